@@ -1,0 +1,41 @@
+"""`omni-proxy check FILE`: would it load? Binds nothing, starts nothing, changes nothing."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from omni_proxy.cli.arguments import check_parser
+from omni_proxy.cli.load import load
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import Config
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = check_parser().parse_args(argv)
+    try:
+        config = load(arguments.file)
+    except ConfigError as refusal:
+        if arguments.json:
+            print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))
+        else:
+            print(refusal, file=sys.stderr)
+            print(f"refused: {_counted(len(refusal.problems), 'problem')}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({"ok": True, "file": str(arguments.file), "problems": []}, indent=2))
+    else:
+        print(f"{arguments.file}: fine; {_summary(config)}")
+    return 0
+
+
+def _summary(config: Config) -> str:
+    replicas = sum(group.replicas for group in config.launch)
+    return (
+        f"{_counted(len(config.workers), 'worker')} named, "
+        f"{_counted(replicas, 'replica')} launched, policy {config.routing.policy}, "
+        f"listens on {config.server.host} port {config.server.port}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,42 @@
+"""`omni-proxy [serve]`: everything that was asked for is judged before anything is bound."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from omni_proxy.cli.arguments import serve_parser
+from omni_proxy.cli.load import load
+from omni_proxy.config.flags import FLAGS, Startup, worker_urls
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import Config
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = serve_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and not arguments.worker_urls:
+        parser.error(
+            "nothing to serve: name a file with --config FILE (config/example.toml shows every "
+            "key), or workers with --worker-urls http://HOST:PORT ..."
+        )
+    try:
+        startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""))
+        startup.over(load(startup.config_path) if startup.config_path else Config())
+    except ConfigError as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    # Here and not above: --help and a refused file should not wait for a web framework.
+    from omni_proxy.root import run
+
+    return run(startup)
+
+
+def startup_of(arguments: Namespace, environment_key: str) -> Startup:
+    given = vars(arguments)
+    return Startup(
+        config_path=arguments.config,
+        overrides={key: given[key] for key in FLAGS.values() if key in given},
+        flag_urls=worker_urls(arguments.worker_urls),
+        admin_key=environment_key,
+    )

@@ -1,0 +1,111 @@
+"""What the command line says on top of FILE: single keys, worker URLs, the admin key.
+
+`FLAGS` is the one list of flags that set a key; `cli/arguments.py` builds its parser from it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from omni_proxy.config.problem import ConfigError, Problem, shown
+from omni_proxy.config.rules import judge
+from omni_proxy.config.schema import Config
+from omni_proxy.config.supported import not_yet, toml
+from omni_proxy.config.url import normalize_url
+from omni_proxy.config.walk import walk
+
+FLAGS: Final = {
+    "--host": "server.host",
+    "--port": "server.port",
+    "--policy": "routing.policy",
+    "--model": "routing.model",
+    "--request-timeout-secs": "server.request_timeout_secs",
+    "--max-payload-size": "server.max_payload_size",
+    "--health-failure-threshold": "health.failure_threshold",
+    "--health-success-threshold": "health.success_threshold",
+    "--health-check-timeout-secs": "health.timeout_secs",
+    "--health-check-interval-secs": "health.interval_secs",
+    "--health-check-endpoint": "health.endpoint",
+    "--admin-api-key": "admin.api_key",
+    "--log-level": "server.log_level",
+}
+_FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
+_PLACE: Final = "command line"
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What one start of the program was asked for; it stands over every reload of FILE."""
+
+    config_path: Path | None
+    overrides: dict[str, object]
+    flag_urls: tuple[str, ...]
+    # From the environment, hence the last in line: it counts while neither flag nor FILE has one.
+    admin_key: str
+
+    def over(self, config: Config) -> Config:
+        """The configuration that runs when FILE says `config`."""
+        config = apply_flags(config, self.overrides)
+        if config.admin.api_key or not self.admin_key:
+            return config
+        return apply_flags(config, {"admin.api_key": self.admin_key})
+
+
+def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
+    """`overrides` maps key paths to values, or to the text of numbers as typed.
+
+    A wrong one raises ConfigError naming its flag.
+    """
+    tables = msgspec.to_builtins(config)
+    for key, value in overrides.items():
+        *sections, name = key.split(".")
+        table = tables
+        for section in sections:
+            table = table[section]
+        table[name] = _number(value) if isinstance(table[name], int | float) else value
+    seen, findings = walk(tables, Config)
+    findings += judge(seen)
+    if findings:
+        raise _refusal([(shown(path), reason, hint) for path, reason, hint in findings])
+    return msgspec.convert(seen, Config)
+
+
+def worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
+    """The URLs of --worker-urls, normalized; raises ConfigError."""
+    urls: list[str] = []
+    wrong = []
+    for text in texts:
+        try:
+            url = normalize_url(text, allow_unix=False)
+            reason = "is named twice" if url in urls else not_yet("workers.url", url)
+        except ValueError as error:
+            url, reason = text, str(error)
+        if reason:
+            wrong.append(("--worker-urls", f"{toml(text)}: {reason}", ""))
+        urls.append(url)
+    if wrong:
+        raise _refusal(wrong)
+    return tuple(urls)
+
+
+def _number(value: object) -> object:
+    if isinstance(value, str):
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _refusal(wrong: Iterable[tuple[str, str, str]]) -> ConfigError:
+    return ConfigError(
+        [
+            Problem(_FLAG_OF.get(path, path), None, reason, hint, _PLACE)
+            for path, reason, hint in wrong
+        ],
+        _PLACE,
+    )

@@ -1,0 +1,176 @@
+"""Which workers there shall be: FILE, then what HTTP changed (the state), then the flags.
+
+Later sources win over earlier ones, and a worker is one URL whoever names it. Every function
+returns a new value and touches nothing else.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+from msgspec import structs
+
+from omni_proxy.config.capabilities import CAPABILITIES, Capability
+from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.state import (
+    FLAG_FINGERPRINT,
+    State,
+    StateWorker,
+    Switch,
+    read_state,
+    render_state,
+)
+
+__all__ = [
+    "Desired",
+    "Origin",
+    "State",
+    "StateWorker",
+    "Switch",
+    "desired",
+    "read_state",
+    "render_state",
+    "settle",
+    "with_added",
+    "with_deleted",
+    "with_switched",
+]
+
+Origin = Literal["file", "launch", "flag", "api"]
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """One worker as it shall be, all sources merged."""
+
+    url: str
+    model: str | None
+    capabilities: frozenset[str]
+    disabled: bool
+    weight: int
+    max_inflight: int
+    origin: Origin
+    api_key_env: str = ""
+
+
+def desired(config: Config, flag_urls: tuple[str, ...], state: State) -> tuple[Desired, ...]:
+    """FILE's order first, then launch, flags, and workers added over HTTP."""
+    workers: dict[str, Desired] = {}
+    for entry, origin, fingerprint in _named(config, flag_urls):
+        if entry.url not in workers and not _buried(state, entry.url, fingerprint):
+            switched = _switched(entry, state.switches.get(entry.url, Switch()))
+            workers[entry.url] = _desired(switched, origin, entry.api_key_env)
+    for added in state.workers:
+        known = workers.get(added.url)
+        workers[added.url] = (
+            _desired(added, known.origin, known.api_key_env) if known else _desired(added, "api")
+        )
+    default = config.routing.model or None
+    return tuple(replace(worker, model=worker.model or default) for worker in workers.values())
+
+
+def settle(state: State, config: Config, flag_urls: tuple[str, ...] = ()) -> State:
+    """Without what lost its object: tombstones over entries that changed or went away, switches
+    on workers that nothing names."""
+    named: dict[str, str] = {}
+    for entry, _, fingerprint in _named(config, flag_urls):
+        named.setdefault(entry.url, fingerprint)
+    return structs.replace(
+        state,
+        switches={url: switch for url, switch in state.switches.items() if url in named},
+        tombstones={url: mark for url, mark in state.tombstones.items() if named.get(url) == mark},
+    )
+
+
+def with_added(state: State, entry: Desired) -> State:
+    """A worker from HTTP, in the place of whatever the state had under its URL."""
+    added = StateWorker(
+        url=entry.url,
+        model=entry.model or "",
+        capabilities=_in_order(entry.capabilities),
+        disabled=entry.disabled,
+        weight=entry.weight,
+        max_inflight=entry.max_inflight,
+    )
+    cleared = _without(state, entry.url)
+    return structs.replace(cleared, workers=(*cleared.workers, added))
+
+
+def with_switched(state: State, url: str, **fields: Any) -> State:
+    """`fields` are those of `Switch`; `model=None` makes the worker name none."""
+    if "model" in fields:
+        fields["model"] = fields["model"] or ""
+    if "capabilities" in fields:
+        fields["capabilities"] = _in_order(fields["capabilities"])
+    if any(worker.url == url for worker in state.workers):
+        return structs.replace(
+            state,
+            workers=tuple(
+                structs.replace(worker, **fields) if worker.url == url else worker
+                for worker in state.workers
+            ),
+        )
+    switch = structs.replace(state.switches.get(url, Switch()), **fields)
+    return structs.replace(state, switches={**state.switches, url: switch})
+
+
+def with_deleted(state: State, config: Config, url: str) -> State:
+    """Also buries what FILE, launch or a flag names by this URL."""
+    named = {entry.url: fingerprint for entry, _, fingerprint in _named(config, ())}
+    cleared = _without(state, url)
+    tombstones = {**cleared.tombstones, url: named.get(url, FLAG_FINGERPRINT)}
+    return structs.replace(cleared, tombstones=tombstones)
+
+
+def _named(config: Config, flag_urls: tuple[str, ...]) -> Iterator[tuple[WorkerEntry, Origin, str]]:
+    """Each worker that the state can only switch or bury, with its entry's fingerprint."""
+    for entry in config.workers:
+        yield entry, "file", _fingerprint(entry)
+    for group in config.launch:
+        for url in group.urls:
+            worker = WorkerEntry(url=url, model=group.model, capabilities=group.capabilities)
+            yield worker, "launch", _fingerprint(group)
+    for url in flag_urls:
+        yield WorkerEntry(url=url), "flag", FLAG_FINGERPRINT
+
+
+def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
+    return hashlib.sha256(msgspec.json.encode(entry, order="sorted")).hexdigest()[:16]
+
+
+def _buried(state: State, url: str, fingerprint: str) -> bool:
+    """A tombstone over FILE's entry holds for a flag with the same URL too."""
+    mark = state.tombstones.get(url)
+    return mark is not None and fingerprint in {mark, FLAG_FINGERPRINT}
+
+
+def _switched(entry: WorkerEntry, switch: Switch) -> WorkerEntry:
+    touched = {key: value for key, value in structs.asdict(switch).items() if value is not None}
+    return structs.replace(entry, **touched)
+
+
+def _desired(entry: WorkerEntry | StateWorker, origin: Origin, api_key_env: str = "") -> Desired:
+    return Desired(
+        url=entry.url,
+        model=entry.model or None,
+        capabilities=frozenset(entry.capabilities),
+        disabled=entry.disabled,
+        weight=entry.weight,
+        max_inflight=entry.max_inflight,
+        origin=origin,
+        api_key_env=api_key_env,
+    )
+
+
+def _in_order(capabilities: Iterable[str]) -> tuple[Capability, ...]:
+    return tuple(name for name in CAPABILITIES if name in set(capabilities))
+
+
+def _without(state: State, url: str) -> State:
+    return State(
+        workers=tuple(worker for worker in state.workers if worker.url != url),
+        switches={known: switch for known, switch in state.switches.items() if known != url},
+        tombstones={known: mark for known, mark in state.tombstones.items() if known != url},
+    )

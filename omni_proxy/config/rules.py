@@ -1,0 +1,92 @@
+"""What no key can tell alone: URLs named twice, halves of a pair, features that are to come.
+
+Works on the tables as `walk` left them, so parts may be missing; what is there is right by type.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omni_proxy.config.problem import Path, shown
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.supported import not_yet
+from omni_proxy.config.walk import Finding
+
+
+def judge(tables: Mapping[str, Any]) -> Iterator[Finding]:
+    launch = tables.get("launch", [])
+    yield from _half_a_pair(tables.get("server", {}))
+    for index, entry in enumerate(launch):
+        yield from _unusable_launch(entry, ("launch", index))
+    yield from _said_twice(_launch_names(launch), "group name")
+    yield from _said_twice(_worker_urls(tables.get("workers", []), launch), "worker URL")
+    for path, value in _leaves(tables, ()):
+        key = ".".join(step for step in path if isinstance(step, str))
+        reason = not_yet(key, value)
+        if reason:
+            yield path, reason, ""
+
+
+def _half_a_pair(server: Mapping[str, Any]) -> Iterator[Finding]:
+    for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if server.get(given) and not server.get(other):
+            yield ("server", given), f"needs {other} beside it", ""
+
+
+def _unusable_launch(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+    if entry.get("command") and not entry["command"][0].strip():
+        yield (*path, "command"), "names no program", ""
+    for name in entry.get("env", {}):
+        if not name or "=" in name:
+            yield (*path, "env", name), "is no name of an environment variable", ""
+    group = _group(entry)
+    last = group.base_port + group.replicas - 1
+    if last > 65535:
+        yield (*path, "base_port"), f"the last replica would need port {last}", ""
+    else:
+        try:
+            _ = group.urls
+        except ValueError as error:
+            yield (*path, "host"), str(error), ""
+
+
+def _group(entry: Mapping[str, Any]) -> LaunchEntry:
+    known = {key: entry[key] for key in ("host", "base_port", "replicas") if key in entry}
+    return LaunchEntry(command=(), **known)
+
+
+def _launch_names(launch: list[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:
+    default = LaunchEntry(command=()).name
+    for index, entry in enumerate(launch):
+        yield ("launch", index, "name"), entry.get("name", default)
+
+
+def _worker_urls(
+    workers: list[Mapping[str, Any]], launch: list[Mapping[str, Any]]
+) -> Iterator[tuple[Path, str]]:
+    for index, entry in enumerate(workers):
+        if "url" in entry:
+            yield ("workers", index, "url"), entry["url"]
+    for index, entry in enumerate(launch):
+        path: Path = ("launch", index)
+        if not any(_unusable_launch(entry, path)):
+            for url in _group(entry).urls:
+                yield (*path, "base_port"), url
+
+
+def _said_twice(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
+    first: dict[str, Path] = {}
+    for path, text in named:
+        if text in first:
+            yield path, f"duplicate {what} {text}", f"{shown(first[text])} has it already"
+        first.setdefault(text, path)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*path, index))
+    else:
+        yield path, value

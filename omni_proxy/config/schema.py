@@ -1,0 +1,255 @@
+"""The configuration: every key, its type, its range and its default in this build.
+
+Values only; a struct built by hand is not checked, `parse` is what checks. Nothing here may
+reach for the environment, the clock or a file. A key that is listed in `supported.py` exists but
+takes only the values listed there; its default is then what the program does today.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from omni_proxy.config.capabilities import CAPABILITIES, Capability
+from omni_proxy.config.fields import (
+    read_endpoint,
+    read_network_url,
+    read_size,
+    read_worker_url,
+)
+from omni_proxy.config.url import normalize_url
+
+# Above 30 years a duration is a slip of the unit; the bound also refuses TOML's inf and nan.
+Duration = Annotated[float, Meta(ge=0, le=1_000_000_000)]
+Interval = Annotated[float, Meta(gt=0, le=1_000_000_000)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
+Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": read_size})]
+Weight = Annotated[int, Meta(ge=1, le=1_000_000)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Name = Annotated[str, Meta(min_length=1)]
+Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
+WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
+NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
+
+PolicyName = Literal[
+    "round_robin",
+    "least_request",
+    "random",
+    "power_of_two",
+    "cache_aware",
+    "consistent_hashing",
+    "prefix_hash",
+]
+RetryCause = Literal["connect_failure", "reset_before_response", "503"]
+Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
+
+
+class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The clocks of one exchange; 0 stops a clock."""
+
+    # A worker in the same network answers a SYN in milliseconds: past this it is not there.
+    connect_secs: Duration = 5.0
+    # Request sent to response head. A unary answer is computed before its head: minutes.
+    response_head_secs: Duration = 600.0
+    # Response head to first body byte: time to first token on a stream. Off: prefill has no bound.
+    first_byte_secs: Duration = 0.0
+    # Between two body pieces. Also what cuts a client that stopped reading for good.
+    idle_secs: Duration = 300.0
+    # A kept connection with no request on it. Above the 60 s of usual load balancers, so that
+    # they close first and never send into a connection that we are closing.
+    client_idle_secs: Duration = 75.0
+    # For a head to be complete once it began: what ends a slow-head attack.
+    client_head_secs: Duration = 10.0
+    # A client that stops in the middle of its upload is cut after this.
+    client_body_secs: Duration = 60.0
+
+
+class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Loopback unless the operator opens it.
+    host: Name = "127.0.0.1"
+    # 0 takes any free port; the chosen one is logged.
+    port: Annotated[int, Meta(ge=0, le=65535)] = 30000
+    # Door processes that share the port; 0 is one per core.
+    processes: Annotated[int, Meta(ge=0, le=1024)] = 1
+    # Bytes of a request body; a larger one gets 413. Room for video in a JSON body.
+    max_payload_size: Size = 512 * 1024 * 1024
+    # A whole exchange that does not stream; 0 is none.
+    request_timeout_secs: Duration = 1800.0
+    # Requests in flight over the whole fleet; 0 is no bound, past it 503 with Retry-After.
+    max_inflight: Count = 0
+    # Requests beyond that bound, or without a routable worker, that wait instead of failing.
+    queue_size: Count = 0
+    # Longest wait in that queue.
+    queue_timeout_secs: Duration = 30.0
+    # A client's FIN before its answer: `abort` frees the worker, `answer` serves clients that
+    # close their sending side early.
+    half_close: Literal["abort", "answer"] = "abort"
+    # After SIGTERM: what is in flight gets so long, then it is cut.
+    drain_timeout_secs: Duration = 120.0
+    # Head start for balancers that poll /ready: it is off so long before draining begins.
+    ready_off_secs: Duration = 0.0
+    # Where changes made over HTTP are kept: `auto` is beside the file, `off` is memory only.
+    state_file: Name = "auto"
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    # `off`, `-` for stdout, or a path.
+    access_log: Name = "off"
+    # As access_log; one JSON line per routed request.
+    route_log: Name = "off"
+    # PEM files; both or none.
+    tls_cert: str = ""
+    tls_key: str = ""
+    timeouts: Timeouts = Timeouts()
+
+
+class CacheAware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cache_aware policy: requests with a common beginning go to one worker."""
+
+    # Share of the text that must match before the match decides.
+    cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    # Both gaps between the busiest and the idlest worker exceeded: load decides, not the cache.
+    balance_abs_threshold: Count = 32
+    balance_rel_threshold: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.0001
+    # How often the tree is cut back to its size.
+    eviction_interval_secs: Interval = 60.0
+    # In characters, for the fleet as a whole.
+    max_tree_size: AtLeastOne = 16 * 1024 * 1024
+    # Who is picked when nothing matches well enough.
+    fallback: Literal["smallest_tree", "least_loaded"] = "smallest_tree"
+
+
+class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    policy: PolicyName = "round_robin"
+    # What a worker serves that does not say so itself.
+    model: str = ""
+    # Uploaded voices live on one worker: this URL, or if empty whoever took the first.
+    voice_owner: str = ""
+    # So many failures of a worker in a row eject it; 0: never.
+    max_worker_retries: Count = 0
+    # Tries of one request in all; 0 and 1 are no retry.
+    max_total_retries: Count = 6
+    # What may be tried again. Nothing is, once a byte was relayed.
+    retry_on: tuple[RetryCause, ...] = ("connect_failure", "reset_before_response")
+    # After pause_generation: let workers queue, hold here, or refuse.
+    while_paused: Literal["pass", "hold", "shed"] = "pass"
+    # What request failures make of a worker: back by a good probe, back by an operator, or gone.
+    eject: Literal["unhealthy", "dead", "remove"] = "unhealthy"
+    cache_aware: CacheAware = CacheAware()
+
+
+class Health(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # A path on the worker; 200 is good.
+    endpoint: Endpoint = "/health"
+    # Between two probes of one worker.
+    interval_secs: Interval = 10.0
+    # Of one probe.
+    timeout_secs: Interval = 5.0
+    # Bad in a row until it is out.
+    failure_threshold: AtLeastOne = 3
+    # Good in a row until it is back.
+    success_threshold: AtLeastOne = 2
+    # `dead` waits for an operator (or the launcher that restarted it); `unhealthy` recovers.
+    on_threshold: Literal["dead", "unhealthy"] = "dead"
+
+
+class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Bytes of a control request; past it 413.
+    max_body_bytes: Size = 64 * 1024 * 1024
+    # true: /metrics answers without the key.
+    open_metrics: bool = False
+    # Set: whatever changes something needs it as a bearer token.
+    api_key: str = ""
+    # "host:port" or "unix:PATH": control routes answer there only.
+    listen: str = ""
+    # false: that listener asks for no key.
+    listen_key: bool = True
+    # One weight update at a time: the next one waits so long, then 503.
+    lock_timeout_secs: Duration = 300.0
+    # For a single worker to answer a control call.
+    worker_timeout_secs: Duration = 600.0
+
+
+class WeightSync(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Who joins the trainer's process group: every worker by a plain broadcast (off), every worker
+    # with ranks of its own (coordinate), we alone for all of them (receive), or either (both).
+    mode: Literal["coordinate", "receive", "both", "off"] = "off"
+    # auto leaves the trainer's choice as it is.
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    # The receive blocks in foreign code: in a process of its own it can be killed.
+    isolation: Literal["process", "thread"] = "process"
+    # Until every rank joined.
+    init_timeout_secs: Duration = 1800.0
+    # Until every rank is armed.
+    ready_timeout_secs: Duration = 60.0
+    # From complete to the last bucket.
+    receive_timeout_secs: Duration = 300.0
+    # A transfer that stands still so long is given up.
+    stall_timeout_secs: Duration = 30.0
+    # Folder of received versions; empty puts it next to the state file.
+    store_dir: str = ""
+    keep_versions: AtLeastOne = 2
+    # Whether replicas must agree on a digest before they serve again.
+    verify: Literal["checksum", "off"] = "checksum"
+    # After a partial failure: leave the failed ones out, undo it everywhere, or mend them.
+    on_failure: Literal["quarantine", "rollback", "forward"] = "quarantine"
+    # Grace for running requests before their worker is paused or updated.
+    drain_secs: Duration = 0.0
+    # And for those that come during it.
+    while_updating: Literal["hold", "shed", "pass"] = "hold"
+
+
+class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Base URL, normalized by `parse`; or unix:PATH.
+    url: WorkerUrl
+    # Empty: routing.model, and if that is empty too, any model.
+    model: str = ""
+    capabilities: Capabilities = CAPABILITIES
+    # true: no new request, probes go on.
+    disabled: bool = False
+    # Share of requests relative to the others.
+    weight: Weight = 1
+    # Requests in flight on this worker; 0 is no bound.
+    max_inflight: Count = 0
+    # Environment variable with the bearer key for this worker. A name, so that FILE holds no key.
+    api_key_env: str = ""
+
+
+class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of replicas that the proxy starts, watches, restarts and stops."""
+
+    name: Name = "local"
+    # {host} and {port} are filled in for each replica.
+    command: Annotated[tuple[str, ...], Meta(min_length=1)]
+    replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
+    host: Name = "127.0.0.1"
+    # Replica i listens on base_port + i.
+    base_port: Port = 31000
+    # Above 0 each replica gets its own slice of the GPUs in CUDA_VISIBLE_DEVICES.
+    gpus_per_replica: Count = 0
+    # Loading weights takes minutes; past this the start counts as failed.
+    ready_timeout_secs: Duration = 300.0
+    restart: Literal["on_failure", "never"] = "on_failure"
+    capabilities: Capabilities = CAPABILITIES
+    # Empty: as for a worker.
+    model: str = ""
+    # Added to the environment of each replica.
+    env: dict[str, str] = {}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """One worker URL per replica, in order, normalized."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return tuple(
+            normalize_url(f"http://{host}:{self.base_port + i}", allow_unix=False)
+            for i in range(self.replicas)
+        )
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    server: Server = Server()
+    routing: Routing = Routing()
+    health: Health = Health()
+    admin: Admin = Admin()
+    weight_sync: WeightSync = WeightSync()
+    workers: tuple[WorkerEntry, ...] = ()
+    launch: tuple[LaunchEntry, ...] = ()

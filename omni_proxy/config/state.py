@@ -1,0 +1,85 @@
+"""What HTTP changed, kept as a TOML text of its own: the program never writes FILE.
+
+Three parts: workers added, switches set on workers that something else names, and tombstones over
+such workers when they were deleted. Read as strictly as FILE: a broken text is refused whole.
+"""
+
+from typing import Any, Final
+
+import msgspec
+import tomli_w
+from msgspec import Struct
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import Capabilities, Count, NetworkUrl, Weight
+from omni_proxy.config.source import decoded, refusal, tables
+from omni_proxy.config.walk import Finding, walk
+
+_HEAD: Final = """\
+# Written by omni-proxy: workers and switches that were set over HTTP.
+# Stop the program before you change it, or delete it to go back to the configuration file.
+"""
+
+# A flag has no entry that could change. Its tombstone lasts while the program runs: at the next
+# start the command line speaks again.
+FLAG_FINGERPRINT: Final = "flag"
+
+
+class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker that was added over HTTP."""
+
+    url: NetworkUrl
+    model: str = ""
+    capabilities: Capabilities = CAPABILITIES
+    disabled: bool = False
+    weight: Weight = 1
+    max_inflight: Count = 0
+
+
+class Switch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What HTTP changed on a worker that something else names; None: not touched."""
+
+    # "": names none, whatever FILE says.
+    model: str | None = None
+    capabilities: Capabilities | None = None
+    disabled: bool | None = None
+    weight: Weight | None = None
+    max_inflight: Count | None = None
+
+
+class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    workers: tuple[StateWorker, ...] = ()
+    switches: dict[str, Switch] = {}
+    # URL -> fingerprint of the entry that named it when it was deleted.
+    tombstones: dict[str, str] = {}
+
+
+def read_state(text: str | bytes, file: str) -> State:
+    """Raises ConfigError with all problems."""
+    text = decoded(text, file)
+    seen, findings = walk(tables(text, file), State)
+    findings += _said_twice(seen)
+    if findings:
+        raise refusal(findings, text, file)
+    return msgspec.convert(seen, State)
+
+
+def render_state(state: State) -> str:
+    spelled: dict[str, Any] = msgspec.to_builtins(state)
+    spelled["switches"] = {
+        url: {key: value for key, value in switch.items() if value is not None}
+        for url, switch in spelled["switches"].items()
+    }
+    spelled["tombstones"] = {
+        url: mark for url, mark in state.tombstones.items() if mark != FLAG_FINGERPRINT
+    }
+    return _HEAD + tomli_w.dumps({name: part for name, part in spelled.items() if part})
+
+
+def _said_twice(seen: dict[str, Any]) -> list[Finding]:
+    urls = [worker.get("url") for worker in seen.get("workers", [])]
+    return [
+        (("workers", index, "url"), f"duplicate worker URL {url}", "")
+        for index, url in enumerate(urls)
+        if url is not None and url in urls[:index]
+    ]

@@ -1,0 +1,68 @@
+"""What this build does not do yet, as one table: key -> the values that it takes today.
+
+A value that is not listed is refused, never ignored. A key that is not listed takes everything
+that its type takes: building a feature ends with deleting its line here.
+"""
+
+from typing import Final
+
+NOT_YET: Final[dict[str, tuple[object, ...]]] = {
+    "server.processes": (1,),
+    "server.queue_size": (0,),
+    "server.queue_timeout_secs": (30,),
+    "server.tls_cert": ("",),
+    "server.tls_key": ("",),
+    "routing.policy": ("round_robin", "least_request", "random", "power_of_two"),
+    "routing.voice_owner": ("",),
+    "routing.max_worker_retries": (0,),
+    "routing.retry_on": ("connect_failure", "reset_before_response"),
+    "routing.while_paused": ("pass",),
+    "routing.eject": ("unhealthy", "dead"),
+    "routing.cache_aware.cache_threshold": (0.5,),
+    "routing.cache_aware.balance_abs_threshold": (32,),
+    "routing.cache_aware.balance_rel_threshold": (1.0001,),
+    "routing.cache_aware.eviction_interval_secs": (60,),
+    "routing.cache_aware.max_tree_size": (16777216,),
+    "routing.cache_aware.fallback": ("smallest_tree",),
+    "admin.open_metrics": (False,),
+    "admin.listen": ("",),
+    "admin.listen_key": (True,),
+    "admin.lock_timeout_secs": (300,),
+    "admin.worker_timeout_secs": (600,),
+    "weight_sync.mode": ("off",),
+    "weight_sync.backend": ("auto",),
+    "weight_sync.isolation": ("process",),
+    "weight_sync.init_timeout_secs": (1800,),
+    "weight_sync.ready_timeout_secs": (60,),
+    "weight_sync.receive_timeout_secs": (300,),
+    "weight_sync.stall_timeout_secs": (30,),
+    "weight_sync.store_dir": ("",),
+    "weight_sync.keep_versions": (2,),
+    "weight_sync.verify": ("checksum",),
+    "weight_sync.on_failure": ("quarantine",),
+    "weight_sync.drain_secs": (0,),
+    "weight_sync.while_updating": ("hold",),
+    "workers.weight": (1,),
+}
+# Schemes of worker URLs, ruled by the same idea.
+SCHEMES_NOT_YET: Final = ("https",)
+
+
+def not_yet(key: str, value: object) -> str:
+    """Why this value of a key (written without list indices) is refused, or ""."""
+    if key == "workers.url":
+        scheme = str(value).partition(":")[0]
+        return f"{scheme} workers are not supported yet" if scheme in SCHEMES_NOT_YET else ""
+    today = NOT_YET.get(key)
+    asked = value if isinstance(value, list) else [value]
+    if today is None or all(one in today for one in asked):
+        return ""
+    refused = next(one for one in asked if one not in today)
+    return f"{toml(refused)} is not supported yet (today: {', '.join(map(toml, today))})"
+
+
+def toml(value: object) -> str:
+    """The value as one would write it in FILE."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,193 @@
+"""Worker URLs: one spelling each, and none that leads to a machine's metadata service.
+
+A normalized URL is `scheme://host[:port]` in lower case or `unix:/path`; two workers are the
+same one exactly when these are equal. Names are not resolved here: whoever dials must put every
+address it got through `refused_address`.
+"""
+
+import ipaddress
+import re
+from typing import Final
+from urllib.parse import SplitResult, quote, urlsplit
+
+_NAME: Final = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
+_NUMBER: Final = re.compile(r"0x[0-9a-f]*|[0-9]+")
+_METADATA_NAMES: Final = frozenset(
+    {
+        "metadata",
+        "metadata.google.internal",
+        "metadata.goog",
+        "instance-data",
+        "instance-data.ec2.internal",
+    }
+)
+_LINK_LOCAL: Final = (ipaddress.ip_network("169.254.0.0/16"), ipaddress.ip_network("fe80::/10"))
+_METADATA: Final = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "fd00:ec2::/32",  # AWS: metadata ::254, pod identity ::23
+        "fd20:ce::254/128",  # Google
+        "100.100.100.200/32",  # Alibaba
+        "168.63.129.16/32",  # Azure
+        "192.0.0.192/32",  # Oracle
+    )
+)
+# Networks whose addresses carry an IPv4 one, and how far it is shifted: compatible (RFC 4291
+# 2.5.5.1), mapped (2.5.5.2), translated (RFC 7915), NAT64 (RFC 6052), 6to4 (RFC 3056).
+_CARRIERS: Final = tuple(
+    (ipaddress.IPv6Network(network), shift)
+    for network, shift in (
+        ("::/96", 0),
+        ("::ffff:0:0/96", 0),
+        ("::ffff:0:0:0/96", 0),
+        ("64:ff9b::/96", 0),
+        ("2002::/16", 80),
+    )
+)
+_MAX_UNIX_PATH_BYTES: Final = 107  # sun_path of Linux, less its closing zero
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+
+
+def normalize_url(text: str, *, allow_unix: bool) -> str:
+    """Raises ValueError with a reason fit for the person who wrote the URL."""
+    text = text.strip()
+    if not text:
+        raise ValueError("must not be empty")
+    if text[:5].lower() == "unix:":
+        return _unix_url(text[5:], allow_unix)
+    # urlsplit silently drops tabs and newlines inside a URL.
+    if any(c.isspace() or not c.isprintable() for c in text):
+        raise ValueError("must not contain spaces or control characters")
+    parts = _split(text)
+    host = _normal_host(parts.hostname or "", bracketed="[" in parts.netloc)
+    return f"{parts.scheme}://{host}{_port(parts)}"
+
+
+def worker_id(url: str) -> str:
+    return quote(url, safe="")
+
+
+def display_id(url: str) -> str:
+    return url.partition("://")[2] or url
+
+
+def dial_address(url: str) -> tuple[str, int] | str:
+    """(host, port), or the path of a Unix socket. `url` is a normalized one."""
+    if url.startswith("unix:"):
+        return url[5:]
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
+
+
+def refused_address(ip: str) -> str | None:
+    """Why no worker may have this address, or None. Text that is no address is not refused."""
+    try:
+        address = ipaddress.ip_address(ip.strip("[]").partition("%")[0])
+    except ValueError:
+        dotted = _ipv4(ip.lower().rstrip("."))
+        return None if dotted is None else _refused(dotted)
+    return _refused(address)
+
+
+def _refused(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    if any(address in network for network in _LINK_LOCAL):
+        return f"link-local address {address} is not allowed"
+    if any(address in network for network in _METADATA):
+        return f"cloud metadata address {address} is not allowed"
+    if isinstance(address, ipaddress.IPv6Address):
+        for network, shift in _CARRIERS:
+            if address in network:
+                return _refused(ipaddress.IPv4Address(int(address) >> shift & 0xFFFFFFFF))
+    return None
+
+
+def _split(text: str) -> SplitResult:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise ValueError(
+            "host must be a name, an IPv4 address or an IPv6 one in brackets"
+        ) from None
+    if parts.scheme not in _DEFAULT_PORTS:
+        raise ValueError("scheme must be http or https, as in http://HOST:PORT")
+    if "@" in parts.netloc:
+        raise ValueError("must not contain user-info")
+    if not parts.hostname:
+        raise ValueError("must include a host")
+    if parts.path not in {"", "/"}:
+        raise ValueError("must be a base URL without a path")
+    if parts.query or parts.fragment:
+        raise ValueError("must not contain a query or fragment")
+    return parts
+
+
+def _port(parts: SplitResult) -> str:
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ValueError("port out of range 1-65535")
+    return "" if port is None else f":{port}"
+
+
+def _normal_host(host: str, *, bracketed: bool) -> str:
+    host = host.lower()
+    if bracketed:
+        return f"[{_checked(_ipv6(host))}]"
+    bare = host.rstrip(".")
+    if bare in _METADATA_NAMES:
+        raise ValueError(f"host {bare} is a cloud metadata service and not allowed")
+    if _NUMBER.fullmatch(bare.rpartition(".")[2]):
+        dotted = _ipv4(bare)
+        if dotted is None:
+            raise ValueError(f"host {host} is not an IPv4 address")
+        return _checked(dotted)
+    if not _NAME.fullmatch(host):
+        raise ValueError("host may hold only letters, digits, '.', '-' and '_'")
+    return host
+
+
+def _checked(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    reason = _refused(address)
+    if reason:
+        raise ValueError(reason)
+    return str(address)
+
+
+def _ipv6(host: str) -> ipaddress.IPv6Address:
+    # A zone only ever goes with a link-local address, so the rest of it is judged alone.
+    try:
+        return ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        raise ValueError(f"host [{host}] is not an IPv6 address") from None
+
+
+def _ipv4(host: str) -> ipaddress.IPv4Address | None:
+    """One to four numbers in decimal, hex or octal, as inet_aton(3) reads them."""
+    labels = host.split(".")
+    if len(labels) > 4 or not all(_NUMBER.fullmatch(label) for label in labels):
+        return None
+    try:
+        *heads, last = [_number(label) for label in labels]
+    except ValueError:
+        return None
+    if any(head > 255 for head in heads) or last >= 256 ** (4 - len(heads)):
+        return None
+    return ipaddress.IPv4Address(sum(head << 24 - 8 * i for i, head in enumerate(heads)) + last)
+
+
+def _number(label: str) -> int:
+    if label.startswith("0x"):
+        return int(label[2:] or "0", 16)
+    return int(label, 8 if label.startswith("0") else 10)
+
+
+def _unix_url(path: str, allowed: bool) -> str:
+    if not allowed:
+        raise ValueError("unix: workers can be named in the configuration file only")
+    if not path.startswith("/"):
+        raise ValueError("unix: needs an absolute path, as in unix:/run/worker.sock")
+    if "\0" in path or len(path.encode()) > _MAX_UNIX_PATH_BYTES:
+        raise ValueError(f"socket path must be at most {_MAX_UNIX_PATH_BYTES} bytes, without NUL")
+    return f"unix:{path}"

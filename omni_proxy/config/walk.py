@@ -1,0 +1,157 @@
+"""Reads a parsed table against a struct of the schema and finds all that is wrong, not just the
+first thing.
+
+The answer is the same table in the schema's own spelling, without the parts that were wrong; it
+converts into the struct exactly when no problem was found.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+from msgspec import NODEFAULT, Struct, inspect
+
+from omni_proxy.config.problem import Path, did_you_mean, shown
+from omni_proxy.config.supported import toml
+
+# Where, why, and what may help.
+Finding: TypeAlias = tuple[Path, str, str]
+
+WRONG: Final = object()
+
+
+def walk(table: object, struct: type[Struct]) -> tuple[dict[str, Any], list[Finding]]:
+    walker = _Walker()
+    kind = inspect.type_info(struct)
+    assert isinstance(kind, inspect.StructType)
+    seen = walker.read(table, kind, ())
+    return ({} if seen is WRONG else seen), walker.findings
+
+
+class _Walker:
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def read(self, value: object, kind: inspect.Type, path: Path) -> Any:
+        match kind:
+            case inspect.Metadata():
+                return self._spelled(value, kind, path)
+            case inspect.UnionType(types=(only, inspect.NoneType())):
+                return self.read(value, only, path)
+            case inspect.StructType():
+                return self._struct(value, kind, path)
+            case inspect.DictType():
+                return self._dict(value, kind, path)
+            case inspect.VarTupleType():
+                return self._list(value, kind, path)
+            case inspect.LiteralType():
+                return self._choice(value, [str(v) for v in kind.values], path)
+            case _:
+                return self._plain(value, kind, path)
+
+    def _wrong(self, path: Path, reason: str, hint: str = "") -> Any:
+        self.findings.append((path, reason, hint))
+        return WRONG
+
+    def _spelled(self, value: object, kind: inspect.Metadata, path: Path) -> Any:
+        reader: Callable[[object], object] | None = (kind.extra or {}).get("read")
+        if reader:
+            try:
+                value = reader(value)
+            except ValueError as error:
+                return self._wrong(path, str(error))
+        return self.read(value, kind.type, path)
+
+    def _struct(self, value: object, kind: inspect.StructType, path: Path) -> Any:
+        if not isinstance(value, dict):
+            return self._wrong(path, f"expected a table, got {_named(value)}")
+        fields = {field.name: field for field in kind.fields}
+        seen = {}
+        for key, inner in value.items():
+            if key not in fields:
+                self._wrong((*path, key), "unknown key", did_you_mean(key, fields))
+                continue
+            read = self.read(inner, fields[key].type, (*path, key))
+            if read is not WRONG:
+                seen[key] = read
+        for name, field in fields.items():
+            required = field.default is NODEFAULT and field.default_factory is NODEFAULT
+            if required and name not in value:
+                self._wrong((*path, name), "is missing")
+        return seen
+
+    def _dict(self, value: object, kind: inspect.DictType, path: Path) -> Any:
+        if not isinstance(value, dict):
+            return self._wrong(path, f"expected a table, got {_named(value)}")
+        seen = {k: self.read(v, kind.value_type, (*path, k)) for k, v in value.items()}
+        return {k: v for k, v in seen.items() if v is not WRONG}
+
+    def _list(self, value: object, kind: inspect.VarTupleType, path: Path) -> Any:
+        tables = isinstance(kind.item_type, inspect.StructType)
+        if not isinstance(value, list | tuple):
+            hint = f"write [[{shown(path)}]]" if tables else "write it in [ ]"
+            return self._wrong(path, f"expected a list, got {_named(value)}", hint)
+        if len(value) < (kind.min_length or 0):
+            return self._wrong(path, "must not be empty")
+        seen = [self.read(v, kind.item_type, (*path, i)) for i, v in enumerate(value)]
+        # A wrong table leaves an empty one: the others must keep their index.
+        return [{} if v is WRONG and tables else v for v in seen if tables or v is not WRONG]
+
+    def _choice(self, value: object, choices: list[str], path: Path) -> Any:
+        if value in choices:
+            return value
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        reason = f"{toml(value)} is not one of {', '.join(choices)}"
+        return self._wrong(path, reason, hint)
+
+    def _plain(self, value: Any, kind: inspect.Type, path: Path) -> Any:
+        allowed, expected = _PLAIN[type(kind)]
+        # TOML keeps true and 1 apart; Python does not.
+        if not isinstance(value, allowed) or isinstance(value, bool) != (allowed is bool):
+            return self._wrong(path, f"expected {expected}, got {_named(value)}")
+        reason = _out_of_range(value, kind)
+        if reason:
+            return self._wrong(path, reason)
+        return float(value) if isinstance(kind, inspect.FloatType) else value
+
+
+_PLAIN: Final[dict[type[inspect.Type], tuple[Any, str]]] = {
+    inspect.BoolType: (bool, "true or false"),
+    inspect.IntType: (int, "a whole number"),
+    inspect.FloatType: ((int, float), "a number"),
+    inspect.StrType: (str, "a string"),
+}
+
+
+def _out_of_range(value: Any, kind: inspect.Type) -> str:
+    if isinstance(kind, inspect.StrType):
+        if "\0" in value:
+            # No path, command, environment or header can carry one.
+            return "must not contain a NUL character"
+        return "must not be empty" if len(value) < (kind.min_length or 0) else ""
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        # Each test is written so that nan fails it.
+        if kind.ge is not None and not value >= kind.ge:
+            return f"must be at least {kind.ge}, got {value}"
+        if kind.gt is not None and not value > kind.gt:
+            return f"must be above {kind.gt}, got {value}"
+        if kind.le is not None and not value <= kind.le:
+            return f"must be at most {kind.le}, got {value}"
+    return ""
+
+
+def _named(value: object) -> str:
+    match value:
+        case bool():
+            return "a boolean"
+        case int():
+            return "a whole number"
+        case float():
+            return "a number with a fraction"
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+        case dict():
+            return "a table"
+        case _:
+            return "a date or time"

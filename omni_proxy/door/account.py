@@ -1,0 +1,196 @@
+"""The accounts of one exchange: what it was, when each phase was reached, how it ended and by whom.
+
+Invariant: `settle` runs exactly once per exchange, in a `finally`; after it the in-flight counts
+hold nothing of this exchange. The two logs are written from here and from nowhere else. Source of
+the route log's keys: omni-router.md 14.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.table import Route
+
+if TYPE_CHECKING:
+    from omni_proxy.door.core import Door
+
+_encode = msgspec.json.encode
+
+
+class Exchange:
+    """One request with its answer. Times are of the pump's clock, 0.0 for a phase not reached."""
+
+    __slots__ = (
+        "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "dialled_at",
+        "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key", "method", "need",
+        "outcome", "phase", "pieces", "policy", "relayed", "request_id", "route", "started_at",
+        "status", "stream", "target", "wait_at", "worker", "worker_seen",
+    )  # fmt: skip
+
+    def __init__(self, now: float, client: str) -> None:
+        self.started_at = now  # its first byte
+        self.head_at = self.body_at = self.dialled_at = self.wait_at = self.first_at = 0.0
+        self.ended_at = 0.0
+        self.client = client
+        self.method = ""
+        self.target = ""
+        self.request_id = ""
+        self.idempotency_key = False
+        self.route: Route | None = None
+        self.need: Need | None = None
+        self.policy = ""
+        self.worker: Worker | None = None
+        self.worker_seen: tuple[str, bool, bool] = ("", False, False)
+        self.attempts = 0
+        self.admitted = False
+        self.relayed = False  # bytes of an answer have left for the client
+        self.stream = False
+        self.status = 0
+        self.bytes_in = self.bytes_out = self.pieces = 0
+        self.outcome = ""
+        self.ended_by = ""
+        self.error = ""
+        self.phase = ""
+
+    def take(self, worker: Worker) -> None:
+        """A try at this worker begins."""
+        self.worker = worker
+        self.attempts += 1
+        machine = worker.machine
+        self.worker_seen = (machine.state.value, worker.disabled, worker.routable)
+        worker.in_flight += 1
+        if worker.in_flight > worker.peak_in_flight:
+            worker.peak_in_flight = worker.in_flight
+        if self.route is not None:
+            worker.routed[self.route.traffic] += 1
+
+    def leave(self, *, succeeded: bool) -> None:
+        """The try at the present worker is over."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.in_flight -= 1
+            if self.route is not None:
+                counts = worker.succeeded if succeeded else worker.failed
+                counts[self.route.traffic] += 1
+
+    def end(self, outcome: str, by: str, error: str = "") -> None:
+        """Say how it ended; the first word stands."""
+        if not self.outcome:
+            self.outcome, self.ended_by, self.error = outcome, by, error
+
+
+def settle(door: Door, exchange: Exchange, phase: str) -> None:
+    """Close the books: `phase` is where the connection stood when the exchange ended."""
+    worker = exchange.worker
+    exchange.phase = phase
+    exchange.ended_at = door.pump.now
+    completed = exchange.outcome == "completed"
+    exchange.leave(succeeded=completed and 200 <= exchange.status < 400)
+    if exchange.admitted:
+        door.in_flight -= 1
+    door.ended[exchange.outcome or "cut_by_proxy"] += 1
+    if door.access_log is not None:
+        line = access_record(exchange, worker)
+        door.access_log.write(line if door.access_json else access_text(line))
+    if door.route_log is not None and worker is not None:
+        door.route_log.write(_encode(route_record(exchange, worker), order="sorted"))
+
+
+def diagnostics(mine: Exchange) -> bytes:
+    """The response headers of omni-router.md 10, for answers of a worker or about one."""
+    worker = mine.worker
+    named = f"X-SGLang-Omni-Worker: {worker.id}\r\n" if worker is not None else ""
+    text = (
+        f"{named}X-SGLang-Omni-Request-ID: {mine.request_id}\r\n"
+        f"X-SGLang-Omni-Route-Attempt: {mine.attempts}\r\n"
+    )
+    return text.encode("latin-1", "replace")
+
+
+def _ms(later: float, earlier: float) -> float | None:
+    return round((later - earlier) * 1000, 3) if later and earlier else None
+
+
+def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
+    """One JSON line: who, what, where to, the time to each phase, and who ended it in which
+    phase."""
+    start = exchange.started_at
+    need = exchange.need
+    record = {
+        "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "client": exchange.client,
+        "method": exchange.method,
+        "target": exchange.target,
+        "status": exchange.status,
+        "outcome": exchange.outcome or "cut_by_proxy",
+        "ended_by": exchange.ended_by,
+        "phase": exchange.phase,
+        "error": exchange.error or None,
+        "request_id": exchange.request_id or None,
+        "model": need.model if need else None,
+        "stream": exchange.stream,
+        "worker": worker.url if worker else None,
+        "policy": exchange.policy or None,
+        "attempts": exchange.attempts,
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "pieces": exchange.pieces,
+        "head_ms": _ms(exchange.head_at, start),
+        "body_ms": _ms(exchange.body_at, start),
+        "connect_ms": _ms(exchange.dialled_at, start),
+        "answer_ms": _ms(exchange.wait_at, start),
+        "first_ms": _ms(exchange.first_at, start),
+        "total_ms": _ms(exchange.ended_at, start),
+    }
+    return _encode(record)
+
+
+def access_text(line: bytes) -> bytes:
+    """The same record for people, empty fields left out."""
+    record = msgspec.json.decode(line)
+    said = " ".join(
+        f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
+    )
+    rest = " ".join(f"{key}={value}" for key, value in record.items() if value not in (None, "", 0))
+    return f"{said} {rest}".encode()
+
+
+def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
+    need, route = exchange.need, exchange.route
+    state, disabled, routable = exchange.worker_seen
+    completed = exchange.outcome == "completed"
+    finished = "stream_complete" if exchange.stream else "request_complete"
+    broken = "stream_error" if exchange.stream else "request_complete"
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "event": finished if completed else broken,
+        "request_id": exchange.request_id,
+        "method": exchange.method,
+        "path": exchange.target.partition("?")[0],
+        "model": need.model if need else None,
+        "stream": exchange.stream,
+        "required_capabilities": need.capabilities if need else [],
+        "worker_id": worker.id,
+        "worker_url": worker.url,
+        "policy": exchange.policy,
+        "worker_state": state,
+        "worker_health_state": state,
+        "worker_disabled": disabled,
+        "worker_routable": routable,
+        "attempt": exchange.attempts,
+        "status_code": exchange.status or None,
+        "duration_s": round(exchange.ended_at - exchange.started_at, 6),
+        "ttfb_s": round(exchange.first_at - exchange.started_at, 6) if exchange.first_at else None,
+        "request_bytes": exchange.bytes_in,
+        "response_bytes": exchange.bytes_out,
+        "completed": completed,
+        "client_disconnected": exchange.ended_by == "client",
+        "error_type": exchange.error or None,
+        "idempotency_key_present": exchange.idempotency_key,
+        "traffic": route.traffic if route else None,
+    }

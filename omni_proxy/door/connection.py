@@ -1,0 +1,249 @@
+"""One client connection: `serve` reads a request, has it answered, and goes on to the next.
+
+Contract: this file owns the client's socket. It alone decides whether the connection is kept, and
+every refusal (`wire.errors.Refusal`) raised anywhere in an exchange becomes bytes in `_refuse`.
+What must be done for a request is `exchange.answer`; nothing here knows workers.
+"""
+
+from __future__ import annotations
+
+import socket
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from omni_proxy.door import exchange as exchanges
+from omni_proxy.door.account import Exchange, diagnostics, settle
+from omni_proxy.door.pump import CUT, LEFT, Conn, Expired, Gone, Task, pause
+from omni_proxy.door.upstream import PIECE_BYTES
+from omni_proxy.wire.chunked import ChunkedBody
+from omni_proxy.wire.errors import Refusal, answer
+from omni_proxy.wire.head import CHUNKED, RequestHead, find_end, judge
+
+if TYPE_CHECKING:
+    from omni_proxy.door.core import Door
+
+BODY_PIECE_BYTES: Final = 262144
+LINGER_SECS: Final = 2.0
+LINGER_BYTES: Final = 16 * 1024 * 1024
+
+
+class Connection(Task):
+    """The coroutine of one client connection and the reads and writes it is made of."""
+
+    def __init__(self, door: Door, sock: socket.socket, peer: str) -> None:
+        super().__init__(door.pump)
+        self.door = door
+        self.peer = peer
+        self.client: Conn = Conn(door.pump, sock, self)
+        self.exchange: Exchange | None = None
+        self.upstream: Conn | None = None  # closed with us unless its lane has taken it back
+        self.deadline = inf  # of the whole exchange, whatever phase it is in
+        self.rest = b""  # read from the client, not yet consumed
+
+    def counts_as_gone(self, mask: int) -> bool:
+        return bool(mask & (LEFT if self.door.half_close_aborts else CUT))
+
+    def clock(self, phase: str, secs: float) -> None:
+        """Enter a phase that may last `secs`."""
+        self.phase = phase
+        self.due = min(self.pump.now + secs, self.deadline)
+
+    async def serve(self) -> None:
+        try:
+            while await self._turn():
+                pass
+        except (Gone, OSError):
+            pass  # whoever would be told is not there any more
+        finally:
+            if self.upstream is not None:
+                self.upstream.close()
+            self.client.close()
+
+    async def _turn(self) -> bool:
+        """One exchange; whether the connection may carry another."""
+        self.deadline = inf
+        try:
+            raw = await self._read_head()
+        except Refusal as refusal:
+            return await self._refuse_head(refusal)
+        if raw is None:
+            return False
+        mine = self.exchange = Exchange(self.pump.now, self.peer)
+        try:
+            return await self._exchange(mine, raw)
+        except Gone:
+            mine.end("client_disconnected" if not mine.relayed else "stream_cancelled", "client")
+            raise
+        finally:
+            settle(self.door, mine, self.phase)
+            self.exchange = None
+
+    async def _exchange(self, mine: Exchange, raw: bytes) -> bool:
+        try:
+            head = judge(raw)
+            mine.head_at = self.pump.now
+            mine.method = head.method.decode("latin-1")
+            mine.target = head.target.decode("latin-1")
+            return await exchanges.answer(self, mine, head)
+        except Refusal as refusal:
+            return await self._refuse(mine, refusal)
+        except Expired as expired:
+            return await self._refuse(mine, _late(str(expired)))
+
+    async def _read_head(self) -> bytes | None:
+        """The next head, whole; None where the client is done. Raises Refusal."""
+        limits = self.door.limits
+        self.clock("idle", limits.client_idle)
+        buffer = self.rest.lstrip(b"\r\n")  # RFC 9112 2.2: empty lines before a request
+        searched = 0
+        try:
+            while True:
+                if buffer:
+                    if self.phase == "idle":
+                        self.clock("head", limits.client_head)
+                    end = find_end(buffer, searched)
+                    if end:
+                        self.rest = buffer[end:]
+                        return buffer[:end]
+                    searched = len(buffer)
+                elif self.door.draining:
+                    return None
+                piece = await self.more(self.client)
+                if not piece:
+                    return None
+                buffer = (buffer + piece).lstrip(b"\r\n") if not searched else buffer + piece
+        except Expired:
+            if self.phase == "idle":
+                return None
+            raise Refusal(
+                408, "the request's head did not arrive in time", "head_timeout", close=True
+            ) from None
+
+    async def read_body(self, mine: Exchange, head: RequestHead, limit: int) -> bytes:
+        """The whole body, unchunked. Raises Refusal 413, 408 (by the clock) and 400."""
+        length = head.length
+        if length > limit:
+            raise Refusal(413, "payload too large", "payload_too_large", close=True)
+        if 0 <= length <= len(self.rest):
+            body, self.rest = self.rest[:length], self.rest[length:]
+        else:
+            if head.expects_continue and not self.rest:
+                await self.write(self.client, b"HTTP/1.1 100 Continue\r\n\r\n")
+            if length == CHUNKED:
+                body = await self._read_chunked(limit)
+            else:
+                body = await self._read_counted(length)
+        mine.bytes_in = len(body)
+        mine.body_at = self.pump.now
+        return body
+
+    async def _read_counted(self, length: int) -> bytes:
+        body = bytearray(self.rest)
+        while len(body) < length:
+            body += await self._body_piece()
+        self.rest = bytes(body[length:])
+        del body[length:]
+        return bytes(body)
+
+    async def _read_chunked(self, limit: int) -> bytes:
+        body = ChunkedBody(limit)
+        body.feed(self.rest)
+        while not body.whole:
+            body.feed(await self._body_piece())
+        self.rest = body.rest
+        return b"".join(body.payload)
+
+    async def _body_piece(self) -> bytes:
+        self.clock("body", self.door.limits.client_body)
+        try:
+            piece = await self.more(self.client, BODY_PIECE_BYTES)
+        except OSError:
+            raise Gone from None
+        if not piece:
+            raise Gone
+        return piece
+
+    async def more(self, conn: Conn, size: int = PIECE_BYTES) -> bytes:
+        """What comes next; b"" at the peer's end. Raises OSError for a broken connection."""
+        while True:
+            if conn.hot:
+                try:
+                    piece = conn.recv(size)
+                except BlockingIOError:
+                    conn.hot = False
+                else:
+                    # A short read has emptied the socket; an end that was seen gives no new edge.
+                    conn.hot = len(piece) == size or conn.ended
+                    return piece
+            self.awaits = conn
+            await pause()
+
+    async def write(self, conn: Conn, piece: bytes) -> None:
+        """All of it; a peer that does not read makes us wait, under the present clock."""
+        try:
+            sent = conn.send(piece)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(piece):
+            await self.write_rest(conn, piece, sent)
+
+    async def write_rest(self, conn: Conn, piece: bytes, sent: int) -> None:
+        view = memoryview(piece)[sent:]
+        while view:
+            self.awaits = conn
+            await pause()
+            try:
+                view = view[conn.send(view) :]
+            except BlockingIOError:
+                continue
+
+    async def _refuse_head(self, refusal: Refusal) -> bool:
+        """A head that can't be read is still an exchange in the logs."""
+        mine = Exchange(self.pump.now, self.peer)
+        mine.method, mine.target = "-", "-"
+        try:
+            return await self._refuse(mine, refusal)
+        finally:
+            settle(self.door, mine, self.phase)
+
+    async def _refuse(self, mine: Exchange, refusal: Refusal) -> bool:
+        """Answer it ourselves; the connection goes on where the request was read to its end."""
+        worker_lines = diagnostics(mine) if mine.attempts else b""
+        mine.status = refusal.status
+        mine.end("refused" if not mine.attempts else "upstream_error", "proxy", str(refusal.code))
+        if mine.relayed:
+            return False
+        keep = not refusal.close and not self.door.draining
+        body = refusal.body()
+        reply = answer(refusal.status, body, refusal.headers, close=not keep)
+        if worker_lines:
+            reply = reply.replace(b"\r\n\r\n", b"\r\n" + worker_lines + b"\r\n", 1)
+        if mine.method == "HEAD":
+            reply = reply[: len(reply) - len(body)]
+        self.deadline = inf
+        self.clock("refuse", self.door.limits.idle)
+        await self.write(self.client, reply)
+        mine.bytes_out += len(body)
+        if not keep:
+            await self._linger()
+        return keep
+
+    async def _linger(self) -> None:
+        """Read on for a moment: closing on unread bytes would reset the answer away."""
+        self.client.sock.shutdown(socket.SHUT_WR)
+        self.clock("linger", LINGER_SECS)
+        left = LINGER_BYTES
+        try:
+            while left > 0:
+                piece = await self.more(self.client, BODY_PIECE_BYTES)
+                if not piece:
+                    break
+                left -= len(piece)
+        except Expired:
+            pass
+
+
+def _late(phase: str) -> Refusal:
+    if phase == "body":
+        return Refusal(408, "the request's body stopped coming", "body_timeout", close=True)
+    return Refusal(504, f"time ran out in phase {phase}", "timeout", close=True)

@@ -1,0 +1,153 @@
+"""One exchange from inspection to account: which upstream, how many tries, what a failure becomes.
+
+Invariant: a try is repeated only while not one byte of an answer has left for the client. Every
+worker taken is left again, on every path. Health hears of transport errors, timeouts before the
+head, broken bodies, and relayed 502 and 504; of nothing else, and never of a client that left.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from math import inf
+from random import getrandbits
+from typing import TYPE_CHECKING
+
+from omni_proxy.door import relay, speech
+from omni_proxy.door.account import Exchange
+from omni_proxy.door.pump import Gone
+from omni_proxy.door.relay import TryFailed
+from omni_proxy.door.upstream import Lane
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import RequestFacts, inspect
+from omni_proxy.routing.pick import choose
+from omni_proxy.routing.retry import may_retry, tries_allowed
+from omni_proxy.routing.table import Place, Route, WrongMethod, match
+from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.head import HINT_PREFIX, RequestHead, drop_fields
+
+if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
+
+TELLING_STATUSES = (502, 504)  # a worker that says these speaks of its own health
+
+
+async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
+    """Have it answered; whether the connection may go on. Raises Refusal, Expired, Gone."""
+    try:
+        route = match(mine.method, head.path.decode("latin-1"))
+    except WrongMethod as wrong:
+        allowed = ", ".join(sorted(wrong.allowed))
+        raise Refusal(
+            405, f"this path takes {allowed}", "method_not_allowed",
+            close=bool(head.length), detail="Method Not Allowed",
+        ).with_headers(("allow", allowed)) from None  # fmt: skip
+    if route is None:
+        return await _by_front(conn, mine, head)
+    mine.route = route
+    mine.idempotency_key = head.idempotency_key
+    conn.door.admit(mine, unread=bool(head.length))
+    if route.websocket:
+        return await speech.session(conn, mine, head)
+    body = await conn.read_body(mine, head, conn.door.limits.max_body)
+    _inspect(mine, route, head, body)
+    if conn.client.ended and conn.door.half_close_aborts:
+        raise Gone
+    return await _by_worker(conn, mine, head, body)
+
+
+def _inspect(mine: Exchange, route: Route, head: RequestHead, body: bytes) -> None:
+    need = mine.need = inspect(route, body, RequestFacts(head.content_type, head.hints))
+    mine.stream = need.stream
+    mine.request_id = (
+        head.request_id.decode("latin-1")
+        or _printable(need.request_id)
+        or f"{getrandbits(128):032x}"
+    )
+
+
+def _printable(text: str) -> str:
+    """A request id out of a body may hold anything; in a head only visible ASCII may stand."""
+    return text if len(text) <= 256 and text.isascii() and text.isprintable() else ""
+
+
+async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: bytes) -> bool:
+    """Try workers until one answers. Raises Refusal when none did."""
+    door = conn.door
+    need = mine.need
+    assert need is not None
+    mine.policy = door.policy.name
+    if not need.stream and door.limits.total < inf:
+        conn.deadline = conn.pump.now + door.limits.total
+    allowed = tries_allowed(door.config.routing.max_total_retries)
+    tried: set[Worker] = set()
+    last: Refusal | None = None
+    while True:
+        try:
+            worker = choose(door.fleet, need, door.policy, tried=tried, owner=door.voice_owner)
+        except Refusal as nobody:
+            raise last or nobody from None  # the failed try says more than "nobody is left"
+        mine.take(worker)
+        lane = door.lane(worker)
+        try:
+            return await _attempt(conn, mine, head, (lane, _lines_for(worker, head), body))
+        except TryFailed as failed:
+            _report(conn, worker, None, failed.error)
+            last = Refusal(failed.status, f"upstream request failed: {failed.error}", failed.kind)
+            if not may_retry(failed.kind, mine.attempts, allowed, door.config.routing.retry_on):
+                raise last from None
+            mine.leave(succeeded=False)
+            tried.add(worker)
+
+
+async def _attempt(
+    conn: Connection, mine: Exchange, head: RequestHead, way: tuple[Lane, bytes, bytes]
+) -> bool:
+    lane, lines, body = way
+    first = await relay.ask(conn, mine, head, (lane, lines, body))
+    worker = mine.worker
+    if worker is not None and first.answer.status in TELLING_STATUSES:
+        _report(conn, worker, first.answer.status, f"status={first.answer.status}")
+    keep = await relay.relay(conn, mine, head, first)
+    if mine.error and mine.ended_by == "worker" and worker is not None:
+        _report(conn, worker, None, mine.error)
+    if worker is not None and _kept_a_voice(mine):
+        conn.door.voice_owner = worker.url
+    return keep
+
+
+def _kept_a_voice(mine: Exchange) -> bool:
+    """From the first upload on its worker is the one that keeps the voices (omni-router.md 13)."""
+    route = mine.route
+    uploads = route is not None and route.place is Place.VOICE_OWNER and mine.method == "POST"
+    return uploads and 200 <= mine.status < 300
+
+
+async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
+    """The front is one more upstream: same relay, no policy, no health, no diagnostics."""
+    door = conn.door
+    body = await conn.read_body(mine, head, door.config.admin.max_body_bytes)
+    hints = b"".join(b"%b%b: %b\r\n" % (HINT_PREFIX, *hint) for hint in head.hints.items())
+    conn.pump.front_exchanges += 1
+    try:
+        return await _attempt(conn, mine, head, (door.front, head.lines + hints, body))
+    except TryFailed as failed:
+        raise Refusal(
+            503, f"the control routes are not answering: {failed.error}", "front_unavailable"
+        ) from None
+    finally:
+        conn.pump.front_exchanges -= 1
+
+
+def _lines_for(worker: Worker, head: RequestHead) -> bytes:
+    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+    if not key:
+        return head.lines
+    lines = drop_fields(head.lines, frozenset((b"authorization",)))
+    return lines + b"authorization: Bearer " + key.encode("latin-1", "replace") + b"\r\n"
+
+
+def _report(conn: Connection, worker: Worker, status: int | None, error: str) -> None:
+    conn.door.fleet.observe_request_failure(
+        worker, status=status, error=error, at=datetime.now(UTC)
+    )

@@ -1,0 +1,285 @@
+"""The pump: one trio task, one epoll set, every socket of the door.
+
+Contract with the coroutines it runs (`Task.serve`): they await `pause()` only, after they have said
+in `awaits` whose event they want; an await of trio from inside is refused. An event for another
+socket of theirs is remembered in `Conn.hot`. Sockets are registered once, edge triggered, and
+closed after the batch, so that a stale event can't hit a reused descriptor. Why not a trio task per
+connection: 52 us of CPU per request against 34 (82 with a scope per phase).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import struct
+import types
+from collections.abc import Callable, Coroutine, Generator
+from math import inf
+from select import EPOLLERR, EPOLLET, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, epoll
+from time import monotonic
+from typing import Any, Final, Protocol
+
+import trio
+
+_log = logging.getLogger(__name__)
+
+ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
+LEFT: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
+CUT: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
+NEWS: Final = EPOLLIN | LEFT
+
+LINGER_SECS: Final = 0.004  # sleeping here saves trio's park and wake (20 us) on a busy door
+SLICE_SECS: Final = 0.002  # then trio gets a turn
+POLITE_ROUNDS: Final = 4  # trio's count of runnable tasks can't see those of our own batch
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+
+
+class Gone(Exception):
+    """The client has left; nobody is there to be answered."""
+
+
+class Expired(Exception):
+    """The connection's `due` has passed; its `phase` says which clock that was."""
+
+
+@types.coroutine
+def pause() -> Generator[None, None, None]:
+    """Back to the pump, until the socket in `awaits` has an event."""
+    yield
+
+
+class Slot(Protocol):
+    """Whatever has a descriptor in the epoll set."""
+
+    def on_event(self, mask: int) -> None: ...
+
+
+class Conn:
+    """A socket in the epoll set, a client's or a worker's; nothing else touches its socket.
+
+    `hot`: there may be bytes to read. `ended`: the peer has closed or broken its side.
+    """
+
+    __slots__ = (
+        "closed", "ended", "fd", "hot", "idle_since", "on_idle_news", "pump", "recv", "send",
+        "sock", "task",
+    )  # fmt: skip
+
+    def __init__(self, pump: Pump, sock: socket.socket, task: Task | None) -> None:
+        self.pump = pump
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.recv = sock.recv
+        self.send = sock.send
+        self.hot = False
+        self.ended = False
+        self.closed = False
+        self.task = task
+        self.idle_since = 0.0
+        self.on_idle_news: Callable[[Conn], None] | None = None
+        pump.register(self.fd, self)
+
+    def on_event(self, mask: int) -> None:
+        if mask & NEWS:
+            self.hot = True
+            if mask & LEFT:
+                self.ended = True
+        task = self.task
+        if task is None:
+            if mask & NEWS and self.on_idle_news is not None:
+                self.on_idle_news(self)
+        elif task.awaits is self or task.awaits is EITHER:
+            task.resume()
+        elif mask & LEFT and self is task.client and task.counts_as_gone(mask):
+            task.throw(Gone())
+
+    def close(self, *, reset: bool = False) -> None:
+        """Leave the set now; the socket itself is closed after the batch."""
+        if not self.closed:
+            self.closed = True
+            if reset:
+                with contextlib.suppress(OSError):
+                    self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self.pump.forget(self.fd, self.sock)
+
+
+EITHER: Final = object()  # in `awaits`: an event of any socket of the task
+
+
+class Task:
+    """One coroutine that the pump resumes. `due` is its one clock, `phase` what it is doing."""
+
+    def __init__(self, pump: Pump) -> None:
+        self.pump = pump
+        self.client: Conn | None = None
+        self.awaits: object = None
+        self.due = inf
+        self.phase = "start"
+        self.began = pump.now
+        self._coro: Coroutine[Any, None, None] | None = None
+
+    async def serve(self) -> None:
+        """The life of the connection; it closes its own sockets."""
+        raise NotImplementedError
+
+    def counts_as_gone(self, mask: int) -> bool:
+        return bool(mask & LEFT)
+
+    def start(self) -> None:
+        self._coro = self.serve()
+        self.pump.tasks.add(self)
+        self.resume()
+
+    def resume(self) -> None:
+        self._step(None)
+
+    def throw(self, error: BaseException) -> None:
+        self._step(error)
+
+    def expire(self) -> None:
+        self.due = inf
+        self._step(Expired(self.phase))
+
+    def _step(self, error: BaseException | None) -> None:
+        coro = self._coro
+        if coro is None:
+            return
+        try:
+            got = coro.send(None) if error is None else coro.throw(error)
+            if got is not None:  # what trio yields: only trio could ever resume it
+                coro.throw(RuntimeError("a connection of the door may not await trio"))
+        except StopIteration:
+            self._finish()
+        except (Gone, Expired):
+            self._finish()
+        except Exception:
+            _log.exception("a connection of the door failed in phase %s", self.phase)
+            self.pump.failures += 1
+            self._finish()
+
+    def _finish(self) -> None:
+        self._coro = None
+        self.pump.part(self)
+
+    def abandon(self) -> None:
+        """The pump ends: run the coroutine's `finally` blocks."""
+        coro, self._coro = self._coro, None
+        self.pump.part(self)
+        if coro is not None:
+            coro.close()
+
+
+class Pump:
+    """Owns the epoll set and the coroutines; `tasks` is what GET /status shows."""
+
+    def __init__(self) -> None:
+        self.now = monotonic()  # read once per batch: every clock of the door counts from it
+        self.tasks: set[Task] = set()
+        self.front_exchanges = 0  # while one is open the front needs trio more than we do
+        self.failures = 0
+        self.emptied = trio.Event()  # set, and replaced, when the last coroutine has ended
+        self._set = epoll()
+        self._slots: dict[int, Slot] = {}
+        self._doomed: list[socket.socket] = []
+        self._last_yield = self.now
+        self._polite = 0
+
+    def register(self, fd: int, slot: Slot) -> None:
+        self._slots[fd] = slot
+        self._set.register(fd, ALL_EVENTS)
+
+    def forget(self, fd: int, sock: socket.socket) -> None:
+        if self._slots.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._set.unregister(fd)
+        self._doomed.append(sock)
+
+    def part(self, task: Task) -> None:
+        """A coroutine has ended."""
+        self.tasks.discard(task)
+        if not self.tasks:
+            self.emptied.set()
+            self.emptied = trio.Event()
+
+    def settle(self) -> None:
+        """Close what was given up. Call after acting on tasks from outside a batch."""
+        doomed = self._doomed
+        while doomed:
+            with contextlib.suppress(OSError):
+                doomed.pop().close()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled; then every connection's `finally` runs and every socket is closed."""
+        try:
+            task_status.started()
+            while True:
+                events = self._set.poll(0)
+                if not events and not self.front_exchanges and not self._others_runnable():
+                    events = self._set.poll(LINGER_SECS)
+                if not events:
+                    self._last_yield = monotonic()
+                    await trio.lowlevel.wait_readable(self._set.fileno())
+                    continue
+                self._batch(events)
+                if self._yield_due():
+                    await trio.lowlevel.checkpoint()
+        finally:
+            for task in list(self.tasks):
+                task.abandon()
+            self.settle()
+            self._set.close()
+
+    def _batch(self, events: list[tuple[int, int]]) -> None:
+        self.now = monotonic()
+        slots = self._slots
+        for fd, mask in events:
+            slot = slots.get(fd)
+            if slot is not None:
+                slot.on_event(mask)
+        if self._doomed:
+            self.settle()
+
+    def _others_runnable(self) -> bool:
+        return trio.lowlevel.current_statistics().tasks_runnable > 0
+
+    def _yield_due(self) -> bool:
+        if self._others_runnable():
+            self._polite = POLITE_ROUNDS
+        if self._polite:
+            self._polite -= 1
+        elif self.now - self._last_yield < SLICE_SECS:
+            return False
+        self._last_yield = self.now
+        return True
+
+
+async def connect(task: Task, address: tuple[str, int] | str) -> Conn:
+    """A new connection, owned by `task`. Raises OSError; the task's clock bounds it."""
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setblocking(False)
+    code = sock.connect_ex(address)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(code, errno.errorcode.get(code, "connect failed"))
+    conn = Conn(task.pump, sock, task)
+    try:
+        if code:
+            task.awaits = conn
+            await pause()
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, errno.errorcode.get(code, "connect failed"))
+        # A free port of our own range can be given to our own end: TCP's simultaneous open.
+        if not isinstance(address, str) and sock.getsockname() == sock.getpeername():
+            raise OSError(errno.ECONNREFUSED, "ECONNREFUSED")
+    except BaseException:
+        conn.close()
+        raise
+    return conn

@@ -1,0 +1,362 @@
+"""Ask an upstream and relay its answer, piece by piece, in the moment each arrives.
+
+Contract: `ask` raises TryFailed while nothing has left for the client, so that the caller may try
+again. `relay` never raises for the worker's faults: after the first relayed byte there is no second
+try, and a truncated answer always ends abnormally (no last chunk, too few bytes, or a reset).
+`_pieces` is the price per token; nothing is parsed or awaited there that need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from omni_proxy.door.account import Exchange, diagnostics
+from omni_proxy.door.pump import Conn, Expired, Gone, pause
+from omni_proxy.door.upstream import PIECE_BYTES, Lane
+from omni_proxy.wire.answer import Answer, Framing, Unchunker, UpstreamGarbage, find_answer_end
+from omni_proxy.wire.errors import stream_error_event
+from omni_proxy.wire.head import RequestHead
+
+if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
+
+JOIN_BYTES: Final = 4096  # below this, joining head and body beats a second buffer
+
+
+class TryFailed(Exception):
+    """One try came to nothing: `kind` as in `retry_on`, `status` for the client if it was the
+    last."""
+
+    def __init__(self, kind: str, error: str, status: int = 502) -> None:
+        super().__init__(error)
+        self.kind = kind
+        self.error = error
+        self.status = status
+
+
+class _Broke(Exception):
+    """The connection to the worker ended before an answer's head was whole."""
+
+    def __init__(self, why: str, *, silent: bool) -> None:
+        super().__init__(why)
+        self.silent = silent  # not one byte had come
+
+
+@dataclass(slots=True)
+class First:
+    """The head of an answer, and the bytes of its body that came along."""
+
+    lane: Lane
+    up: Conn
+    answer: Answer
+    piece: bytes
+    all_sent: bool
+
+
+async def ask(
+    conn: Connection, mine: Exchange, head: RequestHead, way: tuple[Lane, bytes, bytes]
+) -> First:
+    """Dial, send, and wait for the answer's head. Raises TryFailed."""
+    lane, lines, body = way
+    request = _framed(lane, lines, head, body)
+    may_redial = True
+    while True:
+        up = lane.take(conn)
+        reused = up is not None
+        if up is None:
+            up = await _dial(conn, lane)
+        conn.upstream = up
+        mine.dialled_at = conn.pump.now
+        try:
+            return await _ask_on(conn, head, lane, up, request)
+        except _Broke as broke:
+            _give_up(conn)
+            if reused and broke.silent and may_redial:
+                may_redial = False
+                continue
+            raise TryFailed("reset_before_response", f"RemoteProtocolError: {broke}") from None
+        except UpstreamGarbage as garbage:
+            _give_up(conn)
+            raise TryFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
+        except Expired as expired:
+            _give_up(conn)
+            error = f"ReadTimeout: no answer's head in time (phase {expired})"
+            raise TryFailed("response_timeout", error, 504) from None
+
+
+def _give_up(conn: Connection) -> None:
+    up, conn.upstream = conn.upstream, None
+    if up is not None:
+        up.close()
+
+
+def _framed(lane: Lane, lines: bytes, head: RequestHead, body: bytes) -> tuple[bytes, bytes]:
+    """The one framing writer: whatever came in, a plain length goes out."""
+    if body or head.length or head.method in (b"POST", b"PUT", b"PATCH"):
+        top = b"%b%bcontent-length: %d\r\n\r\n" % (lines, lane.host_line, len(body))
+    else:
+        top = b"%b%b\r\n" % (lines, lane.host_line)
+    return (top + body, b"") if len(body) < JOIN_BYTES else (top, body)
+
+
+async def _dial(conn: Connection, lane: Lane) -> Conn:
+    conn.clock("dial", conn.door.limits.connect)
+    try:
+        return await lane.dial(conn)
+    except OSError as error:
+        raise TryFailed("connect_failure", f"ConnectError: {error.strerror or error}") from None
+    except Expired:
+        raise TryFailed("connect_failure", "ConnectTimeout: no connection in time") from None
+
+
+async def _ask_on(
+    conn: Connection, head: RequestHead, lane: Lane, up: Conn, request: tuple[bytes, bytes]
+) -> First:
+    limit = conn.door.limits.response_head if lane is not conn.door.front else inf
+    conn.clock("send", limit)
+    all_sent = await _send(conn, up, request)
+    conn.clock("wait", limit)
+    buffer = b""
+    while True:
+        try:
+            piece = await conn.more(up)
+        except OSError as error:
+            raise _Broke(error.strerror or "reset", silent=not buffer) from None
+        if not piece:
+            raise _Broke("the worker closed without an answer", silent=not buffer)
+        buffer = buffer + piece if buffer else piece
+        end = find_answer_end(buffer)
+        while end:
+            answer = Answer()
+            answer.read_head(buffer[:end], to_head=head.method == b"HEAD")
+            buffer = buffer[end:]
+            if answer.status >= 200:
+                return First(lane, up, answer, buffer, all_sent)
+            if answer.status == 101:
+                raise UpstreamGarbage("an upgrade that nobody asked for")
+            end = find_answer_end(buffer) if buffer else 0
+
+
+async def _send(conn: Connection, up: Conn, request: tuple[bytes, bytes]) -> bool:
+    """Whether all of it went: a worker may answer (413, say) before it has read everything."""
+    try:
+        sent = up.sock.sendmsg(request) if request[1] else up.send(request[0])
+    except BlockingIOError:
+        sent = 0
+    except OSError:
+        return False  # its answer, or its end, is waiting to be read
+    if sent == len(request[0]) + len(request[1]):
+        return True
+    view = memoryview(request[0] + request[1])[sent:]
+    while view:
+        if up.hot:
+            return False
+        conn.awaits = up
+        await pause()
+        try:
+            view = view[up.send(view) :]
+        except BlockingIOError:
+            continue
+        except OSError:
+            return False
+    return True
+
+
+async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: First) -> bool:
+    """Everything of the answer to the client; whether its connection may go on.
+
+    `mine` tells how it ended. Raises Gone when the client left.
+    """
+    answer, up = first.answer, first.up
+    mine.status = answer.status
+    mine.wait_at = conn.pump.now
+    if answer.sse or mine.stream:
+        mine.stream = True
+        conn.deadline = inf
+    keep = head.keep_alive and not conn.door.draining
+    shape = _shape(answer, head)
+    keep &= shape is None or shape.ends
+    top = _head_bytes(mine, answer, head, keep=keep, shape=shape)
+    try:
+        await _pieces(conn, mine, first, (top, shape))
+    except UpstreamGarbage as garbage:
+        return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
+    except Expired as expired:
+        if conn.phase == "client":
+            mine.end("client_stalled", "client", "the client stopped reading")
+            conn.client.close(reset=True)
+            return False
+        error = f"ReadTimeout: the worker fell silent (phase {expired})"
+        return await _break(conn, mine, answer, shape, error)
+    mine.end("completed", "")
+    conn.upstream = None
+    if answer.keep_alive and first.all_sent and not answer.excess and answer.whole:
+        first.lane.give_back(up)
+    else:
+        up.close()
+    return keep
+
+
+async def _pieces(
+    conn: Connection, mine: Exchange, first: First, out: tuple[bytes, _Shape | None]
+) -> None:
+    """Raises UpstreamGarbage for a body that breaks, Expired, Gone."""
+    answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
+    shape = out[1]
+    idle = await _start(conn, mine, first, out)
+    while not answer.whole:
+        if not up.hot:
+            conn.awaits = up
+            await pause()
+        piece = _read(up)
+        if piece is None:
+            continue
+        if not piece:
+            if answer.framing is Framing.CLOSE:
+                break
+            raise UpstreamGarbage("the worker closed before the answer's end")
+        piece = answer.feed(piece)
+        now = pump.now
+        if not mine.first_at:
+            mine.first_at = now
+            conn.phase = "relay"
+        conn.due = min(now + idle, conn.deadline)
+        mine.pieces += 1
+        mine.bytes_out += len(piece)
+        if shape is not None:
+            piece = shape.wrap(piece)
+        sent = _put(client, piece)
+        if sent < len(piece):
+            await _rest(conn, piece, sent)
+    if shape is not None and shape.last:
+        await _out(conn, shape.last)
+
+
+async def _start(
+    conn: Connection, mine: Exchange, first: First, out: tuple[bytes, _Shape | None]
+) -> float:
+    """The head, with whatever of the body came along, in one write; the idle clock's seconds."""
+    limits = conn.door.limits
+    top, shape = out
+    piece = first.answer.feed(first.piece) if first.piece else b""
+    mine.relayed = True
+    if piece:
+        mine.first_at = conn.pump.now
+        mine.pieces += 1
+        mine.bytes_out += len(piece)
+        conn.clock("relay", limits.idle)
+        top += shape.wrap(piece) if shape else piece
+    else:
+        conn.clock("first", limits.first_byte)
+    await _out(conn, top)
+    return limits.idle
+
+
+def _read(up: Conn) -> bytes | None:
+    """None where the event was for nothing. Raises UpstreamGarbage for a reset."""
+    try:
+        piece = up.recv(PIECE_BYTES)
+    except BlockingIOError:
+        up.hot = False
+        return None
+    except OSError as error:
+        raise UpstreamGarbage(error.strerror or "reset") from None
+    up.hot = len(piece) == PIECE_BYTES or up.ended
+    return piece
+
+
+def _put(client: Conn, piece: bytes) -> int:
+    try:
+        return client.send(piece)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        raise Gone from None
+
+
+async def _out(conn: Connection, piece: bytes) -> None:
+    sent = _put(conn.client, piece)
+    if sent < len(piece):
+        await _rest(conn, piece, sent)
+
+
+async def _rest(conn: Connection, piece: bytes, sent: int) -> None:
+    """The client reads slower than the worker writes: wait for it, and let the worker wait."""
+    phase, conn.phase = conn.phase, "client"
+    view = memoryview(piece)[sent:]
+    while view:
+        conn.awaits = conn.client
+        await pause()
+        if conn.client.ended and conn.door.half_close_aborts:
+            raise Gone
+        try:
+            view = view[conn.client.send(view) :]
+        except BlockingIOError:
+            continue
+        except OSError:
+            raise Gone from None
+        conn.due = conn.pump.now + conn.door.limits.idle
+    conn.phase = phase
+
+
+class _Shape:
+    """How pieces are changed where the client can't take the worker's framing as it is."""
+
+    __slots__ = ("ends", "last", "wrap")
+
+    def __init__(self, wrap: Callable[[bytes], bytes], last: bytes, *, ends: bool) -> None:
+        self.wrap = wrap
+        self.last = last
+        self.ends = ends  # the client can tell the end without our closing
+
+
+def _shape(answer: Answer, head: RequestHead) -> _Shape | None:
+    """None for the usual case: the very bytes of the worker go on."""
+    if answer.whole or answer.framing is Framing.LENGTH:
+        return None
+    if answer.framing is Framing.CHUNKED:
+        return _Shape(Unchunker().feed, b"", ends=False) if head.http_1_0 else None
+    if head.http_1_0:
+        return _Shape(bytes, b"", ends=False)
+    return _Shape(_as_chunk, b"0\r\n\r\n", ends=True)
+
+
+def _as_chunk(piece: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
+def _head_bytes(
+    mine: Exchange, answer: Answer, head: RequestHead, *, keep: bool, shape: _Shape | None
+) -> bytes:
+    parts = [answer.lines]
+    if mine.route is not None:
+        parts.append(diagnostics(mine))
+    if not answer.whole and not head.http_1_0 and answer.framing is not Framing.LENGTH:
+        parts.append(b"transfer-encoding: chunked\r\n")
+    if not keep:
+        parts.append(b"connection: close\r\n")
+    elif head.http_1_0:
+        parts.append(b"connection: keep-alive\r\n")
+    parts.append(b"\r\n")
+    return b"".join(parts)
+
+
+async def _break(
+    conn: Connection, mine: Exchange, answer: Answer, shape: _Shape | None, why: str
+) -> bool:
+    """The answer can't be finished: say so where the format has a place for it, then cut."""
+    mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
+    framed = answer.framing is Framing.CHUNKED and answer.at_chunk_end
+    if answer.sse and (framed or answer.framing is Framing.CLOSE):
+        event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
+        raw = shape is not None and not shape.ends
+        try:
+            conn.client.send(event if raw else _as_chunk(event))
+        except OSError:
+            return False
+    # Where only closing would tell the end, a plain close would look like one.
+    conn.client.close(reset=shape is not None and not shape.ends)
+    return False

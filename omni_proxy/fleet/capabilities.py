@@ -1,0 +1,26 @@
+"""Capabilities as bits, so that "can it do all of this" is one `&` on the request path.
+
+The names are the contract's (`config.capabilities`); nothing else may appear in a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omni_proxy.config.capabilities import CAPABILITIES
+
+BIT: dict[str, int] = {name: 1 << position for position, name in enumerate(CAPABILITIES)}
+ALL = (1 << len(CAPABILITIES)) - 1
+
+
+def mask_of(names: Iterable[str]) -> int:
+    """Raises KeyError for a name that is no capability."""
+    mask = 0
+    for name in names:
+        mask |= BIT[name]
+    return mask
+
+
+def names_in(mask: int) -> list[str]:
+    """Sorted, as the contract prints them."""
+    return sorted(name for name, bit in BIT.items() if mask & bit)

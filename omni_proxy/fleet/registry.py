@@ -1,0 +1,172 @@
+"""The registry of workers, and the candidates a request may choose from.
+
+Invariant: a worker that stays keeps its object (health, counts, connections) through every change.
+`revision` rises with every change that can alter an answer of `candidates`; the lists it hands out
+are shared and must not be changed by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from urllib.parse import unquote
+
+from omni_proxy.config.overlay import Desired
+from omni_proxy.fleet.health import Health, Thresholds
+from omni_proxy.fleet.worker import Worker
+
+CANDIDATE_LISTS = 1024  # models are named by clients: bound what they can make us remember
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one `apply` did, as worker objects in registration order."""
+
+    added: tuple[Worker, ...]
+    removed: tuple[Worker, ...]
+    changed: tuple[Worker, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+
+class Fleet:
+    """All known workers. Every method is an atom; watchers are told after it, once per change."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.thresholds = Thresholds()
+        self.limited = False  # some worker has a max_inflight, so a pick has to look at room
+        self._by_url: dict[str, Worker] = {}
+        self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._by_url.values())
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """`callback` runs synchronously after each change of membership, health or switch."""
+        self._watchers.append(callback)
+
+    def find(self, url: str) -> Worker | None:
+        return self._by_url.get(url)
+
+    def get(self, id_or_url: str) -> Worker | None:
+        """By URL or by worker id, encoded or not (omni-router.md 2)."""
+        return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))
+
+    def apply(self, entries: Sequence[Desired], now: datetime) -> Change:
+        """Make the fleet be `entries`, in their order."""
+        before = self._by_url
+        after: dict[str, Worker] = {}
+        added: list[Worker] = []
+        changed: list[Worker] = []
+        for entry in entries:
+            worker = before.get(entry.url)
+            if worker is None:
+                worker = Worker(entry, now)
+                added.append(worker)
+            elif not worker.matches(entry):
+                worker.configure(entry)
+                changed.append(worker)
+            after[entry.url] = worker
+        removed = tuple(worker for url, worker in before.items() if url not in after)
+        reordered = list(before) != list(after)
+        self._by_url = after
+        self.limited = any(worker.max_inflight for worker in after.values())
+        change = Change(tuple(added), removed, tuple(changed))
+        if change or reordered:
+            self._changed()
+        return change
+
+    def candidates(self, model: str | None, mask: int) -> list[Worker]:
+        """Routable workers with every capability of `mask`, narrowed to the model.
+
+        Workers that name another model drop out; where no candidate names one, the request's model
+        is ignored (omni-router.md 8). The list is kept until the fleet changes.
+        """
+        key = (model, mask)
+        found = self._candidates.get(key)
+        if found is None:
+            found = [w for w in self._by_url.values() if w.routable and w.mask & mask == mask]
+            if model and any(w.model for w in found):
+                found = [w for w in found if w.model == model]
+            if len(self._candidates) >= CANDIDATE_LISTS:
+                self._candidates.clear()
+            self._candidates[key] = found
+        return found
+
+    def observe_probe(
+        self, worker: Worker, *, status: int | None, error: str | None, at: datetime, epoch: int
+    ) -> None:
+        """Take a probe's result; `error` is None when it was good, a stale epoch voids it."""
+        if epoch != worker.machine.epoch:
+            return
+        with_state = worker.machine.state
+        if error is None:
+            worker.machine.succeed(self.thresholds, at, status)
+        else:
+            worker.machine.fail(self.thresholds, at, status, error, probe=True)
+        self._after(worker, with_state)
+
+    def observe_request_failure(
+        self, worker: Worker, *, status: int | None, error: str, at: datetime
+    ) -> None:
+        before = worker.machine.state
+        worker.machine.fail(self.thresholds, at, status, error, probe=False)
+        self._after(worker, before)
+
+    def lost(self, worker: Worker, error: str, at: datetime) -> None:
+        """The launcher saw its process end."""
+        before = worker.machine.state
+        worker.machine.lose(at, error)
+        self._after(worker, before)
+
+    def mark_dead(self, worker: Worker, at: datetime) -> None:
+        before = worker.machine.state
+        worker.machine.kill(at)
+        self._after(worker, before)
+
+    def revive(self, worker: Worker, at: datetime) -> None:
+        before = worker.machine.state
+        worker.machine.revive(at)
+        self._after(worker, before)
+
+    def hold(self, worker: Worker, reason: str) -> None:
+        """Keep a worker out of routing for a reason of ours, beside what an operator said."""
+        worker.holds.add(reason)
+        self._changed()
+
+    def release(self, worker: Worker, reason: str) -> None:
+        worker.holds.discard(reason)
+        self._changed()
+
+    def counts(self) -> dict[str, int]:
+        workers = self._by_url.values()
+        states = [worker.machine.state for worker in workers]
+        return {
+            "healthy_workers": states.count(Health.HEALTHY),
+            "dead_workers": states.count(Health.DEAD),
+            "disabled_workers": sum(worker.disabled for worker in workers),
+            "routable_workers": sum(worker.routable for worker in workers),
+            "unhealthy_workers": states.count(Health.UNHEALTHY),
+            "unknown_workers": states.count(Health.UNKNOWN),
+            "total_workers": len(states),
+        }
+
+    def summary(self, status: str) -> dict[str, object]:
+        """The pool summary of omni-router.md 4."""
+        records = [worker.record() for worker in self._by_url.values()]
+        return {"status": status, **self.counts(), "workers": records}
+
+    def _after(self, worker: Worker, before: Health) -> None:
+        if worker.machine.state is not before:
+            self._changed()
+
+    def _changed(self) -> None:
+        self.revision += 1
+        self._candidates.clear()
+        for callback in self._watchers:
+            callback()

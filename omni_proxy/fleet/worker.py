@@ -1,0 +1,122 @@
+"""One worker: what was configured of it, what is known of it, what it has in flight.
+
+Invariant: `routable` is true exactly while the worker is healthy, not disabled and held by nobody.
+The door reads and counts here on its hot path; membership and health change only through `Fleet`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime
+
+from omni_proxy.config.overlay import Desired
+from omni_proxy.config.url import dial_address, display_id, worker_id
+from omni_proxy.fleet.capabilities import mask_of, names_in
+from omni_proxy.fleet.health import Health, HealthMachine
+
+
+class Worker:
+    """A replica behind a base URL. `in_flight` counts exchanges until their last byte."""
+
+    __slots__ = (
+        "address",
+        "api_key_env",
+        "capabilities",
+        "disabled",
+        "display_id",
+        "failed",
+        "health_body",
+        "holds",
+        "id",
+        "in_flight",
+        "machine",
+        "mask",
+        "max_inflight",
+        "model",
+        "origin",
+        "peak_in_flight",
+        "registered_at",
+        "routed",
+        "succeeded",
+        "url",
+        "weight",
+    )
+
+    def __init__(self, entry: Desired, now: datetime) -> None:
+        self.url = entry.url
+        self.id = worker_id(entry.url)
+        self.display_id = display_id(entry.url)
+        self.address: tuple[str, int] | str = dial_address(entry.url)
+        self.machine = HealthMachine(now)
+        self.registered_at = now
+        self.in_flight = 0
+        self.peak_in_flight = 0
+        self.holds: set[str] = set()
+        self.health_body: object = None
+        self.routed: Counter[str] = Counter()
+        self.succeeded: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.configure(entry)
+
+    def configure(self, entry: Desired) -> None:
+        """Take over an entry of the same URL; health, counts and connections stay."""
+        self.model = entry.model
+        self.capabilities = entry.capabilities
+        self.mask = mask_of(entry.capabilities)
+        self.disabled = entry.disabled
+        self.weight = entry.weight
+        self.max_inflight = entry.max_inflight
+        self.origin = entry.origin
+        self.api_key_env = entry.api_key_env
+
+    def matches(self, entry: Desired) -> bool:
+        return (
+            self.model == entry.model
+            and self.capabilities == entry.capabilities
+            and self.disabled == entry.disabled
+            and self.weight == entry.weight
+            and self.max_inflight == entry.max_inflight
+            and self.origin == entry.origin
+            and self.api_key_env == entry.api_key_env
+        )
+
+    @property
+    def routable(self) -> bool:
+        return self.machine.state is Health.HEALTHY and not self.disabled and not self.holds
+
+    def record(self) -> dict[str, object]:
+        """The contract's record (omni-router.md 3), then our own fields."""
+        machine = self.machine
+        checked = machine.last_checked_at
+        return {
+            "worker_id": self.id,
+            "id": self.id,
+            "display_id": self.display_id,
+            "url": self.url,
+            "model": self.model,
+            "capabilities": names_in(self.mask),
+            "active_requests": self.in_flight,
+            "health_state": machine.state.value,
+            "disabled": self.disabled,
+            "routable": self.routable,
+            "consecutive_failures": machine.consecutive_failures,
+            "consecutive_successes": machine.consecutive_successes,
+            "routed_requests": self.routed.total(),
+            "successful_requests": self.succeeded.total(),
+            "failed_requests": self.failed.total(),
+            "routed_requests_by_class": dict(self.routed),
+            "successful_requests_by_class": dict(self.succeeded),
+            "failed_requests_by_class": dict(self.failed),
+            "last_status_code": machine.last_status_code,
+            "last_error": machine.last_error,
+            "last_checked_at": checked.isoformat() if checked else None,
+            "origin": self.origin,
+            "weight": self.weight,
+            "max_inflight": self.max_inflight,
+            "in_flight": self.in_flight,
+            "peak_in_flight": self.peak_in_flight,
+            "since": machine.since.isoformat(),
+            "registered_at": self.registered_at.isoformat(),
+            "held_by": sorted(self.holds),
+            "health": self.health_body,
+        }

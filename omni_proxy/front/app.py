@@ -1,0 +1,35 @@
+"""The front's app: its routes, and what holds for all of them."""
+
+from __future__ import annotations
+
+from quart_trio import QuartTrio
+
+from omni_proxy.front.auth import KeyCheck
+from omni_proxy.front.config import ConfigRoutes
+from omni_proxy.front.explain import ExplainRoutes
+from omni_proxy.front.models import ModelRoutes
+from omni_proxy.front.pool import PoolRoutes
+from omni_proxy.front.records import Records
+from omni_proxy.front.replies import speak_json
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.front.workers import WorkerRoutes
+
+
+def create_app(rooms: Rooms) -> QuartTrio:
+    app = QuartTrio(__name__, static_folder=None)
+    app.config["RESPONSE_TIMEOUT"] = None  # Quart's 60 s end a long answer without a word
+    app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
+    app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
+    keys = KeyCheck(rooms.keeper)
+    records = Records(rooms.fleet)
+    app.before_request(keys.before_request)
+    speak_json(app)
+    for routes in (
+        PoolRoutes(rooms, keys, records),
+        WorkerRoutes(rooms, records),
+        ConfigRoutes(rooms.keeper),
+        ModelRoutes(rooms),
+        ExplainRoutes(rooms),
+    ):
+        routes.mount(app)
+    return app

@@ -1,0 +1,47 @@
+"""POST /explain: where a model request would go and why, with nothing sent."""
+
+from __future__ import annotations
+
+from quart import Quart, Response, request
+
+from omni_proxy.front.replies import bad, body_bytes, reply
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.routing.explain import explain
+from omni_proxy.routing.inspect import RequestFacts, inspect
+from omni_proxy.routing.table import WrongMethod, match
+from omni_proxy.wire.head import HINT_PREFIX
+
+DEFAULT_PATH = "/v1/chat/completions"
+
+
+class ExplainRoutes:
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/explain", "explain", self.show, methods=["POST"])
+
+    async def show(self) -> Response:
+        path = request.args.get("path", DEFAULT_PATH)
+        try:
+            route = match("POST", path)
+        except WrongMethod:
+            route = None
+        if route is None:
+            raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
+        need = inspect(route, await body_bytes(), _facts())
+        return reply(explain(self._rooms.fleet, need, self._rooms.door.policy))
+
+
+def _facts() -> RequestFacts:
+    """A body of unknown type is read as JSON, for that is what people will paste here."""
+    prefix = HINT_PREFIX.decode()
+    content_type = request.headers.get("Content-Type", "application/json")
+    if content_type == "application/x-www-form-urlencoded":  # what curl -d says of any body
+        content_type = "application/json"
+    hints = {
+        name.lower().removeprefix(prefix).encode(): value.encode("latin-1", "replace")
+        for name, value in request.headers
+        if name.lower().startswith(prefix)
+    }
+    return RequestFacts(content_type.encode("latin-1", "replace"), hints)

@@ -1,0 +1,137 @@
+"""GET /v1/models: the lists of all routable workers as one (omni-router.md 6).
+
+Invariant: one worker's broken, slow or huge reply costs its own cards and nothing else; asking
+changes no health, no counter and no in-flight count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+import httpx
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.replies import reply
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.watch.calls import build_get, open_client, read_bounded
+from omni_proxy.wire.errors import Refusal
+
+LIST_BYTES = 4 * 1024 * 1024
+INVALID = "invalid models payload"
+# Written anew for each worker, or ours alone (omni-router.md 10).
+NOT_PASSED_ON = frozenset(
+    (
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
+        "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
+        "content-type", "accept-encoding", "remote-addr", "expect",
+    )
+)  # fmt: skip
+HINT_PREFIX = "x-sglang-omni-route-"
+
+Cards = list[dict[str, object]]
+
+
+class ModelRoutes:
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/v1/models", "models", self.all)
+
+    async def all(self) -> Response:
+        workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
+        if not workers:
+            raise Refusal(503, "no routable upstream", "no_routable_worker")
+        target = _target(request.query_string)
+        headers = _passed_on(request.headers)
+        lists: dict[Worker, Cards | str] = {}
+        timeout_secs = self._rooms.keeper.config.health.timeout_secs
+
+        async def ask(worker: Worker) -> None:
+            lists[worker] = "ReadTimeout"
+            with trio.move_on_after(timeout_secs):
+                lists[worker] = await _cards_of(worker, target, headers)
+
+        async with trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(ask, worker)
+        answers = {worker.url: lists[worker] for worker in workers}
+        merged = merge(cards for cards in answers.values() if isinstance(cards, list))
+        if merged:
+            return reply({"object": "list", "data": merged})
+        return _nothing({url: why for url, why in answers.items() if isinstance(why, str)})
+
+
+def merge(lists: Iterable[Cards]) -> Cards:
+    """One card per model; the first worker that has it is believed."""
+    cards: dict[str, dict[str, object]] = {}
+    for found in lists:
+        for card in found:
+            cards.setdefault(_key(card), card)
+    return list(cards.values())
+
+
+def _key(card: Mapping[str, object]) -> str:
+    for name in ("id", "model"):
+        value = card.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return json.dumps(card, sort_keys=True)
+
+
+async def _cards_of(worker: Worker, target: str, headers: Mapping[str, str]) -> Cards | str:
+    """The worker's cards, or why there are none."""
+    try:
+        async with open_client(worker) as client:
+            wanted = build_get(client, worker, worker.address, target, headers)
+            response = await client.send(wanted, stream=True)
+            try:
+                body = await read_bounded(response, LIST_BYTES)
+            finally:
+                await response.aclose()
+    except (httpx.HTTPError, OSError) as failure:
+        return type(failure).__name__
+    if response.status_code != 200:
+        return f"status={response.status_code}"
+    return _cards(body)
+
+
+def _cards(body: bytes | None) -> Cards | str:
+    if body is None:
+        return INVALID
+    try:
+        payload = json.loads(body)
+    except RecursionError:
+        return INVALID
+    except ValueError:
+        return "JSONDecodeError"
+    found = payload.get("data") if isinstance(payload, dict) else None
+    if not isinstance(found, list):
+        return INVALID
+    return [card for card in found if isinstance(card, dict)]
+
+
+def _target(query: bytes) -> str:
+    return "/v1/models" + (f"?{query.decode('ascii', 'ignore')}" if query else "")
+
+
+def _passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    lowered = ((name.lower(), value) for name, value in headers)
+    return {
+        name: value
+        for name, value in lowered
+        if name not in NOT_PASSED_ON and not name.startswith(HINT_PREFIX)
+    }
+
+
+def _nothing(details: Mapping[str, str]) -> Response:
+    error = {
+        "message": "failed to fetch models from workers",
+        "type": "upstream_error",
+        "code": "models_unavailable",
+        "details": details,
+    }
+    return reply({"error": error}, 502)

@@ -1,0 +1,94 @@
+"""The pool's own state: alive, ready, healthy, and the status page of the program.
+
+Invariant: no route here waits for a worker. With a key set, whoever does not present it sees the
+counts of /ready and /health, and no worker's address.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime
+
+from quart import Quart, Response
+
+from omni_proxy import __version__
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.auth import KeyCheck
+from omni_proxy.front.records import Records
+from omni_proxy.front.replies import reply
+from omni_proxy.front.rooms import Rooms
+
+# Out of routing for one of these, a worker is still well: the fleet is not unhealthy for it.
+WEIGHT_HOLDS = frozenset(("updating", "paused", "uncertain"))
+PRIVATE = ("workers", "voice_routing")
+NO_VOICE_OWNER = {
+    "owner_worker_id": None,
+    "owner_url": None,
+    "owner_routable": False,
+    "registry_state": "unassigned",
+    "uploaded_voice_count": 0,
+    "last_refresh_error": None,
+}
+
+
+def _well(worker: Worker) -> bool:
+    healthy = worker.machine.state is Health.HEALTHY
+    return healthy and not worker.disabled and worker.holds <= WEIGHT_HOLDS
+
+
+class PoolRoutes:
+    def __init__(self, rooms: Rooms, keys: KeyCheck, records: Records) -> None:
+        self._rooms = rooms
+        self._keys = keys
+        self._records = records
+        self._started_at = datetime.now(UTC)
+        self._started = time.monotonic()
+
+    def mount(self, app: Quart) -> None:
+        for view in (self.live, self.ready, self.health, self.status):
+            app.add_url_rule(f"/{view.__name__}", view.__name__, view)
+
+    async def live(self) -> Response:
+        return reply({"status": "alive"})
+
+    async def ready(self) -> Response:
+        leaving = self._rooms.door.draining or self._rooms.leaving()
+        ready = not leaving and any(worker.routable for worker in self._rooms.fleet.workers)
+        summary = self._records.pool("ready" if ready else "not_ready")
+        return self._summary(summary, 200 if ready else 503)
+
+    async def health(self) -> Response:
+        well = any(_well(worker) for worker in self._rooms.fleet.workers)
+        summary = self._records.pool("healthy" if well else "unhealthy")
+        summary["admission"] = self._rooms.door.admission()
+        summary["voice_routing"] = NO_VOICE_OWNER
+        return self._summary(summary, 200 if well else 503)
+
+    async def status(self) -> Response:
+        rooms = self._rooms
+        keeper = rooms.keeper
+        return reply(
+            {
+                "version": __version__,
+                "pid": os.getpid(),
+                "started_at": self._started_at.isoformat(),
+                "uptime_secs": round(time.monotonic() - self._started, 3),
+                "listeners": rooms.door.addresses(),
+                "revision": keeper.revision,
+                "config_file": str(keeper.file) if keeper.file else None,
+                "state_file": str(keeper.state_file) if keeper.state_file else None,
+                "state_error": keeper.state_error or None,
+                "last_reload": keeper.last_reload,
+                "supervisors": rooms.supervisors(),
+                "door": rooms.door.status(),
+                "fleet": rooms.fleet.counts(),
+                "launch": rooms.launcher.status() if rooms.launcher else [],
+            }
+        )
+
+    def _summary(self, summary: dict[str, object], status: int) -> Response:
+        if not self._keys.presented():
+            summary = {name: told for name, told in summary.items() if name not in PRIVATE}
+        return reply(summary, status)

@@ -1,0 +1,69 @@
+"""Worker records as both dialects read them: the fleet's own, with smg's keys beside.
+
+What only smg knows (labels, priority, cost) is kept here and shown, and nothing routes by it.
+Invariant: notes live as long as their worker object and are never written to disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+
+STATUS = {
+    Health.UNKNOWN: "pending",
+    Health.HEALTHY: "ready",
+    Health.UNHEALTHY: "not_ready",
+    Health.DEAD: "failed",
+}
+
+
+@dataclass(slots=True)
+class Notes:
+    """smg's remarks on a worker; the defaults are smg's."""
+
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, object] = field(default_factory=dict)
+
+
+class Records:
+    """Reads the fleet; holds nothing but notes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._notes: dict[Worker, Notes] = {}
+
+    def one(self, worker: Worker) -> dict[str, object]:
+        notes = self._notes.get(worker, Notes())
+        return {
+            **worker.record(),
+            "model_id": worker.model,
+            "worker_type": "regular",
+            "connection_mode": "http",
+            "is_healthy": worker.machine.state is Health.HEALTHY,
+            "status": STATUS[worker.machine.state],
+            "load": worker.in_flight,
+            "priority": notes.priority,
+            "cost": notes.cost,
+            "labels": notes.labels,
+        }
+
+    def pool(self, status: str, model: str | None = None) -> dict[str, object]:
+        """The pool summary; `model` narrows the list of records, not the counts."""
+        workers = [w for w in self._fleet.workers if model is None or w.model == model]
+        return {
+            "status": status,
+            **self._fleet.counts(),
+            "workers": [self.one(worker) for worker in workers],
+        }
+
+    def note(self, worker: Worker, remarks: dict[str, object]) -> None:
+        """Keep the remarks among `remarks` whose names `Notes` knows."""
+        notes = self._notes.setdefault(worker, Notes())
+        for name in Notes.__slots__:
+            if name in remarks:
+                setattr(notes, name, remarks[name])
+        self._notes = {w: self._notes[w] for w in self._fleet.workers if w in self._notes}

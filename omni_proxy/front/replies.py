@@ -1,0 +1,62 @@
+"""JSON in, JSON out: the one place where the front reads bodies and makes responses.
+
+Invariant: every answer of the front is JSON, errors of Quart and Werkzeug included; keys keep the
+order in which they were said.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException
+
+from omni_proxy.wire.errors import Refusal
+
+
+def reply(payload: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(payload)
+    return Response(body, status, headers, content_type="application/json")
+
+
+def bad(message: str, code: str = "invalid_request") -> Refusal:
+    return Refusal(400, message, code)
+
+
+async def body_bytes() -> bytes:
+    return await request.get_data(cache=False, as_text=False, parse_form_data=False)
+
+
+async def json_object() -> dict[str, object]:
+    """The request's body; an empty one is an empty object, the content type is not asked."""
+    body = await body_bytes()
+    try:
+        value = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        raise bad("invalid JSON body", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad("request body must be a JSON object", "invalid_json")
+    return value
+
+
+def speak_json(app: Quart) -> None:
+    """Give `app` our errors."""
+    app.register_error_handler(Refusal, _refused)
+    app.register_error_handler(HTTPException, _failed)
+
+
+async def _refused(refusal: Refusal) -> Response:
+    headers = dict(refusal.headers)
+    return Response(refusal.body(), refusal.status, headers, content_type="application/json")
+
+
+async def _failed(error: HTTPException) -> Response:
+    status = error.code or 500
+    code = error.name.lower().replace(" ", "_")
+    message = f"{error.name}: {request.method} {request.path}" if status < 500 else error.name
+    refusal = Refusal(status, message, code, detail=error.name)
+    if error.get_response is not None and status == 405:
+        allowed = error.get_response().headers.get("Allow", "")
+        refusal.with_headers(("Allow", allowed))
+    return await _refused(refusal)

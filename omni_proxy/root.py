@@ -1,0 +1,148 @@
+"""The root nursery: what runs, in which order it starts, and how it ends.
+
+Invariant: nothing is bound before the configuration has been judged, and the door outlives every
+supervisor. The first SIGTERM or SIGINT drains, a second one cuts; both end with exit status 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.config.flags import Startup
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import Config
+from omni_proxy.door.core import Door
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.front.app import create_app
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.front.serving import serve
+from omni_proxy.observe.lines import LineLog
+from omni_proxy.observe.logs import configure
+from omni_proxy.supervise import Supervisor
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.launcher import Launcher
+from omni_proxy.watch.prober import Prober
+from omni_proxy.watch.reloader import Reloader
+
+_log = logging.getLogger(__name__)
+
+BAD_CONFIGURATION = 2
+CANNOT_LISTEN = 1
+
+
+def run(startup: Startup) -> int:
+    """Serve until told to stop; the exit status."""
+    fleet = Fleet()
+    try:
+        keeper = Keeper(startup, fleet)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
+        return BAD_CONFIGURATION
+    configure(keeper.config.server.log_level, keeper.config.server.log_format)
+    with tempfile.TemporaryDirectory(prefix="omni-proxy-") as private:
+        return trio.run(House(keeper, fleet, Path(private)).run)
+
+
+class House:
+    """Every room of the running program, wired once."""
+
+    def __init__(self, keeper: Keeper, fleet: Fleet, private: Path) -> None:
+        config = keeper.config
+        front_socket = private / "front.sock"
+        self.keeper = keeper
+        self.access_log = LineLog(config.server.access_log)
+        self.route_log = LineLog(config.server.route_log)
+        self.door = Door(fleet, config, front_socket=str(front_socket), below=random.randrange)
+        self.prober = Prober(fleet, keeper, jitter=random.random)
+        self.launcher = Launcher(fleet, keeper, self.prober)
+        self.reloader = Reloader(keeper)
+        self.leaving = False
+        self.supervisors: list[Supervisor] = []
+        rooms = Rooms(
+            fleet=fleet,
+            keeper=keeper,
+            prober=self.prober,
+            door=self.door,
+            launcher=self.launcher,
+            supervisors=lambda: [supervisor.status() for supervisor in self.supervisors],
+            leaving=lambda: self.leaving,
+        )
+        # A QuartTrio can be served once only, so a restarted front gets a new one.
+        self.supervisors = [
+            Supervisor("access_log", lambda told: self.access_log.run(task_status=told)),
+            Supervisor("route_log", lambda told: self.route_log.run(task_status=told)),
+            Supervisor(
+                "front", lambda told: serve(create_app(rooms), front_socket, task_status=told)
+            ),
+            Supervisor("prober", lambda told: self.prober.run(task_status=told)),
+            Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
+            Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
+        ]
+        keeper.prepare_with(self.door.prepare)
+        keeper.subscribe(self._follow_config)
+
+    async def run(self) -> int:
+        _log.info("omni-proxy %s starts", __version__)
+        async with trio.open_nursery() as root:
+            try:
+                await root.start(self.door.run)
+                self.keeper.start()
+            except OSError as error:
+                server = self.keeper.config.server
+                _log.error(
+                    "cannot listen on %s:%d: %s", server.host, server.port, error.strerror or error
+                )
+                root.cancel_scope.cancel()
+                return CANNOT_LISTEN
+            root.start_soon(self._signals, root.cancel_scope)
+            for supervisor in self.supervisors:
+                await root.start(supervisor.run)
+            # What exists now stays: keep the collector from walking it again and again.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(10_000, 20, 50)
+        _log.info("omni-proxy has stopped")
+        return 0
+
+    def _follow_config(self, old: Config, new: Config) -> None:
+        server = new.server
+        configure(server.log_level, server.log_format)
+        self.access_log.retarget(server.access_log)
+        self.route_log.retarget(server.route_log)
+        self.door.access_log = self.access_log if self.access_log.on else None
+        self.door.route_log = self.route_log if self.route_log.on else None
+
+    async def _signals(self, everything: trio.CancelScope) -> None:
+        async with trio.open_nursery() as nursery:
+            with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTERM, signal.SIGINT) as came:
+                async for number in came:
+                    if number == signal.SIGHUP:
+                        self.reloader.poke("SIGHUP")
+                    elif self.leaving:
+                        _log.warning("a second signal: cutting what is left")
+                        everything.cancel()
+                    else:
+                        self.leaving = True
+                        nursery.start_soon(self._leave, everything)
+
+    async def _leave(self, everything: trio.CancelScope) -> None:
+        server = self.keeper.config.server
+        _log.info("draining: up to %g s for what is in flight", server.drain_timeout_secs)
+        await trio.sleep(server.ready_off_secs)
+        self.door.begin_drain()
+        with trio.move_on_after(server.drain_timeout_secs) as scope:
+            await self.door.drained()
+        if scope.cancelled_caught:
+            _log.warning(
+                "%d connections are cut: their time to drain is over", len(self.door.pump.tasks)
+            )
+        everything.cancel()

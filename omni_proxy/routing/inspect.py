@@ -1,0 +1,258 @@
+"""What a request needs of a worker, read from its body and its hint headers.
+
+Invariant: the same body and hints give the same `Need`; the body is decoded for reading only and
+goes on byte for byte. A body that is no JSON where JSON is due is refused, never guessed at.
+Source: omni-router.md 7.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
+from omni_proxy.routing.form import form_fields
+from omni_proxy.routing.table import BodyKind, Place, Route
+from omni_proxy.wire.errors import Refusal
+
+STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
+    BIT[name] for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
+)
+_PART = {
+    "image": IMAGE, "image_url": IMAGE, "input_image": IMAGE,
+    "audio": AUDIO, "audio_url": AUDIO, "input_audio": AUDIO,
+    "video": VIDEO, "video_url": VIDEO, "input_video": VIDEO,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What the head said that matters here. Hints are keyed without their common prefix."""
+
+    content_type: bytes = b""
+    hints: dict[bytes, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Need:
+    """What may take the request: a model or None, capability bits, perhaps one worker only."""
+
+    mask: int
+    model: str | None = None
+    stream: bool = False
+    request_id: str = ""
+    place: Place = Place.ANY
+    worker: str = ""  # id or URL, for Place.NAMED
+    body: Payload | None = None  # the decoded body, for policies that read the prompt
+
+    @property
+    def capabilities(self) -> list[str]:
+        return names_in(self.mask)
+
+
+class Payload(msgspec.Struct):
+    """The fields of a body that routing looks at; everything else is skipped undecoded."""
+
+    model: Any = None
+    stream: Any = None
+    stream_format: Any = None
+    request_id: Any = None
+    messages: Any = None
+    prompt: Any = None
+    text: Any = None
+    modalities: Any = None
+    output_modalities: Any = None
+    audio: Any = None
+    image: Any = None
+    images: Any = None
+    audios: Any = None
+    audio_inputs: Any = None
+    video: Any = None
+    videos: Any = None
+    ref_audio: Any = None
+    references: Any = None
+    items: Any = None
+
+
+_decode = msgspec.json.Decoder(Payload).decode
+_FIELDS = Payload.__struct_fields__
+
+
+def inspect(route: Route, body: bytes, facts: RequestFacts) -> Need:
+    """Raises Refusal 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
+    need = Need(route.mask, place=route.place)
+    if route.place is Place.NAMED:
+        named = facts.hints.get(b"worker", b"")
+        if not named:
+            raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
+        need.worker = named.decode("latin-1")
+    if _is_json(route, facts) and body:
+        payload = need.body = decode(body)
+        _read(route, payload, need)
+        if facts.hints:
+            _apply_hints(need, facts.hints, source="JSON body")
+    else:
+        if route.body is BodyKind.FORM:
+            _read_form(body, facts.content_type, need)
+        if facts.hints:
+            _apply_hints(need, facts.hints, source=None if need.model is None else "multipart form")
+    return need
+
+
+def decode(body: bytes) -> Payload:
+    """Raises Refusal 400. Takes what Python's own JSON reader takes (NaN, UTF-16), as workers
+    do."""
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise _bad("invalid JSON body", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise _bad("JSON request body must be an object", "invalid_json")
+    return Payload(**{name: value[name] for name in _FIELDS if name in value})
+
+
+def _bad(message: str, code: str = "invalid_request") -> Refusal:
+    return Refusal(400, message, code)
+
+
+def _is_json(route: Route, facts: RequestFacts) -> bool:
+    if route.body is BodyKind.ALWAYS_JSON:
+        return True
+    return route.body is BodyKind.JSON and b"json" in facts.content_type.lower()
+
+
+def _present(value: object) -> bool:
+    """Not null, not false, not empty; a number counts even when it is 0."""
+    if isinstance(value, bool):
+        return value
+    return bool(value) or isinstance(value, int | float)
+
+
+def _read(route: Route, payload: Payload, need: Need) -> None:
+    if isinstance(payload.model, str) and payload.model:
+        need.model = payload.model
+    if isinstance(payload.request_id, str):
+        need.request_id = payload.request_id
+    need.stream = payload.stream is True
+    if route.traffic == "speech_batch":
+        _read_batch(payload, need)
+    if need.stream or (route.traffic == "speech_http" and payload.stream_format == "sse"):
+        need.mask |= STREAMING
+    need.mask |= _media(payload)
+    if payload.messages:
+        need.mask |= _parts(payload.messages)
+    if route.traffic.startswith("speech") and _has_reference(payload):
+        need.mask |= AUDIO
+
+
+def _media(payload: Payload) -> int:
+    mask = 0
+    if _present(payload.image) or _present(payload.images):
+        mask |= IMAGE
+    if _present(payload.audios) or _present(payload.audio_inputs):
+        mask |= AUDIO
+    if _present(payload.video) or _present(payload.videos):
+        mask |= VIDEO
+    spoken = any(
+        isinstance(wanted, list) and "audio" in wanted
+        for wanted in (payload.modalities, payload.output_modalities)
+    )
+    if spoken or _present(payload.audio):
+        mask |= AUDIO_OUT
+    return mask
+
+
+def _parts(messages: object) -> int:
+    mask = 0
+    if not isinstance(messages, list):
+        return mask
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            for part in content:
+                if isinstance(part, dict):
+                    kind = part.get("type")
+                    mask |= _PART.get(kind, 0) if isinstance(kind, str) else 0
+    return mask
+
+
+def _has_reference(payload: Payload) -> bool:
+    if _present(payload.ref_audio):
+        return True
+    references = payload.references if isinstance(payload.references, list) else []
+    return any(
+        isinstance(reference, dict)
+        and any(
+            _present(reference.get(key)) for key in ("audio_path", "ref_audio", "audio", "data")
+        )
+        for reference in references
+    )
+
+
+def _read_batch(payload: Payload, need: Need) -> None:
+    if need.stream:
+        raise _bad("stream is not supported for batch speech requests")
+    items = payload.items if isinstance(payload.items, list) else []
+    models = {
+        item["model"] if isinstance(item.get("model"), str) and item["model"] else need.model
+        for item in items
+        if isinstance(item, dict)
+    }
+    if len(models) > 1:
+        raise _bad("speech batch items must resolve to one model for router forwarding")
+    if models:
+        need.model = models.pop()
+
+
+def _read_form(body: bytes, content_type: bytes, need: Need) -> None:
+    found = form_fields(body, content_type)
+    need.model = found.get("model") or None
+    if found.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
+        need.stream = True
+        need.mask |= STREAMING
+
+
+def _apply_hints(need: Need, hints: dict[bytes, bytes], *, source: str | None) -> None:
+    """Hints complete what the body left open; against a body that spoke they are refused."""
+    prefix = "x-sglang-omni-route-"
+    if b"model" in hints:
+        model = hints[b"model"].decode("latin-1").strip()
+        if not model:
+            raise _bad(f"{prefix}model must not be empty")
+        if source and need.model is not None and need.model != model:
+            raise _bad(f"{prefix}model conflicts with {_the(source)} model")
+        need.model = model
+    if b"stream" in hints:
+        said = hints[b"stream"].strip().lower()
+        if said not in (b"true", b"false"):
+            raise _bad(f"{prefix}stream must be true or false")
+        if source and (said == b"true") != need.stream:
+            raise _bad(f"{prefix}stream conflicts with {_the(source)} stream")
+        need.stream = said == b"true"
+        need.mask |= STREAMING if need.stream else 0
+    if b"capabilities" in hints:
+        mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
+        if source == "JSON body" and mask & ~need.mask:
+            raise _bad(f"{prefix}capabilities conflicts with JSON body")
+        need.mask |= mask
+
+
+def _the(source: str) -> str:
+    return source if source == "JSON body" else f"the {source}"
+
+
+def _hinted_mask(text: str, prefix: str) -> int:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise _bad(f"{prefix}capabilities must not be empty")
+    for name in names:
+        if name not in BIT:
+            raise _bad(f"{prefix}capabilities contains unsupported capability {name!r}")
+    return mask_of(names)

@@ -1,0 +1,156 @@
+"""The pick: routable, capable, of the model, with room, not tried yet; then the policy.
+
+Invariant: what `pick` can choose and what `reasons_against` says agree: a worker has no reason
+against it exactly when it can be picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from omni_proxy.fleet.capabilities import names_in
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.table import Place
+from omni_proxy.wire.errors import Refusal
+
+
+def has_room(worker: Worker) -> bool:
+    return not worker.max_inflight or worker.in_flight < worker.max_inflight
+
+
+def choose(
+    fleet: Fleet, need: Need, policy: Policy, *, tried: Collection[Worker] = (), owner: str = ""
+) -> Worker:
+    """The worker for this try; one that was not tried yet where there is any.
+
+    `owner` is the URL of the worker that keeps the voices, "" while none does.
+    Raises Refusal 503 that says why nobody can take it.
+    """
+    candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
+    if need.place is not Place.ANY:
+        candidates = _placed(fleet, need, candidates, owner)
+    if fleet.limited:
+        candidates = [worker for worker in candidates if has_room(worker)]
+    if tried and len(candidates) > 1:
+        candidates = [worker for worker in candidates if worker not in tried] or candidates
+    if not candidates:
+        raise nobody(fleet, need, owner)
+    return policy.pick(candidates)
+
+
+def _placed(fleet: Fleet, need: Need, candidates: Sequence[Worker], owner: str) -> Sequence[Worker]:
+    if need.place is Place.NAMED:
+        named = fleet.get(need.worker)
+        if named is None:
+            raise Refusal(404, "unknown route worker", "unknown_worker")
+        return [named] if named in candidates else []
+    if owner:
+        return [worker for worker in candidates if worker.url == owner]
+    # Before the first upload: the first routable worker that could keep voices at all.
+    return [worker for worker in candidates if "audio_input" in worker.capabilities][:1]
+
+
+def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -> list[str]:
+    """Why this worker can't take it, in the order an operator would ask; empty when it can."""
+    reasons = []
+    if worker.disabled:
+        reasons.append("disabled")
+    if worker.machine.state.value != "healthy":
+        error = worker.machine.last_error
+        reasons.append(f"{worker.machine.state.value}" + (f" ({error})" if error else ""))
+    reasons += [f"held: {hold}" for hold in sorted(worker.holds)]
+    missing = names_in(need.mask & ~worker.mask)
+    if missing:
+        reasons.append("lacks " + ", ".join(missing))
+    if need.model and worker.model != need.model and _model_counts(fleet, need):
+        reasons.append(f"serves the model {worker.model!r}, not {need.model!r}")
+    if not has_room(worker):
+        reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
+    if need.place is Place.VOICE_OWNER:
+        if owner and worker.url != owner:
+            reasons.append("does not keep the uploaded voices")
+        elif not owner and "audio_input" not in worker.capabilities:
+            reasons.append("lacks audio_input, which keeping voices needs")
+    if need.place is Place.NAMED and fleet.get(need.worker) is not worker:
+        reasons.append("is not the worker that the request names")
+    return reasons
+
+
+def _model_counts(fleet: Fleet, need: Need) -> bool:
+    """A request's model matters once one of those who could take it names a model."""
+    return any(
+        worker.model
+        for worker in fleet.workers
+        if worker.routable and worker.mask & need.mask == need.mask
+    )
+
+
+def nobody(fleet: Fleet, need: Need, owner: str = "") -> Refusal:
+    """The 503 for a request that no worker can take, with the first reason that explains it."""
+    code, why = _first_cause(fleet, need, owner)
+    return Refusal(503, f"no eligible upstream: {why}", code).with_headers(("retry-after", "1"))
+
+
+def _first_cause(fleet: Fleet, need: Need, owner: str) -> tuple[str, str]:
+    """Narrow the fleet as the pick does, and name the step that leaves nobody."""
+    left = fleet.workers
+    if not left:
+        return "no_workers", "no worker is registered"
+    for code, why, narrow in _steps(need):
+        passed = narrow(left)
+        if not passed:
+            return code, why(left)
+        left = passed
+    if need.place is Place.VOICE_OWNER:
+        keeper = owner or "none has speech and audio_input"
+        return "voice_owner_unavailable", f"the worker that keeps the voices is out ({keeper})"
+    if need.place is Place.NAMED:
+        return "worker_unavailable", f"the worker {need.worker} is not routable"
+    return "model_not_found", f"no routable worker serves the model {need.model!r}"
+
+
+_Workers = list[Worker]
+_Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
+
+
+def _steps(need: Need) -> Iterator[_Step]:
+    yield (
+        "no_capable_worker",
+        lambda _: "no worker can do " + ", ".join(need.capabilities),
+        lambda left: [worker for worker in left if worker.mask & need.mask == need.mask],
+    )
+    yield (
+        "model_not_found",
+        lambda _: f"no worker serves the model {need.model!r}",
+        lambda left: [w for w in left if not need.model or w.model in (None, need.model)],
+    )
+    yield (
+        "all_disabled",
+        lambda left: f"all {len(left)} workers that could take it are disabled",
+        lambda left: [worker for worker in left if not worker.disabled],
+    )
+    yield (
+        "all_held",
+        lambda left: "every worker that could take it is held: " + _each(w.holds for w in left),
+        lambda left: [worker for worker in left if not worker.holds],
+    )
+    yield (
+        "none_healthy",
+        lambda left: (
+            "no worker that could take it is healthy: "
+            + _each([worker.machine.state.value] for worker in left)
+        ),
+        lambda left: [worker for worker in left if worker.routable],
+    )
+    yield (
+        "all_full",
+        lambda _: "every worker that could take it is at its max_inflight",
+        lambda left: [worker for worker in left if has_room(worker)],
+    )
+
+
+def _each(words: Iterable[Iterable[str]]) -> str:
+    return ", ".join(sorted({word for group in words for word in group}))

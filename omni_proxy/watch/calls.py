@@ -1,0 +1,80 @@
+"""Control calls to one worker: probes, model lists. Model traffic goes through the door instead.
+
+Invariant: only literal addresses are dialled, no proxy variable is read, no redirect is followed,
+and no connection outlives its call. Deadlines belong to the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import ssl
+from collections.abc import Mapping
+
+import httpx
+
+from omni_proxy import __version__
+from omni_proxy.config.url import dial_address
+from omni_proxy.fleet.worker import Worker
+
+# A kept connection can be closed by the worker in the moment we reuse it, which would count as a
+# failed probe; a fresh one also tells whether the worker still accepts.
+_LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=0)
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    # Loading the CA bundle costs some 20 ms: once per program, and only with an https worker.
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def open_client(worker: Worker) -> httpx.AsyncClient:
+    """The caller closes it."""
+    path = dial_address(worker.url)
+    secure = worker.url.startswith("https://")
+    transport = httpx.AsyncHTTPTransport(
+        verify=_tls() if secure else False,  # plain HTTP has nothing to verify, so load no bundle
+        trust_env=False,
+        limits=_LIMITS,
+        uds=path if isinstance(path, str) else None,
+    )
+    return httpx.AsyncClient(
+        transport=transport,
+        timeout=None,
+        follow_redirects=False,
+        trust_env=False,
+        # Identity: a small compressed reply must not unfold into a large one here.
+        headers={"user-agent": f"omni-proxy/{__version__}", "accept-encoding": "identity"},
+    )
+
+
+def build_get(
+    client: httpx.AsyncClient,
+    worker: Worker,
+    address: tuple[str, int] | str,
+    target: str,
+    headers: Mapping[str, str],
+) -> httpx.Request:
+    """GET `target` (ASCII) at a literal address of the worker's, under the worker's own name."""
+    base = httpx.URL("http://localhost" if worker.url.startswith("unix:") else worker.url)
+    own = {"host": base.netloc.decode("ascii"), **headers, **_credentials(worker)}
+    extensions = {"sni_hostname": base.host} if base.scheme == "https" else {}
+    if not isinstance(address, str):
+        base = base.copy_with(host=address[0])
+    url = base.copy_with(raw_path=target.encode("ascii"))
+    return client.build_request("GET", url, headers=own, extensions=extensions)
+
+
+def _credentials(worker: Worker) -> dict[str, str]:
+    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
+    """The body as sent, or None when it is longer than that."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > max_bytes:
+            return None
+    return bytes(body)

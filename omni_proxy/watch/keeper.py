@@ -1,0 +1,226 @@
+"""The keeper: what runs, kept in step with FILE, the state file and the flags.
+
+Invariant: a configuration is applied whole or not at all. Everything that may fail (reading,
+judging, opening a listener) happens before the first thing changes; after that nothing may fail.
+All changes, whoever asks, go through one lock and one path; `revision` rises with each that changed
+something.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from omni_proxy.config.diff import diff
+from omni_proxy.config.flags import Startup
+from omni_proxy.config.overlay import desired, settle
+from omni_proxy.config.parse import ConfigError, Problem, parse
+from omni_proxy.config.schema import Config
+from omni_proxy.config.state import State, read_state, render_state
+from omni_proxy.fleet.health import Health, Thresholds
+from omni_proxy.fleet.registry import Fleet
+
+_log = logging.getLogger(__name__)
+
+Prepare = Callable[[Config], Callable[[], None]]
+Edit = Callable[[State, Config], State]
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """How a change ended: applied, unchanged, refused, or precondition_failed."""
+
+    outcome: str
+    revision: int
+    diff: dict[str, Any] = field(default_factory=dict)
+    error: ConfigError | None = None
+
+
+def read_file(path: Path | None) -> Config:
+    """FILE as it is now; defaults without one. Raises ConfigError, also for one that can't be
+    read."""
+    if path is None:
+        return Config()
+    return parse(_bytes_of(path), str(path))
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        problem = Problem("", None, f"cannot be read: {error.strerror}", file=str(path))
+        raise ConfigError([problem], str(path)) from None
+
+
+def state_path(startup: Startup, config: Config) -> Path | None:
+    """Where runtime changes are kept; None keeps them in memory only."""
+    named = config.server.state_file
+    if named == "off":
+        return None
+    if named != "auto":
+        return Path(named)
+    return startup.config_path.with_suffix(".state.toml") if startup.config_path else None
+
+
+class Keeper:
+    """Built from a configuration that was judged already; `start` puts it in force."""
+
+    def __init__(self, startup: Startup, fleet: Fleet) -> None:
+        """Raises ConfigError for FILE or the state file."""
+        self.startup = startup
+        self.fleet = fleet
+        self.file = startup.config_path
+        self.config = startup.over(read_file(self.file))
+        self.state_file = state_path(startup, self.config)
+        self.state = State()
+        if self.state_file is not None and self.state_file.exists():
+            self.state = read_state(_bytes_of(self.state_file), str(self.state_file))
+        self.revision = 0
+        self.last_reload: dict[str, Any] = {}
+        self.state_error = ""
+        self._lock = trio.Lock()
+        self._prepares: list[Prepare] = []
+        self._subscribers: list[Callable[[Config, Config], None]] = []
+
+    def prepare_with(self, prepare: Prepare) -> None:
+        """`prepare(new)` does what may fail (OSError) and returns what puts it in force."""
+        self._prepares.append(prepare)
+
+    def subscribe(self, callback: Callable[[Config, Config], None]) -> None:
+        """`callback(old, new)` after each applied change; it must not fail."""
+        self._subscribers.append(callback)
+
+    def start(self) -> None:
+        """Put the first configuration in force. Raises OSError where it can't be bound."""
+        self._apply(self.config, self.state, [prepare(self.config) for prepare in self._prepares])
+        self._note("started", "start")
+
+    async def reload(self, source: str, if_match: str | None = None) -> Reloaded:
+        """Read FILE and apply it. Never raises for what the file says."""
+        async with self._lock:
+            if not self._matches(if_match):
+                return Reloaded("precondition_failed", self.revision)
+            try:
+                new = self.startup.over(await trio.to_thread.run_sync(read_file, self.file))
+            except ConfigError as error:
+                return self._refused(source, error)
+            return await self._change(source, new, settle(self.state, new, self.startup.flag_urls))
+
+    async def change(self, edit: Edit, if_match: str | None = None) -> Reloaded:
+        """Edit the runtime state (worker CRUD). What `edit` raises passes through, changing
+        nothing."""
+        async with self._lock:
+            if not self._matches(if_match):
+                return Reloaded("precondition_failed", self.revision)
+            return await self._change("api", self.config, edit(self.state, self.config))
+
+    async def _change(self, source: str, new: Config, state: State) -> Reloaded:
+        told = diff(self.config, new)
+        if new == self.config and state == self.state:
+            self._note("unchanged", source, keep_refusal=source == "api")
+            return Reloaded("unchanged", self.revision)
+        try:
+            commits = [prepare(new) for prepare in self._prepares]
+        except OSError as error:
+            return self._refused(source, self._unbound(new, error))
+        edited = state != self.state
+        self._apply(new, state, commits)
+        if source != "api":
+            self._note("applied", source, told)
+            _log.info("configuration applied from %s, revision %d", source, self.revision)
+        if edited:
+            await self._save()
+        return Reloaded("applied", self.revision, told)
+
+    def _apply(self, new: Config, state: State, commits: list[Callable[[], None]]) -> None:
+        """One atom: no checkpoint between the first change and the last."""
+        old, self.config, self.state = self.config, new, state
+        self.state_file = state_path(self.startup, new)
+        self.revision += 1
+        health = new.health
+        self.fleet.thresholds = Thresholds(
+            rise=health.success_threshold,
+            fall=health.failure_threshold,
+            on_threshold=Health(health.on_threshold),
+            eject=Health(new.routing.eject),
+        )
+        self.fleet.apply(desired(new, self.startup.flag_urls, state), datetime.now(UTC))
+        for commit in commits:
+            commit()
+        for callback in self._subscribers:
+            callback(old, new)
+
+    def _matches(self, if_match: str | None) -> bool:
+        """RFC 9110 13.1.1, with one strong tag or `*`."""
+        if if_match is None or if_match.strip() == "*":
+            return True
+        tags = [tag.strip().strip('"') for tag in if_match.split(",")]
+        return str(self.revision) in tags
+
+    def _refused(self, source: str, error: ConfigError) -> Reloaded:
+        self._note("refused", source)
+        self.last_reload["error"] = {"message": str(error), **error.as_dict()}
+        _log.error("configuration from %s refused, the running one stays:\n%s", source, error)
+        return Reloaded("refused", self.revision, error=error)
+
+    def _unbound(self, new: Config, error: OSError) -> ConfigError:
+        where = f"{new.server.host}:{new.server.port}"
+        reason = f"cannot listen on {where}: {error.strerror or error}"
+        return ConfigError(
+            [Problem("server.port", None, reason, file=str(self.file))], str(self.file)
+        )
+
+    def _note(
+        self,
+        outcome: str,
+        source: str,
+        told: dict[str, Any] | None = None,
+        *,
+        keep_refusal: bool = False,
+    ) -> None:
+        """What HTTP changed is no reading of FILE, so it doesn't clear a refusal of it."""
+        if not keep_refusal:
+            at = datetime.now(UTC).isoformat()
+            self.last_reload = {"outcome": outcome, "source": source, "diff": told or {}, "at": at}
+
+    async def _save(self) -> None:
+        """A state that can't be written still runs: an operator must be able to act on a full
+        disk."""
+        if self.state_file is None:
+            return
+        text = render_state(self.state)
+        try:
+            await trio.to_thread.run_sync(write_atomically, self.state_file, text)
+            self.state_error = ""
+        except OSError as error:
+            self.state_error = f"{self.state_file}: {error.strerror}"
+            _log.error("the runtime state could not be saved: %s", self.state_error)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Old or new, never half: written beside, synced, renamed. The file is 0600, its folder made
+    0700."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

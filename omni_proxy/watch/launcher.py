@@ -1,0 +1,98 @@
+"""The launcher: runs the replicas of every [[launch]] entry, as many and as the configuration says.
+
+Invariant: there is one place per (entry name, index). A changed command replaces the ready places
+of an entry one after another, the next when the one before is ready: a broken command costs one.
+The workers belong to the keeper; here they are only found, by URL.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import trio
+
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.watch.child import Leash
+from omni_proxy.watch.gpus import Gpus, visible
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.launched import Launched, State
+from omni_proxy.watch.prober import Prober
+from omni_proxy.watch.standing import Standing
+
+Place = tuple[str, int]
+
+
+class Launcher:
+    """Owns the processes; `run` may be called again after it failed."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        keeper: Keeper,
+        prober: Prober,
+        *,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._fleet = fleet
+        self._keeper = keeper
+        self._prober = prober
+        self._chance = chance
+        self._places: dict[Place, Launched] = {}
+        self._moved = trio.Event()
+        keeper.subscribe(lambda _old, _new: self._wake())
+
+    def status(self) -> list[dict[str, object]]:
+        return [place.status() for _, place in sorted(self._places.items())]
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        leash = Leash()
+        standing = Standing(self._fleet, self._keeper, self._prober, self._wake)
+        gpus = Gpus(visible(os.environ))
+        await leash.attach()
+        try:
+            async with standing, trio.open_nursery() as nursery:
+                task_status.started()
+                while True:
+                    self._moved = trio.Event()
+                    for key, entry in self._settle():
+                        place = Launched(entry, key[1], standing, leash, gpus)
+                        self._places[key] = place
+                        nursery.start_soon(self._keep, key, place)
+                    await self._moved.wait()
+        finally:
+            await leash.detach()
+
+    async def _keep(self, key: Place, place: Launched) -> None:
+        try:
+            await place.run(self._chance)
+        finally:
+            del self._places[key]
+            self._wake()
+
+    def _settle(self) -> list[tuple[Place, LaunchEntry]]:
+        """Tell every place what is wanted of it; returns what has no place yet."""
+        entries = self._keeper.config.launch
+        wanted = {(entry.name, i): entry for entry in entries for i in range(entry.replicas)}
+        for key, place in self._places.items():
+            if key in wanted:
+                place.entry = wanted[key]
+            else:
+                place.retire()
+        for entry in entries:
+            _renew([place for place in self._places.values() if place.name == entry.name])
+        return [(key, entry) for key, entry in wanted.items() if key not in self._places]
+
+    def _wake(self) -> None:
+        self._moved.set()
+
+
+def _renew(places: list[Launched]) -> None:
+    """Renew what serves nobody at once, and at most one of those that serve."""
+    busy = any(p.called or not (p.outdated or p.state is State.READY) for p in places)
+    for place in places:
+        if place.outdated and not place.called and not (place.serving and busy):
+            busy |= place.serving
+            place.renew()

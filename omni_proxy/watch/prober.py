@@ -1,0 +1,185 @@
+"""The prober: one loop per worker that is not dead, each with a client of its own.
+
+Invariant: a dead worker is never probed, and a result is observed under the epoch its probe began
+in. A probe says good or bad; what that means for the worker is the health machine's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from urllib.parse import quote
+
+import httpx
+import trio
+
+from omni_proxy.config.schema import Config
+from omni_proxy.config.schema import Health as HealthConfig
+from omni_proxy.config.url import dial_address
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.calls import build_get, open_client, read_bounded
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.resolver import RefusedAddress, addresses
+
+RISING_SECS = 0.5  # a good worker should not have to wait for a whole interval to be believed
+BODY_BYTES = 65536
+CLOSE_SECS = 1
+# ValueError: an endpoint or a key of the configuration that can't be written into a request.
+_FAULTS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RefusedAddress)
+
+
+@dataclass(slots=True, eq=False)
+class _Loop:
+    """One worker's loop, as others see it: how to wake, follow and end it."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    woken: trio.Event = field(default_factory=trio.Event)
+    finished: trio.Event = field(default_factory=trio.Event)  # the next probe to be observed
+    probing: int | None = None  # the epoch of the probe that runs now
+
+
+class Prober:
+    """Keeps a loop for each worker that may be probed; `run` owns them all."""
+
+    def __init__(self, fleet: Fleet, keeper: Keeper, *, jitter: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._keeper = keeper
+        self._jitter = jitter
+        self._nursery: trio.Nursery | None = None
+        self._loops: dict[Worker, _Loop] = {}
+        fleet.watch(self._follow_fleet)
+        keeper.subscribe(self._follow_config)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self._follow_fleet()
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+            self._loops.clear()
+
+    async def probe_once(self, worker: Worker) -> None:
+        """Wait for a probe that counts in the worker's present epoch, beginning one if none runs.
+
+        Returns at once for a worker that is not probed: dead, gone, or the prober is not running.
+        """
+        loop = self._loops.get(worker)
+        while loop is not None:
+            running = loop.probing
+            if running != worker.machine.epoch:
+                loop.woken.set()
+            await loop.finished.wait()
+            if running in (None, worker.machine.epoch):
+                return
+            loop = self._loops.get(worker)
+
+    def _follow_fleet(self) -> None:
+        if self._nursery is None:
+            return
+        wanted = {w for w in self._fleet.workers if w.machine.state is not Health.DEAD}
+        for worker in self._loops.keys() - wanted:
+            self._loops.pop(worker).scope.cancel()
+        for worker in self._fleet.workers:
+            if worker in wanted and worker not in self._loops:
+                loop = self._loops[worker] = _Loop()
+                self._nursery.start_soon(self._watch, worker, loop)
+
+    def _follow_config(self, old: Config, new: Config) -> None:
+        if old.health != new.health:
+            for loop in self._loops.values():
+                loop.woken.set()
+
+    async def _watch(self, worker: Worker, loop: _Loop) -> None:
+        client = open_client(worker)
+        try:
+            with loop.scope:
+                while True:
+                    loop.woken = trio.Event()
+                    if await self._probe(worker, client, loop):
+                        # A cancelled connect can leave httpcore's pool poisoned (httpcore #1093).
+                        await client.aclose()
+                        client = open_client(worker)
+                    with trio.move_on_after(self._pause_secs(worker)):
+                        await loop.woken.wait()
+        finally:
+            loop.finished.set()
+            with trio.move_on_after(CLOSE_SECS, shield=True):
+                await client.aclose()
+
+    def _pause_secs(self, worker: Worker) -> float:
+        machine = worker.machine
+        interval_secs = self._keeper.config.health.interval_secs
+        if machine.consecutive_successes and machine.state is not Health.HEALTHY:
+            return min(interval_secs, RISING_SECS)
+        return interval_secs * (0.8 + 0.4 * self._jitter())
+
+    async def _probe(self, worker: Worker, client: httpx.AsyncClient, loop: _Loop) -> bool:
+        """Make one probe and have it observed. True when it ran out of time."""
+        health = self._keeper.config.health
+        epoch = loop.probing = worker.machine.epoch
+        status: int | None = None
+        error: str | None
+        with trio.move_on_after(health.timeout_secs) as scope:
+            try:
+                status, body = await _ask(worker, client, health)
+                worker.health_body = _parsed(body)
+                error = None if 200 <= status < 300 else _fault(status, body)
+            except _FAULTS as failure:
+                error = str(failure) or type(failure).__name__
+        if scope.cancelled_caught:
+            error = f"no answer within {health.timeout_secs:g} s"
+        loop.probing = None
+        self._fleet.observe_probe(
+            worker, status=status, error=error, at=datetime.now(UTC), epoch=epoch
+        )
+        loop.finished.set()
+        loop.finished = trio.Event()
+        return scope.cancelled_caught
+
+
+async def _ask(
+    worker: Worker, client: httpx.AsyncClient, health: HealthConfig
+) -> tuple[int, bytes | None]:
+    """Status and body from the first address that takes a connection; it becomes the worker's."""
+    place = dial_address(worker.url)
+    target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")
+    if isinstance(place, str):
+        return await _get(client, build_get(client, worker, place, target, {}))
+    found = await addresses(*place)
+    for address in found:
+        try:
+            answer = await _get(client, build_get(client, worker, address, target, {}))
+        except httpx.ConnectError:
+            if address is found[-1]:
+                raise
+        else:
+            worker.address = address
+            return answer
+    raise OSError(f"{place[0]} has no address")
+
+
+async def _get(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes | None]:
+    response = await client.send(request, stream=True)
+    try:
+        return response.status_code, await read_bounded(response, BODY_BYTES)
+    finally:
+        await response.aclose()
+
+
+def _parsed(body: bytes | None) -> object:
+    try:
+        return json.loads(body) if body else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _fault(status: int, body: bytes | None) -> str:
+    text = body.decode("utf-8", "replace").strip() if body else ""
+    return text or f"status={status}"

@@ -1,0 +1,170 @@
+"""A worker's answer: its head cleaned, its body followed to the true end.
+
+Invariant: `whole` becomes true only when the framing said so, and no byte past the end is ever
+handed on (response splitting); `excess` says that some came, and that the connection can't be used
+again. Bytes of the body are never changed here.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+import httptools
+
+from omni_proxy.wire.head import MAX_HEAD_BYTES
+
+_OURS = re.compile(
+    rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-connection|te|trailer|upgrade"
+    rb"|transfer-encoding)|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
+)
+
+
+class Framing(Enum):
+    """How the end of the body is told (RFC 9112 6.3)."""
+
+    LENGTH = "length"
+    CHUNKED = "chunked"
+    CLOSE = "close"
+
+
+class UpstreamGarbage(Exception):
+    """The worker's bytes are no HTTP/1.1 answer."""
+
+
+class Answer:
+    """One answer, fed piece by piece after its head. Also llhttp's listener."""
+
+    __slots__ = (
+        "at_chunk_end", "excess", "framing", "keep_alive", "lines", "parser", "remaining", "sse",
+        "status", "whole",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.lines = b""  # status line and the worker's own fields, each ended by CRLF
+        self.framing = Framing.LENGTH
+        self.remaining = 0
+        self.keep_alive = False
+        self.sse = False
+        self.whole = False
+        self.excess = False
+        self.at_chunk_end = True
+
+    def read_head(self, head: bytes, *, to_head: bool) -> None:
+        """Take one whole head; `to_head` says that the request was a HEAD.
+
+        Raises UpstreamGarbage. A 1xx head leaves the answer unread: feed the next one to a new
+        Answer.
+        """
+        if b"\r\n " in head or b"\r\n\t" in head:
+            raise UpstreamGarbage("folded header line")
+        try:
+            self.parser.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError as error:
+            raise UpstreamGarbage(str(error)) from None
+        self.status = self.parser.get_status_code()
+        if not 100 <= self.status <= 599:
+            raise UpstreamGarbage(f"status {self.status}")
+        self.keep_alive = self.parser.should_keep_alive()
+        self._clean(head)
+        if to_head or self.status in (204, 304) or self.status < 200:
+            self.whole = True  # RFC 9112 6.3: no body, whatever the fields say
+        elif self.framing is Framing.LENGTH:
+            self.whole = self.remaining == 0
+        else:
+            self.whole = False
+
+    def _clean(self, head: bytes) -> None:
+        kept: list[bytes] = []
+        at = 0
+        length = -1
+        chunked = False
+        for found in _OURS.finditer(head):
+            ours, read, value = found.groups()
+            if ours is not None:
+                kept.append(head[at : found.start()])
+                at = found.end()
+                chunked |= ours.lower() == b"transfer-encoding"
+            elif read.lower() == b"content-length":
+                length = int(value)  # llhttp has judged it
+            else:
+                self.sse = value[:17].lower() == b"text/event-stream"
+        kept.append(head[at:-2])
+        self.lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may speak HTTP/1.0, we do not
+        if chunked:
+            self.framing = Framing.CHUNKED
+        elif length >= 0:
+            self.framing, self.remaining = Framing.LENGTH, length
+        else:
+            self.framing = Framing.CLOSE
+
+    def feed(self, piece: bytes) -> bytes:
+        """Follow the body; the part of `piece` that belongs to it.
+
+        Raises UpstreamGarbage where the framing is broken, or where bytes follow a chunked end:
+        which of them were the body's isn't known then, and they could be taken for another answer.
+        """
+        if self.framing is Framing.CHUNKED:
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserError as error:
+                raise UpstreamGarbage(str(error)) from None
+            if self.excess:
+                raise UpstreamGarbage("bytes after the end of the answer")
+        elif self.framing is Framing.LENGTH:
+            self.remaining -= len(piece)
+            if self.remaining <= 0:
+                self.whole = True
+                if self.remaining < 0:
+                    self.excess = True
+                    return piece[: self.remaining]
+        return piece
+
+    def on_chunk_header(self) -> None:
+        self.at_chunk_end = False
+
+    def on_chunk_complete(self) -> None:
+        self.at_chunk_end = True
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+    def on_message_begin(self) -> None:
+        self.excess = self.whole
+
+
+def find_answer_end(buffer: bytes | bytearray) -> int:
+    """Where the head ends (past its blank line), 0 while it isn't whole. Raises UpstreamGarbage."""
+    end = buffer.find(b"\r\n\r\n")
+    if end >= 0:
+        return end + 4
+    if len(buffer) > MAX_HEAD_BYTES:
+        raise UpstreamGarbage("the head is too large")
+    if not b"HTTP/".startswith(buffer[:5]) and not buffer.startswith(b"HTTP/"):
+        raise UpstreamGarbage("no HTTP answer")
+    return 0
+
+
+class Unchunker:
+    """The payload of a chunked body, for a client that can't read chunks (HTTP/1.0)."""
+
+    __slots__ = ("_parser", "_payload")
+
+    def __init__(self) -> None:
+        self._payload: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def on_body(self, payload: bytes) -> None:
+        self._payload.append(payload)
+
+    def feed(self, piece: bytes) -> bytes:
+        """Only for pieces that an `Answer` has accepted."""
+        self._parser.feed_data(piece)
+        payload = b"".join(self._payload)
+        self._payload.clear()
+        return payload

@@ -1,0 +1,171 @@
+import sys
+
+import pytest
+
+import omni_proxy
+from omni_proxy.cli import main
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What reached the root instead of being run."""
+    calls = []
+    stand_in = type(sys)("omni_proxy.root")
+    stand_in.run = lambda startup: calls.append(startup) or 7
+    monkeypatch.setitem(sys.modules, "omni_proxy.root", stand_in)
+    monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
+    return calls
+
+
+@pytest.fixture
+def refused(started, capsys):
+    """The message of a start that must end with status 2 and run nothing."""
+
+    def run(*words):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+        assert status == 2
+        assert not started
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_workers_on_the_command_line_need_no_file(started):
+    words = ["--worker-urls", "HTTP://A/", "http://b:1", "--port", "0", "--policy", "random"]
+    assert main(words) == 7
+    (startup,) = started
+    assert startup.config_path is None
+    assert startup.flag_urls == ("http://a", "http://b:1")
+    assert startup.overrides == {"server.port": "0", "routing.policy": "random"}
+    assert startup.over(omni_proxy.config.schema.Config()).server.port == 0
+
+
+@pytest.mark.parametrize("first", [[], ["serve"]])
+def test_serve_is_what_runs_without_a_command(started, tmp_path, first):
+    file = tmp_path / "proxy.toml"
+    file.write_text("server.port = 1")
+    assert main([*first, "--config", str(file)]) == 7
+    assert started[0].config_path == file
+
+
+def test_every_flag_reaches_its_key(started):
+    words = [
+        "--worker-urls",
+        "http://a",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "1",
+        "--policy",
+        "random",
+        "--model",
+        "m",
+        "--request-timeout-secs",
+        "2",
+        "--max-payload-size",
+        "3MiB",
+        "--health-failure-threshold",
+        "4",
+        "--health-success-threshold",
+        "5",
+        "--health-check-timeout-secs",
+        "6",
+        "--health-check-interval-secs",
+        "7",
+        "--health-check-endpoint",
+        "/up",
+        "--admin-api-key",
+        "k",
+        "--log-level",
+        "debug",
+    ]
+    assert main(words) == 7
+    config = started[0].over(omni_proxy.config.schema.Config())
+    assert (config.server.host, config.server.port) == ("0.0.0.0", 1)
+    assert (config.routing.policy, config.routing.model) == ("random", "m")
+    assert config.server.request_timeout_secs == 2
+    assert config.server.max_payload_size == 3 * 1024**2
+    assert (config.health.failure_threshold, config.health.success_threshold) == (4, 5)
+    assert (config.health.timeout_secs, config.health.interval_secs) == (6, 7)
+    assert config.health.endpoint == "/up"
+    assert config.admin.api_key == "k"
+    assert config.server.log_level == "debug"
+
+
+def test_the_environments_key_is_handed_on(started, monkeypatch):
+    monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "hush")
+    main(["--worker-urls", "http://a"])
+    assert started[0].admin_key == "hush"
+
+
+def test_without_file_and_workers_there_is_nothing_to_serve(refused):
+    assert "--config FILE" in refused()
+
+
+def test_a_file_that_is_not_there_is_refused(refused, tmp_path):
+    said = refused("--config", str(tmp_path / "none.toml"))
+    assert said == f"{tmp_path}/none.toml: cannot be read: No such file or directory\n"
+
+
+def test_a_folder_is_no_file(refused, tmp_path):
+    assert "cannot be read: Is a directory" in refused("--config", str(tmp_path))
+
+
+def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
+    file = tmp_path / "proxy.toml"
+    file.write_text("server.prot = 1\nserver.port = 'x'\n")
+    said = refused("--config", str(file)).splitlines()
+    assert said == [
+        f"{file}:1: server.prot: unknown key; did you mean `port`?",
+        f"{file}:2: server.port: expected a whole number, got a string",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "x"], "command line: --port: expected a whole number"),
+        (["--polcy", "random"], "unrecognized arguments: --polcy"),
+        (["--pol", "random"], "unrecognized arguments: --pol"),
+        (["--worker-urls", "h:1"], 'command line: --worker-urls: "h:1": scheme must be'),
+        (["extra"], "unrecognized arguments: extra"),
+    ],
+)
+def test_a_wrong_word_is_refused(refused, words, said):
+    assert said in refused(*words, "--worker-urls", "http://a")
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["check"]])
+def test_each_command_explains_itself(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "usage: omni-proxy" in said
+    assert command == ["check"] or all(
+        word in said for word in ("examples:", "omni-proxy check FILE", "omni-proxy replica")
+    )
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"omni-proxy {omni_proxy.__version__}\n"
+
+
+def test_the_replica_gets_the_words_after_its_name(monkeypatch):
+    stand_in = type(sys)("omni_proxy.replica.command")
+    stand_in.main = lambda words: len(words)
+    monkeypatch.setitem(sys.modules, "omni_proxy.replica.command", stand_in)
+    assert main(["replica", "--port", "1"]) == 2
+
+
+def test_words_are_those_of_the_program_unless_given(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["omni-proxy", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "omni-proxy" in capsys.readouterr().out

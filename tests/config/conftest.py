@@ -1,0 +1,85 @@
+import string
+
+import pytest
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.supported import NOT_YET
+
+WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
+NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
+SPELLED = {
+    "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
+}
+
+
+def values(kind, key):
+    if key in NOT_YET:
+        one = st.sampled_from(NOT_YET[key])
+        many = isinstance(kind, inspect.VarTupleType)
+        return st.lists(one, unique=True).map(tuple) if many else one
+    if key in SPELLED:
+        return SPELLED[key]
+    match kind:
+        case inspect.Metadata():
+            return values(kind.type, key)
+        case inspect.StructType():
+            return structs(kind.cls, key + ".")
+        case inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.IntType():
+            return st.integers(kind.ge, kind.le)
+        case inspect.FloatType():
+            return st.integers(1, 10**6).map(lambda tenths: tenths / 10)
+        case inspect.StrType():
+            return NAMES if kind.min_length else WORDS
+    raise AssertionError(f"no strategy for {kind} at {key}")
+
+
+def structs(cls, prefix=""):
+    fields = inspect.type_info(cls).fields
+    return st.builds(cls, **{f.name: values(f.type, prefix + f.name) for f in fields})
+
+
+CAPABLE = st.sets(st.sampled_from(CAPABILITIES), min_size=1).map(tuple)
+WORKERS = st.builds(
+    WorkerEntry,
+    url=NAMES.map(lambda host: f"http://{host}:80"),
+    model=WORDS,
+    capabilities=CAPABLE,
+    disabled=st.booleans(),
+    max_inflight=st.integers(0, 9),
+)
+GROUPS = st.builds(
+    LaunchEntry,
+    name=NAMES,
+    command=st.lists(NAMES, min_size=1, max_size=3).map(tuple),
+    replicas=st.integers(0, 3),
+    base_port=st.integers(1, 60000).map(lambda port: port - port % 3 + 3),
+    capabilities=CAPABLE,
+    env=st.dictionaries(NAMES, WORDS, max_size=2),
+)
+
+
+@pytest.fixture(scope="session")
+def configs():
+    """Any configuration that this build takes."""
+    tables = {
+        field.name: values(field.type, field.name)
+        for field in inspect.type_info(Config).fields
+        if field.name not in {"workers", "launch"}
+    }
+    workers = st.lists(WORKERS, max_size=3, unique_by=lambda entry: entry.url)
+    groups = st.lists(
+        GROUPS, max_size=2, unique_by=(lambda entry: entry.name, lambda entry: entry.base_port)
+    )
+    return st.builds(Config, **tables, workers=workers.map(tuple), launch=groups.map(tuple))
+
+
+@pytest.fixture(scope="session")
+def worker_entries():
+    return WORKERS

@@ -1,0 +1,88 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.config.flags import FLAGS, Startup, apply_flags, worker_urls
+from omni_proxy.config.parse import ConfigError, parse
+from omni_proxy.config.schema import Config
+
+
+def test_a_flag_wins_over_the_file():
+    config = parse("server.port = 1\nserver.host = 'h'\nhealth.interval_secs = 2")
+    merged = apply_flags(config, {"server.port": "8000", "health.interval_secs": "0.5"})
+    assert (merged.server.port, merged.server.host) == (8000, "h")
+    assert merged.health.interval_secs == 0.5
+
+
+def test_values_may_be_typed_text_or_values():
+    assert apply_flags(Config(), {"server.port": 8000}).server.port == 8000
+    assert apply_flags(Config(), {"server.host": "10"}).server.host == "10"
+    sized = apply_flags(Config(), {"server.max_payload_size": "2MiB"})
+    assert sized.server.max_payload_size == 2 * 1024**2
+
+
+@given(st.data())
+def test_no_flag_changes_nothing(configs, data):
+    config = data.draw(configs)
+    assert apply_flags(config, {}) == config
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "problem"),
+    [
+        ("--port", "http", "expected a whole number, got a string"),
+        ("--port", "70000", "must be at most 65535, got 70000"),
+        ("--port", "1.5", "expected a whole number, got a number with a fraction"),
+        ("--host", "", "must not be empty"),
+        ("--request-timeout-secs", "nan", "must be at least 0, got nan"),
+        ("--max-payload-size", "3MX", '"3MX" is no size'),
+        ("--health-check-endpoint", "h", "must be a path"),
+        ("--health-failure-threshold", "0", "must be at least 1, got 0"),
+        ("--policy", "randm", "did you mean `random`?"),
+        ("--policy", "prefix_hash", "is not supported yet"),
+        ("--log-level", "loud", "is not one of"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_its_reason(flag, text, problem):
+    with pytest.raises(ConfigError) as caught:
+        apply_flags(Config(), {FLAGS[flag]: text})
+    (said,) = str(caught.value).splitlines()
+    assert said.startswith(f"command line: {flag}: ")
+    assert problem in said
+
+
+def test_all_wrong_flags_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        apply_flags(Config(), {"server.port": "x", "routing.policy": "x"})
+    assert len(caught.value.problems) == 2
+
+
+def test_worker_urls_are_normalized():
+    assert worker_urls(["HTTP://A/", "http://b:1"]) == ("http://a", "http://b:1")
+
+
+def test_every_wrong_worker_url_is_named():
+    texts = ["http://a", "http://A/", "a:1", "unix:/w", "https://s", "http://169.254.169.254"]
+    with pytest.raises(ConfigError) as caught:
+        worker_urls(texts)
+    said = [str(problem) for problem in caught.value.problems]
+    assert [line.split(": ")[2] for line in said] == [f'"{text}"' for text in texts[1:]]
+    assert "is named twice" in said[0]
+    assert "not supported yet" in said[3]
+
+
+def test_the_admin_key_is_the_flags_then_the_files_then_the_environments():
+    silent, named = Config(), parse("admin.api_key = 'file'")
+    environment = Startup(config_path=None, overrides={}, flag_urls=(), admin_key="environment")
+    flag = Startup(
+        config_path=None,
+        overrides={"admin.api_key": "flag"},
+        flag_urls=(),
+        admin_key="environment",
+    )
+    assert [start.over(silent).admin.api_key for start in (flag, environment)] == [
+        "flag",
+        "environment",
+    ]
+    assert [start.over(named).admin.api_key for start in (flag, environment)] == ["flag", "file"]
+    assert Startup(None, {}, (), "").over(silent) == silent

@@ -1,0 +1,238 @@
+from contextlib import suppress
+
+import msgspec
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.parse import ConfigError, parse
+from omni_proxy.config.schema import Config
+
+WORKER = '[[workers]]\nurl = "http://a"\n'
+LAUNCH = '[[launch]]\ncommand = ["run"]\n'
+
+
+def problems(text):
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "proxy.toml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_an_empty_file_is_the_built_in_configuration():
+    assert parse("") == Config()
+
+
+@given(st.data())
+def test_what_a_configuration_renders_to_parses_back_to_it(configs, data):
+    config = data.draw(configs)
+    assert parse(tomli_w.dumps(msgspec.to_builtins(config))) == config
+
+
+def test_every_problem_of_a_file_is_found_at_once_in_the_order_of_its_lines():
+    text = """\
+[server]
+prot = 1
+port = "80"
+[servr]
+[routing]
+policy = "leastrequest"
+[[workers]]
+url = "http://a/v1"
+capabilities = ["chatt"]
+[[workers]]
+"""
+    assert problems(text) == [
+        "proxy.toml:2: server.prot: unknown key; did you mean `port`?",
+        "proxy.toml:3: server.port: expected a whole number, got a string",
+        "proxy.toml:4: servr: unknown key; did you mean `server`?",
+        'proxy.toml:6: routing.policy: "leastrequest" is not one of cache_aware, '
+        "consistent_hashing, least_request, power_of_two, prefix_hash, random, round_robin; "
+        "did you mean `least_request`?",
+        "proxy.toml:8: workers[0].url: must be a base URL without a path",
+        'proxy.toml:9: workers[0].capabilities[0]: "chatt" is not one of audio_input, '
+        "audio_output, chat, image_input, speech, streaming, video_input; did you mean `chat`?",
+        "proxy.toml:10: workers[1].url: is missing",
+    ]
+
+
+def test_a_refusal_says_the_same_to_a_machine():
+    with pytest.raises(ConfigError) as caught:
+        parse("server.prot = 1", "proxy.toml")
+    assert caught.value.as_dict() == {
+        "file": "proxy.toml",
+        "problems": [
+            {
+                "path": "server.prot",
+                "line": 1,
+                "reason": "unknown key",
+                "hint": "did you mean `port`?",
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a = ", "proxy.toml:1: not TOML: invalid value (at end of document)"),
+        ("\n\na = [1\n", "proxy.toml:4: not TOML: unclosed array (at end of document)"),
+        ("[a]\nb = 1\nb = 2\n", "proxy.toml:3: not TOML: cannot overwrite a value (at line 3, "),
+        (b"a = 1\n# \xff\n", "proxy.toml:2: byte 0xff is not UTF-8"),
+        ("a = " + "9" * 9999, "proxy.toml: not TOML: exceeds the limit"),
+        ("a = " + "[" * 9999, "proxy.toml: not TOML: nested too deeply"),
+    ],
+)
+def test_what_is_no_toml_is_refused_with_its_place(text, problem):
+    (said,) = problems(text)
+    assert said.startswith(problem)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text():
+    assert parse(b"\xef\xbb\xbf[server]\nport = 1\n").server.port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("server.port = true", "expected a whole number, got a boolean"),
+        ("server.port = 1.5", "expected a whole number, got a number with a fraction"),
+        ("server.port = []", "expected a whole number, got a list"),
+        ("server.port = 1979-05-27", "expected a whole number, got a date or time"),
+        ("server.host = 1", "expected a string, got a whole number"),
+        ("server.request_timeout_secs = '1'", "expected a number, got a string"),
+        ("server.request_timeout_secs = true", "expected a number, got a boolean"),
+        ("server = 1", "expected a table, got a whole number"),
+        ("server.timeouts = 1", "expected a table, got a whole number"),
+        (WORKER + "disabled = 1", "expected true or false, got a whole number"),
+        (WORKER + "capabilities = 'chat'", "expected a list, got a string; write it in [ ]"),
+        ("[workers]\nurl = 'http://a'", "expected a list, got a table; write [[workers]]"),
+        ("workers = [1]", "workers[0]: expected a table, got a whole number"),
+        (LAUNCH + "env = 1", "expected a table, got a whole number"),
+        (LAUNCH + "env.A = 1", "launch[0].env.A: expected a string, got a whole number"),
+        (LAUNCH + 'env."a b" = 1', 'launch[0].env."a b": expected a string'),
+        ("server.log_level = 3", "3 is not one of critical, debug, error, info, warning"),
+        ("server.half_close = true", "true is not one of abort, answer"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told_what_was_expected(text, problem):
+    (said,) = problems(text)
+    assert problem in said
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("server.port = -1", "must be at least 0, got -1"),
+        ("server.port = 65536", "must be at most 65535, got 65536"),
+        ("server.host = ''", "must not be empty"),
+        ('server.host = "a\\u0000"', "must not contain a NUL"),
+        ("server.max_inflight = -1", "must be at least 0"),
+        ("server.max_payload_size = 0", "must be at least 1"),
+        ("server.request_timeout_secs = -0.1", "must be at least 0"),
+        ("server.request_timeout_secs = nan", "must be at least 0, got nan"),
+        ("server.request_timeout_secs = inf", "must be at most"),
+        ("server.timeouts.idle_secs = -1", "must be at least 0"),
+        ("health.interval_secs = 0", "must be above 0, got 0"),
+        ("health.timeout_secs = 0", "must be above 0"),
+        ("health.failure_threshold = 0", "must be at least 1"),
+        ("health.endpoint = 'health'", 'must be a path: begin with "/"'),
+        ("health.endpoint = '/h?x'", "must be a path"),
+        (WORKER + "max_inflight = -1", "must be at least 0"),
+        (WORKER + "weight = 0", "must be at least 1"),
+        (WORKER + "capabilities = []", "must not be empty"),
+        (LAUNCH + "base_port = 0", "must be at least 1"),
+        (LAUNCH + "replicas = -1", "must be at least 0"),
+        (LAUNCH + "base_port = 65535\nreplicas = 2", "the last replica would need port 65536"),
+        (LAUNCH + "host = 'a b'", "spaces or control"),
+        (LAUNCH + "host = '169.254.1.1'", "link-local"),
+        (LAUNCH + "env.'A=B' = ''", "is no name of an environment variable"),
+        ("[[launch]]\ncommand = []", "must not be empty"),
+        ("[[launch]]\ncommand = ['', 'x']", "names no program"),
+        ("[[launch]]\n", "launch[0].command: is missing"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(text, problem):
+    (said,) = problems(text)
+    assert problem in said
+
+
+def test_a_certificate_and_its_key_come_together():
+    assert any("needs tls_key" in said for said in problems("server.tls_cert = 'a'"))
+    assert any("needs tls_cert" in said for said in problems("server.tls_key = 'a'"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("65_536", 65536),
+        ("'64MiB'", 64 * 1024**2),
+        ("'64 mib'", 64 * 1024**2),
+        ("'1.5KiB'", 1536),
+        ("'2GiB'", 2 * 1024**3),
+        ("'3kB'", 3000),
+        ("'3MB'", 3_000_000),
+        ("'1GB'", 10**9),
+        ("'77'", 77),
+    ],
+)
+def test_a_size_is_a_number_of_bytes_or_says_its_unit(text, size):
+    assert parse(f"server.max_payload_size = {text}").server.max_payload_size == size
+
+
+@pytest.mark.parametrize("text", ["64MX", "MiB", "", "-1MiB", "0.3KiB", "1.0001B", "1e3"])
+def test_what_is_no_size_is_refused(text):
+    (said,) = problems(f"admin.max_body_bytes = '{text}'")
+    assert "admin.max_body_bytes" in said
+
+
+def test_durations_may_be_whole_or_not():
+    timeouts = parse("server.timeouts = {connect_secs = 3, idle_secs = 0.25}").server.timeouts
+    assert (timeouts.connect_secs, timeouts.idle_secs) == (3.0, 0.25)
+    assert isinstance(timeouts.connect_secs, float)
+
+
+def test_a_worker_may_name_only_its_url():
+    (worker,) = parse('[[workers]]\nurl = " HTTP://Host:1/ "').workers
+    assert worker.url == "http://host:1"
+    assert worker.capabilities == CAPABILITIES
+    assert (worker.model, worker.disabled, worker.weight, worker.max_inflight) == ("", False, 1, 0)
+
+
+def test_a_file_may_name_a_worker_on_a_unix_socket():
+    assert parse('[[workers]]\nurl = "unix:/run/w"').workers[0].url == "unix:/run/w"
+
+
+def test_a_worker_that_two_entries_name_is_refused_after_normalization():
+    assert problems(WORKER + '[[workers]]\nurl = "HTTP://A/"') == [
+        "proxy.toml:4: workers[1].url: duplicate worker URL http://a; workers[0].url has it already"
+    ]
+
+
+def test_a_worker_that_is_also_launched_is_refused():
+    said = problems('[[workers]]\nurl = "http://127.0.0.1:31001"\n' + LAUNCH + "replicas = 2")
+    assert said == [
+        "proxy.toml:3: launch[0].base_port: duplicate worker URL http://127.0.0.1:31001; "
+        "workers[0].url has it already"
+    ]
+
+
+def test_launch_groups_may_not_share_a_name_or_a_port():
+    said = problems(LAUNCH + LAUNCH)
+    assert len(said) == 2
+    assert "launch[1].name: duplicate group name local" in said[0] + said[1]
+    assert "duplicate worker URL http://127.0.0.1:31000" in said[0] + said[1]
+
+
+def test_a_problem_elsewhere_does_not_hide_a_duplicate():
+    said = problems("workers = [1, {url = 'http://a'}, {url = 'x'}, {url = 'http://a', modl = 1}]")
+    assert len(said) == 4
+    assert any("workers[3].url: duplicate" in line for line in said)
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60))
+def test_any_text_is_taken_or_refused(text):
+    with suppress(ConfigError):
+        parse(text)

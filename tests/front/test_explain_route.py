@@ -1,0 +1,44 @@
+import pytest
+from conftest import A, B
+
+CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
+
+
+async def test_every_worker_has_a_verdict_and_nothing_is_sent(house):
+    house.healthy(A)
+    answer = await house.client().post("/explain", data=CHAT)
+    body = await answer.get_json()
+    assert answer.status_code == 200
+    assert [(row["url"], row["eligible"]) for row in body["workers"]] == [(A, True), (B, False)]
+    assert body["workers"][1]["reasons"]
+    assert body["pick"]["url"] == A
+    assert body["need"]["capabilities"] == ["chat", "streaming"]
+    assert house.worker().routed.total() == 0
+
+
+async def test_the_path_chooses_the_route_and_hints_count(house):
+    answer = await house.client().post(
+        "/explain?path=/v1/audio/speech",
+        data=b"{}",
+        headers={"x-sglang-omni-route-capabilities": "speech"},
+    )
+    assert (await answer.get_json())["need"]["capabilities"] == ["speech"]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/workers", "/v1/audio/voices/x", ""])
+async def test_a_path_that_is_no_model_route_is_refused(house, path):
+    answer = await house.client().post(f"/explain?path={path}", data=CHAT)
+    assert answer.status_code == 400
+    assert (await answer.get_json())["error"]["code"] == "unknown_path"
+
+
+async def test_a_body_that_a_worker_would_not_get_is_refused_alike(house):
+    answer = await house.client().post("/explain", data=b"{not json")
+    assert answer.status_code == 400
+    assert "invalid JSON body" in (await answer.get_json())["error"]["message"]
+
+
+async def test_what_curl_calls_a_form_is_read_as_json(house):
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = await house.client().post("/explain", data=CHAT, headers=kind)
+    assert (await answer.get_json())["need"]["model"] == "m"

@@ -1,0 +1,147 @@
+import httpx
+import pytest
+from conftest import A, B, entry
+
+from omni_proxy.config.schema import Health
+from omni_proxy.front import models
+
+
+@pytest.fixture
+def replies(monkeypatch):
+    """What each worker says, by URL; the requests they got."""
+    said, asked = {}, []
+
+    async def answer(request):
+        asked.append(request)
+        reply = said[str(request.url.copy_with(raw_path=b"/")).rstrip("/")]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def open_client(worker):
+        return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+    monkeypatch.setattr(models, "open_client", open_client)
+    said["asked"] = asked
+    return said
+
+
+def cards(*cards):
+    return httpx.Response(200, json={"object": "list", "data": list(cards)})
+
+
+async def listed(house, query="", **headers):
+    answer = await house.client().get(f"/v1/models{query}", headers=headers)
+    return answer.status_code, await answer.get_json()
+
+
+async def test_nobody_routable_is_a_503(house):
+    status, body = await listed(house)
+    assert (status, body["error"]["message"]) == (503, "no routable upstream")
+
+
+async def test_lists_are_merged_in_registration_order_and_the_first_card_wins(house, replies):
+    house.healthy(A, B)
+    replies[A] = cards({"id": "m", "owned_by": "a"}, "no card", {"model": "n"})
+    replies[B] = cards({"id": "m", "owned_by": "b"}, {"id": "o"}, {"id": "", "model": "n", "x": 1})
+    status, body = await listed(house)
+    assert status == 200
+    assert body == {
+        "object": "list",
+        "data": [{"id": "m", "owned_by": "a"}, {"model": "n"}, {"id": "o"}],
+    }
+
+
+async def test_nameless_cards_are_told_apart_by_their_content(house, replies):
+    house.healthy(A, B)
+    replies[A] = cards({"a": 1, "b": 2}, {"id": 7})
+    replies[B] = cards({"b": 2, "a": 1}, {"id": 8})
+    assert (await listed(house))[1]["data"] == [{"a": 1, "b": 2}, {"id": 7}, {"id": 8}]
+
+
+async def test_one_working_worker_is_enough(house, replies):
+    house.healthy(A, B)
+    replies[A] = httpx.ConnectError("refused")
+    replies[B] = cards({"id": "m"})
+    assert await listed(house) == (200, {"object": "list", "data": [{"id": "m"}]})
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (httpx.Response(500, text="broken"), "status=500"),
+        (httpx.Response(200, text="[]"), "invalid models payload"),
+        (httpx.Response(200, text='"text"'), "invalid models payload"),
+        (httpx.Response(200, text="{}"), "invalid models payload"),
+        (httpx.Response(200, text='{"data": {}}'), "invalid models payload"),
+        (httpx.Response(200, text="[" * 100_000), "invalid models payload"),
+        (httpx.Response(200, content=b" " * (models.LIST_BYTES + 1)), "invalid models payload"),
+        (httpx.Response(200, text="not json"), "JSONDecodeError"),
+        (httpx.Response(200, content=b"\xff\xfe\xfa"), "JSONDecodeError"),
+        (httpx.ConnectError("refused"), "ConnectError"),
+        (httpx.RemoteProtocolError("garbage"), "RemoteProtocolError"),
+    ],
+)
+async def test_when_no_card_was_found_each_failure_is_named(house, replies, reply, reason):
+    house.healthy(A)
+    replies[A] = reply
+    status, body = await listed(house)
+    assert (status, body["error"]["message"]) == (502, "failed to fetch models from workers")
+    assert body["error"]["details"] == {A: reason}
+
+
+async def test_an_empty_list_is_no_failure_and_no_card(house, replies):
+    house.healthy(A)
+    replies[A] = cards()
+    status, body = await listed(house)
+    assert (status, body["error"]["details"]) == (502, {})
+
+
+async def test_a_worker_that_never_answers_costs_no_more_than_the_probes_timeout(
+    build_house, monkeypatch, autojump_clock
+):
+    import trio
+
+    async def never(request):
+        await trio.sleep_forever()
+
+    def open_client(worker):
+        return httpx.AsyncClient(transport=httpx.MockTransport(never), timeout=None)
+
+    monkeypatch.setattr(models, "open_client", open_client)
+    house = build_house(entry(A), health=Health(timeout_secs=7))
+    house.healthy(A)
+    before = trio.current_time()
+    status, body = await listed(house)
+    assert (status, body["error"]["details"]) == (502, {A: "ReadTimeout"})
+    assert trio.current_time() - before == 7
+
+
+async def test_query_and_client_headers_pass_but_hints_and_hop_by_hop_do_not(house, replies):
+    house.healthy(A)
+    replies[A] = cards({"id": "m"})
+    headers = {
+        "Authorization": "Bearer mine",
+        "X-Request-Id": "r1",
+        "Connection": "close",
+        "TE": "trailers",
+        "x-sglang-omni-route-model": "m",
+        "Accept-Encoding": "br",
+    }
+    await listed(house, "?limit=%20x", **headers)
+    (request,) = replies["asked"]
+    assert request.url.raw_path == b"/v1/models?limit=%20x"
+    assert request.headers["authorization"] == "Bearer mine"
+    assert request.headers["x-request-id"] == "r1"
+    assert request.headers["host"] == "127.0.0.1:8011"
+    assert "te" not in request.headers
+    assert "x-sglang-omni-route-model" not in request.headers
+    assert request.headers["accept-encoding"] != "br"
+
+
+async def test_asking_leaves_no_trace_on_the_worker(house, replies):
+    house.healthy(A)
+    replies[A] = httpx.ConnectError("refused")
+    before = house.worker().record()
+    await listed(house)
+    assert house.worker().record() == before

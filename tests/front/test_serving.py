@@ -1,0 +1,105 @@
+import json
+
+import pytest
+import trio
+from conftest import A, entry
+
+from omni_proxy.front.serving import serve
+
+
+@pytest.fixture
+async def socket_path(build_house, nursery, tmp_path):
+    path = tmp_path / "front.sock"
+    await nursery.start(serve, build_house(entry(A)).app, path)
+    yield path
+    nursery.cancel_scope.cancel()
+
+
+async def exchange(stream, request):
+    """One answer with a content-length: head, body."""
+    await stream.send_all(request)
+    got = b""
+    while b"\r\n\r\n" not in got:
+        piece = await stream.receive_some()
+        assert piece, got
+        got += piece
+    head, _, body = got.partition(b"\r\n\r\n")
+    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    while len(body) < int(fields[b"content-length"]):
+        body += await stream.receive_some()
+    return head, fields, body
+
+
+async def test_the_socket_is_private_and_gone_afterwards(build_house, nursery, tmp_path):
+    path = tmp_path / "front.sock"
+    path.write_text("left behind")
+    scope = await nursery.start(_served, build_house(entry(A)).app, path)
+    assert path.is_socket()
+    assert path.stat().st_mode & 0o777 == 0o600
+    scope.cancel()
+    with trio.fail_after(5):
+        while path.exists():
+            await trio.lowlevel.checkpoint()
+
+
+async def _served(app, path, *, task_status):
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve, app, path)
+            task_status.started(scope)
+
+
+async def test_a_connection_serves_many_requests_and_adds_no_headers(socket_path):
+    stream = await trio.open_unix_socket(str(socket_path))
+    async with stream:
+        with trio.fail_after(10):
+            for _ in range(20):
+                head, fields, body = await exchange(stream, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                assert json.loads(body) == {"status": "alive"}
+                assert not {b"server", b"date"} & set(fields)
+
+
+async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(socket_path):
+    # The answer is made while the body is on its way; the connection must then serve again or close.
+    body = b"x" * 200_000
+    head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with trio.fail_after(20):
+        for _ in range(10):
+            async with await trio.open_unix_socket(str(socket_path)) as stream:
+                answered, _, _ = await exchange(stream, head + body[:1000])
+                assert answered.startswith(b"HTTP/1.1 404")
+                try:
+                    await stream.send_all(body[1000:] + b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                    rest = await stream.receive_some()
+                except trio.BrokenResourceError:
+                    rest = b""
+                assert rest == b"" or rest.startswith(b"HTTP/1.1 200")
+
+
+async def test_when_told_to_stop_it_ends_with_idle_connections_open(build_house, nursery, tmp_path):
+    path, stop = tmp_path / "front.sock", trio.Event()
+    ended = trio.Event()
+
+    async def until_stopped(*, task_status):
+        app = build_house(entry(A)).app
+        await serve(app, path, stop=stop.wait, task_status=task_status)
+        ended.set()
+
+    await nursery.start(until_stopped)
+    async with await trio.open_unix_socket(str(path)) as stream:
+        await exchange(stream, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        stop.set()
+        with trio.fail_after(3):
+            await ended.wait()
+
+
+async def test_a_worker_id_with_encoded_slashes_reaches_its_route(socket_path):
+    async with await trio.open_unix_socket(str(socket_path)) as stream:
+        for name in (b"http%3A%2F%2F127.0.0.1%3A8011", b"http://127.0.0.1:8011"):
+            request = b"GET /workers/%s HTTP/1.1\r\nhost: x\r\n\r\n" % name
+            with trio.fail_after(5):
+                _, _, body = await exchange(stream, request)
+            assert json.loads(body)["url"] == A
+
+

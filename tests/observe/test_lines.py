@@ -1,0 +1,132 @@
+import logging
+import sys
+
+import pytest
+import trio
+
+from omni_proxy.observe import lines
+from omni_proxy.observe.lines import LineLog
+
+
+async def flushed(log, action=lambda: None):
+    """Run the sink, act, and stop it: whatever was taken is written then."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(log.run)
+        action()
+        nursery.cancel_scope.cancel()
+
+
+async def test_lines_reach_a_file_whose_folder_is_made(tmp_path):
+    path = tmp_path / "new" / "route.log"
+    log = LineLog(str(path))
+
+    def act():
+        log.write(b"one")
+        log.write(b"two")
+
+    await flushed(log, act)
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+async def test_lines_are_appended_to_what_is_there(tmp_path):
+    path = tmp_path / "route.log"
+    path.write_bytes(b"old\n")
+    log = LineLog(str(path))
+    await flushed(log, lambda: log.write(b"new"))
+    assert path.read_bytes() == b"old\nnew\n"
+
+
+async def test_a_rotated_file_is_opened_anew(tmp_path):
+    path = tmp_path / "route.log"
+    log = LineLog(str(path))
+    await flushed(log, lambda: log.write(b"one"))
+    path.rename(tmp_path / "route.log.1")
+    await flushed(log, lambda: log.write(b"two"))
+    assert path.read_bytes() == b"two\n"
+
+
+async def test_a_deleted_folder_costs_lines_and_one_complaint(tmp_path, caplog):
+    folder = tmp_path / "logs"
+    log = LineLog(str(folder / "route.log"))
+    with caplog.at_level(logging.WARNING):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(log.run)
+            (folder / "route.log").unlink()
+            folder.rmdir()
+            for count in (1, 2):
+                log.write(b"lost")
+                with trio.fail_after(5):
+                    while log.failed < count:
+                        await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    assert log.failed == 2
+    assert len(caplog.records) == 1
+    assert not folder.exists()
+
+
+async def test_what_does_not_fit_is_dropped_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "QUEUE_BYTES", 10)
+    path = tmp_path / "route.log"
+    log = LineLog(str(path))
+    for _ in range(5):
+        log.write(b"12345")
+    assert log.dropped == 3
+    await flushed(log)
+    assert path.read_bytes() == b"12345\n12345\n"
+
+
+async def test_an_off_log_takes_nothing_and_counts_nothing(tmp_path):
+    log = LineLog("off")
+    assert not log.on
+    log.write(b"x")
+    await flushed(log)
+    assert log.status() == {"target": "off", "dropped": 0, "failed": 0}
+
+
+async def test_the_target_changes_while_it_runs(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "sub" / "second"
+    log = LineLog(str(first))
+
+    def act():
+        log.retarget(str(second))
+        log.write(b"x")
+
+    await flushed(log, act)
+    assert (first.read_bytes(), second.read_bytes()) == (b"", b"x\n")
+
+
+async def test_a_dash_is_stdout(capfdbinary, monkeypatch):
+    log = LineLog("-")
+    await flushed(log, lambda: log.write(b"seen"))
+    assert capfdbinary.readouterr().out == b"seen\n"
+
+
+async def test_a_closed_stdout_costs_lines_only(monkeypatch):
+    class Closed:
+        class buffer:  # noqa: N801
+            @staticmethod
+            def write(blob):
+                raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(sys, "stdout", Closed)
+    log = LineLog("-")
+    await flushed(log, lambda: log.write(b"lost"))
+    assert log.failed == 1
+
+
+async def test_lines_are_flushed_while_it_runs(tmp_path):
+    path = tmp_path / "route.log"
+    log = LineLog(str(path))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(log.run)
+        for expected in (b"a\n", b"a\nb\n"):
+            log.write(expected[-2:-1])
+            with trio.fail_after(5):
+                while path.read_bytes() != expected:
+                    await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("target", ["-", "/nonexistent/x"])
+def test_a_write_needs_no_running_sink(target):
+    LineLog(target).write(b"x")

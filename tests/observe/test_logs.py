@@ -1,0 +1,58 @@
+import json
+import logging
+import sys
+
+import pytest
+
+from omni_proxy.observe.logs import configure
+
+
+@pytest.fixture(autouse=True)
+def root_as_it_was():
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_text_lines_have_level_and_logger(capsys, monkeypatch):
+    configure("info", "text")
+    logging.getLogger("omni_proxy.door").info("hello %s", "world")
+    logging.getLogger("omni_proxy.door").debug("not told")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("INFO    omni_proxy.door: hello world")
+
+
+def test_json_lines_are_one_object_each_even_with_a_traceback(capsys):
+    configure("debug", "json")
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError:
+        logging.getLogger("omni_proxy.root").exception("failed")
+    told = json.loads(capsys.readouterr().err)
+    assert (told["level"], told["logger"], told["message"]) == ("error", "omni_proxy.root", "failed")
+    assert "two\nlines" in told["traceback"]
+
+
+def test_it_may_be_called_again_and_leaves_one_writer(capsys):
+    before = len(logging.getLogger().handlers)
+    configure("info", "text")
+    configure("warning", "json")
+    assert len(logging.getLogger().handlers) == before + 1
+    logging.getLogger("omni_proxy").info("hidden")
+    logging.getLogger("omni_proxy").warning("shown")
+    assert json.loads(capsys.readouterr().err)["message"] == "shown"
+
+
+def test_probes_do_not_fill_the_log(capsys):
+    configure("info", "text")
+    logging.getLogger("httpx").info("HTTP Request: GET /health")
+    assert capsys.readouterr().err == ""
+
+
+def test_it_writes_to_stderr(capsys):
+    configure("info", "text")
+    logging.getLogger("omni_proxy").info("x")
+    assert capsys.readouterr().out == ""
+    assert sys.stderr is not None

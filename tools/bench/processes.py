@@ -1,0 +1,84 @@
+"""Processes that the bench starts, and what they cost.
+
+Each leads a session of its own, so that Ctrl-C reaches only the bench and ending one ends what it
+started in turn. They are ended by id, whatever happens.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+END_SECS = 5.0
+
+
+@contextmanager
+def running(argv: Sequence[str], output: IO[str] | int) -> Iterator[subprocess.Popen[str]]:
+    """Standard output and error both go to `output`, unless that is a pipe."""
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=None if output == subprocess.PIPE else subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECS)
+    with suppress(ProcessLookupError):  # what a dead leader left in its group
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _tree(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                pid = int(entry.name)
+                children.setdefault(int(_stat(pid)[1]), []).append(pid)
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def cpu_secs(root: int) -> float:
+    """User and system time of a process and all below it, ended children included."""
+    ticks_per_sec = os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for pid in _tree(root):
+        with suppress(OSError):
+            ended_user, ended_system = _stat(pid)[13:15]
+            total += (int(ended_user) + int(ended_system)) / ticks_per_sec
+            # The clock of another process (clock_getcpuclockid(3)): what utime and stime say
+            # in hundredths of a second, in nanoseconds.
+            total += time.clock_gettime((~pid << 3) | 2)
+    return total
+
+
+def rss_mib(root: int) -> float:
+    pages = 0
+    for pid in _tree(root):
+        with suppress(OSError):
+            pages += int(_stat(pid)[21])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,0 +1,106 @@
+"""Legs to tables: medians with their range, and ratios within each round.
+
+Two legs of one round ran within seconds of each other, so their ratio holds on a machine whose
+speed drifts; medians of different hours do not compare.
+"""
+
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from tools.bench.legs import Leg
+
+Round = dict[str, Leg]  # by the side's name
+
+
+def machine() -> dict[str, str]:
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in facts if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "cpu": f"{len(models)} x {models[0] if models else platform.machine()}",
+        "kernel": platform.release(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}"
+        f" ({sys.executable})",
+        "load_average": Path("/proc/loadavg").read_text().split()[0],
+    }
+
+
+def ratios(rounds: Sequence[Round], ours: str, peer: str) -> list[float]:
+    """CPU of ours by CPU of the peer, one per round in which both were measured."""
+    pairs = [(_costs([legs], ours), _costs([legs], peer)) for legs in rounds]
+    return [mine[0] / theirs[0] for mine, theirs in pairs if mine and theirs and theirs[0]]
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    if not values:
+        return "-"
+    low, middle, high = (f"{v:.{digits}f}" for v in (min(values), median(values), max(values)))
+    return f"{middle} ({low}..{high})"
+
+
+def _of(rounds: Sequence[Round], side: str) -> list[Leg]:
+    return [legs[side] for legs in rounds if side in legs]
+
+
+def _costs(rounds: Sequence[Round], side: str) -> list[float]:
+    return [leg.cpu_us for leg in _of(rounds, side) if leg.cpu_us is not None]
+
+
+def cpu_table(loads: dict[str, list[Round]], ours: str | None, peer: str | None) -> list[str]:
+    sides = [side for side in (peer, ours) if side]
+    paired = ours is not None and peer is not None
+    head = ["load", *sides, *(["ratio within a round"] if paired else [])]
+    rows = [head]
+    for load, rounds in loads.items():
+        row = [load, *(spread(_costs(rounds, side)) for side in sides)]
+        if ours is not None and peer is not None:
+            row.append(spread(ratios(rounds, ours, peer), 2))
+        rows.append(row)
+    return _columns(rows)
+
+
+def seen_table(loads: dict[str, list[Round]]) -> list[str]:
+    rows = [
+        ["load", "through", "per s", "p50 us", "p99 us", "gap p99 us", "pieces", "MiB", "errors"]
+    ]
+    for load, rounds in loads.items():
+        for side in dict.fromkeys(side for legs in rounds for side in legs):
+            legs = _of(rounds, side)
+            rss = [leg.rss_mib for leg in legs if leg.rss_mib is not None]
+            gap = median(leg.gap_p99_us for leg in legs)
+            rows.append(
+                [
+                    load,
+                    side,
+                    f"{median(leg.per_sec for leg in legs):.0f}",
+                    f"{median(leg.p50_us for leg in legs):.0f}",
+                    f"{median(leg.p99_us for leg in legs):.0f}",
+                    f"{gap:.0f}" if gap else "-",
+                    f"{median(leg.pieces_per_unit for leg in legs):.2f}",
+                    f"{median(rss):.0f}" if rss else "-",
+                    str(sum(leg.errors for leg in legs)),
+                ]
+            )
+    return _columns(rows)
+
+
+def faults(loads: dict[str, list[Round]]) -> list[str]:
+    return [
+        f"{load}, round {number}, through {leg.side}: {leg.errors} errors, first: {leg.first_error}"
+        for load, rounds in loads.items()
+        for number, legs in enumerate(rounds, 1)
+        for leg in legs.values()
+        if leg.errors
+    ]
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
