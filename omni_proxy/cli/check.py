@@ -5,15 +5,15 @@ import sys
 from collections.abc import Sequence
 
 from omni_proxy.cli.arguments import check_parser
-from omni_proxy.cli.load import load
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
+from omni_proxy.watch.keeper import read_file
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = check_parser().parse_args(argv)
     try:
-        config = load(arguments.file)
+        config = read_file(arguments.file)
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))

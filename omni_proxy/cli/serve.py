@@ -1,4 +1,7 @@
-"""`omni-proxy [serve]`: everything that was asked for is judged before anything is bound."""
+"""`omni-proxy [serve]`: what the command line asks for, handed to the root.
+
+FILE is read there, by the code that reads it again later; here nothing is opened.
+"""
 
 import os
 import sys
@@ -6,10 +9,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from omni_proxy.cli.arguments import serve_parser
-from omni_proxy.cli.load import load
 from omni_proxy.config.flags import FLAGS, Startup, worker_urls
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import Config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,11 +23,10 @@ def main(argv: Sequence[str]) -> int:
         )
     try:
         startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""))
-        startup.over(load(startup.config_path) if startup.config_path else Config())
     except ConfigError as refusal:
         print(refusal, file=sys.stderr)
         return 2
-    # Here and not above: --help and a refused file should not wait for a web framework.
+    # Here and not above: --help should not wait for a web framework.
     from omni_proxy.root import run
 
     return run(startup)

@@ -90,7 +90,7 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
     exchange.phase = phase
     exchange.ended_at = door.pump.now
     completed = exchange.outcome == "completed"
-    exchange.leave(succeeded=completed and 200 <= exchange.status < 400)
+    exchange.leave(succeeded=completed and 0 < exchange.status < 400)
     if exchange.admitted:
         door.in_flight -= 1
     door.ended[exchange.outcome or "cut_by_proxy"] += 1

@@ -46,9 +46,9 @@ async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
         return await _by_front(conn, mine, head)
     mine.route = route
     mine.idempotency_key = head.idempotency_key
-    conn.door.admit(mine, unread=bool(head.length))
     if route.websocket:
-        return await speech.session(conn, mine, head)
+        return await speech.session(conn, mine, head)  # admits when it can say no in its own way
+    conn.door.admit(mine, unread=bool(head.length))
     body = await conn.read_body(mine, head, conn.door.limits.max_body)
     _inspect(mine, route, head, body)
     if conn.client.ended and conn.door.half_close_aborts:

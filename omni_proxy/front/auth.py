@@ -7,7 +7,6 @@ exist learns that without a key.
 from __future__ import annotations
 
 import hmac
-import os
 
 from quart import Request, request
 
@@ -15,7 +14,6 @@ from omni_proxy.config.schema import Admin
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.wire.errors import Refusal
 
-KEY_VARIABLE = "SGLANG_OMNI_ADMIN_KEY"
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 OPEN_PATHS = frozenset(
     (
@@ -44,7 +42,7 @@ class KeyCheck:
     @property
     def key(self) -> str:
         """The configured key; "" is none, and everything is open."""
-        return self._keeper.config.admin.api_key or os.environ.get(KEY_VARIABLE, "")
+        return self._keeper.config.admin.api_key
 
     def presented(self) -> bool:
         """Whether the present request may see what only key holders see."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import UTC, datetime
 
 from quart import Quart, Response
 
@@ -43,8 +42,6 @@ class PoolRoutes:
         self._rooms = rooms
         self._keys = keys
         self._records = records
-        self._started_at = datetime.now(UTC)
-        self._started = time.monotonic()
 
     def mount(self, app: Quart) -> None:
         for view in (self.live, self.ready, self.health, self.status):
@@ -73,8 +70,8 @@ class PoolRoutes:
             {
                 "version": __version__,
                 "pid": os.getpid(),
-                "started_at": self._started_at.isoformat(),
-                "uptime_secs": round(time.monotonic() - self._started, 3),
+                "started_at": rooms.started_at.isoformat(),
+                "uptime_secs": round(time.monotonic() - rooms.started, 3),
                 "listeners": rooms.door.addresses(),
                 "revision": keeper.revision,
                 "config_file": str(keeper.file) if keeper.file else None,

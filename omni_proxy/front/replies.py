@@ -10,7 +10,7 @@ import json
 
 import msgspec
 from quart import Quart, Response, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from omni_proxy.wire.errors import Refusal
 
@@ -56,7 +56,6 @@ async def _failed(error: HTTPException) -> Response:
     code = error.name.lower().replace(" ", "_")
     message = f"{error.name}: {request.method} {request.path}" if status < 500 else error.name
     refusal = Refusal(status, message, code, detail=error.name)
-    if error.get_response is not None and status == 405:
-        allowed = error.get_response().headers.get("Allow", "")
-        refusal.with_headers(("Allow", allowed))
+    if isinstance(error, MethodNotAllowed):
+        refusal.with_headers(("Allow", ", ".join(sorted(error.valid_methods or ()))))
     return await _refused(refusal)

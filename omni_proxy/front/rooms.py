@@ -5,8 +5,10 @@ Invariant: nothing in the front imports the door or the root; they hand themselv
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Protocol
 
 from omni_proxy.fleet.registry import Fleet
@@ -42,3 +44,6 @@ class Rooms:
     launcher: Launcher | None
     supervisors: Callable[[], list[dict[str, object]]]
     leaving: Callable[[], bool] = lambda: False
+    # The program's, not the front's: that one may be restarted.
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    started: float = field(default_factory=time.monotonic)

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-# They tell each request at level info, and the prober makes many.
-CHATTY = ("httpx", "httpcore", "hpack")
+# They tell each request, or each touch of a watched folder, at level info.
+CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
 
 
 class _Writer(logging.StreamHandler):  # type: ignore[type-arg]

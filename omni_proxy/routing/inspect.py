@@ -74,6 +74,8 @@ class Payload(msgspec.Struct):
     videos: Any = None
     ref_audio: Any = None
     references: Any = None
+    voice: Any = None
+    speaker: Any = None
     items: Any = None
 
 
@@ -115,7 +117,45 @@ def decode(body: bytes) -> Payload:
         raise _bad("invalid JSON body", "invalid_json") from None
     if not isinstance(value, dict):
         raise _bad("JSON request body must be an object", "invalid_json")
+    return _picked_from(value)
+
+
+def _picked_from(value: dict[str, Any]) -> Payload:
     return Payload(**{name: value[name] for name in _FIELDS if name in value})
+
+
+def inspect_session(route: Route, first: str | bytes, facts: RequestFacts) -> Need:
+    """What a speech session needs. A first message that is no session.config tells nothing, which
+    is for the worker to refuse (omni-router.md 12). Raises Refusal 400 for hints only."""
+    need = Need(route.mask)
+    fields = _session_fields(first)
+    if fields is not None:
+        payload = need.body = _picked_from(fields)
+        _read(route, payload, need)
+        if _has_reference(payload):
+            need.mask |= AUDIO
+    need.stream = True
+    if facts.hints:
+        _apply_hints(need, facts.hints, source=None if fields is None else "JSON body")
+    return need
+
+
+def _session_fields(first: str | bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(first) if isinstance(first, str) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict) or message.get("type") != "session.config":
+        return None
+    session = message.get("session")
+    return session if isinstance(session, dict) else message
+
+
+def names_voice(payload: Payload) -> bool:
+    """Whether it asks for a voice that may be an uploaded one (omni-router.md 13)."""
+    voice = payload.voice or payload.speaker
+    named = isinstance(voice, str) and voice.lower() != "default"
+    return named and not _has_reference(payload)
 
 
 def _bad(message: str, code: str = "invalid_request") -> Refusal:

@@ -71,10 +71,15 @@ def _credentials(worker: Worker) -> dict[str, str]:
 
 
 async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
-    """The body as sent, or None when it is longer than that."""
+    """The body as sent, or None when it is longer than that.
+
+    A longer one is read to its end and not kept: httpx's nested generators can't be left half-way
+    without leaking them to the garbage collector. The caller's deadline ends an endless one.
+    """
     body = bytearray()
+    length = 0
     async for piece in response.aiter_raw():
-        body += piece
-        if len(body) > max_bytes:
-            return None
-    return bytes(body)
+        length += len(piece)
+        if length <= max_bytes:
+            body += piece
+    return bytes(body) if length <= max_bytes else None

@@ -144,6 +144,7 @@ class Launched:
         finally:
             self._standing.hold(self.url)
             self._pid = None
+            self._enter(State.BACKING_OFF if self._ending else State.STOPPED)
             await child.stop()
         if self._ending:
             self._last_error = f"{self._ending}; last line: {self._last_line or '(none)'}"

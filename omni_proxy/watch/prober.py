@@ -132,7 +132,7 @@ class Prober:
                 worker.health_body = _parsed(body)
                 error = None if 200 <= status < 300 else _fault(status, body)
             except _FAULTS as failure:
-                error = str(failure) or type(failure).__name__
+                error = _words(failure)
         if scope.cancelled_caught:
             error = f"no answer within {health.timeout_secs:g} s"
         loop.probing = None
@@ -178,6 +178,13 @@ def _parsed(body: bytes | None) -> object:
         return json.loads(body) if body else None
     except (ValueError, RecursionError):
         return None
+
+
+def _words(failure: BaseException) -> str:
+    """What happened below all wrappers: "Connection refused" rather than "all attempts failed"."""
+    while below := failure.__cause__ or failure.__context__:  # httpcore raises "from None"
+        failure = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below
+    return str(failure) or type(failure).__name__
 
 
 def _fault(status: int, body: bytes | None) -> str:

@@ -1,7 +1,7 @@
 """Answers the router makes itself: the one error shape, and its bytes.
 
-Every one is `{"error": {"message", "type", "code"}}` (design, "Router-made errors"); other rooms never
-build an error body by hand.
+Every one is `{"error": {"message", "type", "code"}}` (design, "Router-made errors"); other rooms
+never build an error body by hand.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _encode = msgspec.json.encode
 class Refusal(Exception):
     """A request we answer ourselves: status, reason, and whether the connection can go on.
 
-    `code` is the machine-readable reason; `close` is set when the rest of the request can't be trusted
-    or will not be read.
+    `code` is the machine-readable reason; `close` is set when the rest of the request can't be
+    trusted or will not be read.
     """
 
     def __init__(

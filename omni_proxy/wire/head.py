@@ -1,8 +1,8 @@
 """Request heads: judged whole, cleaned once, kept as the bytes a worker will get.
 
-Invariant: a `RequestHead` has exactly one meaning. Whatever two parsers could read differently (lengths
-that disagree, folded lines, bare line ends, a second Host) is refused here and never reaches a worker.
-llhttp judges; one regular expression finds the fields that are ours.
+Invariant: a `RequestHead` has exactly one meaning. Whatever two parsers could read differently
+(lengths that disagree, folded lines, bare line ends, a second Host) is refused here and never
+reaches a worker. llhttp judges; one regular expression finds the fields that are ours.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _bad(message: str, code: str = "malformed_request") -> Refusal:
 def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     """Where the head ends (past its blank line), 0 while it isn't whole.
 
-    `searched` bytes were looked at before. Raises Refusal 414 or 431 when no end can come any more, and
-    400 at once for bytes that can't begin a request (TLS, an HTTP/2 preface).
+    `searched` bytes were looked at before. Raises Refusal 414 or 431 when no end can come any more,
+    and 400 at once for bytes that can't begin a request (TLS).
     """
     end = buffer.find(b"\r\n\r\n", max(0, searched - 3))
     if 0 <= end <= MAX_HEAD_BYTES - 4:
@@ -240,3 +240,9 @@ def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
         if line.partition(b":")[0].strip().lower() not in names
     ]
     return b"\r\n".join(kept)
+
+
+def with_bearer(lines: bytes, key: bytes) -> bytes:
+    """Field lines with this key as their one authorization."""
+    kept = drop_fields(lines, frozenset((b"authorization",)))
+    return b"%bauthorization: Bearer %b\r\n" % (kept, key)

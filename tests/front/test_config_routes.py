@@ -1,9 +1,9 @@
-from conftest import A, Outcome, entry
+from house import A, Outcome, build_house, entry
 
 from omni_proxy.config.problem import ConfigError, Problem
 
 
-async def test_the_configuration_is_shown_with_its_revision_and_without_keys(build_house):
+async def test_the_configuration_is_shown_with_its_revision_and_without_keys():
     client = build_house(entry(A), key="s3cret").client()
     answer = await client.get("/config", headers={"Authorization": "Bearer s3cret"})
     body = await answer.get_json()

@@ -1,5 +1,5 @@
 import pytest
-from conftest import A, B
+from house import A, B
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 

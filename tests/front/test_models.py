@@ -1,6 +1,9 @@
+import json
+
 import httpx
 import pytest
-from conftest import A, B, entry
+import trio
+from house import A, B, build_house, entry
 
 from omni_proxy.config.schema import Health
 from omni_proxy.front import models
@@ -26,8 +29,17 @@ def replies(monkeypatch):
     return said
 
 
+def sent(body, status=200):
+    """A reply whose body is still to come, as from a socket."""
+
+    async def pieces():
+        yield body if isinstance(body, bytes) else body.encode()
+
+    return httpx.Response(status, content=pieces())
+
+
 def cards(*cards):
-    return httpx.Response(200, json={"object": "list", "data": list(cards)})
+    return sent(json.dumps({"object": "list", "data": list(cards)}))
 
 
 async def listed(house, query="", **headers):
@@ -69,15 +81,15 @@ async def test_one_working_worker_is_enough(house, replies):
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (httpx.Response(500, text="broken"), "status=500"),
-        (httpx.Response(200, text="[]"), "invalid models payload"),
-        (httpx.Response(200, text='"text"'), "invalid models payload"),
-        (httpx.Response(200, text="{}"), "invalid models payload"),
-        (httpx.Response(200, text='{"data": {}}'), "invalid models payload"),
-        (httpx.Response(200, text="[" * 100_000), "invalid models payload"),
-        (httpx.Response(200, content=b" " * (models.LIST_BYTES + 1)), "invalid models payload"),
-        (httpx.Response(200, text="not json"), "JSONDecodeError"),
-        (httpx.Response(200, content=b"\xff\xfe\xfa"), "JSONDecodeError"),
+        (sent("broken", 500), "status=500"),
+        (sent("[]"), "invalid models payload"),
+        (sent('"text"'), "invalid models payload"),
+        (sent("{}"), "invalid models payload"),
+        (sent('{"data": {}}'), "invalid models payload"),
+        (sent("[" * 100_000), "invalid models payload"),
+        (sent(b" " * (models.LIST_BYTES + 1)), "invalid models payload"),
+        (sent("not json"), "JSONDecodeError"),
+        (sent(b"\xff\xfe\xfa"), "JSONDecodeError"),
         (httpx.ConnectError("refused"), "ConnectError"),
         (httpx.RemoteProtocolError("garbage"), "RemoteProtocolError"),
     ],
@@ -98,10 +110,8 @@ async def test_an_empty_list_is_no_failure_and_no_card(house, replies):
 
 
 async def test_a_worker_that_never_answers_costs_no_more_than_the_probes_timeout(
-    build_house, monkeypatch, autojump_clock
+    monkeypatch, autojump_clock
 ):
-    import trio
-
     async def never(request):
         await trio.sleep_forever()
 

@@ -2,13 +2,13 @@ import json
 
 import pytest
 import trio
-from conftest import A, entry
+from house import A, build_house, entry
 
 from omni_proxy.front.serving import serve
 
 
 @pytest.fixture
-async def socket_path(build_house, nursery, tmp_path):
+async def socket_path(nursery, tmp_path):
     path = tmp_path / "front.sock"
     await nursery.start(serve, build_house(entry(A)).app, path)
     yield path
@@ -30,7 +30,7 @@ async def exchange(stream, request):
     return head, fields, body
 
 
-async def test_the_socket_is_private_and_gone_afterwards(build_house, nursery, tmp_path):
+async def test_the_socket_is_private_and_gone_afterwards(nursery, tmp_path):
     path = tmp_path / "front.sock"
     path.write_text("left behind")
     scope = await nursery.start(_served, build_house(entry(A)).app, path)
@@ -54,14 +54,27 @@ async def test_a_connection_serves_many_requests_and_adds_no_headers(socket_path
     async with stream:
         with trio.fail_after(10):
             for _ in range(20):
-                head, fields, body = await exchange(stream, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                head, fields, body = await exchange(
+                    stream, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+                )
                 assert head.startswith(b"HTTP/1.1 200")
                 assert json.loads(body) == {"status": "alive"}
                 assert not {b"server", b"date"} & set(fields)
 
 
+async def test_a_head_request_gets_the_length_and_no_body(socket_path):
+    async with await trio.open_unix_socket(str(socket_path)) as stream:
+        await stream.send_all(b"HEAD /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        got = b""
+        with trio.fail_after(5):
+            async for piece in stream:
+                got += piece
+    assert b"content-length: 18\r\n" in got.lower()
+    assert got.endswith(b"\r\n\r\n")
+
+
 async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(socket_path):
-    # The answer is made while the body is on its way; the connection must then serve again or close.
+    # The answer is made while the body is on its way; the connection must serve again or close.
     body = b"x" * 200_000
     head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     with trio.fail_after(20):
@@ -77,7 +90,7 @@ async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(s
                 assert rest == b"" or rest.startswith(b"HTTP/1.1 200")
 
 
-async def test_when_told_to_stop_it_ends_with_idle_connections_open(build_house, nursery, tmp_path):
+async def test_when_told_to_stop_it_ends_with_idle_connections_open(nursery, tmp_path):
     path, stop = tmp_path / "front.sock", trio.Event()
     ended = trio.Event()
 
@@ -101,5 +114,3 @@ async def test_a_worker_id_with_encoded_slashes_reaches_its_route(socket_path):
             with trio.fail_after(5):
                 _, _, body = await exchange(stream, request)
             assert json.loads(body)["url"] == A
-
-

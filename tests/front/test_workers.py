@@ -2,7 +2,7 @@ import json
 from urllib.parse import quote
 
 import pytest
-from conftest import A, B, NOW, entry
+from house import NOW, A, B, build_house, entry
 
 from omni_proxy.front import workers
 from omni_proxy.watch.resolver import RefusedAddress
@@ -29,7 +29,7 @@ async def test_the_list_is_the_pool_summary_in_order(house):
     assert body["stats"] == {"prefill_count": 0, "decode_count": 0, "regular_count": 2}
 
 
-async def test_the_list_can_be_narrowed_to_a_model(build_house):
+async def test_the_list_can_be_narrowed_to_a_model():
     house = build_house(entry(A, model="m"), entry(B, model="n"))
     _, body, _ = await call(house, "GET", "/workers?model=n")
     assert [record["url"] for record in body["workers"]] == [B]
@@ -65,7 +65,10 @@ async def test_an_added_worker_is_probed_once_and_shown(house):
     assert body["worker"]["url"] == C
     assert body["worker"]["origin"] == "api"
     assert body["worker"]["capabilities"] == ["chat"]
-    assert (body["worker"]["consecutive_successes"], body["worker"]["health_state"]) == (1, "unknown")
+    assert (body["worker"]["consecutive_successes"], body["worker"]["health_state"]) == (
+        1,
+        "unknown",
+    )
     assert house.prober.probed == [C]
     assert headers["ETag"] == '"2"'
 
@@ -146,7 +149,10 @@ async def test_a_known_url_is_a_409_however_it_is_spelled(house):
 
 async def test_smgs_dialect_is_accepted_at_once(house):
     status, body, headers = await call(
-        house, "POST", "/workers", {"url": C, "priority": 9, "labels": {"zone": "a"}, "api_key": "k"}
+        house,
+        "POST",
+        "/workers",
+        {"url": C, "priority": 9, "labels": {"zone": "a"}, "api_key": "k"},
     )
     assert (status, body["status"], body["worker_id"]) == (202, "accepted", quote(C, safe=""))
     assert headers["Location"] == body["location"] == f"/workers/{quote(C, safe='')}"

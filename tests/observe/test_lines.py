@@ -16,6 +16,12 @@ async def flushed(log, action=lambda: None):
         nursery.cancel_scope.cancel()
 
 
+async def until(holds):
+    with trio.fail_after(5):
+        while not holds():  # noqa: ASYNC110  # a thread writes the file, it rings no bell
+            await trio.sleep(0.01)
+
+
 async def test_lines_reach_a_file_whose_folder_is_made(tmp_path):
     path = tmp_path / "new" / "route.log"
     log = LineLog(str(path))
@@ -55,9 +61,7 @@ async def test_a_deleted_folder_costs_lines_and_one_complaint(tmp_path, caplog):
             folder.rmdir()
             for count in (1, 2):
                 log.write(b"lost")
-                with trio.fail_after(5):
-                    while log.failed < count:
-                        await trio.sleep(0.01)
+                await until(lambda: log.failed == count)  # noqa: B023
             nursery.cancel_scope.cancel()
     assert log.failed == 2
     assert len(caplog.records) == 1
@@ -103,7 +107,7 @@ async def test_a_dash_is_stdout(capfdbinary, monkeypatch):
 
 async def test_a_closed_stdout_costs_lines_only(monkeypatch):
     class Closed:
-        class buffer:  # noqa: N801
+        class buffer:
             @staticmethod
             def write(blob):
                 raise ValueError("I/O operation on closed file")
@@ -121,9 +125,7 @@ async def test_lines_are_flushed_while_it_runs(tmp_path):
         await nursery.start(log.run)
         for expected in (b"a\n", b"a\nb\n"):
             log.write(expected[-2:-1])
-            with trio.fail_after(5):
-                while path.read_bytes() != expected:
-                    await trio.sleep(0.01)
+            await until(lambda: path.read_bytes() == expected)  # noqa: B023
         nursery.cancel_scope.cancel()
 
 

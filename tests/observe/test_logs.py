@@ -31,7 +31,11 @@ def test_json_lines_are_one_object_each_even_with_a_traceback(capsys):
     except RuntimeError:
         logging.getLogger("omni_proxy.root").exception("failed")
     told = json.loads(capsys.readouterr().err)
-    assert (told["level"], told["logger"], told["message"]) == ("error", "omni_proxy.root", "failed")
+    assert (told["level"], told["logger"], told["message"]) == (
+        "error",
+        "omni_proxy.root",
+        "failed",
+    )
     assert "two\nlines" in told["traceback"]
 
 

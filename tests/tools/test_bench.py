@@ -171,10 +171,15 @@ def test_without_a_peer_there_is_a_cost_but_no_ratio() -> None:
     ]
 
 
-def test_folded_stacks_become_shares_of_own_and_of_all_time() -> None:
-    assert profile.table("main;pump;recv 3\nmain;pump 1\n") == [
+def test_folded_stacks_of_main_threads_become_shares_of_lines_and_functions() -> None:
+    door, other = "thread (7): MainThread;main (a.py:1);pump (a.py:5)", "thread (8): watcher;sleep"
+    assert profile.table(f"{door};recv (b.py:7) 3\n{door} 1\n{other} 9\n") == [
         "4 samples",
-        " self    all  where",
-        "75.0%  75.0%  recv",
-        "25.0% 100.0%  pump",
+        "in this line itself",
+        "  75.0%  recv (b.py:7)",
+        "  25.0%  pump (a.py:5)",
+        "in this function and what it calls",
+        " 100.0%  main (a.py)",
+        " 100.0%  pump (a.py)",
+        "  75.0%  recv (b.py)",
     ]

@@ -130,7 +130,7 @@ def _write(
 def _profile(arguments: argparse.Namespace) -> int:
     load = next(load for load in LOADS if load.name == PROFILED[arguments.profiled])
     side = proxy(arguments.proxy_command, arguments.proxy_name)
-    print("\n".join(profile(side, load, arguments.secs)))
+    print("\n".join(profile(side, load, max(arguments.secs, 1.0))))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Where the proxy's time goes under load: py-spy's samples, added up per function."""
+"""Where the proxy's time goes under load: py-spy's samples, added up per line and per function."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from tools.bench.legs import LegError, Load, fake_worker, started
 from tools.bench.processes import running
 from tools.bench.sides import Side
 
-SHOWN = 25
+SHOWN = 25  # lines, and as many functions
 NO_PY_SPY = "the profile needs py-spy, which is not installed; `pip install py-spy` mends that"
 
 
@@ -24,31 +24,42 @@ def profile(side: Side, load: Load, secs: float) -> list[str]:
         with fake_worker() as workers, started(side, workers) as (port, pid):
             argv = load.argv(port, round(1000 * (secs + 1)))
             with running(argv, subprocess.DEVNULL):
-                _record([program, "record", "--pid", str(pid), "--subprocesses"], secs, stacks)
+                _record([program, "record", "--pid", str(pid), "--duration", f"{secs:.0f}"], stacks)
         return table(stacks.read_text())
 
 
-def _record(argv: list[str], secs: float, stacks: Path) -> None:
-    shape = ["--format", "raw", "--rate", "500", "--duration", str(round(secs)), "-o", str(stacks)]
+def _record(argv: list[str], stacks: Path) -> None:
+    shape = ["--subprocesses", "--threads", "--rate", "500", "--format", "raw", "-o", str(stacks)]
     ran = subprocess.run([*argv, *shape], capture_output=True, text=True, check=False)
     if ran.returncode:
         raise LegError(f"py-spy could not look into the proxy:\n{ran.stderr.strip()}")
 
 
 def table(stacks: str) -> list[str]:
-    """Folded stacks, `outer;inner COUNT` a line, to shares of self and of all time."""
-    inside: Counter[str] = Counter()
-    within: Counter[str] = Counter()
-    for line in stacks.splitlines():
-        frames, _, count = line.rpartition(" ")
-        names = frames.split(";")
-        inside[names[-1]] += int(count)
-        for name in set(names):
-            within[name] += int(count)
-    total = inside.total() or 1
-    lines = [f"{total} samples", " self    all  where"]
-    lines += [
-        f"{own / total:5.1%} {within[name] / total:6.1%}  {name}"
-        for name, own in inside.most_common(SHOWN)
+    """Folded stacks, `outer;inner COUNT` a line, to shares of lines and of functions.
+
+    Main threads only: py-spy takes a thread that sleeps in native code (watchfiles) for a busy one.
+    """
+    lines: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    for stack in stacks.splitlines():
+        if ": MainThread;" not in stack:
+            continue
+        path, _, count = stack.rpartition(" ")
+        frames = path.split(";")
+        lines[frames[-1]] += int(count)
+        for function in {frame.rpartition(":")[0] + ")" for frame in frames if ".py:" in frame}:
+            functions[function] += int(count)
+    total = lines.total() or 1
+    return [
+        f"{total} samples",
+        "in this line itself",
+        *_shares(lines, total),
+        "in this function and what it calls",
+        *_shares(functions, total),
     ]
-    return lines
+
+
+def _shares(counts: Counter[str], total: int) -> list[str]:
+    ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [f"{count / total:7.1%}  {name}" for name, count in ranked[:SHOWN]]

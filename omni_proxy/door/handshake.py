@@ -1,0 +1,139 @@
+"""A worker for a speech session: pick, dial, shake hands, and try another where that is allowed.
+
+Contract: nothing of the session has been sent to a worker whose try failed. Health hears of failed
+connections and of the statuses 502 and 504, of nothing else. Source: omni-router.md 12.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from wsproto.utilities import generate_nonce
+
+from omni_proxy.door.account import Exchange
+from omni_proxy.door.pump import Conn, Expired
+from omni_proxy.door.relay import TryFailed
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.pick import choose
+from omni_proxy.routing.retry import may_retry, tries_allowed
+from omni_proxy.wire.answer import UpstreamGarbage, find_answer_end
+from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.head import RequestHead, with_bearer
+from omni_proxy.wire.websocket import offer, offer_status
+
+if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
+
+
+async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> tuple[Conn, bytes]:
+    """The connection to a worker that said 101, and what it sent after. Raises Refusal, Gone."""
+    door, need, routing = conn.door, mine.need, conn.door.config.routing
+    assert need is not None
+    mine.policy = door.policy.name
+    allowed = tries_allowed(routing.max_total_retries)
+    tried: set[Worker] = set()
+    last: Refusal | None = None
+    while True:
+        try:
+            worker = choose(door.fleet, need, door.policy, tried=tried, owner=door.voice_owner)
+        except Refusal as nobody:
+            raise last or _numbered(nobody) from None
+        mine.take(worker)
+        try:
+            return await _open(conn, mine, head, worker)
+        except TryFailed as failed:
+            _close(conn)
+            if failed.status in (502, 504):
+                said = failed.status if failed.kind == "status" else None
+                blame(conn, worker, failed.error, said)
+            last = _told(failed)
+            if not may_retry(failed.kind, mine.attempts, allowed, routing.retry_on):
+                mine.end("upstream_error", "worker", failed.error)
+                raise last from None
+            mine.leave(succeeded=False)
+            tried.add(worker)
+
+
+async def _open(
+    conn: Connection, mine: Exchange, head: RequestHead, worker: Worker
+) -> tuple[Conn, bytes]:
+    """Dial and shake hands, both under one clock. Raises TryFailed."""
+    lane, nonce = conn.door.lane(worker), generate_nonce()
+    conn.clock("dial", conn.door.config.health.timeout_secs)
+    try:
+        up = conn.upstream = await lane.dial(conn)
+        mine.dialled_at = conn.pump.now
+        conn.phase = "wait"
+        await conn.write(up, offer(_lines_for(worker, head), lane.host_line, nonce))
+        status, rest = await _status(conn, up, nonce)
+    except OSError as error:
+        dialled = conn.upstream is not None
+        kind = "reset_before_response" if dialled else "connect_failure"
+        raise TryFailed(kind, f"ConnectError: {error.strerror or error}") from None
+    except UpstreamGarbage as garbage:
+        raise TryFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
+    except Expired as expired:
+        if str(expired) == "dial":
+            raise TryFailed("connect_failure", "ConnectTimeout: no connection in time") from None
+        late = "ReadTimeout: no answer to the handshake in time"
+        raise TryFailed("response_timeout", late, 504) from None
+    if status != 101:
+        raise TryFailed("503" if status == 503 else "status", f"status={status}", status)
+    mine.wait_at = conn.pump.now
+    return up, rest
+
+
+async def _status(conn: Connection, up: Conn, nonce: bytes) -> tuple[int, bytes]:
+    """What it answers, other 1xx skipped, and the bytes after that head."""
+    buffer = b""
+    while True:
+        while end := find_answer_end(buffer):
+            status = offer_status(buffer[:end], nonce)
+            buffer = buffer[end:]
+            if status == 101 or status >= 200:
+                return status, buffer
+        piece = await conn.more(up)
+        if not piece:
+            raise UpstreamGarbage("it closed without an answer to the handshake")
+        buffer += piece
+
+
+def _close(conn: Connection) -> None:
+    up, conn.upstream = conn.upstream, None
+    if up is not None:
+        up.close()
+
+
+def _lines_for(worker: Worker, head: RequestHead) -> bytes:
+    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+    return with_bearer(head.lines, key.encode("latin-1", "replace")) if key else head.lines
+
+
+def blame(conn: Connection, worker: Worker, error: str, status: int | None = None) -> None:
+    """Let health know of a failure that was the worker's."""
+    conn.door.fleet.observe_request_failure(
+        worker, status=status, error=error, at=datetime.now(UTC)
+    )
+
+
+def _numbered(nobody: Refusal) -> Refusal:
+    """The event's code is the number here, and the reason stands beside it."""
+    return Refusal(nobody.status, nobody.message, nobody.status, reason=nobody.code)
+
+
+def _told(failed: TryFailed) -> Refusal:
+    """What the client hears of a worker that did not take its session."""
+    code, reason = failed.status, failed.kind
+    if code == 429:
+        message = "upstream WebSocket is overloaded"
+        return Refusal(429, message, code, type="overloaded_error", reason=reason)
+    if code == 503:
+        message = "upstream WebSocket is unavailable"
+        return Refusal(503, message, code, type="server_error", reason=reason)
+    if 400 <= code < 500:
+        message = "upstream WebSocket rejected the request"
+        return Refusal(400, message, code, type="upstream_error", reason=reason)
+    message = "upstream WebSocket failed"
+    return Refusal(502, message, code, type="upstream_error", reason=reason)

@@ -1,0 +1,166 @@
+"""WebSocket for a relay: both handshakes as heads, and the frames of one side of a session.
+
+wsproto reads and writes the frames. The heads are ours, so that a client's fields reach the worker
+as they came; wsproto's own handshake would rewrite them and refuse hosts that IDNA can't encode.
+Invariant: no extension and no subprotocol is ever agreed on, so payloads pass unchanged and their
+fragments may be cut anew (RFC 6455 5.4).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from wsproto.connection import Connection, ConnectionState, ConnectionType
+from wsproto.events import BytesMessage, CloseConnection, Event, Message, Ping, TextMessage
+from wsproto.utilities import generate_accept_token
+
+from omni_proxy.wire.answer import Answer, UpstreamGarbage
+from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.head import RequestHead
+
+PONGS_HELD_BYTES = 4096  # past it a peer pings without reading: pongs are lost, not gathered
+
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==\Z")
+_FIELD = re.compile(rb"\r\n(?i:(upgrade|sec-websocket-[a-z0-9-]+))[ \t]*:[ \t]*([^\r\n]*)")
+_FIELD_LINE = re.compile(rb"(?im)^sec-websocket-[^:\r\n]*:[^\r\n]*\r\n")
+_encode = msgspec.json.encode
+
+
+def accept(head: RequestHead, lines: bytes = b"") -> bytes:
+    """The 101 that takes a client's offer, with `lines` of ours. Raises Refusal 426 and 400."""
+    if head.upgrade != b"websocket" or head.http_1_0:
+        raise _only_websocket("this path speaks WebSocket only", close=bool(head.length))
+    if head.length:
+        raise Refusal(400, "a WebSocket handshake has no body", "bad_handshake", close=True)
+    if _fields(b"\r\n" + head.lines).get(b"sec-websocket-version") != b"13":
+        refusal = _only_websocket("only version 13 of WebSocket is spoken here", close=True)
+        raise refusal.with_headers(("sec-websocket-version", "13"))
+    if not _KEY.match(head.websocket_key):
+        message = "sec-websocket-key must be 16 bytes in base64"
+        raise Refusal(400, message, "bad_handshake", close=True)
+    return (
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-accept: %b\r\n%b\r\n" % (generate_accept_token(head.websocket_key), lines)
+    )
+
+
+def _only_websocket(message: str, *, close: bool) -> Refusal:
+    # RFC 9110 15.5.22: a 426 names the protocol it asks for.
+    return Refusal(426, message, "upgrade_required", close=close).with_headers(
+        ("upgrade", "websocket"), ("connection", "upgrade")
+    )
+
+
+def offer(lines: bytes, host_line: bytes, key: bytes) -> bytes:
+    """The handshake for a worker, with a client's own lines. `key` is base64 of 16 random bytes."""
+    return (
+        b"%b%bupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: %b\r\n\r\n"
+        % (_FIELD_LINE.sub(b"", lines), host_line, key)
+    )
+
+
+def offer_status(raw: bytes, key: bytes) -> int:
+    """What a worker said to our offer. Raises UpstreamGarbage, also for a 101 that is none."""
+    answer = Answer()
+    answer.read_head(raw, to_head=False)
+    if answer.status == 101:
+        fields = _fields(raw)
+        if fields.get(b"upgrade", b"").lower() != b"websocket":
+            raise UpstreamGarbage("its 101 is not for WebSocket")
+        if fields.get(b"sec-websocket-accept") != generate_accept_token(key):
+            raise UpstreamGarbage("its sec-websocket-accept does not fit our key")
+        if b"sec-websocket-extensions" in fields or b"sec-websocket-protocol" in fields:
+            raise UpstreamGarbage("it agrees to what nobody offered")
+    return answer.status
+
+
+def _fields(raw: bytes) -> dict[bytes, bytes]:
+    return {found[1].lower(): found[2].rstrip(b" \t") for found in _FIELD.finditer(raw)}
+
+
+class Frames:
+    """One side of a session: `feed` what it sent and take `events`; what it shall get is in `out`.
+
+    `left`: its closing frame has come, or bytes that are no frames, and nothing it sends counts.
+    `mid_message`: it has the beginning of a message whose end is still to come.
+    """
+
+    __slots__ = ("_parts", "_size", "_ws", "broken", "left", "mid_message", "out")
+
+    def __init__(self, kind: ConnectionType) -> None:
+        self._ws = Connection(kind)
+        self._parts: list[Any] = []
+        self._size = 0
+        self.out = bytearray()
+        self.left = False
+        self.broken = False
+        self.mid_message = False
+
+    def feed(self, piece: bytes) -> None:
+        if not self.left:
+            self._ws.receive_data(piece)
+
+    def events(self) -> Iterator[Event]:
+        """Messages in pieces, and one CloseConnection. Pings are answered here."""
+        for event in self._ws.events():
+            if isinstance(event, Ping):
+                if self._ws.state is ConnectionState.OPEN and len(self.out) < PONGS_HELD_BYTES:
+                    self.out += self._ws.send(event.response())
+                continue
+            if isinstance(event, CloseConnection):
+                self.left = True
+                # wsproto tells a peer's violation as a close, too, and stays in its state then.
+                self.broken = self._ws.state in (
+                    ConnectionState.OPEN,
+                    ConnectionState.LOCAL_CLOSING,
+                )
+            yield event
+
+    def join(self, event: Message[Any], limit: int) -> str | bytes | None:
+        """The whole message when this was its last piece. Raises Refusal 413 past `limit` bytes."""
+        data = event.data
+        self._size += len(data) if not isinstance(data, str) else len(data.encode())
+        if self._size > limit:
+            raise Refusal(413, "WebSocket message exceeds payload limit", 413)
+        self._parts.append(data)
+        if not event.message_finished:
+            return None
+        empty: str | bytes = "" if isinstance(data, str) else b""
+        whole: str | bytes = data if len(self._parts) == 1 else empty.join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        return whole
+
+    def send(self, data: str | bytes, *, finished: bool = True) -> None:
+        """A message or the next piece of one."""
+        event: Message[Any]
+        if isinstance(data, str):
+            event = TextMessage(data=data, message_finished=finished)
+        else:
+            event = BytesMessage(data=data, message_finished=finished)
+        self.out += self._ws.send(event)
+        self.mid_message = not finished
+
+    def close(self, code: int, reason: str) -> None:
+        """Our closing frame, or our answer to its own; only the first one goes out."""
+        if self._ws.state in (ConnectionState.OPEN, ConnectionState.REMOTE_CLOSING):
+            self.out += self._ws.send(CloseConnection(code=code, reason=reason))
+
+
+def error_event(refusal: Refusal) -> str:
+    """A router-made error as a message of the session (omni-router.md 12)."""
+    event = {"type": "error", "message": refusal.message, "error_type": refusal.type}
+    numeric = isinstance(refusal.code, int)
+    reason = refusal.extra.get("reason") if numeric else refusal.code
+    more = {"code": refusal.code if numeric else refusal.status, "reason": reason}
+    return _encode({**event, **{key: value for key, value in more.items() if value}}).decode()
+
+
+def closing_code(status: int) -> int:
+    """The closing code that goes with a router-made error (omni-router.md 12)."""
+    special = {413: 1009, 429: 1013, 503: 1013}
+    return special.get(status, 1008 if status < 500 else 1011)

@@ -1,0 +1,133 @@
+"""A real fleet and real overlays behind the front; keeper, prober and door are stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.overlay import desired
+from omni_proxy.config.schema import Admin, Config, WorkerEntry
+from omni_proxy.config.state import State
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.front.app import create_app
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.routing.policies import build
+
+NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
+A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
+
+
+@dataclass
+class Outcome:
+    outcome: str
+    revision: int
+    diff: dict = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class KeeperStandIn:
+    """Applies edits to a fleet as the keeper does, in memory."""
+
+    def __init__(self, fleet, config):
+        self.fleet, self.config, self.state = fleet, config, State()
+        self.revision, self.last_reload = 1, {"outcome": "applied"}
+        self.file = self.state_file = None
+        self.state_error = ""
+        self.next_reload = Outcome("unchanged", 1)
+        self.apply()
+
+    def apply(self):
+        self.fleet.apply(desired(self.config, (), self.state), NOW)
+
+    async def change(self, edit, if_match=None):
+        if if_match is not None and if_match.strip('"') != str(self.revision):
+            return Outcome("precondition_failed", self.revision)
+        state = edit(self.state, self.config)
+        if state == self.state:
+            return Outcome("unchanged", self.revision)
+        self.state = state
+        self.revision += 1
+        self.apply()
+        return Outcome("applied", self.revision)
+
+    async def reload(self, source, if_match=None):
+        if if_match is not None and if_match.strip('"') != str(self.revision):
+            return Outcome("precondition_failed", self.revision)
+        return self.next_reload
+
+    def subscribe(self, callback):
+        pass
+
+
+class ProberStandIn:
+    def __init__(self, fleet):
+        self.fleet, self.probed = fleet, []
+
+    async def probe_once(self, worker):
+        self.probed.append(worker.url)
+        epoch = worker.machine.epoch
+        self.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=epoch)
+
+
+class DoorStandIn:
+    def __init__(self):
+        self.policy = build("round_robin", lambda: 0.0)
+        self.draining = False
+
+    def status(self):
+        return {"connections": 0}
+
+    def admission(self):
+        return {"inflight": 0, "max_inflight": 0, "peak_inflight": 0, "rejected_total": 0}
+
+    def addresses(self):
+        return ["http://127.0.0.1:30000"]
+
+
+class House(SimpleNamespace):
+    """Everything behind one app."""
+
+    def client(self):
+        return self.app.test_client()
+
+    def worker(self, url=A):
+        found = self.fleet.find(url)
+        assert found is not None
+        return found
+
+    def healthy(self, *urls):
+        for url in urls:
+            worker = self.worker(url)
+            for _ in range(self.fleet.thresholds.rise):
+                self.fleet.observe_probe(
+                    worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch
+                )
+
+
+def entry(url, **fields):
+    return WorkerEntry(url=url, capabilities=fields.pop("capabilities", CAPABILITIES), **fields)
+
+
+def build_house(*entries, key="", **tables):
+    fleet = Fleet()
+    config = Config(workers=entries, admin=Admin(api_key=key), **tables)
+    house = House(
+        fleet=fleet,
+        keeper=KeeperStandIn(fleet, config),
+        prober=ProberStandIn(fleet),
+        door=DoorStandIn(),
+        leaving=False,
+    )
+    rooms = Rooms(
+        fleet=fleet,
+        keeper=house.keeper,
+        prober=house.prober,
+        door=house.door,
+        launcher=None,
+        supervisors=lambda: [{"name": "door", "state": "running"}],
+        leaving=lambda: house.leaving,
+    )
+    house.app = create_app(rooms)
+    return house
