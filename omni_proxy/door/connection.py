@@ -17,7 +17,7 @@ from omni_proxy.door.pump import CUT, LEFT, Conn, Expired, Gone, Task, pause
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.wire.chunked import ChunkedBody
 from omni_proxy.wire.errors import Refusal, answer
-from omni_proxy.wire.head import CHUNKED, RequestHead, find_end, judge
+from omni_proxy.wire.head import CHUNKED, RequestHead, find_end
 
 if TYPE_CHECKING:
     from omni_proxy.door.core import Door
@@ -80,7 +80,7 @@ class Connection(Task):
 
     async def _exchange(self, mine: Exchange, raw: bytes) -> bool:
         try:
-            head = judge(raw)
+            head = self.door.requests.judge(raw)
             mine.head_at = self.pump.now
             mine.method = head.method.decode("latin-1")
             mine.target = head.target.decode("latin-1")

@@ -28,6 +28,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
 from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.template import AnswerTemplates, RequestTemplates
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Door:
         self.access_log: LineSink | None = None
         self.route_log: LineSink | None = None
         self._below = below
+        self.requests = RequestTemplates()
+        self.answers = AnswerTemplates()
         self._lanes: dict[Worker, Lane] = {}
         self._listeners: list[Listener] = []
         self.policy: Policy = build(config.routing.policy, below)

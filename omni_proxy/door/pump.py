@@ -192,7 +192,7 @@ class Pump:
 
     def forget(self, fd: int, sock: socket.socket) -> None:
         if self._slots.pop(fd, None) is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the pump has ended
                 self._set.unregister(fd)
         self._doomed.append(sock)
 

@@ -130,8 +130,8 @@ async def _ask_on(
         buffer = buffer + piece if buffer else piece
         end = find_answer_end(buffer)
         while end:
-            answer = Answer()
-            answer.read_head(buffer[:end], to_head=head.method == b"HEAD")
+            to_head = head.method == b"HEAD"
+            answer = conn.door.answers.read(buffer[:end], to_head=to_head)
             buffer = buffer[end:]
             if answer.status >= 200:
                 return First(lane, up, answer, buffer, all_sent)

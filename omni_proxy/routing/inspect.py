@@ -193,19 +193,20 @@ def _read(route: Route, payload: Payload, need: Need) -> None:
 
 
 def _media(payload: Payload) -> int:
+    """Most bodies name none of these, so each is asked for None before anything else."""
     mask = 0
-    if _present(payload.image) or _present(payload.images):
-        mask |= IMAGE
-    if _present(payload.audios) or _present(payload.audio_inputs):
-        mask |= AUDIO
-    if _present(payload.video) or _present(payload.videos):
-        mask |= VIDEO
-    spoken = any(
-        isinstance(wanted, list) and "audio" in wanted
-        for wanted in (payload.modalities, payload.output_modalities)
-    )
-    if spoken or _present(payload.audio):
-        mask |= AUDIO_OUT
+    for bit, fields in (
+        (IMAGE, (payload.image, payload.images)),
+        (AUDIO, (payload.audios, payload.audio_inputs)),
+        (VIDEO, (payload.video, payload.videos)),
+        (AUDIO_OUT, (payload.audio,)),
+    ):
+        for value in fields:
+            if value is not None and _present(value):
+                mask |= bit
+    for wanted in (payload.modalities, payload.output_modalities):
+        if isinstance(wanted, list) and "audio" in wanted:
+            mask |= AUDIO_OUT
     return mask
 
 

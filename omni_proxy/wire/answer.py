@@ -41,7 +41,7 @@ class Answer:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.parser = httptools.HttpResponseParser(self)
+        self.parser: httptools.HttpResponseParser | None = None  # only where it has work
         self.status = 0
         self.lines = b""  # status line and the worker's own fields, each ended by CRLF
         self.framing = Framing.LENGTH
@@ -60,6 +60,7 @@ class Answer:
         """
         if b"\r\n " in head or b"\r\n\t" in head:
             raise UpstreamGarbage("folded header line")
+        self.parser = httptools.HttpResponseParser(self)
         try:
             self.parser.feed_data(head)
         except httptools.HttpParserUpgrade:
@@ -108,7 +109,7 @@ class Answer:
         Raises UpstreamGarbage where the framing is broken, or where bytes follow a chunked end:
         which of them were the body's isn't known then, and they could be taken for another answer.
         """
-        if self.framing is Framing.CHUNKED:
+        if self.framing is Framing.CHUNKED and self.parser is not None:
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserError as error:
