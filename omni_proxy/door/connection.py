@@ -30,11 +30,15 @@ LINGER_BYTES: Final = 16 * 1024 * 1024
 class Connection(Task):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
+    __slots__ = ("deadline", "door", "exchange", "peer", "rest", "upstream")
+
+    client: Conn
+
     def __init__(self, door: Door, sock: socket.socket, peer: str) -> None:
         super().__init__(door.pump)
         self.door = door
         self.peer = peer
-        self.client: Conn = Conn(door.pump, sock, self)
+        self.client = Conn(door.pump, sock, self)
         self.exchange: Exchange | None = None
         self.upstream: Conn | None = None  # closed with us unless its lane has taken it back
         self.deadline = inf  # of the whole exchange, whatever phase it is in
@@ -70,25 +74,18 @@ class Connection(Task):
             return False
         mine = self.exchange = Exchange(self.pump.now, self.peer)
         try:
-            return await self._exchange(mine, raw)
+            try:
+                return await exchanges.answer(self, mine, self.door.requests.judge(raw))
+            except Refusal as refusal:
+                return await self._refuse(mine, refusal)
+            except Expired as expired:
+                return await self._refuse(mine, _late(str(expired)))
         except Gone:
             mine.end("client_disconnected" if not mine.relayed else "stream_cancelled", "client")
             raise
         finally:
             settle(self.door, mine, self.phase)
             self.exchange = None
-
-    async def _exchange(self, mine: Exchange, raw: bytes) -> bool:
-        try:
-            head = self.door.requests.judge(raw)
-            mine.head_at = self.pump.now
-            mine.method = head.method.decode("latin-1")
-            mine.target = head.target.decode("latin-1")
-            return await exchanges.answer(self, mine, head)
-        except Refusal as refusal:
-            return await self._refuse(mine, refusal)
-        except Expired as expired:
-            return await self._refuse(mine, _late(str(expired)))
 
     async def _read_head(self) -> bytes | None:
         """The next head, whole; None where the client is done. Raises Refusal."""
@@ -99,12 +96,12 @@ class Connection(Task):
         try:
             while True:
                 if buffer:
-                    if self.phase == "idle":
-                        self.clock("head", limits.client_head)
                     end = find_end(buffer, searched)
                     if end:
                         self.rest = buffer[end:]
                         return buffer[:end]
+                    if not searched:
+                        self.clock("head", limits.client_head)
                     searched = len(buffer)
                 elif self.door.draining:
                     return None
@@ -119,20 +116,26 @@ class Connection(Task):
                 408, "the request's head did not arrive in time", "head_timeout", close=True
             ) from None
 
-    async def read_body(self, mine: Exchange, head: RequestHead, limit: int) -> bytes:
-        """The whole body, unchunked. Raises Refusal 413, 408 (by the clock) and 400."""
+    def body_at_hand(self, mine: Exchange, head: RequestHead, limit: int) -> bytes | None:
+        """The body where it came along with its head, as most do. Raises Refusal 413."""
         length = head.length
         if length > limit:
             raise Refusal(413, "payload too large", "payload_too_large", close=True)
-        if 0 <= length <= len(self.rest):
-            body, self.rest = self.rest[:length], self.rest[length:]
+        if not 0 <= length <= len(self.rest):
+            return None
+        body, self.rest = self.rest[:length], self.rest[length:]
+        mine.bytes_in = length
+        mine.body_at = self.pump.now
+        return body
+
+    async def read_body(self, mine: Exchange, head: RequestHead, limit: int) -> bytes:
+        """A body that is still coming, unchunked. Raises Refusal 413 and 400, Expired, Gone."""
+        if head.expects_continue and not self.rest:
+            await self.write(self.client, b"HTTP/1.1 100 Continue\r\n\r\n")
+        if head.length == CHUNKED:
+            body = await self._read_chunked(limit)
         else:
-            if head.expects_continue and not self.rest:
-                await self.write(self.client, b"HTTP/1.1 100 Continue\r\n\r\n")
-            if length == CHUNKED:
-                body = await self._read_chunked(limit)
-            else:
-                body = await self._read_counted(length)
+            body = await self._read_counted(head.length)
         mine.bytes_in = len(body)
         mine.body_at = self.pump.now
         return body

@@ -17,7 +17,6 @@ from omni_proxy.door import relay, speech
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.pump import Gone
 from omni_proxy.door.relay import TryFailed
-from omni_proxy.door.upstream import Lane
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import RequestFacts, inspect
 from omni_proxy.routing.pick import choose
@@ -34,6 +33,9 @@ TELLING_STATUSES = (502, 504)  # a worker that says these speaks of its own heal
 
 async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     """Have it answered; whether the connection may go on. Raises Refusal, Expired, Gone."""
+    mine.head_at = conn.pump.now
+    mine.method = head.method.decode("latin-1")
+    mine.target = head.target.decode("latin-1")
     try:
         route = match(mine.method, head.path.decode("latin-1"))
     except WrongMethod as wrong:
@@ -49,7 +51,10 @@ async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     if route.websocket:
         return await speech.session(conn, mine, head)  # admits when it can say no in its own way
     conn.door.admit(mine, unread=bool(head.length))
-    body = await conn.read_body(mine, head, conn.door.limits.max_body)
+    limit = conn.door.limits.max_body
+    body = conn.body_at_hand(mine, head, limit)
+    if body is None:
+        body = await conn.read_body(mine, head, limit)
     _inspect(mine, route, head, body)
     if conn.client.ended and conn.door.half_close_aborts:
         raise Gone
@@ -74,8 +79,9 @@ def _printable(text: str) -> str:
 async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: bytes) -> bool:
     """Try workers until one answers. Raises Refusal when none did."""
     door = conn.door
-    need = mine.need
+    need, route = mine.need, mine.route
     assert need is not None
+    assert route is not None
     mine.policy = door.policy.name
     if not need.stream and door.limits.total < inf:
         conn.deadline = conn.pump.now + door.limits.total
@@ -88,9 +94,9 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
         except Refusal as nobody:
             raise last or nobody from None  # the failed try says more than "nobody is left"
         mine.take(worker)
-        lane = door.lane(worker)
+        way = (door.lane(worker), _lines_for(worker, head), body)
         try:
-            return await _attempt(conn, mine, head, (lane, _lines_for(worker, head), body))
+            first = await relay.ask(conn, mine, head, way)
         except TryFailed as failed:
             _report(conn, worker, None, failed.error)
             last = Refusal(failed.status, f"upstream request failed: {failed.error}", failed.kind)
@@ -98,39 +104,34 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
                 raise last from None
             mine.leave(succeeded=False)
             tried.add(worker)
-
-
-async def _attempt(
-    conn: Connection, mine: Exchange, head: RequestHead, way: tuple[Lane, bytes, bytes]
-) -> bool:
-    lane, lines, body = way
-    first = await relay.ask(conn, mine, head, (lane, lines, body))
-    worker = mine.worker
-    if worker is not None and first.answer.status in TELLING_STATUSES:
-        _report(conn, worker, first.answer.status, f"status={first.answer.status}")
-    keep = await relay.relay(conn, mine, head, first)
-    if mine.error and mine.ended_by == "worker" and worker is not None:
-        _report(conn, worker, None, mine.error)
-    if worker is not None and _kept_a_voice(mine):
-        conn.door.voice_owner = worker.url
-    return keep
+            continue
+        if first.answer.status in TELLING_STATUSES:
+            _report(conn, worker, first.answer.status, f"status={first.answer.status}")
+        keep = await relay.relay(conn, mine, head, first)
+        if mine.error and mine.ended_by == "worker":
+            _report(conn, worker, None, mine.error)
+        if route.place is Place.VOICE_OWNER and _kept_a_voice(mine):
+            door.voice_owner = worker.url
+        return keep
 
 
 def _kept_a_voice(mine: Exchange) -> bool:
     """From the first upload on its worker is the one that keeps the voices (omni-router.md 13)."""
-    route = mine.route
-    uploads = route is not None and route.place is Place.VOICE_OWNER and mine.method == "POST"
-    return uploads and 200 <= mine.status < 300
+    return mine.method == "POST" and 200 <= mine.status < 300
 
 
 async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     """The front is one more upstream: same relay, no policy, no health, no diagnostics."""
     door = conn.door
-    body = await conn.read_body(mine, head, door.config.admin.max_body_bytes)
+    limit = door.config.admin.max_body_bytes
+    body = conn.body_at_hand(mine, head, limit)
+    if body is None:
+        body = await conn.read_body(mine, head, limit)
     hints = b"".join(b"%b%b: %b\r\n" % (HINT_PREFIX, *hint) for hint in head.hints.items())
     conn.pump.front_exchanges += 1
     try:
-        return await _attempt(conn, mine, head, (door.front, head.lines + hints, body))
+        first = await relay.ask(conn, mine, head, (door.front, head.lines + hints, body))
+        return await relay.relay(conn, mine, head, first)
     except TryFailed as failed:
         raise Refusal(
             503, f"the control routes are not answering: {failed.error}", "front_unavailable"

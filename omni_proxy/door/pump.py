@@ -19,11 +19,13 @@ from collections.abc import Callable, Coroutine, Generator
 from math import inf
 from select import EPOLLERR, EPOLLET, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, epoll
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import trio
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 LEFT: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
@@ -48,6 +50,16 @@ class Expired(Exception):
 def pause() -> Generator[None, None, None]:
     """Back to the pump, until the socket in `awaits` has an event."""
     yield
+
+
+@types.coroutine
+def nested(inner: Coroutine[Any, None, T]) -> Generator[Any, Any, T]:
+    """Await `inner` so that the pump resumes it directly.
+
+    Each frame between the pump and `pause()` costs 0.25 us per event; a relay is ten deep without.
+    """
+    result: T = yield inner
+    return result
 
 
 class Slot(Protocol):
@@ -91,7 +103,7 @@ class Conn:
             if mask & NEWS and self.on_idle_news is not None:
                 self.on_idle_news(self)
         elif task.awaits is self or task.awaits is EITHER:
-            task.resume()
+            task.step()
         elif mask & LEFT and self is task.client and task.counts_as_gone(mask):
             task.throw(Gone())
 
@@ -111,14 +123,19 @@ EITHER: Final = object()  # in `awaits`: an event of any socket of the task
 class Task:
     """One coroutine that the pump resumes. `due` is its one clock, `phase` what it is doing."""
 
+    __slots__ = ("_coro", "_outer", "awaits", "began", "client", "due", "phase", "pump")
+
+    client: Conn | None
+
     def __init__(self, pump: Pump) -> None:
         self.pump = pump
-        self.client: Conn | None = None
+        self.client = None
         self.awaits: object = None
         self.due = inf
         self.phase = "start"
         self.began = pump.now
-        self._coro: Coroutine[Any, None, None] | None = None
+        self._coro: Coroutine[Any, Any, Any] | None = None
+        self._outer: list[Coroutine[Any, Any, Any]] = []  # those that wait in `nested`
 
     async def serve(self) -> None:
         """The life of the connection; it closes its own sockets."""
@@ -130,45 +147,61 @@ class Task:
     def start(self) -> None:
         self._coro = self.serve()
         self.pump.tasks.add(self)
-        self.resume()
-
-    def resume(self) -> None:
-        self._step(None)
+        self.step()
 
     def throw(self, error: BaseException) -> None:
-        self._step(error)
+        self.step(error)
 
     def expire(self) -> None:
         self.due = inf
-        self._step(Expired(self.phase))
+        self.step(Expired(self.phase))
 
-    def _step(self, error: BaseException | None) -> None:
-        coro = self._coro
-        if coro is None:
+    def step(self, error: BaseException | None = None) -> None:
+        """Run until the next `pause`, or to the end."""
+        if self._coro is None:
             return
-        try:
-            got = coro.send(None) if error is None else coro.throw(error)
-            if got is not None:  # what trio yields: only trio could ever resume it
-                coro.throw(RuntimeError("a connection of the door may not await trio"))
-        except StopIteration:
-            self._finish()
-        except (Gone, Expired):
-            self._finish()
-        except Exception:
-            _log.exception("a connection of the door failed in phase %s", self.phase)
-            self.pump.failures += 1
-            self._finish()
-
-    def _finish(self) -> None:
-        self._coro = None
+        value: object = None
+        while (coro := self._coro) is not None:
+            try:
+                got = coro.send(value) if error is None else coro.throw(error)
+            except StopIteration as stop:
+                self._coro = self._outer.pop() if self._outer else None
+                value, error = stop.value, None
+            except BaseException as failure:
+                if not self._outer:
+                    self._failed(failure)
+                    return
+                self._coro = self._outer.pop()
+                error = failure
+            else:
+                if got is None:
+                    return
+                if isinstance(got, Coroutine):
+                    self._outer.append(coro)
+                    self._coro = got
+                    value = error = None
+                else:  # what trio yields: only trio could ever resume it
+                    error = RuntimeError("a connection of the door may not await trio")
         self.pump.part(self)
 
+    def _failed(self, failure: BaseException) -> None:
+        self._coro = None
+        self.pump.part(self)
+        if isinstance(failure, Gone | Expired):
+            return
+        if not isinstance(failure, Exception):
+            raise failure
+        _log.error("a connection of the door failed in phase %s", self.phase, exc_info=failure)
+        self.pump.failures += 1
+
     def abandon(self) -> None:
-        """The pump ends: run the coroutine's `finally` blocks."""
+        """The pump ends: run the `finally` blocks of the coroutine, the innermost first."""
         coro, self._coro = self._coro, None
         self.pump.part(self)
         if coro is not None:
             coro.close()
+        while self._outer:
+            self._outer.pop().close()
 
 
 class Pump:

@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from omni_proxy.door.account import Exchange, diagnostics
-from omni_proxy.door.pump import Conn, Expired, Gone, pause
+from omni_proxy.door.pump import Conn, Expired, Gone, nested, pause
 from omni_proxy.door.upstream import PIECE_BYTES, Lane
 from omni_proxy.wire.answer import Answer, Framing, Unchunker, UpstreamGarbage, find_answer_end
 from omni_proxy.wire.errors import stream_error_event
@@ -61,7 +61,6 @@ async def ask(
 ) -> First:
     """Dial, send, and wait for the answer's head. Raises TryFailed."""
     lane, lines, body = way
-    request = _framed(lane, lines, head, body)
     may_redial = True
     while True:
         up = lane.take(conn)
@@ -71,7 +70,7 @@ async def ask(
         conn.upstream = up
         mine.dialled_at = conn.pump.now
         try:
-            return await _ask_on(conn, head, lane, up, request)
+            return await _ask_on(conn, head, lane, up, _framed(lane, lines, head, body))
         except _Broke as broke:
             _give_up(conn)
             if reused and broke.silent and may_redial:
@@ -93,13 +92,13 @@ def _give_up(conn: Connection) -> None:
         up.close()
 
 
-def _framed(lane: Lane, lines: bytes, head: RequestHead, body: bytes) -> tuple[bytes, bytes]:
+def _framed(lane: Lane, lines: bytes, head: RequestHead, body: bytes) -> list[bytes]:
     """The one framing writer: whatever came in, a plain length goes out."""
     if body or head.length or head.method in (b"POST", b"PUT", b"PATCH"):
         top = b"%b%bcontent-length: %d\r\n\r\n" % (lines, lane.host_line, len(body))
     else:
         top = b"%b%b\r\n" % (lines, lane.host_line)
-    return (top + body, b"") if len(body) < JOIN_BYTES else (top, body)
+    return [top + body] if len(body) < JOIN_BYTES else [top, body]
 
 
 async def _dial(conn: Connection, lane: Lane) -> Conn:
@@ -113,12 +112,15 @@ async def _dial(conn: Connection, lane: Lane) -> Conn:
 
 
 async def _ask_on(
-    conn: Connection, head: RequestHead, lane: Lane, up: Conn, request: tuple[bytes, bytes]
+    conn: Connection, head: RequestHead, lane: Lane, up: Conn, request: list[bytes]
 ) -> First:
     limit = conn.door.limits.response_head if lane is not conn.door.front else inf
     conn.clock("send", limit)
-    all_sent = await _send(conn, up, request)
-    conn.clock("wait", limit)
+    conn.phase = "wait"
+    all_sent = _send(up, request)
+    if not all_sent:
+        all_sent = await _send_rest(conn, up, request)
+        conn.clock("wait", limit)
     buffer = b""
     while True:
         try:
@@ -140,17 +142,25 @@ async def _ask_on(
             end = find_answer_end(buffer) if buffer else 0
 
 
-async def _send(conn: Connection, up: Conn, request: tuple[bytes, bytes]) -> bool:
-    """Whether all of it went: a worker may answer (413, say) before it has read everything."""
+def _send(up: Conn, request: list[bytes]) -> bool:
+    """Whether all of it went at once; what did not stays in `request`."""
     try:
-        sent = up.sock.sendmsg(request) if request[1] else up.send(request[0])
+        sent = up.send(request[0]) if len(request) == 1 else up.sock.sendmsg(request)
     except BlockingIOError:
-        sent = 0
+        return False
     except OSError:
-        return False  # its answer, or its end, is waiting to be read
-    if sent == len(request[0]) + len(request[1]):
+        up.hot = True  # its answer, or its end, is waiting to be read
+        return False
+    if sent == sum(map(len, request)):
         return True
-    view = memoryview(request[0] + request[1])[sent:]
+    request[:] = [b"".join(request)[sent:]]
+    return False
+
+
+async def _send_rest(conn: Connection, up: Conn, request: list[bytes]) -> bool:
+    """False where the worker answered (413, say) or broke before it had read everything."""
+    conn.phase = "send"
+    view = memoryview(b"".join(request))
     while view:
         if up.hot:
             return False
@@ -181,7 +191,14 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
     keep &= shape is None or shape.ends
     top = _head_bytes(mine, answer, head, keep=keep, shape=shape)
     try:
-        await _pieces(conn, mine, first, (top, shape))
+        top = _start(conn, mine, first, (top, shape))
+        sent = _put(conn.client, top)
+        if sent < len(top):
+            await _rest(conn, top, sent)
+        if not answer.whole:
+            await nested(_pieces(conn, mine, first, shape))
+        if shape is not None and shape.last:
+            await conn.write(conn.client, shape.last)
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
@@ -200,13 +217,29 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
     return keep
 
 
-async def _pieces(
+def _start(
     conn: Connection, mine: Exchange, first: First, out: tuple[bytes, _Shape | None]
-) -> None:
-    """Raises UpstreamGarbage for a body that breaks, Expired, Gone."""
+) -> bytes:
+    """The head with whatever of the body came along, for one write; the clock of what follows."""
+    limits = conn.door.limits
+    top, shape = out
+    piece = first.answer.feed(first.piece) if first.piece else b""
+    mine.relayed = True
+    if piece:
+        mine.first_at = conn.pump.now
+        mine.pieces = 1
+        mine.bytes_out = len(piece)
+        conn.clock("relay", limits.idle)
+        top += shape.wrap(piece) if shape else piece
+    else:
+        conn.clock("first", limits.first_byte)
+    return top
+
+
+async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape | None) -> None:
+    """The rest of the body. Raises UpstreamGarbage where it breaks, Expired, Gone."""
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
-    shape = out[1]
-    idle = await _start(conn, mine, first, out)
+    idle = conn.door.limits.idle
     while not answer.whole:
         if not up.hot:
             conn.awaits = up
@@ -216,7 +249,7 @@ async def _pieces(
             continue
         if not piece:
             if answer.framing is Framing.CLOSE:
-                break
+                return
             raise UpstreamGarbage("the worker closed before the answer's end")
         piece = answer.feed(piece)
         now = pump.now
@@ -231,28 +264,6 @@ async def _pieces(
         sent = _put(client, piece)
         if sent < len(piece):
             await _rest(conn, piece, sent)
-    if shape is not None and shape.last:
-        await _out(conn, shape.last)
-
-
-async def _start(
-    conn: Connection, mine: Exchange, first: First, out: tuple[bytes, _Shape | None]
-) -> float:
-    """The head, with whatever of the body came along, in one write; the idle clock's seconds."""
-    limits = conn.door.limits
-    top, shape = out
-    piece = first.answer.feed(first.piece) if first.piece else b""
-    mine.relayed = True
-    if piece:
-        mine.first_at = conn.pump.now
-        mine.pieces += 1
-        mine.bytes_out += len(piece)
-        conn.clock("relay", limits.idle)
-        top += shape.wrap(piece) if shape else piece
-    else:
-        conn.clock("first", limits.first_byte)
-    await _out(conn, top)
-    return limits.idle
 
 
 def _read(up: Conn) -> bytes | None:
@@ -275,12 +286,6 @@ def _put(client: Conn, piece: bytes) -> int:
         return 0
     except OSError:
         raise Gone from None
-
-
-async def _out(conn: Connection, piece: bytes) -> None:
-    sent = _put(conn.client, piece)
-    if sent < len(piece):
-        await _rest(conn, piece, sent)
 
 
 async def _rest(conn: Connection, piece: bytes, sent: int) -> None:

@@ -28,7 +28,7 @@ _PART = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestFacts:
     """What the head said that matters here. Hints are keyed without their common prefix."""
 

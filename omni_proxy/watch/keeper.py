@@ -59,6 +59,17 @@ def _bytes_of(path: Path) -> bytes:
         raise ConfigError([problem], str(path)) from None
 
 
+def _read_state_file(path: Path) -> State:
+    try:
+        return read_state(_bytes_of(path), str(path))
+    except ConfigError as error:
+        cure = Problem(
+            "", None, "holds what was set over HTTP", "mend it, or delete it to forget that",
+            str(path),
+        )  # fmt: skip
+        raise ConfigError([cure, *error.problems], str(path)) from None
+
+
 def state_path(startup: Startup, config: Config) -> Path | None:
     """Where runtime changes are kept; None keeps them in memory only."""
     named = config.server.state_file
@@ -81,7 +92,7 @@ class Keeper:
         self.state_file = state_path(startup, self.config)
         self.state = State()
         if self.state_file is not None and self.state_file.exists():
-            self.state = read_state(_bytes_of(self.state_file), str(self.state_file))
+            self.state = _read_state_file(self.state_file)
         self.revision = 0
         self.last_reload: dict[str, Any] = {}
         self.state_error = ""
@@ -119,7 +130,8 @@ class Keeper:
         async with self._lock:
             if not self._matches(if_match):
                 return Reloaded("precondition_failed", self.revision)
-            return await self._change("api", self.config, edit(self.state, self.config))
+            state = settle(edit(self.state, self.config), self.config, self.startup.flag_urls)
+            return await self._change("api", self.config, state)
 
     async def _change(self, source: str, new: Config, state: State) -> Reloaded:
         told = diff(self.config, new)

@@ -12,8 +12,17 @@ from enum import Enum
 
 import httptools
 
-from omni_proxy.wire.head import MAX_HEAD_BYTES
+from omni_proxy.wire.head import (
+    MAX_HEAD_BYTES,
+    PLAIN_OPTIONS,
+    drop_fields,
+    nominated_by,
+    stays_open,
+)
 
+_STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
+# A worker that nominates the length can't take it from the client.
+_STAYING = PLAIN_OPTIONS | {b"content-length"}
 _OURS = re.compile(
     rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-connection|te|trailer|upgrade"
     rb"|transfer-encoding)|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
@@ -60,6 +69,8 @@ class Answer:
         """
         if b"\r\n " in head or b"\r\n\t" in head:
             raise UpstreamGarbage("folded header line")
+        if not _STATUS_LINE.match(head):
+            raise UpstreamGarbage("malformed status line")
         self.parser = httptools.HttpResponseParser(self)
         try:
             self.parser.feed_data(head)
@@ -70,7 +81,6 @@ class Answer:
         self.status = self.parser.get_status_code()
         if not 100 <= self.status <= 599:
             raise UpstreamGarbage(f"status {self.status}")
-        self.keep_alive = self.parser.should_keep_alive()
         self._clean(head)
         if to_head or self.status in (204, 304) or self.status < 200:
             self.whole = True  # RFC 9112 6.3: no body, whatever the fields say
@@ -78,25 +88,38 @@ class Answer:
             self.whole = self.remaining == 0
         else:
             self.whole = False
+            self.keep_alive &= self.framing is Framing.CHUNKED
 
     def _clean(self, head: bytes) -> None:
         kept: list[bytes] = []
         at = 0
         length = -1
-        chunked = False
+        codings: list[bytes] = []
+        connection: list[bytes] = []
         for found in _OURS.finditer(head):
             ours, read, value = found.groups()
             if ours is not None:
                 kept.append(head[at : found.start()])
                 at = found.end()
-                chunked |= ours.lower() == b"transfer-encoding"
+                name = ours.lower()
+                if name == b"transfer-encoding":
+                    codings.append(value.strip().lower())
+                elif name == b"connection":
+                    connection.append(value)
             elif read.lower() == b"content-length":
                 length = int(value)  # llhttp has judged it
             else:
                 self.sse = value[:17].lower() == b"text/event-stream"
         kept.append(head[at:-2])
-        self.lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may speak HTTP/1.0, we do not
-        if chunked:
+        lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may speak HTTP/1.0, we do not
+        nominated = nominated_by(connection)
+        self.keep_alive = stays_open(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
+        names = nominated - _STAYING
+        self.lines = drop_fields(lines, names) if names else lines
+        if codings:
+            # Of any other coding llhttp would read to the connection's end, and call it whole.
+            if codings != [b"chunked"]:
+                raise UpstreamGarbage("a transfer-encoding other than chunked")
             self.framing = Framing.CHUNKED
         elif length >= 0:
             self.framing, self.remaining = Framing.LENGTH, length
@@ -116,6 +139,8 @@ class Answer:
                 raise UpstreamGarbage(str(error)) from None
             if self.excess:
                 raise UpstreamGarbage("bytes after the end of the answer")
+            if self.whole:
+                return self._without_stray_lines(piece)
         elif self.framing is Framing.LENGTH:
             self.remaining -= len(piece)
             if self.remaining <= 0:
@@ -123,6 +148,14 @@ class Answer:
                 if self.remaining < 0:
                     self.excess = True
                     return piece[: self.remaining]
+        return piece
+
+    def _without_stray_lines(self, piece: bytes) -> bytes:
+        """llhttp skips empty lines after the last chunk; a client may not."""
+        end = len(piece.rstrip(b"\r\n")) + 4
+        if 4 < end < len(piece):
+            self.excess = True
+            return piece[:end]
         return piece
 
     def on_chunk_header(self) -> None:

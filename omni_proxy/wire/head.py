@@ -8,6 +8,7 @@ reaches a worker. llhttp judges; one regular expression finds the fields that ar
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import httptools
@@ -28,11 +29,14 @@ _OURS = re.compile(
     rb"|(content-type|x-sglang-omni-request-id|x-request-id|x-correlation-id"
     rb"|idempotency-key|sec-websocket-key))[ \t]*:[ \t]*([^\r\n]*)"
 )
-_TARGET = re.compile(rb"[!-~]+\Z")
+# Stricter than llhttp, which takes several spaces, RTSP and fragments (RFC 9112 3).
+_REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
+_REQUEST_LINE_SPARE = 64  # room for method and version beside the longest target
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]*)(.*)")
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]{0,5})?\Z")
 _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
 _REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
-_PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close", b"upgrade"))
+PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 
 @dataclass(slots=True)
@@ -59,18 +63,6 @@ class RequestHead:
         return self.target.partition(b"?")[0]
 
 
-class _Judge:
-    """llhttp's listener: it only has to exist, we ask the parser itself."""
-
-    __slots__ = ("target",)
-
-    def __init__(self) -> None:
-        self.target = b""
-
-    def on_url(self, url: bytes) -> None:
-        self.target += url
-
-
 def _bad(message: str, code: str = "malformed_request") -> Refusal:
     return Refusal(400, message, code, close=True)
 
@@ -87,8 +79,9 @@ def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     if buffer[:1] == b"\x16":
         raise _bad("this listener speaks plain HTTP, and TLS bytes came", "tls_on_plain_port")
     if end < 0 and len(buffer) <= MAX_HEAD_BYTES:
-        if len(buffer) > MAX_TARGET_BYTES + 64 and buffer.find(b"\r\n", 0, MAX_TARGET_BYTES) < 0:
-            raise Refusal(414, "the request target is too long", "target_too_long", close=True)
+        longest = MAX_TARGET_BYTES + _REQUEST_LINE_SPARE
+        if len(buffer) > longest and buffer.find(b"\r\n", 0, longest) < 0:
+            raise _too_long()
         if b"\n\n" in buffer or buffer.startswith(b"\n"):
             raise _bad("lines must end with CRLF")
         return 0
@@ -97,50 +90,42 @@ def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     )
 
 
+def _too_long() -> Refusal:
+    return Refusal(414, "the request target is too long", "target_too_long", close=True)
+
+
 def judge(head: bytes) -> RequestHead:
     """Read one whole head (ends with its blank line). Raises Refusal for what must not pass."""
-    if head.startswith(b"PRI * HTTP/2"):
-        raise Refusal(505, "HTTP/2 is not spoken here", "http_version", close=True)
-    listener = _Judge()
-    parser = httptools.HttpRequestParser(listener)
-    try:
-        parser.feed_data(head)
-    except httptools.HttpParserUpgrade:
-        pass  # llhttp stops here so that we can decide: `upgrade` below
-    except httptools.HttpParserError as error:
-        raise _bad(f"malformed request head: {error}") from None
-    if b"\r\n " in head or b"\r\n\t" in head:
-        raise _bad("folded header lines are not accepted")  # RFC 9112 5.2
-    version = parser.get_http_version()
+    parser = _parsed(head)
+    version, method = parser.get_http_version(), parser.get_method()
     if version not in ("1.1", "1.0"):
         raise Refusal(505, f"HTTP/{version} is not spoken here", "http_version", close=True)
-    method = parser.get_method()
     if method in (b"CONNECT", b"TRACE"):
         raise Refusal(
-            405,
-            f"{method.decode()} is not served",
-            "method_not_allowed",
-            close=True,
+            405, f"{method.decode()} is not served", "method_not_allowed", close=True,
             detail="Method Not Allowed",
-        )
+        )  # fmt: skip
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        raise _bad("the request line is not METHOD TARGET HTTP/1.1, with one space between each")
     lines, fields = _split(head)
     host = _host(fields, optional=version == "1.0")
-    target = _origin_form(listener.target, method, host)
-    nominated = _nominated(fields)
-    if not _PLAIN_CONNECTION.issuperset(nominated):
-        lines = drop_fields(lines, frozenset(nominated))
-    expect = fields.get(b"expect")
-    if expect and expect[0].lower() != b"100-continue":
+    target = _origin_form(line[1], method, host)
+    nominated = nominated_by(fields.get(b"connection", ()))
+    if not PLAIN_OPTIONS.issuperset(nominated):
+        lines = drop_fields(lines, nominated)
+    expected = {value.lower() for value in fields.get(b"expect", ())}
+    if expected - {b"100-continue"}:
         raise Refusal(417, "only 100-continue can be expected", "expectation", close=True)
     return RequestHead(
         method=method,
         target=target,
         lines=b"%b %b HTTP/1.1\r\n%b" % (method, target, lines),
-        keep_alive=parser.should_keep_alive(),
+        keep_alive=stays_open(nominated, http_1_0=version == "1.0"),
         http_1_0=version == "1.0",
         length=_length(fields, version),
         host=host,
-        expects_continue=expect is not None,
+        expects_continue=bool(expected) and version == "1.1",  # RFC 9110 10.1.1: not of HTTP/1.0
         upgrade=_first(fields, b"upgrade").lower() if b"upgrade" in nominated else b"",
         content_type=_first(fields, b"content-type"),
         request_id=_request_id(fields),
@@ -152,6 +137,22 @@ def judge(head: bytes) -> RequestHead:
             if name.startswith(HINT_PREFIX)
         },
     )
+
+
+def _parsed(head: bytes) -> httptools.HttpRequestParser:
+    """What llhttp takes, less HTTP/2 and folded lines."""
+    if head.startswith(b"PRI * HTTP/2"):
+        raise Refusal(505, "HTTP/2 is not spoken here", "http_version", close=True)
+    parser = httptools.HttpRequestParser(None)  # no listener: the parser itself is asked
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass  # llhttp stops here so that we can decide: `upgrade` in the head
+    except httptools.HttpParserError as error:
+        raise _bad(f"malformed request head: {error}") from None
+    if b"\r\n " in head or b"\r\n\t" in head:
+        raise _bad("folded header lines are not accepted")  # RFC 9112 5.2
+    return parser
 
 
 _Fields = dict[bytes, list[bytes]]
@@ -177,11 +178,15 @@ def _first(fields: _Fields, name: bytes) -> bytes:
     return values[0] if values else b""
 
 
-def _nominated(fields: _Fields) -> list[bytes]:
-    values = fields.get(b"connection")
-    if not values:
-        return []
-    return [token.strip().lower() for value in values for token in value.split(b",")]
+def stays_open(options: frozenset[bytes], *, http_1_0: bool) -> bool:
+    """RFC 9112 9.3. llhttp can't be asked: it forgets the options once a message is complete."""
+    return b"close" not in options and (not http_1_0 or b"keep-alive" in options)
+
+
+def nominated_by(connection: Iterable[bytes]) -> frozenset[bytes]:
+    """The field names and options in values of `connection`, lower case."""
+    tokens = (token.strip().lower() for value in connection for token in value.split(b","))
+    return frozenset(token for token in tokens if token)
 
 
 def _length(fields: _Fields, version: str) -> int:
@@ -219,27 +224,27 @@ def _request_id(fields: _Fields) -> bytes:
 
 
 def _origin_form(target: bytes, method: bytes, host: bytes) -> bytes:
-    if not _TARGET.match(target):
-        raise _bad("the request target holds bytes that may not stand there")
+    if len(target) > MAX_TARGET_BYTES:
+        raise _too_long()
     if target.startswith(b"/") or (target == b"*" and method == b"OPTIONS"):
         return target
-    scheme, found, rest = target.partition(b"://")
-    if not found or scheme.lower() not in (b"http", b"https"):
+    absolute = _ABSOLUTE.match(target)
+    if absolute is None:
         raise _bad("the request target must begin with a slash")
-    authority, slash, path = rest.partition(b"/")
-    if authority.lower() != host.lower():
+    if absolute[1].lower() != host.lower():
         raise _bad("the target names another host than the Host field")
-    return slash + path or b"/"
+    path = absolute[2]
+    return path if path.startswith(b"/") else b"/" + path
 
 
 def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
     """Field lines without those of these lower-case names (RFC 9110 7.6.1 for nominated ones)."""
     kept = [
-        line
-        for line in lines.split(b"\r\n")
+        line + b"\r\n"
+        for line in lines.split(b"\r\n")[:-1]
         if line.partition(b":")[0].strip().lower() not in names
     ]
-    return b"\r\n".join(kept)
+    return b"".join(kept)
 
 
 def with_bearer(lines: bytes, key: bytes) -> bytes:

@@ -1,5 +1,5 @@
 import pytest
-from house import A, B, build_house, entry
+from tests.front.house import A, B, build_house, entry
 
 
 @pytest.fixture

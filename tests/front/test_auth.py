@@ -1,5 +1,5 @@
 import pytest
-from house import A, build_house, entry
+from tests.front.house import A, build_house, entry
 
 from omni_proxy.config.schema import Admin, Config
 from omni_proxy.front.auth import needs_key

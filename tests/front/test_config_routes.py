@@ -1,4 +1,4 @@
-from house import A, Outcome, build_house, entry
+from tests.front.house import A, Outcome, build_house, entry
 
 from omni_proxy.config.problem import ConfigError, Problem
 

@@ -1,5 +1,5 @@
 import pytest
-from house import A, B
+from tests.front.house import A, B
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 

@@ -3,7 +3,7 @@ import json
 import httpx
 import pytest
 import trio
-from house import A, B, build_house, entry
+from tests.front.house import A, B, build_house, entry
 
 from omni_proxy.config.schema import Health
 from omni_proxy.front import models

@@ -1,5 +1,5 @@
 import pytest
-from house import NOW, A, B, build_house, entry
+from tests.front.house import NOW, A, B, build_house, entry
 
 
 async def test_live_needs_no_worker():

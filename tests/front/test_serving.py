@@ -2,7 +2,7 @@ import json
 
 import pytest
 import trio
-from house import A, build_house, entry
+from tests.front.house import A, build_house, entry
 
 from omni_proxy.front.serving import serve
 

@@ -2,7 +2,7 @@ import json
 from urllib.parse import quote
 
 import pytest
-from house import NOW, A, B, build_house, entry
+from tests.front.house import NOW, A, B, build_house, entry
 
 from omni_proxy.front import workers
 from omni_proxy.watch.resolver import RefusedAddress

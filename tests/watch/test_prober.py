@@ -1,7 +1,7 @@
 import httpx
 import pytest
 import trio
-from prober_world import NOW, URL, build_world
+from tests.watch.prober_world import NOW, URL, build_world
 
 from omni_proxy.fleet.health import Thresholds
 from omni_proxy.watch import prober as prober_module

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
-from prober_world import NOW, URL, build_world, desired
+from tests.watch.prober_world import NOW, URL, build_world, desired
 
 from omni_proxy.watch import prober as prober_module
 from omni_proxy.watch import resolver

@@ -1,0 +1,201 @@
+"""The real program as a process, and loopback workers that live in the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx
+import trio
+
+PATIENCE_SECS = 15  # a deadline for hung tests, not a claim about speed
+PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\non_threshold = 'unhealthy'\n"
+
+
+class Worker:
+    """Answers probes and chats; a stream waits before its second half while `gate` is closed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.url = name, ""
+        self.requests = self.connections = 0
+        self.gate = trio.Event()
+        self.gate.set()
+        self.halfway = trio.Event()
+
+    async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        await trio.serve_listeners(self._connection, [listener], task_status=task_status)
+
+    async def _connection(self, stream: trio.SocketStream) -> None:
+        rest, chatted = b"", False
+        try:
+            while True:
+                while b"\r\n\r\n" not in rest:
+                    piece = await stream.receive_some(65536)
+                    if not piece:
+                        return
+                    rest += piece
+                head, rest = rest.split(b"\r\n\r\n", 1)
+                counted = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+                length = int(counted[1]) if counted else 0
+                while len(rest) < length:
+                    rest += await stream.receive_some(65536)
+                body, rest = rest[:length], rest[length:]
+                if head.startswith(b"GET "):
+                    await stream.send_all(_counted(b'{"status": "ok"}'))
+                    continue
+                self.requests += 1
+                self.connections += not chatted
+                chatted = True
+                await self._answer(stream, json.loads(body))
+        except trio.BrokenResourceError:
+            return
+
+    async def _answer(self, stream: trio.SocketStream, body: dict) -> None:
+        if not body.get("stream"):
+            self.halfway.set()
+            await self.gate.wait()
+            await stream.send_all(_counted(json.dumps({"worker": self.name}).encode()))
+            return
+        await stream.send_all(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" + _event(self.name)
+        )
+        self.halfway.set()
+        await self.gate.wait()
+        await stream.send_all(_event("rest"))
+        await stream.send_all(_event("[DONE]") + b"0\r\n\r\n")
+
+
+def _counted(body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def _event(text: str) -> bytes:
+    payload = f"data: {text}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
+
+
+@asynccontextmanager
+async def workers(*names: str) -> AsyncIterator[list[Worker]]:
+    made = [Worker(name) for name in names]
+    async with trio.open_nursery() as nursery:
+        for worker in made:
+            await nursery.start(worker.serve)
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+def toml(fleet: Iterable[Worker], *, port: int = 0, more: str = "") -> str:
+    entries = "".join(f'[[workers]]\nurl = "{worker.url}"\n' for worker in fleet)
+    return f"[server]\nport = {port}\n{more}\n{PROBES}{entries}"
+
+
+def chat(text: str = "hi", **fields: object) -> dict:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+class Program:
+    """One run of `omni-proxy`; `log` is what it said on stderr so far."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self.log = ""
+        self._more = trio.Event()
+        self.client = httpx.AsyncClient(timeout=PATIENCE_SECS, trust_env=False)
+
+    async def listen(self) -> None:
+        assert self.process.stderr is not None
+        async for piece in self.process.stderr:
+            self.log += piece.decode(errors="replace")
+            self._more.set()
+            self._more = trio.Event()
+        self._more.set()
+
+    async def says(self, pattern: str) -> re.Match[str]:
+        with trio.fail_after(PATIENCE_SECS):
+            while not (found := re.search(pattern, self.log)):
+                await self._more.wait()
+            return found
+
+    async def arrive(self) -> None:
+        url = (await self.says(r"listening on (http://\S+)"))[1]
+        self.client.base_url = httpx.URL(url)
+        await self.until("/live", lambda told: told.get("status") == "alive")
+
+    async def told(self, path: str) -> dict:
+        return (await self.client.get(path)).json()
+
+    async def until(self, path: str, holds: Callable[[dict], bool]) -> dict:
+        """Ask again until it is so; the answer in which it was."""
+        told: dict = {}
+        try:
+            with trio.fail_after(PATIENCE_SECS):
+                while not holds(told := await self.told(path)):
+                    await trio.sleep(0.02)
+        except trio.TooSlowError:
+            raise AssertionError(f"{path} stays at {json.dumps(told)[:2000]}\n{self.log}") from None
+        return told
+
+    async def until_routable(self, *fleet: Worker) -> dict:
+        wanted = {worker.url for worker in fleet}
+        return await self.until("/workers", lambda told: routable(told) == wanted)
+
+    async def ask(self, **fields: object) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=chat(**fields))
+
+    async def leave(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        with trio.fail_after(PATIENCE_SECS):
+            return await self.process.wait()
+
+
+def urls(told: dict) -> list[str]:
+    return [worker["url"] for worker in told["workers"]]
+
+
+def routable(told: dict) -> set[str]:
+    return {worker["url"] for worker in told["workers"] if worker["routable"]}
+
+
+def record(told: dict, worker: Worker) -> dict:
+    return next(found for found in told["workers"] if found["url"] == worker.url)
+
+
+def put(file: Path, text: str) -> None:
+    """As a careful editor does: written beside, renamed."""
+    aside = file.with_name(f"{file.name}.new")
+    aside.write_text(text)
+    aside.rename(file)
+
+
+@asynccontextmanager
+async def program(*words: str | Path) -> AsyncIterator[Program]:
+    """Ready when its front answers; ended with SIGTERM, then killed if need be."""
+    command = [sys.executable, "-m", "omni_proxy", *map(str, words)]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    spawn = partial(trio.run_process, command, stderr=subprocess.PIPE, env=env, check=False)
+    async with trio.open_nursery() as nursery:
+        process = await nursery.start(spawn)
+        running = Program(process)
+        nursery.start_soon(running.listen)
+        try:
+            await running.arrive()
+            yield running
+            if process.returncode is None:
+                assert await running.leave() == 0, running.log
+            assert "Traceback" not in running.log, running.log
+        finally:
+            await running.client.aclose()
+            nursery.cancel_scope.cancel()

@@ -1,0 +1,195 @@
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import openai
+import pytest
+import trio
+
+from omni_proxy.replica.model_file import MODELS, cache_folder
+from tests.promises.fleet_program import PROBES, Program, program
+
+MODEL = "smollm2-135m"
+MODEL_FILE = cache_folder(os.environ) / MODELS[MODEL].file
+REPLICA = """
+import http.server, os, sys
+class Answers(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.say(b"{}")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.say(b'{"pid": %d}' % os.getpid())
+    def say(self, body):
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+
+
+@pytest.fixture
+def base_port() -> int:
+    """The first of two ports that are free next to each other."""
+    for port in range(21000 + os.getpid() % 5000, 32000, 2):
+        with ExitStack() as stack:
+            try:
+                for each in (port, port + 1):
+                    probe = stack.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", each))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no two free ports in a row")
+
+
+@pytest.fixture
+def file(tmp_path, base_port):
+    script = tmp_path / "replica.py"
+    script.write_text(REPLICA)
+    command = f'["{sys.executable}", "-S", "{script}", "{{port}}"]'
+    path = tmp_path / "proxy.toml"
+    path.write_text(launch(command, base_port))
+    return path
+
+
+def launch(command: str, base_port: int) -> str:
+    return (
+        f'[server]\nport = 0\n[routing]\npolicy = "least_request"\n{PROBES}'
+        f'[[launch]]\nname = "local"\ncommand = {command}\nreplicas = 2\nbase_port = {base_port}\n'
+        f'model = "{MODEL}"\ncapabilities = ["chat", "streaming"]\n'
+    )
+
+
+async def until_ready(running: Program) -> list[dict]:
+    told = await running.until(
+        "/status",
+        lambda told: (
+            told["fleet"]["routable_workers"] == 2
+            and [place["state"] for place in told["launch"]] == ["ready", "ready"]
+        ),
+    )
+    return told["launch"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return False
+    return fields[0] != "Z"
+
+
+async def until_gone(*pids: int) -> None:
+    with trio.fail_after(15):
+        while any(map(alive, pids)):
+            await trio.sleep(0.02)
+
+
+async def test_a_killed_replica_is_out_at_once_restarted_probed_and_back(file):
+    async with program("--config", file) as running:
+        first, second = await until_ready(running)
+        os.kill(first["pid"], signal.SIGKILL)
+        told = await running.until(
+            "/workers", lambda told: not told["workers"][0]["routable"]
+        )
+        lost = told["workers"][0]
+        assert "SIGKILL" in lost["last_error"]
+        assert lost["held_by"] == ["launch"]
+        answers = [await running.ask() for _ in range(6)]
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert {answer.json()["pid"] for answer in answers} == {second["pid"]}
+        again, other = await until_ready(running)
+        assert (again["restarts"], other["restarts"]) == (1, 0)
+        assert again["pid"] != first["pid"]
+        assert "SIGKILL" in again["last_error"]
+        used = {(await running.ask()).json()["pid"] for _ in range(4)}
+        assert used == {again["pid"], second["pid"]}
+
+
+async def test_the_proxys_end_by_sigterm_stops_its_replicas(file):
+    async with program("--config", file) as running:
+        places = await until_ready(running)
+    assert not any(alive(place["pid"]) for place in places)
+
+
+async def test_a_sigkill_of_the_proxy_leaves_no_orphan(file):
+    async with program("--config", file) as running:
+        places = await until_ready(running)
+        running.process.kill()
+        await running.process.wait()
+        await until_gone(*(place["pid"] for place in places))
+
+
+async def test_a_group_that_leaves_the_file_is_stopped_and_one_that_comes_is_started(file):
+    text = file.read_text()
+    async with program("--config", file) as running:
+        places = await until_ready(running)
+        file.write_text("[server]\nport = 0\n")
+        await until_gone(*(place["pid"] for place in places))
+        await running.until("/status", lambda told: told["launch"] == [])
+        file.write_text(text)
+        again = await until_ready(running)
+        assert {place["pid"] for place in again}.isdisjoint(place["pid"] for place in places)
+
+
+def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
+    """The answer's text and the worker that gave it, by the client that everybody uses."""
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as client:
+        asked = client.chat.completions.with_raw_response.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Count from one to twenty in words."}],
+            max_tokens=24,
+            temperature=0,
+            stream=stream,
+        )
+        told = asked.parse()
+        if not stream:
+            text = told.choices[0].message.content
+        else:
+            text = "".join(
+                chunk.choices[0].delta.content or "" for chunk in told if chunk.choices
+            )
+        return text, asked.headers["x-sglang-omni-worker"]
+
+
+@pytest.mark.replica
+@pytest.mark.skipif(
+    importlib.util.find_spec("xllamacpp") is None,
+    reason="xllamacpp is not installed: pip install 'omni-proxy[replica]'",
+)
+@pytest.mark.skipif(
+    not MODEL_FILE.exists(), reason=f"{MODEL_FILE} is missing: omni-proxy replica fetch {MODEL}"
+)
+async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_requests(
+    tmp_path, base_port
+):
+    command = (
+        f'["{sys.executable}", "-m", "omni_proxy", "replica", "--model", "{MODEL}",'
+        ' "--threads", "1", "--context", "512", "--host", "{host}", "--port", "{port}"]'
+    )
+    file = tmp_path / "proxy.toml"
+    file.write_text(launch(command, base_port))
+    async with program("--config", file) as running:
+        with trio.fail_after(60):
+            await until_ready(running)
+        url = str(running.client.base_url).rstrip("/")
+        told: list[tuple[str, str]] = []
+
+        async def ask(stream: bool) -> None:
+            told.append(await trio.to_thread.run_sync(lambda: chat(url, stream=stream)))
+
+        async with trio.open_nursery() as nursery:
+            for stream in (False, True, False, True):
+                nursery.start_soon(ask, stream)
+        assert all(text.strip() for text, _ in told)
+        assert len({worker for _, worker in told}) == 2
+        models = await running.told("/v1/models")
+        assert [model["id"] for model in models["data"]] == [MODEL]

@@ -1,0 +1,233 @@
+import shutil
+import signal
+import socket
+
+import httpx
+import pytest
+import trio
+
+from tests.promises.fleet_program import (
+    chat,
+    program,
+    put,
+    record,
+    routable,
+    toml,
+    urls,
+    workers,
+)
+
+
+@pytest.fixture
+async def pair():
+    async with workers("one", "two") as made:
+        yield made
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "proxy.toml"
+
+
+async def test_a_write_in_two_steps_never_empties_the_fleet(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        text = toml([one, two])
+        torn = text.index("http://") + 3
+        with file.open("w") as writer:
+            writer.write(text[:torn])
+            writer.flush()
+            writer.write(text[torn:])
+        await running.until_routable(one, two)
+        told = (await running.told("/config"))["last_reload"]
+        assert told["outcome"] == "applied"
+        assert told["diff"]["workers"] == {"added": [two.url], "removed": [], "changed": {}}
+
+
+async def test_an_atomic_rename_is_seen(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        put(file, toml([two]))
+        await running.until("/workers", lambda told: urls(told) == [two.url])
+
+
+async def test_a_deleted_file_keeps_what_runs_until_it_is_there_again(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        file.unlink()
+        told = await running.until("/config", lambda told: "error" in told["last_reload"])
+        assert "cannot be read" in told["last_reload"]["error"]["message"]
+        assert urls(await running.told("/workers")) == [one.url]
+        file.write_text(toml([one, two]))
+        await running.until_routable(one, two)
+        assert "error" not in (await running.told("/config"))["last_reload"]
+
+
+async def test_a_kubernetes_data_swap_is_seen(tmp_path, pair):
+    one, two = pair
+    mount = tmp_path / "etc"
+    mount.mkdir()
+    for version, fleet in (("..v1", [one]), ("..v2", [one, two])):
+        (mount / version).mkdir()
+        (mount / version / "proxy.toml").write_text(toml(fleet, more='state_file = "off"'))
+    (mount / "..data").symlink_to("..v1")
+    (mount / "proxy.toml").symlink_to("..data/proxy.toml")
+    async with program("--config", mount / "proxy.toml") as running:
+        await running.until_routable(one)
+        (mount / "..data_tmp").symlink_to("..v2")
+        (mount / "..data_tmp").rename(mount / "..data")
+        shutil.rmtree(mount / "..v1")
+        await running.until_routable(one, two)
+
+
+async def test_sighup_reads_the_file_again(file, pair):
+    put(file, toml(pair))
+    async with program("--config", file) as running:
+        running.process.send_signal(signal.SIGHUP)
+        told = await running.until(
+            "/config", lambda told: told["last_reload"]["source"] == "SIGHUP"
+        )
+        assert told["last_reload"]["outcome"] == "unchanged"
+        assert told["revision"] == 1
+
+
+async def test_post_reload_applies_at_once_and_raises_the_revision(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        before = (await running.client.get("/config")).headers["etag"]
+        put(file, toml([one, two]))
+        answer = await running.client.post("/reload")
+        assert answer.status_code == 200
+        assert answer.json()["outcome"] in ("applied", "unchanged")  # the watcher may be first
+        assert answer.headers["etag"] != before
+        assert urls(await running.told("/workers")) == [one.url, two.url]
+
+
+async def test_if_match_of_another_revision_is_refused_with_412(file, pair):
+    put(file, toml(pair))
+    async with program("--config", file) as running:
+        etag = (await running.client.get("/config")).headers["etag"]
+        stale = await running.client.post("/reload", headers={"if-match": '"77"'})
+        assert (stale.status_code, stale.headers["etag"]) == (412, etag)
+        assert stale.json()["error"]["code"] == "precondition_failed"
+        fresh = await running.client.post("/reload", headers={"if-match": etag})
+        assert (fresh.status_code, fresh.json()["outcome"]) == (200, "unchanged")
+
+
+async def test_a_broken_file_keeps_what_runs_and_shows_its_error_until_the_next_success(file, pair):
+    one, _ = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        put(file, toml([one], more="prot = 1\n[[workers]]\nurl = 3"))
+        refused = await running.client.post("/reload")
+        assert refused.status_code == 422
+        for path in ("/config", "/status"):
+            error = (await running.told(path))["last_reload"]["error"]
+            assert "server.prot" in error["message"]
+            assert "did you mean" in error["message"]
+        assert (await running.ask()).json() == {"worker": "one"}
+        put(file, toml([one]))
+        assert (await running.client.post("/reload")).status_code == 200
+        for path in ("/config", "/status"):
+            assert "error" not in (await running.told(path))["last_reload"]
+        assert "server.prot" in running.log
+
+
+async def test_a_worker_that_stays_keeps_health_counts_and_connections(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        await running.ask()
+        before = record(await running.told("/workers"), one)
+        put(file, toml([two, one], more="request_timeout_secs = 900"))
+        await running.until_routable(one, two)
+        after = record(await running.told("/workers"), one)
+        kept = ("health_state", "since", "registered_at", "routed_requests", "successful_requests")
+        assert [after[key] for key in kept] == [before[key] for key in kept]
+        while one.requests < 3:
+            await running.ask()
+        assert one.connections == 1
+
+
+async def test_a_removed_worker_gets_nothing_new_and_finishes_what_it_has(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        one.gate = trio.Event()
+        async with running.client.stream(
+            "POST", "/v1/chat/completions", json=chat(stream=True)
+        ) as answer:
+            await one.halfway.wait()
+            put(file, toml([two]))
+            await running.until_routable(two)
+            for _ in range(4):
+                assert (await running.ask()).json() == {"worker": "two"}
+            one.gate.set()
+            text = "".join([line async for line in answer.aiter_text()])
+        assert text == "data: one\n\ndata: rest\n\ndata: [DONE]\n\n"
+        assert one.requests == 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connections_finish(
+    file, pair
+):
+    one, _ = pair
+    first, second = free_port(), free_port()
+    put(file, toml([one], port=first))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        one.gate = trio.Event()
+        async with running.client.stream(
+            "POST", "/v1/chat/completions", json=chat(stream=True)
+        ) as answer:
+            await one.halfway.wait()
+            put(file, toml([one], port=second))
+            await running.says(f"listening on http://127.0.0.1:{second}")
+            running.client.base_url = httpx.URL(f"http://127.0.0.1:{second}")
+            told = await running.told("/status")
+            assert told["listeners"] == [f"127.0.0.1:{second}"]
+            with pytest.raises(OSError):
+                await trio.open_tcp_stream("127.0.0.1", first)
+            one.gate.set()
+            text = "".join([line async for line in answer.aiter_text()])
+        assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_change_to_a_port_in_use_is_refused_whole(file, pair):
+    one, two = pair
+    put(file, toml([one]))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        async with program("--config", file) as running:
+            await running.until_routable(one)
+            put(file, toml([one, two], port=taken.getsockname()[1]))
+            refused = await running.client.post("/reload")
+            assert refused.status_code == 422
+            assert f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}" in refused.text
+            told = await running.told("/workers")
+            assert (urls(told), routable(told)) == ([one.url], {one.url})
+            assert (await running.told("/config"))["config"]["server"]["port"] == 0
+
+
+async def test_a_file_that_cannot_be_read_at_a_reload_keeps_what_runs(file, pair):
+    put(file, toml(pair))
+    async with program("--config", file) as running:
+        file.unlink()
+        file.mkdir()
+        refused = await running.client.post("/reload")
+        assert (refused.status_code, "Is a directory" in refused.text) == (422, True)
+        assert len(urls(await running.told("/workers"))) == 2

@@ -1,0 +1,59 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.wire.speech_events import MAX_EVENT_BYTES, SpeechEvents, is_application_code
+
+
+def heard(*messages):
+    events = SpeechEvents()
+    for message in messages:
+        events.hear(message, finished=True)
+    return events.done, events.error, events.failed_audio
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ('{"type":"session.done","total_sentences":1}', (True, False, False)),
+        ('{"type":"error","message":"x"}', (False, True, False)),
+        ('{"type":"audio.done","error":true}', (False, False, True)),
+        ('{"type":"audio.done","error":false}', (False, False, False)),
+        ('{"type":"audio.done"}', (False, False, False)),
+        ('{"type":"session.configured","error":true}', (False, False, False)),
+        ('{"type":["session.done"]}', (False, False, False)),
+        ("session.done", (False, False, False)),
+        ("[]", (False, False, False)),
+        ("", (False, False, False)),
+    ],
+)
+def test_what_an_event_means(message, expected):
+    assert heard(message) == expected
+
+
+def test_an_event_in_parts_is_heard_at_its_end():
+    events = SpeechEvents()
+    for letter in '{"type":"session.done"}':
+        events.hear(letter, finished=False)
+    assert not events.done
+    events.hear("", finished=True)
+    assert events.done
+
+
+def test_a_message_longer_than_any_event_is_passed_over_and_the_next_is_heard():
+    events = SpeechEvents()
+    events.hear('{"type":"error","x":"' + "a" * MAX_EVENT_BYTES, finished=False)
+    events.hear('"}', finished=True)
+    assert not events.error
+    events.hear('{"type":"error"}', finished=True)
+    assert events.error
+
+
+@given(st.text(max_size=50))
+def test_no_text_makes_it_fail(text):
+    heard(text)
+
+
+def test_which_closing_codes_speak_of_the_application():
+    ours = {1002, 1003, 1007, 1008, 1009, 1010, 1013, *range(3000, 5000)}
+    assert {code for code in range(6000) if is_application_code(code)} == ours

@@ -1,0 +1,222 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wsproto.connection import ConnectionType
+from wsproto.events import BytesMessage, CloseConnection, Message, TextMessage
+from wsproto.frame_protocol import CloseReason
+
+from omni_proxy.wire.answer import UpstreamGarbage
+from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.head import judge
+from omni_proxy.wire.websocket import (
+    Frames,
+    accept,
+    closing_code,
+    error_event,
+    offer,
+    offer_status,
+)
+
+# The example of RFC 6455 1.3.
+KEY = b"dGhlIHNhbXBsZSBub25jZQ=="
+TOKEN = b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+
+
+def opening(*fields, line=b"GET /s HTTP/1.1"):
+    usual = (b"host: x", b"connection: Upgrade", b"upgrade: WebSocket")
+    return judge(b"\r\n".join((line, *usual, *fields, b"", b"")))
+
+
+VERSION, KEYED = b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: " + KEY
+
+
+def test_an_offer_is_taken_with_the_token_of_its_key():
+    top = accept(opening(VERSION, KEYED), b"x: y\r\n")
+    assert top.startswith(b"HTTP/1.1 101 Switching Protocols\r\n")
+    assert b"\r\nsec-websocket-accept: " + TOKEN + b"\r\n" in top
+    assert top.endswith(b"\r\nx: y\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "line", "status"),
+    [
+        ((), b"GET /s HTTP/1.1", 426),
+        ((KEYED,), b"GET /s HTTP/1.1", 426),
+        ((KEYED, b"sec-websocket-version: 8"), b"GET /s HTTP/1.1", 426),
+        ((KEYED, VERSION), b"GET /s HTTP/1.0", 426),
+        ((VERSION,), b"GET /s HTTP/1.1", 400),
+        ((VERSION, b"sec-websocket-key: dGhl"), b"GET /s HTTP/1.1", 400),
+        ((VERSION, KEYED, b"content-length: 1"), b"GET /s HTTP/1.1", 400),
+    ],
+)
+def test_what_is_no_offer_is_refused(fields, line, status):
+    with pytest.raises(Refusal) as caught:
+        accept(opening(*fields, line=line))
+    assert caught.value.status == status
+    if status == 426:
+        assert ("upgrade", "websocket") in caught.value.headers
+
+
+def test_the_offer_to_a_worker_is_ours_with_the_clients_other_fields():
+    head = opening(VERSION, KEYED, b"A: b", b"sec-websocket-protocol: c", b"a: d")
+    assert offer(head.lines, b"host: w\r\n", KEY) == (
+        b"GET /s HTTP/1.1\r\nA: b\r\na: d\r\nhost: w\r\n"
+        b"upgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: " + KEY + b"\r\n\r\n"
+    )
+
+
+def reply(*fields, status=b"101 Switching Protocols"):
+    return b"\r\n".join((b"HTTP/1.1 " + status, *fields, b"", b""))
+
+
+TAKEN = (b"Upgrade: WebSocket", b"Connection: upgrade", b"Sec-WebSocket-Accept: " + TOKEN)
+
+
+def test_a_worker_that_takes_the_offer_says_101():
+    assert offer_status(reply(*TAKEN), KEY) == 101
+    assert offer_status(reply(b"content-length: 0", status=b"503 No"), KEY) == 503
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        TAKEN[1:],
+        TAKEN[:2],
+        (b"Upgrade: h2c", *TAKEN[1:]),
+        (*TAKEN[:2], b"Sec-WebSocket-Accept: AAAA"),
+        (*TAKEN, b"Sec-WebSocket-Protocol: chat"),
+        (*TAKEN, b"Sec-WebSocket-Extensions: permessage-deflate"),
+    ],
+)
+def test_a_101_that_does_not_fit_the_offer_is_garbage(fields):
+    with pytest.raises(UpstreamGarbage):
+        offer_status(reply(*fields), KEY)
+
+
+def pair():
+    return Frames(ConnectionType.CLIENT), Frames(ConnectionType.SERVER)
+
+
+# What the receiver hears of all that the sender has to say, in pieces of `size`.
+def carry(sender, receiver, size=1 << 20):
+    wire, heard = bytes(sender.out), []
+    sender.out.clear()
+    for at in range(0, len(wire), size):
+        receiver.feed(wire[at : at + size])
+        heard += receiver.events()
+    return heard
+
+
+@given(st.lists(st.text(max_size=300) | st.binary(max_size=300), max_size=4), st.integers(1, 50))
+def test_messages_are_joined_again_however_they_arrive(messages, size):
+    client, server = pair()
+    for message in messages:
+        client.send(message)
+    joined = [server.join(event, 1 << 20) for event in carry(client, server, size)]
+    assert [message for message in joined if message is not None] == messages
+
+
+def test_a_message_may_be_sent_in_parts():
+    client, server = pair()
+    client.send("one ", finished=False)
+    assert client.mid_message
+    client.send("two")
+    assert not client.mid_message
+    assert [server.join(event, 100) for event in carry(client, server)] == [None, "one two"]
+
+
+@pytest.mark.parametrize("message", ["ü" * 50, b"x" * 100])
+def test_a_message_is_measured_in_bytes_over_all_its_parts(message):
+    client, server = pair()
+    client.send(message[:20], finished=False)
+    client.send(message[20:])
+    assert [server.join(event, 100) for event in carry(client, server)][-1] == message
+    client.send(message)
+    [event] = carry(client, server)
+    with pytest.raises(Refusal, match="exceeds payload limit"):
+        server.join(event, 99)
+
+
+def test_a_ping_is_answered_and_a_flood_of_them_is_not_gathered():
+    client, server = pair()
+    ping = bytes([0x89, 0x84, 0, 0, 0, 0]) + b"ping"
+    server.feed(ping)
+    assert list(server.events()) == []
+    assert server.out == bytes([0x8A, 4]) + b"ping"
+    server.feed(ping * 10_000)
+    assert list(server.events()) == []
+    assert len(server.out) < 5000
+    assert client.out == b""
+
+
+def test_a_close_is_heard_once_and_answered_once():
+    client, server = pair()
+    client.close(4000, "bye")
+    client.close(4001, "again")
+    [event] = carry(client, server)
+    assert event == CloseConnection(code=4000, reason="bye")
+    assert (server.left, server.broken) == (True, False)
+    server.feed(b"whatever comes after")
+    assert list(server.events()) == []
+    server.close(event.code, event.reason)
+    assert [type(event) for event in carry(server, client)] == [CloseConnection]
+    client.feed(b"\x81\x00")
+    assert list(client.events()) == []
+
+
+def test_a_close_without_a_code_stays_without_one():
+    client, server = pair()
+    client.close(CloseReason.NO_STATUS_RCVD, "")
+    [event] = carry(client, server)
+    server.close(event.code, event.reason or "")
+    assert server.out == bytes([0x88, 0])
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"\x81\x01a", 1002),
+        (b"\x83\x80\x00\x00\x00\x00", 1002),
+        (b"\xc1\x80\x00\x00\x00\x00", 1002),
+        (b"\x80\x80\x00\x00\x00\x00", 1002),
+        (b"\x09\x80\x00\x00\x00\x00", 1002),
+        (b"\x88\x82\x00\x00\x00\x00\x03\xed", 1002),
+        (b"\x81\x81\x00\x00\x00\x00\xff", 1007),
+    ],
+    ids=["unmasked", "opcode", "reserved", "continuation", "cut ping", "local code", "utf-8"],
+)
+def test_bytes_that_are_no_frames_break_the_side_that_sent_them(raw, code):
+    _, server = pair()
+    server.feed(raw)
+    [event] = [event for event in server.events() if not isinstance(event, Message)]
+    assert (int(event.code), server.left, server.broken) == (code, True, True)
+
+
+def test_messages_of_both_kinds_keep_their_kind():
+    client, server = pair()
+    client.send("text")
+    client.send(b"bytes")
+    assert [type(event) for event in carry(client, server)] == [TextMessage, BytesMessage]
+
+
+def test_an_error_event_tells_the_number_and_the_reason_beside_it():
+    refusal = Refusal(503, "no eligible upstream", "none_healthy")
+    assert json.loads(error_event(refusal)) == {
+        "type": "error", "message": "no eligible upstream", "error_type": "server_error",
+        "code": 503, "reason": "none_healthy",
+    }  # fmt: skip
+    refusal = Refusal(413, "too long", 413)
+    assert json.loads(error_event(refusal)) == {
+        "type": "error", "message": "too long", "error_type": "invalid_request_error", "code": 413,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(400, 1008), (404, 1008), (413, 1009), (429, 1013), (502, 1011), (503, 1013), (504, 1011)],
+)
+def test_each_status_has_its_closing_code(status, code):
+    assert closing_code(status) == code
