@@ -51,7 +51,7 @@ class Supervisor:
             try:
                 await self._run(told)
                 self._enter("ended")
-                told.started()
+                told.quietly()
                 return
             except Exception as error:
                 self._restarts += 1

@@ -77,6 +77,6 @@ def check_parser() -> argparse.ArgumentParser:
         description="Say whether FILE would load. Exit status 0: it would; 2: it is refused.",
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path, help="the TOML file to judge")
     parser.add_argument("--json", action="store_true", help="for machines: one object on stdout")
     return parser

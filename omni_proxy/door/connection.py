@@ -89,7 +89,7 @@ class Connection(Task):
 
     async def _read_head(self) -> bytes | None:
         """The next head, whole; None where the client is done. Raises Refusal."""
-        limits = self.door.limits
+        limits, client = self.door.limits, self.client
         self.clock("idle", limits.client_idle)
         buffer = self.rest.lstrip(b"\r\n")  # RFC 9112 2.2: empty lines before a request
         searched = 0
@@ -105,7 +105,12 @@ class Connection(Task):
                     searched = len(buffer)
                 elif self.door.draining:
                     return None
-                piece = await self.more(self.client)
+                if not client.hot:
+                    self.awaits = client
+                    await pause()
+                piece = client.read(PIECE_BYTES)
+                if piece is None:
+                    continue
                 if not piece:
                     return None
                 buffer = (buffer + piece).lstrip(b"\r\n") if not searched else buffer + piece
@@ -169,17 +174,12 @@ class Connection(Task):
     async def more(self, conn: Conn, size: int = PIECE_BYTES) -> bytes:
         """What comes next; b"" at the peer's end. Raises OSError for a broken connection."""
         while True:
-            if conn.hot:
-                try:
-                    piece = conn.recv(size)
-                except BlockingIOError:
-                    conn.hot = False
-                else:
-                    # A short read has emptied the socket; an end that was seen gives no new edge.
-                    conn.hot = len(piece) == size or conn.ended
-                    return piece
-            self.awaits = conn
-            await pause()
+            if not conn.hot:
+                self.awaits = conn
+                await pause()
+            piece = conn.read(size)
+            if piece is not None:
+                return piece
 
     async def write(self, conn: Conn, piece: bytes) -> None:
         """All of it; a peer that does not read makes us wait, under the present clock."""

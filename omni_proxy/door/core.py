@@ -108,6 +108,8 @@ class Door:
                 task_status.started()
         finally:
             self._close_listeners()
+            for lane in (self.front, *self._lanes.values()):
+                lane.close()
             self.pump.settle()
 
     def lane(self, worker: Worker) -> Lane:

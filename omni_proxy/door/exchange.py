@@ -18,7 +18,7 @@ from omni_proxy.door.account import Exchange
 from omni_proxy.door.pump import Gone
 from omni_proxy.door.relay import TryFailed
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import RequestFacts, inspect
+from omni_proxy.routing.inspect import inspect
 from omni_proxy.routing.pick import choose
 from omni_proxy.routing.retry import may_retry, tries_allowed
 from omni_proxy.routing.table import Place, Route, WrongMethod, match
@@ -34,10 +34,9 @@ TELLING_STATUSES = (502, 504)  # a worker that says these speaks of its own heal
 async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     """Have it answered; whether the connection may go on. Raises Refusal, Expired, Gone."""
     mine.head_at = conn.pump.now
-    mine.method = head.method.decode("latin-1")
-    mine.target = head.target.decode("latin-1")
+    mine.method, mine.target, path = head.words
     try:
-        route = match(mine.method, head.path.decode("latin-1"))
+        route = match(mine.method, path)
     except WrongMethod as wrong:
         allowed = ", ".join(sorted(wrong.allowed))
         raise Refusal(
@@ -62,7 +61,7 @@ async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
 
 
 def _inspect(mine: Exchange, route: Route, head: RequestHead, body: bytes) -> None:
-    need = mine.need = inspect(route, body, RequestFacts(head.content_type, head.hints))
+    need = mine.need = inspect(route, body, head)
     mine.stream = need.stream
     mine.request_id = (
         head.request_id.decode("latin-1")

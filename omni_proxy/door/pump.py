@@ -107,6 +107,17 @@ class Conn:
         elif mask & LEFT and self is task.client and task.counts_as_gone(mask):
             task.throw(Gone())
 
+    def read(self, size: int) -> bytes | None:
+        """What is there: None for nothing yet, b"" for the peer's end. Raises OSError."""
+        try:
+            piece = self.recv(size)
+        except BlockingIOError:
+            self.hot = False
+            return None
+        # A short read has emptied the socket; an end that was seen gives no new edge.
+        self.hot = len(piece) == size or self.ended
+        return piece
+
     def close(self, *, reset: bool = False) -> None:
         """Leave the set now; the socket itself is closed after the batch."""
         if not self.closed:

@@ -123,10 +123,15 @@ async def _ask_on(
         conn.clock("wait", limit)
     buffer = b""
     while True:
+        if not up.hot:
+            conn.awaits = up
+            await pause()
         try:
-            piece = await conn.more(up)
+            piece = up.read(PIECE_BYTES)
         except OSError as error:
             raise _Broke(error.strerror or "reset", silent=not buffer) from None
+        if piece is None:
+            continue
         if not piece:
             raise _Broke("the worker closed without an answer", silent=not buffer)
         buffer = buffer + piece if buffer else piece
@@ -244,7 +249,10 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         if not up.hot:
             conn.awaits = up
             await pause()
-        piece = _read(up)
+        try:
+            piece = up.read(PIECE_BYTES)
+        except OSError as error:
+            raise UpstreamGarbage(error.strerror or "reset") from None
         if piece is None:
             continue
         if not piece:
@@ -264,19 +272,6 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         sent = _put(client, piece)
         if sent < len(piece):
             await _rest(conn, piece, sent)
-
-
-def _read(up: Conn) -> bytes | None:
-    """None where the event was for nothing. Raises UpstreamGarbage for a reset."""
-    try:
-        piece = up.recv(PIECE_BYTES)
-    except BlockingIOError:
-        up.hot = False
-        return None
-    except OSError as error:
-        raise UpstreamGarbage(error.strerror or "reset") from None
-    up.hot = len(piece) == PIECE_BYTES or up.ended
-    return piece
 
 
 def _put(client: Conn, piece: bytes) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,9 +29,18 @@ _PART = {
 }  # fmt: skip
 
 
+class Facts(Protocol):
+    """What a request's head says that matters here. Hints are keyed without their common prefix."""
+
+    @property
+    def content_type(self) -> bytes: ...
+    @property
+    def hints(self) -> dict[bytes, bytes]: ...
+
+
 @dataclass(slots=True)
 class RequestFacts:
-    """What the head said that matters here. Hints are keyed without their common prefix."""
+    """`Facts` for a request that has no head of its own."""
 
     content_type: bytes = b""
     hints: dict[bytes, bytes] = field(default_factory=dict)
@@ -79,11 +89,17 @@ class Payload(msgspec.Struct):
     items: Any = None
 
 
+_MEDIA = {
+    "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
+    "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
+}  # fmt: skip
+_media_values = attrgetter(*_MEDIA)
+_NO_MEDIA = (None,) * len(_MEDIA)
 _decode = msgspec.json.Decoder(Payload).decode
 _FIELDS = Payload.__struct_fields__
 
 
-def inspect(route: Route, body: bytes, facts: RequestFacts) -> Need:
+def inspect(route: Route, body: bytes, facts: Facts) -> Need:
     """Raises Refusal 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
     need = Need(route.mask, place=route.place)
     if route.place is Place.NAMED:
@@ -124,7 +140,7 @@ def _picked_from(value: dict[str, Any]) -> Payload:
     return Payload(**{name: value[name] for name in _FIELDS if name in value})
 
 
-def inspect_session(route: Route, first: str | bytes, facts: RequestFacts) -> Need:
+def inspect_session(route: Route, first: str | bytes, facts: Facts) -> Need:
     """What a speech session needs. A first message that is no session.config tells nothing, which
     is for the worker to refuse (omni-router.md 12). Raises Refusal 400 for hints only."""
     need = Need(route.mask)
@@ -162,7 +178,7 @@ def _bad(message: str, code: str = "invalid_request") -> Refusal:
     return Refusal(400, message, code)
 
 
-def _is_json(route: Route, facts: RequestFacts) -> bool:
+def _is_json(route: Route, facts: Facts) -> bool:
     if route.body is BodyKind.ALWAYS_JSON:
         return True
     return route.body is BodyKind.JSON and b"json" in facts.content_type.lower()
@@ -193,17 +209,13 @@ def _read(route: Route, payload: Payload, need: Need) -> None:
 
 
 def _media(payload: Payload) -> int:
-    """Most bodies name none of these, so each is asked for None before anything else."""
+    values = _media_values(payload)
+    if values == _NO_MEDIA:
+        return 0  # as with most bodies
     mask = 0
-    for bit, fields in (
-        (IMAGE, (payload.image, payload.images)),
-        (AUDIO, (payload.audios, payload.audio_inputs)),
-        (VIDEO, (payload.video, payload.videos)),
-        (AUDIO_OUT, (payload.audio,)),
-    ):
-        for value in fields:
-            if value is not None and _present(value):
-                mask |= bit
+    for bit, value in zip(_MEDIA.values(), values, strict=True):
+        if bit and _present(value):
+            mask |= bit
     for wanted in (payload.modalities, payload.output_modalities):
         if isinstance(wanted, list) and "audio" in wanted:
             mask |= AUDIO_OUT

@@ -57,10 +57,7 @@ class RequestHead:
     websocket_key: bytes = b""
     idempotency_key: bool = False
     hints: dict[bytes, bytes] = field(default_factory=dict)
-
-    @property
-    def path(self) -> bytes:
-        return self.target.partition(b"?")[0]
+    words: tuple[str, str, str] = ("", "", "")  # method, target and path as text
 
 
 def _bad(message: str, code: str = "malformed_request") -> Refusal:
@@ -136,7 +133,13 @@ def judge(head: bytes) -> RequestHead:
             for name, values in fields.items()
             if name.startswith(HINT_PREFIX)
         },
+        words=_words(method, target),
     )
+
+
+def _words(method: bytes, target: bytes) -> tuple[str, str, str]:
+    text = target.decode("latin-1")
+    return method.decode("latin-1"), text, text.partition("?")[0]
 
 
 def _parsed(head: bytes) -> httptools.HttpRequestParser:

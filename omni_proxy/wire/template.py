@@ -97,6 +97,7 @@ def _filled(known: RequestHead, parts: list[bytes], values: list[bytes]) -> Requ
         known.websocket_key,
         known.idempotency_key,
         known.hints,
+        known.words,
     )
 
 

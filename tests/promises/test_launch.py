@@ -105,7 +105,7 @@ async def test_a_killed_replica_is_out_at_once_restarted_probed_and_back(file):
         assert lost["held_by"] == ["launch"]
         answers = [await running.ask() for _ in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 6
-        assert {answer.json()["pid"] for answer in answers} == {second["pid"]}
+        assert first["pid"] not in {answer.json()["pid"] for answer in answers}
         again, other = await until_ready(running)
         assert (again["restarts"], other["restarts"]) == (1, 0)
         assert again["pid"] != first["pid"]

@@ -339,7 +339,8 @@ def test_what_passes_is_read_by_h11_in_the_same_way(raw):
         head.method,
         b"1.0" if head.http_1_0 else b"1.1",
     )
-    assert theirs.target in (head.target, b"http://x" + head.target)
+    path = theirs.target.removeprefix(b"http://x")
+    assert head.target == (path if path.startswith((b"/", b"*")) else b"/" + path)
     ours = [line.partition(b":") for line in head.lines.split(b"\r\n")[1:-1]]
     sent_on = [(name.lower(), value.strip(b" \t")) for name, _, value in ours]
     assert sent_on == [field for field in theirs.headers if field in sent_on]

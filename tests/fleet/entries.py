@@ -1,0 +1,35 @@
+"""Workers as tests need them: an entry by a short name, all else plain."""
+
+from datetime import UTC, datetime
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.overlay import Desired
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+
+NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
+
+
+def entry(name: str, **fields: object) -> Desired:
+    plain: dict[str, object] = {
+        "model": None,
+        "capabilities": frozenset(CAPABILITIES),
+        "disabled": False,
+        "weight": 1,
+        "max_inflight": 0,
+        "origin": "file",
+    }
+    return Desired(url=f"http://{name}:1", **(plain | fields))  # type: ignore[arg-type]
+
+
+def heal(fleet: Fleet, worker: Worker) -> None:
+    for _ in range(fleet.thresholds.rise):
+        fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch)
+
+
+def fleet_of(*entries: Desired, healthy: bool = True) -> Fleet:
+    fleet = Fleet()
+    fleet.apply(entries, NOW)
+    for worker in fleet.workers if healthy else ():
+        heal(fleet, worker)
+    return fleet

@@ -1,0 +1,188 @@
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.fleet.capabilities import mask_of
+from omni_proxy.fleet.health import Health, Thresholds
+from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
+from tests.fleet.entries import NOW, entry, fleet_of
+
+names = st.sampled_from("abcde")
+models = st.sampled_from([None, "m", "n"])
+abilities = st.sets(st.sampled_from(CAPABILITIES[:3]), min_size=1).map(frozenset)
+entries = st.builds(
+    entry, names, model=models, capabilities=abilities, disabled=st.booleans(),
+    max_inflight=st.integers(0, 2),
+)  # fmt: skip
+fleets = st.lists(entries, max_size=5, unique_by=lambda wanted: wanted.url)
+
+
+class FleetLife(RuleBasedStateMachine):
+    """Against a fleet that keeps plain dicts and looks at all of them each time."""
+
+    @initialize()
+    def begin(self):
+        self.fleet = Fleet()
+        self.fleet.thresholds = Thresholds(rise=1, fall=1, on_threshold=Health.UNHEALTHY)
+        self.entries = {}
+        self.health = {}
+        self.holds = {}
+        self.objects = {}
+        self.told = 0
+        self.fleet.watch(self.hear)
+
+    def hear(self):
+        self.told += 1
+
+    def some(self, data):
+        return data.draw(st.sampled_from(self.fleet.workers))
+
+    has_workers = precondition(lambda self: self.entries)
+
+    @rule(wanted=fleets)
+    def the_configuration_changes(self, wanted):
+        before = self.entries
+        after = {each.url: each for each in wanted}
+        revision, told = self.fleet.revision, self.told
+        change = self.fleet.apply(wanted, NOW)
+        assert [w.url for w in change.added] == [url for url in after if url not in before]
+        assert [w.url for w in change.removed] == [url for url in before if url not in after]
+        assert [w.url for w in change.changed] == [
+            url for url in after if url in before and before[url] != after[url]
+        ]
+        moved = list(before.items()) != list(after.items())
+        assert (self.fleet.revision, self.told) == (revision + moved, told + moved)
+        self.entries = after
+        self.health = {url: self.health.get(url, Health.UNKNOWN) for url in after}
+        self.holds = {url: self.holds.get(url, set()) for url in after}
+
+    @has_workers
+    @rule(data=st.data(), good=st.booleans())
+    def a_probe_ends(self, data, good):
+        worker = self.some(data)
+        error = None if good else "refused"
+        self.fleet.observe_probe(
+            worker, status=None, error=error, at=NOW, epoch=worker.machine.epoch
+        )
+        if self.health[worker.url] is not Health.DEAD:
+            self.health[worker.url] = Health.HEALTHY if good else Health.UNHEALTHY
+
+    @has_workers
+    @rule(data=st.data(), good=st.booleans(), age=st.integers(1, 3))
+    def a_probe_of_an_older_epoch_ends(self, data, good, age):
+        worker = self.some(data)
+        machine = worker.machine
+        before = machine.consecutive_failures, machine.consecutive_successes, machine.state
+        self.fleet.observe_probe(
+            worker, status=None, error=None if good else "x", at=NOW, epoch=machine.epoch - age
+        )
+        after = machine.consecutive_failures, machine.consecutive_successes, machine.state
+        assert after == before
+
+    @has_workers
+    @rule(data=st.data())
+    def an_operator_buries_one(self, data):
+        worker = self.some(data)
+        self.fleet.mark_dead(worker, NOW)
+        self.health[worker.url] = Health.DEAD
+
+    @has_workers
+    @rule(data=st.data())
+    def an_operator_revives_one(self, data):
+        worker = self.some(data)
+        self.fleet.revive(worker, NOW)
+        if self.health[worker.url] is Health.DEAD:
+            self.health[worker.url] = Health.UNKNOWN
+
+    @has_workers
+    @rule(data=st.data())
+    def a_process_ends(self, data):
+        worker = self.some(data)
+        self.fleet.lost(worker, "SIGKILL", NOW)
+        if self.health[worker.url] is not Health.DEAD:
+            self.health[worker.url] = Health.UNHEALTHY
+
+    @has_workers
+    @rule(data=st.data(), reason=st.sampled_from(["updating", "launch"]), on=st.booleans())
+    def one_is_held_or_released(self, data, reason, on):
+        worker = self.some(data)
+        if on:
+            self.fleet.hold(worker, reason)
+            self.holds[worker.url].add(reason)
+        else:
+            self.fleet.release(worker, reason)
+            self.holds[worker.url].discard(reason)
+
+    def naive_candidates(self, model, needs):
+        able = [
+            each
+            for url, each in self.entries.items()
+            if self.health[url] is Health.HEALTHY
+            and not each.disabled
+            and not self.holds[url]
+            and needs <= each.capabilities
+        ]
+        if model and any(each.model for each in able):
+            able = [each for each in able if each.model == model]
+        return [each.url for each in able]
+
+    @rule(model=st.sampled_from([None, "m", "n", "other"]), needs=abilities)
+    def candidates_are_asked_for(self, model, needs):
+        for _ in range(2):  # the second answer comes out of what was kept
+            found = self.fleet.candidates(model, mask_of(needs))
+            assert [worker.url for worker in found] == self.naive_candidates(model, needs)
+
+    @invariant()
+    def workers_stand_in_order_and_keep_their_objects(self):
+        workers = {worker.url: worker for worker in self.fleet.workers}
+        assert list(workers) == list(self.entries)
+        for url, worker in workers.items():
+            assert self.objects.setdefault(url, worker) is worker
+            assert worker.matches(self.entries[url])
+            assert self.fleet.get(url) is self.fleet.get(worker.id) is self.fleet.find(url)
+        self.objects = workers
+
+    @invariant()
+    def counts_are_those_of_the_states(self):
+        counts = self.fleet.counts()
+        states = list(self.health.values())
+        for state in Health:
+            assert counts[f"{state.value}_workers"] == states.count(state)
+        assert counts["total_workers"] == len(states)
+        assert counts["routable_workers"] == sum(w.routable for w in self.fleet.workers)
+        assert self.fleet.limited == any(each.max_inflight for each in self.entries.values())
+
+
+TestFleetLife = FleetLife.TestCase
+
+
+def test_models_that_clients_name_do_not_fill_the_memory():
+    fleet = fleet_of(entry("a"))
+    for number in range(CANDIDATE_LISTS * 2):
+        fleet.candidates(f"model-{number}", 0)
+    assert len(fleet._candidates) <= CANDIDATE_LISTS
+
+
+def test_watchers_hear_of_health_once_per_change():
+    fleet = fleet_of(entry("a"), healthy=False)
+    heard = []
+    fleet.watch(lambda: heard.append(fleet.workers[0].machine.state))
+    (worker,) = fleet.workers
+    for _ in range(3):
+        fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch)
+    assert heard == [Health.HEALTHY]
+
+
+def test_a_failed_request_counts_like_a_failed_probe_but_ejects():
+    fleet = fleet_of(entry("a"))
+    (worker,) = fleet.workers
+    for _ in range(fleet.thresholds.fall):
+        fleet.observe_request_failure(worker, status=502, error="status=502", at=NOW)
+    assert worker.machine.state is fleet.thresholds.eject is Health.UNHEALTHY
+
+
+def test_a_summary_holds_the_counts_and_every_record():
+    fleet = fleet_of(entry("a"), entry("b", disabled=True))
+    told = fleet.summary("ok")
+    assert (told["status"], told["disabled_workers"], told["routable_workers"]) == ("ok", 1, 1)
+    assert [record["url"] for record in told["workers"]] == ["http://a:1", "http://b:1"]

@@ -1,0 +1,92 @@
+"""A real door on a real port inside the test, with workers that count as healthy from the start.
+
+Without the front, the prober and the files around it: those are the whole program's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import UTC, datetime
+
+import msgspec
+import trio
+
+from omni_proxy.config.overlay import desired
+from omni_proxy.config.parse import parse
+from omni_proxy.config.schema import Config
+from omni_proxy.config.state import State
+from omni_proxy.door.core import Door
+from omni_proxy.fleet.registry import Fleet
+from tests.promises.clients import Client, client_of
+from tests.promises.fakes import FakeWorker
+
+
+class Lines:
+    """A log sink that a test can read."""
+
+    def __init__(self) -> None:
+        self.records: list[dict] = []
+
+    def write(self, record: bytes) -> None:
+        self.records.append(json.loads(record))
+
+
+class OpenDoor:
+    def __init__(self, fleet: Fleet, door: Door) -> None:
+        self.fleet = fleet
+        self.door = door
+        self.log = Lines()
+        door.access_log, door.access_json = self.log, True
+
+    @property
+    def address(self) -> str:
+        return self.door.addresses()[0]
+
+    def client(self) -> AbstractAsyncContextManager[Client]:
+        return client_of(self.address)
+
+    @property
+    def last(self) -> dict:
+        """The newest line of the access log."""
+        return self.log.records[-1]
+
+    def failures(self) -> list[int]:
+        """What health has counted against each worker."""
+        return [worker.machine.consecutive_failures for worker in self.fleet.workers]
+
+    def at_rest(self) -> bool:
+        return not self.door.in_flight and not any(w.in_flight for w in self.fleet.workers)
+
+
+def configured(text: str, urls: list[str]) -> Config:
+    entries = "".join(f'[[workers]]\nurl = "{url}"\n' for url in urls)
+    config = parse(f"{text}\n{entries}" if "[[workers]]" not in text else text)
+    return msgspec.structs.replace(
+        config, server=msgspec.structs.replace(config.server, port=0)
+    )
+
+
+@asynccontextmanager
+async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterator[OpenDoor]:
+    """Workers as fakes or URLs, beside what `config` says."""
+    urls = [worker if isinstance(worker, str) else worker.url for worker in workers]
+    made = configured(config, urls)
+    fleet = Fleet()
+    now = datetime.now(UTC)
+    fleet.apply(desired(made, (), State()), now)
+    for worker in fleet.workers:
+        for _ in range(fleet.thresholds.rise):
+            fleet.observe_probe(
+                worker, status=200, error=None, at=now, epoch=worker.machine.epoch
+            )
+    async with trio.open_nursery() as nursery:
+        door = Door(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
+        await nursery.start(door.run)
+        door.prepare(made)()
+        opened = OpenDoor(fleet, door)
+        yield opened
+        nursery.cancel_scope.cancel()
+    assert door.pump.failures == 0, "a connection of the door broke on an unexpected error"
+    assert opened.at_rest()

@@ -1,0 +1,119 @@
+import gc
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import trio
+
+from omni_proxy import root, supervise
+from omni_proxy.config.flags import Startup
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.launcher import Launcher
+from omni_proxy.watch.prober import Prober
+from omni_proxy.watch.reloader import Reloader
+from tests.promises.fleet_program import PATIENCE_SECS, chat, put, toml, workers
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(supervise, "FIRST_PAUSE_SECS", 0.02)
+    monkeypatch.setattr(root, "configure", lambda level, form: None)
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@asynccontextmanager
+async def house(tmp_path, fleet):
+    """The whole program, inside the test; yields a client of its door."""
+    file = tmp_path / "proxy.toml"
+    put(file, toml(fleet))
+    known = Fleet()
+    keeper = Keeper(Startup(file, {}, (), ""), known)
+    async with trio.open_nursery() as nursery:
+        built = root.House(keeper, known, tmp_path)
+        nursery.start_soon(built.run)
+        with trio.fail_after(PATIENCE_SECS):
+            while not built.door.addresses():
+                await trio.sleep(0.01)
+        base = f"http://{built.door.addresses()[0]}"
+        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=5) as client:
+            yield client
+        nursery.cancel_scope.cancel()
+
+
+async def until_shown(client, name, state) -> dict:
+    with trio.fail_after(PATIENCE_SECS):
+        while True:
+            answer = await client.get("/status")
+            rows = answer.json()["supervisors"] if answer.is_success else []
+            for row in rows:
+                if (row["name"], row["state"]) == (name, state):
+                    return row
+            await trio.sleep(0.01)
+
+
+def failing(room, monkeypatch, until: trio.Event):
+    """`room.run` breaks until `until` is set."""
+    real = room.run
+
+    async def run(self, task_status=trio.TASK_STATUS_IGNORED):
+        if not until.is_set():
+            raise RuntimeError("the disk is on fire")
+        await real(self, task_status=task_status)
+
+    monkeypatch.setattr(room, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("name", "room"), [("prober", Prober), ("launcher", Launcher), ("reloader", Reloader)]
+)
+async def test_a_failing_supervisor_is_shown_restarted_and_never_stops_the_door(
+    tmp_path, monkeypatch, name, room
+):
+    mended = trio.Event()
+    async with workers("one") as fleet:
+        failing(room, monkeypatch, mended)
+        async with house(tmp_path, fleet) as client:
+            row = await until_shown(client, name, "backing_off")
+            assert row["restarts"] >= 1
+            assert row["last_error"] == "RuntimeError: the disk is on fire"
+            answer = await client.post("/v1/chat/completions", json=chat())
+            assert answer.status_code in (200, 503)  # without a prober nobody is healthy
+            mended.set()
+            assert (await until_shown(client, name, "running"))["last_error"]
+            with trio.fail_after(PATIENCE_SECS):
+                while (await client.get("/ready")).status_code != 200:
+                    await trio.sleep(0.01)
+            answer = await client.post("/v1/chat/completions", json=chat())
+            assert answer.json() == {"worker": "one"}
+
+
+async def test_a_front_that_fails_comes_back_while_model_traffic_goes_on(tmp_path, monkeypatch):
+    broken, mended, real = trio.Event(), trio.Event(), root.serve
+
+    async def serve(app, path, *, task_status=trio.TASK_STATUS_IGNORED):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(real, app, path)
+            task_status.started()
+            await broken.wait()
+            if not mended.is_set():
+                raise RuntimeError("the front fell")
+
+    monkeypatch.setattr(root, "serve", serve)
+    async with workers("one") as fleet, house(tmp_path, fleet) as client:
+        with trio.fail_after(PATIENCE_SECS):
+            while (await client.get("/ready")).status_code != 200:
+                await trio.sleep(0.01)
+        broken.set()
+        with trio.fail_after(PATIENCE_SECS):
+            while (await client.get("/live")).status_code != 503:
+                await trio.sleep(0)
+        answer = await client.post("/v1/chat/completions", json=chat())
+        assert answer.json() == {"worker": "one"}
+        mended.set()
+        row = await until_shown(client, "front", "running")
+        assert row["restarts"] >= 1
+        assert row["last_error"] == "RuntimeError: the front fell"

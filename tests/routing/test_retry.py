@@ -1,0 +1,23 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.retry import may_retry, tries_allowed
+
+KNOWN = ("connect_failure", "reset_before_response")
+
+
+@given(st.integers(0, 10))
+def test_tries_are_counted_in_all_and_there_is_always_one(configured):
+    allowed = tries_allowed(configured)
+    made = 1
+    while may_retry("connect_failure", made, allowed, KNOWN):
+        made += 1
+    assert made == max(1, configured)
+
+
+@pytest.mark.parametrize("failure", ["timeout", "503", "broken_body", ""])
+def test_only_what_is_named_is_retried(failure):
+    assert not may_retry(failure, 1, 6, KNOWN)
+    assert may_retry("reset_before_response", 1, 6, KNOWN)
+    assert not may_retry("reset_before_response", 1, 6, ("connect_failure",))
