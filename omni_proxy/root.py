@@ -21,7 +21,9 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.door.core import Door
+from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.app import create_app
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.front.serving import serve
@@ -50,6 +52,15 @@ def run(startup: Startup) -> int:
     configure(keeper.config.server.log_level, keeper.config.server.log_format)
     with tempfile.TemporaryDirectory(prefix="omni-proxy-") as private:
         return trio.run(House(keeper, fleet, Path(private)).run)
+
+
+def _log_health(worker: Worker, before: Health) -> None:
+    now, why = worker.machine.state, worker.machine.last_error
+    level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
+    reason = f": {why}" if why and level == logging.WARNING else ""
+    _log.log(
+        level, "Worker %s health state changed from %s to %s%s", worker.url, before, now, reason
+    )
 
 
 class House:
@@ -87,6 +98,7 @@ class House:
             Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
         ]
+        fleet.watch_health(_log_health)
         keeper.prepare_with(self.door.prepare)
         keeper.subscribe(self._follow_config)
 

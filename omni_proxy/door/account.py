@@ -27,7 +27,8 @@ class Exchange:
 
     __slots__ = (
         "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "dialled_at",
-        "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key", "method", "need",
+        "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key", "last_worker",
+        "method", "need",
         "outcome", "phase", "pieces", "policy", "relayed", "request_id", "route", "started_at",
         "status", "stream", "target", "wait_at", "worker", "worker_seen",
     )  # fmt: skip
@@ -37,14 +38,15 @@ class Exchange:
         self.head_at = self.body_at = self.dialled_at = self.wait_at = self.first_at = 0.0
         self.ended_at = 0.0
         self.client = client
-        self.method = ""
-        self.target = ""
+        self.method = "-"  # until the head could be read
+        self.target = "-"
         self.request_id = ""
         self.idempotency_key = False
         self.route: Route | None = None
         self.need: Need | None = None
         self.policy = ""
         self.worker: Worker | None = None
+        self.last_worker: Worker | None = None  # of a try that is over
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
         self.admitted = False
@@ -72,22 +74,23 @@ class Exchange:
     def leave(self, *, succeeded: bool) -> None:
         """The try at the present worker is over."""
         worker, self.worker = self.worker, None
+        self.last_worker = worker or self.last_worker
         if worker is not None:
             worker.in_flight -= 1
             if self.route is not None:
                 counts = worker.succeeded if succeeded else worker.failed
                 counts[self.route.traffic] += 1
 
-    def end(self, outcome: str, by: str, error: str = "") -> None:
-        """Say how it ended; the first word stands."""
+    def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
+        """Say how it ended and where; the first word stands."""
         if not self.outcome:
-            self.outcome, self.ended_by, self.error = outcome, by, error
+            self.outcome, self.ended_by, self.error, self.phase = outcome, by, error, phase
 
 
 def settle(door: Door, exchange: Exchange, phase: str) -> None:
     """Close the books: `phase` is where the connection stood when the exchange ended."""
-    worker = exchange.worker
-    exchange.phase = phase
+    worker = exchange.worker or exchange.last_worker
+    exchange.phase = exchange.phase or phase
     exchange.ended_at = door.pump.now
     completed = exchange.outcome == "completed"
     exchange.leave(succeeded=completed and 0 < exchange.status < 400)
@@ -103,7 +106,7 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
 
 def diagnostics(mine: Exchange) -> bytes:
     """The response headers of omni-router.md 10, for answers of a worker or about one."""
-    worker = mine.worker
+    worker = mine.worker or mine.last_worker
     named = f"X-SGLang-Omni-Worker: {worker.id}\r\n" if worker is not None else ""
     text = (
         f"{named}X-SGLang-Omni-Request-ID: {mine.request_id}\r\n"
@@ -156,7 +159,11 @@ def access_text(line: bytes) -> bytes:
     said = " ".join(
         f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
     )
-    rest = " ".join(f"{key}={value}" for key, value in record.items() if value not in (None, "", 0))
+    rest = " ".join(
+        f"{key}={str(value).lower() if value is True else value}"
+        for key, value in record.items()
+        if value not in (None, "", 0)
+    )
     return f"{said} {rest}".encode()
 
 

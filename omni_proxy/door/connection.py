@@ -30,7 +30,7 @@ LINGER_BYTES: Final = 16 * 1024 * 1024
 class Connection(Task):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
-    __slots__ = ("deadline", "door", "exchange", "peer", "rest", "upstream")
+    __slots__ = ("deadline", "door", "exchange", "peer", "rest", "turn_at", "upstream")
 
     client: Conn
 
@@ -42,6 +42,7 @@ class Connection(Task):
         self.exchange: Exchange | None = None
         self.upstream: Conn | None = None  # closed with us unless its lane has taken it back
         self.deadline = inf  # of the whole exchange, whatever phase it is in
+        self.turn_at = self.pump.now  # when the present request's first byte came
         self.rest = b""  # read from the client, not yet consumed
 
     def counts_as_gone(self, mask: int) -> bool:
@@ -70,9 +71,11 @@ class Connection(Task):
             raw = await self._read_head()
         except Refusal as refusal:
             return await self._refuse_head(refusal)
+        except Expired:
+            return self.phase == "head" and await self._refuse_head(_late("head"))
         if raw is None:
             return False
-        mine = self.exchange = Exchange(self.pump.now, self.peer)
+        mine = self.exchange = Exchange(self.turn_at, self.peer)
         try:
             try:
                 return await exchanges.answer(self, mine, self.door.requests.judge(raw))
@@ -81,45 +84,43 @@ class Connection(Task):
             except Expired as expired:
                 return await self._refuse(mine, _late(str(expired)))
         except Gone:
-            mine.end("client_disconnected" if not mine.relayed else "stream_cancelled", "client")
+            ended = "stream_cancelled" if mine.relayed else "client_disconnected"
+            mine.end(ended, "client", phase=self.phase)
             raise
         finally:
             settle(self.door, mine, self.phase)
             self.exchange = None
 
     async def _read_head(self) -> bytes | None:
-        """The next head, whole; None where the client is done. Raises Refusal."""
+        """The next head, whole; None where the client is done. Raises Refusal, Expired."""
         limits, client = self.door.limits, self.client
         self.clock("idle", limits.client_idle)
         buffer = self.rest.lstrip(b"\r\n")  # RFC 9112 2.2: empty lines before a request
+        self.turn_at = self.pump.now
         searched = 0
-        try:
-            while True:
-                if buffer:
-                    end = find_end(buffer, searched)
-                    if end:
-                        self.rest = buffer[end:]
-                        return buffer[:end]
-                    if not searched:
-                        self.clock("head", limits.client_head)
-                    searched = len(buffer)
-                elif self.door.draining:
-                    return None
-                if not client.hot:
-                    self.awaits = client
-                    await pause()
-                piece = client.read(PIECE_BYTES)
-                if piece is None:
-                    continue
-                if not piece:
-                    return None
-                buffer = (buffer + piece).lstrip(b"\r\n") if not searched else buffer + piece
-        except Expired:
-            if self.phase == "idle":
+        if self.door.draining and not buffer:
+            return None
+        while True:
+            if buffer:
+                end = find_end(buffer, searched)
+                if end:
+                    self.rest = buffer[end:]
+                    return buffer[:end]
+                if not searched:
+                    self.clock("head", limits.client_head)
+                searched = len(buffer)
+            if not client.hot:
+                self.awaits = client
+                await pause()
+            piece = client.read(PIECE_BYTES)
+            if piece is None:
+                continue
+            if not piece:
                 return None
-            raise Refusal(
-                408, "the request's head did not arrive in time", "head_timeout", close=True
-            ) from None
+            if not buffer:
+                self.turn_at = self.pump.now
+                piece = piece.lstrip(b"\r\n")
+            buffer = buffer + piece if buffer else piece
 
     def body_at_hand(self, mine: Exchange, head: RequestHead, limit: int) -> bytes | None:
         """The body where it came along with its head, as most do. Raises Refusal 413."""
@@ -202,8 +203,7 @@ class Connection(Task):
 
     async def _refuse_head(self, refusal: Refusal) -> bool:
         """A head that can't be read is still an exchange in the logs."""
-        mine = Exchange(self.pump.now, self.peer)
-        mine.method, mine.target = "-", "-"
+        mine = Exchange(self.turn_at, self.peer)
         try:
             return await self._refuse(mine, refusal)
         finally:
@@ -213,7 +213,8 @@ class Connection(Task):
         """Answer it ourselves; the connection goes on where the request was read to its end."""
         worker_lines = diagnostics(mine) if mine.attempts else b""
         mine.status = refusal.status
-        mine.end("refused" if not mine.attempts else "upstream_error", "proxy", str(refusal.code))
+        outcome = "upstream_error" if mine.attempts else "refused"
+        mine.end(outcome, _whose(refusal), str(refusal.code), phase=self.phase)
         if mine.relayed:
             return False
         keep = not refusal.close and not self.door.draining
@@ -247,6 +248,14 @@ class Connection(Task):
 
 
 def _late(phase: str) -> Refusal:
-    if phase == "body":
-        return Refusal(408, "the request's body stopped coming", "body_timeout", close=True)
+    if phase in ("head", "body"):
+        message = f"the request's {phase} stopped coming before its end"
+        return Refusal(408, message, f"{phase}_timeout", close=True)
     return Refusal(504, f"time ran out in phase {phase}", "timeout", close=True)
+
+
+def _whose(refusal: Refusal) -> str:
+    """Who ended an exchange that we answer ourselves."""
+    if refusal.status in (502, 504):
+        return "worker"
+    return "client" if refusal.status == 408 else "proxy"

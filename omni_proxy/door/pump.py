@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import socket
 import struct
 import types
@@ -311,7 +312,7 @@ async def connect(task: Task, address: tuple[str, int] | str) -> Conn:
     code = sock.connect_ex(address)
     if code not in (0, errno.EINPROGRESS):
         sock.close()
-        raise OSError(code, errno.errorcode.get(code, "connect failed"))
+        raise OSError(code, os.strerror(code))
     conn = Conn(task.pump, sock, task)
     try:
         if code:
@@ -319,10 +320,10 @@ async def connect(task: Task, address: tuple[str, int] | str) -> Conn:
             await pause()
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                raise OSError(code, errno.errorcode.get(code, "connect failed"))
+                raise OSError(code, os.strerror(code))
         # A free port of our own range can be given to our own end: TCP's simultaneous open.
         if not isinstance(address, str) and sock.getsockname() == sock.getpeername():
-            raise OSError(errno.ECONNREFUSED, "ECONNREFUSED")
+            raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
         conn.close()
         raise

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Final
 from omni_proxy.door.account import Exchange, diagnostics
 from omni_proxy.door.pump import Conn, Expired, Gone, nested, pause
 from omni_proxy.door.upstream import PIECE_BYTES, Lane
-from omni_proxy.wire.answer import Answer, Framing, Unchunker, UpstreamGarbage, find_answer_end
+from omni_proxy.wire.answer import (
+    Answer,
+    Framing,
+    Unchunker,
+    UpstreamGarbage,
+    find_answer_end,
+    with_reason,
+)
 from omni_proxy.wire.errors import stream_error_event
 from omni_proxy.wire.head import RequestHead
 
@@ -208,7 +215,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
         if conn.phase == "client":
-            mine.end("client_stalled", "client", "the client stopped reading")
+            mine.end("client_stalled", "client", "the client stopped reading", phase="client")
             conn.client.close(reset=True)
             return False
         error = f"ReadTimeout: the worker fell silent (phase {expired})"
@@ -331,7 +338,7 @@ def _as_chunk(piece: bytes) -> bytes:
 def _head_bytes(
     mine: Exchange, answer: Answer, head: RequestHead, *, keep: bool, shape: _Shape | None
 ) -> bytes:
-    parts = [answer.lines]
+    parts = [answer.lines if mine.route is not None else with_reason(answer)]
     if mine.route is not None:
         parts.append(diagnostics(mine))
     if not answer.whole and not head.http_1_0 and answer.framing is not Framing.LENGTH:

@@ -59,7 +59,7 @@ async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
         try:
             await here.run(head)
         except Refusal as refusal:
-            mine.end("refused", "proxy", refusal.message)
+            mine.end("refused", "proxy", str(refusal.code))
             raise _Over(closing_code(refusal.status), refusal.message, refusal) from None
     except _Over as over:
         await here.part(over)

@@ -41,6 +41,7 @@ class Fleet:
         self._by_url: dict[str, Worker] = {}
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
+        self._health_watchers: list[Callable[[Worker, Health], None]] = []
 
     @property
     def workers(self) -> list[Worker]:
@@ -161,9 +162,15 @@ class Fleet:
         records = [worker.record() for worker in self._by_url.values()]
         return {"status": status, **self.counts(), "workers": records}
 
+    def watch_health(self, callback: Callable[[Worker, Health], None]) -> None:
+        """`callback(worker, before)` after each change of a worker's state."""
+        self._health_watchers.append(callback)
+
     def _after(self, worker: Worker, before: Health) -> None:
         if worker.machine.state is not before:
             self._changed()
+            for callback in self._health_watchers:
+                callback(worker, before)
 
     def _changed(self) -> None:
         self.revision += 1

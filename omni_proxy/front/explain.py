@@ -30,7 +30,8 @@ class ExplainRoutes:
         if route is None:
             raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
         need = inspect(route, await body_bytes(), _facts())
-        return reply(explain(self._rooms.fleet, need, self._rooms.door.policy))
+        door = self._rooms.door
+        return reply(explain(self._rooms.fleet, need, door.policy, door.voice_owner))
 
 
 def _facts() -> RequestFacts:

@@ -22,14 +22,6 @@ from omni_proxy.front.rooms import Rooms
 # Out of routing for one of these, a worker is still well: the fleet is not unhealthy for it.
 WEIGHT_HOLDS = frozenset(("updating", "paused", "uncertain"))
 PRIVATE = ("workers", "voice_routing")
-NO_VOICE_OWNER = {
-    "owner_worker_id": None,
-    "owner_url": None,
-    "owner_routable": False,
-    "registry_state": "unassigned",
-    "uploaded_voice_count": 0,
-    "last_refresh_error": None,
-}
 
 
 def _well(worker: Worker) -> bool:
@@ -60,8 +52,21 @@ class PoolRoutes:
         well = any(_well(worker) for worker in self._rooms.fleet.workers)
         summary = self._records.pool("healthy" if well else "unhealthy")
         summary["admission"] = self._rooms.door.admission()
-        summary["voice_routing"] = NO_VOICE_OWNER
+        summary["voice_routing"] = self._voice_routing()
         return self._summary(summary, 200 if well else 503)
+
+    def _voice_routing(self) -> dict[str, object]:
+        """The door notes the owner at the first upload; the voices themselves it doesn't count."""
+        rooms = self._rooms
+        owner = rooms.fleet.find(rooms.door.voice_owner)
+        return {
+            "owner_worker_id": owner.id if owner else None,
+            "owner_url": owner.url if owner else None,
+            "owner_routable": owner.routable if owner else False,
+            "registry_state": "ready" if owner else "unassigned",
+            "uploaded_voice_count": 0,
+            "last_refresh_error": None,
+        }
 
     async def status(self) -> Response:
         rooms = self._rooms

@@ -16,6 +16,7 @@ from quart import Quart, Response, request
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import Desired, State, with_added, with_deleted, with_switched
 from omni_proxy.config.schema import Config
+from omni_proxy.config.supported import not_yet
 from omni_proxy.config.url import dial_address, normalize_url
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.bodies import WorkerBody, judge_add, judge_patch, judge_switch
@@ -176,9 +177,12 @@ def _wanted_url(body: Mapping[str, object]) -> str:
             named = source.get(key)
             if isinstance(named, str) and named:
                 try:
-                    return normalize_url(named, allow_unix=False)
+                    url = normalize_url(named, allow_unix=False)
                 except ValueError as reason:
                     raise bad(f"url {reason}", "worker_url_refused") from None
+                if refused := not_yet("workers.url", url):
+                    raise bad(refused, "not_supported_yet")
+                return url
     raise bad("worker url is required")
 
 

@@ -113,10 +113,9 @@ def inspect(route: Route, body: bytes, facts: Facts) -> Need:
         if facts.hints:
             _apply_hints(need, facts.hints, source="JSON body")
     else:
-        if route.body is BodyKind.FORM:
-            _read_form(body, facts.content_type, need)
+        told = route.body is BodyKind.FORM and _read_form(body, facts.content_type, need)
         if facts.hints:
-            _apply_hints(need, facts.hints, source=None if need.model is None else "multipart form")
+            _apply_hints(need, facts.hints, source="multipart form" if told else None)
     return need
 
 
@@ -125,7 +124,7 @@ def decode(body: bytes) -> Payload:
     do."""
     try:
         return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
         value = json.loads(body)
@@ -192,8 +191,7 @@ def _present(value: object) -> bool:
 
 
 def _read(route: Route, payload: Payload, need: Need) -> None:
-    if isinstance(payload.model, str) and payload.model:
-        need.model = payload.model
+    need.model = _named(payload.model)
     if isinstance(payload.request_id, str):
         need.request_id = payload.request_id
     need.stream = payload.stream is True
@@ -206,6 +204,13 @@ def _read(route: Route, payload: Payload, need: Need) -> None:
         need.mask |= _parts(payload.messages)
     if route.traffic.startswith("speech") and _has_reference(payload):
         need.mask |= AUDIO
+
+
+def _named(model: object) -> str | None:
+    """A model's name. JSON can spell lone surrogates, which no log and no answer could hold."""
+    if not isinstance(model, str) or not model:
+        return None
+    return model if model.isascii() else model.encode("utf-8", "replace").decode()
 
 
 def _media(payload: Payload) -> int:
@@ -253,23 +258,21 @@ def _read_batch(payload: Payload, need: Need) -> None:
     if need.stream:
         raise _bad("stream is not supported for batch speech requests")
     items = payload.items if isinstance(payload.items, list) else []
-    models = {
-        item["model"] if isinstance(item.get("model"), str) and item["model"] else need.model
-        for item in items
-        if isinstance(item, dict)
-    }
+    models = {_named(item.get("model")) or need.model for item in items if isinstance(item, dict)}
     if len(models) > 1:
         raise _bad("speech batch items must resolve to one model for router forwarding")
     if models:
         need.model = models.pop()
 
 
-def _read_form(body: bytes, content_type: bytes, need: Need) -> None:
+def _read_form(body: bytes, content_type: bytes, need: Need) -> bool:
+    """Whether the form told anything."""
     found = form_fields(body, content_type)
     need.model = found.get("model") or None
     if found.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
         need.stream = True
         need.mask |= STREAMING
+    return bool(found)
 
 
 def _apply_hints(need: Need, hints: dict[bytes, bytes], *, source: str | None) -> None:

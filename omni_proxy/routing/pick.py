@@ -119,7 +119,7 @@ _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 def _steps(need: Need) -> Iterator[_Step]:
     yield (
         "no_capable_worker",
-        lambda _: "no worker can do " + ", ".join(need.capabilities),
+        lambda left: "no worker can do " + _missing(left, need),
         lambda left: [worker for worker in left if worker.mask & need.mask == need.mask],
     )
     yield (
@@ -150,6 +150,15 @@ def _steps(need: Need) -> Iterator[_Step]:
         lambda _: "every worker that could take it is at its max_inflight",
         lambda left: [worker for worker in left if has_room(worker)],
     )
+
+
+def _missing(workers: list[Worker], need: Need) -> str:
+    """What nobody has; else all that is wanted, which nobody has together."""
+    had = 0
+    for worker in workers:
+        had |= worker.mask
+    lacking = need.mask & ~had
+    return ", ".join(names_in(lacking)) or "all of " + ", ".join(need.capabilities)
 
 
 def _each(words: Iterable[Iterable[str]]) -> str:

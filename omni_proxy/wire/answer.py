@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from http import HTTPStatus
 
 import httptools
 
@@ -202,3 +203,13 @@ class Unchunker:
         payload = b"".join(self._payload)
         self._payload.clear()
         return payload
+
+
+def with_reason(answer: Answer) -> bytes:
+    """Its lines with the usual reason phrase where a server (Hypercorn) sends an empty one."""
+    bare = b"HTTP/1.1 %d \r\n" % answer.status
+    if not answer.lines.startswith(bare):
+        return answer.lines
+    reasons = HTTPStatus.__members__.values()
+    reason = next((known.phrase for known in reasons if known == answer.status), "")
+    return bare[:-2] + reason.encode() + b"\r\n" + answer.lines[len(bare) :]

@@ -1,4 +1,5 @@
 import pytest
+
 from tests.front.house import A, B, build_house, entry
 
 

@@ -75,6 +75,7 @@ class DoorStandIn:
     def __init__(self):
         self.policy = build("round_robin", lambda: 0.0)
         self.draining = False
+        self.voice_owner = ""
 
     def status(self):
         return {"connections": 0}

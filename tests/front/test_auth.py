@@ -1,8 +1,8 @@
 import pytest
-from tests.front.house import A, build_house, entry
 
 from omni_proxy.config.schema import Admin, Config
 from omni_proxy.front.auth import needs_key
+from tests.front.house import A, build_house, entry
 
 CLOSED = """
 GET /status  GET /config  POST /reload  POST /explain  GET /explain  GET /engine_metrics

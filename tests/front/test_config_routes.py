@@ -1,6 +1,5 @@
-from tests.front.house import A, Outcome, build_house, entry
-
 from omni_proxy.config.problem import ConfigError, Problem
+from tests.front.house import A, Outcome, build_house, entry
 
 
 async def test_the_configuration_is_shown_with_its_revision_and_without_keys():

@@ -1,4 +1,5 @@
 import pytest
+
 from tests.front.house import A, B
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'

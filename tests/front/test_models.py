@@ -3,10 +3,10 @@ import json
 import httpx
 import pytest
 import trio
-from tests.front.house import A, B, build_house, entry
 
 from omni_proxy.config.schema import Health
 from omni_proxy.front import models
+from tests.front.house import A, B, build_house, entry
 
 
 @pytest.fixture

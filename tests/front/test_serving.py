@@ -2,9 +2,9 @@ import json
 
 import pytest
 import trio
-from tests.front.house import A, build_house, entry
 
 from omni_proxy.front.serving import serve
+from tests.front.house import A, build_house, entry
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@ import json
 from urllib.parse import quote
 
 import pytest
-from tests.front.house import NOW, A, B, build_house, entry
 
 from omni_proxy.front import workers
 from omni_proxy.watch.resolver import RefusedAddress
+from tests.front.house import NOW, A, B, build_house, entry
 
 C = "http://127.0.0.1:8013"
 ID_A = quote(A, safe="")

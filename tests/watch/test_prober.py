@@ -1,11 +1,11 @@
 import httpx
 import pytest
 import trio
-from tests.watch.prober_world import NOW, URL, build_world
 
 from omni_proxy.fleet.health import Thresholds
 from omni_proxy.watch import prober as prober_module
 from omni_proxy.watch.prober import Prober
+from tests.watch.prober_world import NOW, URL, build_world
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import trio
-from tests.watch.prober_world import NOW, URL, build_world, desired
 
 from omni_proxy.watch import prober as prober_module
 from omni_proxy.watch import resolver
+from tests.watch.prober_world import NOW, URL, build_world, desired
 
 
 @pytest.fixture

@@ -1,0 +1,129 @@
+import pytest
+import trio
+
+from tests.promises.clients import CHAT, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import LAST_CHUNK, answering, chunk, counted, fake_workers
+
+SMALL = "[server]\nmax_payload_size = 64\n[server.timeouts]\nclient_body_secs = 0.05"
+BARE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
+CHUNKED = BARE + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture
+async def worker():
+    async with fake_workers(answering(counted(b"{}"))) as (made,):
+        yield made
+
+
+async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):
+    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+        await client.send(BARE + b"content-length: 65\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (413, "close")
+        assert b"payload too large" in answer.body
+        assert await client.until_closed() == b""
+    assert worker.requests == []
+
+
+async def test_a_client_that_goes_on_sending_a_refused_body_still_reads_the_413(worker):
+    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+        body = bytes(1_000_000)
+        await client.send(BARE + b"content-length: %d\r\n\r\n" % len(body), body)
+        assert (await client.answer()).status == 413
+
+
+async def test_a_chunked_body_past_the_limit_is_413_as_soon_as_it_is_known(worker):
+    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+        await client.send(CHUNKED, chunk(bytes(60)), b"5\r\n")
+        assert (await client.answer()).status == 413
+        assert await client.until_closed() == b""
+    assert worker.requests == []
+
+
+async def test_bodies_at_the_limit_pass(worker):
+    body = CHAT.ljust(64)
+    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+        await client.send(post(body))
+        assert (await client.answer()).status == 200
+        await client.send(CHUNKED, chunk(body[:10]), chunk(body[10:]), LAST_CHUNK)
+        assert (await client.answer()).status == 200
+    assert [sent for _, sent in worker.requests] == [body, body]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        BARE + b"content-length: 20\r\n\r\n{",
+        CHUNKED,
+        CHUNKED + b"14\r\n{",
+        CHUNKED + chunk(CHAT) + b"0\r\n",
+    ],
+    ids=["declared", "no chunk", "in a chunk", "in the trailer"],
+)
+async def test_a_body_that_stops_is_408(worker, sent):
+    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+        await client.send(sent)
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (408, "close")
+        assert await client.until_closed() == b""
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"zz\r\n",
+        b"-5\r\n",
+        b"0x5\r\n",
+        b"1" * 5000,
+        b"5;" + b"x" * 5000,
+        b"3\r\nabcd\r\n",
+        b"3\r\nabc\n",
+        b"3\nabc\r\n",
+        b"0\r\n" + b"x: y\r\n" * 5000 + b"\r\n",
+    ],
+    ids=["word", "minus", "prefix", "huge", "extension", "long", "lf", "bare lf", "trailer"],
+)
+async def test_broken_chunks_are_refused_and_never_reach_the_worker(worker, sent):
+    async with open_door(worker) as opened, opened.client() as client:
+        await client.send(CHUNKED, sent)
+        answer = await client.answer()
+        assert answer.status in (400, 413)
+        assert await client.until_closed() == b""
+    assert worker.requests == []
+
+
+async def test_a_client_that_leaves_in_its_body_costs_nothing(worker):
+    async with open_door(worker, config=SMALL) as opened:
+        async with opened.client() as client:
+            await client.send(BARE + b"content-length: 20\r\n\r\n{")
+        with trio.fail_after(10):
+            await opened.door.drained()
+        assert opened.at_rest()
+        assert opened.last["outcome"] == "client_disconnected"
+    assert worker.requests == []
+
+
+async def test_100_continue_is_answered_at_once(worker):
+    async with open_door(worker) as opened, opened.client() as client:
+        await client.send(BARE + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(CHAT))
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(CHAT)
+        answer = await client.answer()
+        assert (answer.status, answer.interim) == (200, [])
+    assert worker.requests == [("POST /v1/chat/completions HTTP/1.1", CHAT)]
+    assert "expect" not in dict(worker.calls[0].fields)
+
+
+async def test_a_body_too_large_is_refused_without_100(worker):
+    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+        await client.send(BARE + b"expect: 100-continue\r\ncontent-length: 65\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.interim) == (413, [])
+
+
+async def test_a_client_that_does_not_wait_for_100_is_served_too(worker):
+    async with open_door(worker) as opened, opened.client() as client:
+        await client.send(post(CHAT, "expect: 100-continue"))
+        assert (await client.answer()).status == 200

@@ -1,0 +1,158 @@
+import pytest
+import trio
+
+from tests.promises.clients import CHAT, STREAMED, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    LAST_CHUNK,
+    PATIENCE_SECS,
+    SSE_HEAD,
+    chunk,
+    counted,
+    fake_workers,
+)
+
+
+class Watched:
+    """A script that sends `first` and then waits for the door to hang up."""
+
+    def __init__(self, first: bytes = b"") -> None:
+        self.first = first
+        self.asked = trio.Event()
+        self.left = trio.Event()
+
+    async def __call__(self, call):
+        if self.first:
+            await call.send(self.first)
+        self.asked.set()
+        await call.until_left()
+        self.left.set()
+
+
+async def until(event):
+    with trio.fail_after(PATIENCE_SECS):
+        await event.wait()
+
+
+async def leave(client, how):
+    match how:
+        case "reset":
+            client.reset()
+        case "close":
+            client.close()
+        case "fin":
+            await client.stream.send_eof()
+
+
+@pytest.mark.parametrize("how", ["fin", "close", "reset"])
+async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(how):
+    script = Watched()
+    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            await client.send(post())
+            await until(script.asked)
+            assert (opened.door.in_flight, opened.fleet.workers[0].in_flight) == (1, 1)
+            await leave(client, how)
+            await until(script.left)
+        assert opened.at_rest()
+        assert opened.failures() == [0]
+        assert opened.last["outcome"] == "client_disconnected"
+        assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "wait")
+    assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize("how", ["fin", "close", "reset"])
+async def test_a_client_that_leaves_mid_stream_frees_the_worker_at_once(how):
+    script = Watched(SSE_HEAD + chunk(b"data: one\n\n"))
+    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            await client.send(post(STREAMED))
+            await client.until(b"data: one\n\n")
+            await leave(client, how)
+            await until(script.left)
+        assert opened.at_rest()
+        assert opened.failures() == [0]
+        assert opened.last["outcome"] == "stream_cancelled"
+        assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "relay")
+
+
+async def test_a_client_that_leaves_is_not_tried_again_elsewhere():
+    first, second = Watched(), Watched()
+    async with fake_workers(first, second) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(post())
+            await until(first.asked)
+        await until(first.left)
+        assert opened.at_rest()
+    assert not second.asked.is_set()
+
+
+async def test_a_client_that_leaves_with_requests_in_the_pipe_frees_the_worker():
+    script = Watched()
+    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            await client.send(post(), post())
+            await until(script.asked)
+        await until(script.left)
+        assert opened.at_rest()
+    assert len(worker.requests) == 1
+
+
+class Released:
+    """A script that answers once it may."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+        self.asked = trio.Event()
+        self.may = trio.Event()
+
+    async def __call__(self, call):
+        self.asked.set()
+        for piece in self.pieces:
+            await self.may.wait()
+            await call.send(piece)
+
+
+LISTENS_ON = '[server]\nhalf_close = "answer"'
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(counted(b"{}"),), (SSE_HEAD, chunk(b"{}"), LAST_CHUNK)],
+    ids=["unary", "stream"],
+)
+async def test_a_half_closed_client_gets_its_answer_where_the_operator_says_so(pieces):
+    script = Released(*pieces)
+    async with fake_workers(script) as (worker,), open_door(worker, config=LISTENS_ON) as opened:
+        async with opened.client() as client:
+            await client.send(post())
+            await client.stream.send_eof()
+            await until(script.asked)
+            script.may.set()
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, b"{}")
+            assert await client.until_closed() == b""
+        assert opened.last["outcome"] == "completed"
+    assert worker.requests == [("POST /v1/chat/completions HTTP/1.1", CHAT)]
+
+
+async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_served():
+    script = Watched()
+    async with fake_workers(script) as (worker,), open_door(worker, config=LISTENS_ON) as opened:
+        async with opened.client() as client:
+            await client.send(post())
+            await until(script.asked)
+            client.reset()
+            await until(script.left)
+        assert opened.at_rest()
+
+
+async def test_a_broken_client_mid_stream_frees_the_worker_even_where_half_closed_is_served():
+    script = Watched(SSE_HEAD + chunk(b"data: one\n\n"))
+    async with fake_workers(script) as (worker,), open_door(worker, config=LISTENS_ON) as opened:
+        async with opened.client() as client:
+            await client.send(post(STREAMED))
+            await client.until(b"data: one\n\n")
+            client.reset()
+            await until(script.left)
+        assert opened.at_rest()

@@ -1,0 +1,84 @@
+import socket
+
+import pytest
+import trio
+
+from tests.promises.clients import STREAMED, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import CHUNKED_HEAD, PATIENCE_SECS, SSE_HEAD, chunk, fake_workers
+
+# What the kernel may hold in four socket buffers, with room to spare; the worker offers more.
+MOST_IN_TRANSIT = 32 * 1024 * 1024
+PIECE = chunk(bytes(65536))
+
+
+class Flood:
+    """A worker that sends for as long as anybody takes it."""
+
+    def __init__(self, head: bytes) -> None:
+        self.head = head
+        self.sent = 0
+        self.cut = trio.Event()
+
+    async def __call__(self, call):
+        await call.send(self.head)
+        try:
+            while self.sent < 2 * MOST_IN_TRANSIT:
+                await call.send(PIECE)
+                self.sent += len(PIECE)
+        except trio.BrokenResourceError:
+            self.cut.set()
+
+
+@pytest.mark.parametrize("head", [CHUNKED_HEAD, SSE_HEAD], ids=["chunked", "sse"])
+async def test_a_client_that_never_reads_is_cut_and_never_fills_our_memory(head):
+    flood = Flood(head)
+    impatient = "[server.timeouts]\nidle_secs = 0.3"
+    async with fake_workers(flood) as (worker,), open_door(worker, config=impatient) as opened:
+        async with opened.client() as client:
+            client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            await client.send(post(STREAMED))
+            with trio.fail_after(PATIENCE_SECS):
+                await flood.cut.wait()
+            assert flood.sent < MOST_IN_TRANSIT
+            assert opened.at_rest()
+            assert (opened.last["outcome"], opened.last["ended_by"]) == ("client_stalled", "client")
+            assert opened.last["bytes_out"] < MOST_IN_TRANSIT
+            assert opened.failures() == [0]
+
+
+async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
+    total = 8 * 1024 * 1024
+    payload = bytes(range(256)) * (total // 256)
+
+    async def script(call):
+        await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        await call.send(payload)
+
+    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await client.send(post())
+            answer = await client.answer()
+            assert answer.body == payload
+        assert opened.last["outcome"] == "completed"
+
+
+async def test_a_stuck_reader_holds_up_nobody_else():
+    flood = Flood(CHUNKED_HEAD)
+    stuck_until = trio.Event()
+
+    async def second(call):
+        await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with fake_workers(flood, second) as made, open_door(*made) as opened:
+        async with opened.client() as stuck:
+            await stuck.send(post(STREAMED))
+            await stuck.until(b"\r\n\r\n")
+            async with opened.client() as client:
+                for _ in range(2):
+                    await client.send(post())
+                    if (await client.answer()).body == b"{}":
+                        stuck_until.set()
+                        break
+        assert stuck_until.is_set()
