@@ -59,12 +59,12 @@ class Exchange:
         self.error = ""
         self.phase = ""
 
-    def take(self, worker: Worker) -> None:
-        """A try at this worker begins."""
+    def take(self, worker: Worker, *, noted: bool) -> None:
+        """A try at this worker begins; `noted`: the route log wants to know how it stood."""
         self.worker = worker
+        if noted:
+            self.worker_seen = (worker.machine.state.value, worker.disabled, worker.routable)
         self.attempts += 1
-        machine = worker.machine
-        self.worker_seen = (machine.state.value, worker.disabled, worker.routable)
         worker.in_flight += 1
         if worker.in_flight > worker.peak_in_flight:
             worker.peak_in_flight = worker.in_flight

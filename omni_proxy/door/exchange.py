@@ -8,10 +8,11 @@ head, broken bodies, and relayed 502 and 504; of nothing else, and never of a cl
 from __future__ import annotations
 
 import os
+from collections.abc import Coroutine
 from datetime import UTC, datetime
 from math import inf
 from random import getrandbits
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_proxy.door import relay, speech
 from omni_proxy.door.account import Exchange
@@ -21,7 +22,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import inspect
 from omni_proxy.routing.pick import choose
 from omni_proxy.routing.retry import may_retry, tries_allowed
-from omni_proxy.routing.table import Place, Route, WrongMethod, match
+from omni_proxy.routing.table import Place, WrongMethod, match
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import HINT_PREFIX, RequestHead, drop_fields
 
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
 TELLING_STATUSES = (502, 504)  # a worker that says these speaks of its own health
 
 
-async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
-    """Have it answered; whether the connection may go on. Raises Refusal, Expired, Gone."""
+def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any, Any, bool]:
+    """What will answer it; its result says whether the connection may go on.
+
+    Both this and that raise Refusal, that also Expired and Gone. No coroutine itself: this frame
+    would be resumed through at every event.
+    """
     mine.head_at = conn.pump.now
     mine.method, mine.target, path = head.words
     try:
@@ -44,23 +49,29 @@ async def answer(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
             close=bool(head.length), detail="Method Not Allowed",
         ).with_headers(("allow", allowed)) from None  # fmt: skip
     if route is None:
-        return await _by_front(conn, mine, head)
+        return _by_front(conn, mine, head)
     mine.route = route
     mine.idempotency_key = head.idempotency_key
     if route.websocket:
-        return await speech.session(conn, mine, head)  # admits when it can say no in its own way
+        return speech.session(conn, mine, head)  # admits when it can say no in its own way
     conn.door.admit(mine, unread=bool(head.length))
     limit = conn.door.limits.max_body
     body = conn.body_at_hand(mine, head, limit)
     if body is None:
-        body = await conn.read_body(mine, head, limit)
-    _inspect(mine, route, head, body)
-    if conn.client.ended and conn.door.half_close_aborts:
-        raise Gone
-    return await _by_worker(conn, mine, head, body)
+        return _when_read(conn, mine, head)
+    return _inspected(conn, mine, head, body)
 
 
-def _inspect(mine: Exchange, route: Route, head: RequestHead, body: bytes) -> None:
+async def _when_read(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
+    body = await conn.read_body(mine, head, conn.door.limits.max_body)
+    return await _inspected(conn, mine, head, body)
+
+
+def _inspected(
+    conn: Connection, mine: Exchange, head: RequestHead, body: bytes
+) -> Coroutine[Any, Any, bool]:
+    route = mine.route
+    assert route is not None
     need = mine.need = inspect(route, body, head)
     mine.stream = need.stream
     mine.request_id = (
@@ -68,6 +79,9 @@ def _inspect(mine: Exchange, route: Route, head: RequestHead, body: bytes) -> No
         or _printable(need.request_id)
         or f"{getrandbits(128):032x}"
     )
+    if conn.client.ended and conn.door.half_close_aborts:
+        raise Gone
+    return _by_worker(conn, mine, head, body)
 
 
 def _printable(text: str) -> str:
@@ -92,7 +106,7 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
             worker = choose(door.fleet, need, door.policy, tried=tried, owner=door.voice_owner)
         except Refusal as nobody:
             raise last or nobody from None  # the failed try says more than "nobody is left"
-        mine.take(worker)
+        mine.take(worker, noted=door.route_log is not None)
         way = (door.lane(worker), _lines_for(worker, head), body)
         try:
             first = await relay.ask(conn, mine, head, way)

@@ -40,7 +40,7 @@ async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> t
             worker = choose(door.fleet, need, door.policy, tried=tried, owner=door.voice_owner)
         except Refusal as nobody:
             raise last or _numbered(nobody) from None
-        mine.take(worker)
+        mine.take(worker, noted=door.route_log is not None)
         try:
             return await _open(conn, mine, head, worker)
         except TryFailed as failed:

@@ -54,7 +54,7 @@ class _Broke(Exception):
 
 @dataclass(slots=True)
 class First:
-    """The head of an answer, and the bytes of its body that came along."""
+    """The head of an answer, and what came along of its body, already fed to it."""
 
     lane: Lane
     up: Conn
@@ -148,7 +148,7 @@ async def _ask_on(
             answer = conn.door.answers.read(buffer[:end], to_head=to_head)
             buffer = buffer[end:]
             if answer.status >= 200:
-                return First(lane, up, answer, buffer, all_sent)
+                return First(lane, up, answer, answer.feed(buffer) if buffer else b"", all_sent)
             if answer.status == 101:
                 raise UpstreamGarbage("an upgrade that nobody asked for")
             end = find_answer_end(buffer) if buffer else 0
@@ -210,7 +210,9 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
         if not answer.whole:
             await nested(_pieces(conn, mine, first, shape))
         if shape is not None and shape.last:
-            await conn.write(conn.client, shape.last)
+            sent = _put(conn.client, shape.last)
+            if sent < len(shape.last):
+                await _rest(conn, shape.last, sent)
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
@@ -235,7 +237,7 @@ def _start(
     """The head with whatever of the body came along, for one write; the clock of what follows."""
     limits = conn.door.limits
     top, shape = out
-    piece = first.answer.feed(first.piece) if first.piece else b""
+    piece = first.piece
     mine.relayed = True
     if piece:
         mine.first_at = conn.pump.now

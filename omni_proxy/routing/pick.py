@@ -69,14 +69,20 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -
         reasons.append(f"serves the model {worker.model!r}, not {need.model!r}")
     if not has_room(worker):
         reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
-    if need.place is Place.VOICE_OWNER:
-        if owner and worker.url != owner:
-            reasons.append("does not keep the uploaded voices")
-        elif not owner and "audio_input" not in worker.capabilities:
-            reasons.append("lacks audio_input, which keeping voices needs")
     if need.place is Place.NAMED and fleet.get(need.worker) is not worker:
         reasons.append("is not the worker that the request names")
+    if need.place is Place.VOICE_OWNER:
+        reasons += _against_as_keeper(fleet, worker, need, owner)
     return reasons
+
+
+def _against_as_keeper(fleet: Fleet, worker: Worker, need: Need, owner: str) -> list[str]:
+    if owner:
+        return [] if worker.url == owner else ["does not keep the uploaded voices"]
+    if "audio_input" not in worker.capabilities:
+        return ["lacks audio_input, which keeping voices needs"]
+    first = _placed(fleet, need, fleet.candidates(need.model, need.mask), owner)
+    return ["is not the first that could keep voices"] if first and worker not in first else []
 
 
 def _model_counts(fleet: Fleet, need: Need) -> bool:
