@@ -107,12 +107,11 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
 def diagnostics(mine: Exchange) -> bytes:
     """The response headers of omni-router.md 10, for answers of a worker or about one."""
     worker = mine.worker or mine.last_worker
-    named = f"X-SGLang-Omni-Worker: {worker.id}\r\n" if worker is not None else ""
-    text = (
-        f"{named}X-SGLang-Omni-Request-ID: {mine.request_id}\r\n"
-        f"X-SGLang-Omni-Route-Attempt: {mine.attempts}\r\n"
+    return b"%bX-SGLang-Omni-Request-ID: %b\r\nX-SGLang-Omni-Route-Attempt: %d\r\n" % (
+        worker.route_line if worker is not None else b"",
+        mine.request_id.encode("latin-1", "replace"),
+        mine.attempts,
     )
-    return text.encode("latin-1", "replace")
 
 
 def _ms(later: float, earlier: float) -> float | None:

@@ -178,6 +178,8 @@ class Connection(Task):
             if not conn.hot:
                 self.awaits = conn
                 await pause()
+            elif self.had_its_turn():
+                await pause()
             piece = conn.read(size)
             if piece is not None:
                 return piece

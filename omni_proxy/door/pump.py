@@ -35,6 +35,7 @@ NEWS: Final = EPOLLIN | LEFT
 
 LINGER_SECS: Final = 0.004  # sleeping here saves trio's park and wake (20 us) on a busy door
 SLICE_SECS: Final = 0.002  # then trio gets a turn
+READS_PER_TURN: Final = 16  # of one connection whose peer always has more
 POLITE_ROUNDS: Final = 4  # trio's count of runnable tasks can't see those of our own batch
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
@@ -135,7 +136,9 @@ EITHER: Final = object()  # in `awaits`: an event of any socket of the task
 class Task:
     """One coroutine that the pump resumes. `due` is its one clock, `phase` what it is doing."""
 
-    __slots__ = ("_coro", "_outer", "awaits", "began", "client", "due", "phase", "pump")
+    __slots__ = ("_coro", "_outer", "awaits", "began", "client", "due", "phase", "pump",
+        "reads",
+    )  # fmt: skip
 
     client: Conn | None
 
@@ -146,6 +149,7 @@ class Task:
         self.due = inf
         self.phase = "start"
         self.began = pump.now
+        self.reads = 0  # since it was last resumed, without a pause
         self._coro: Coroutine[Any, Any, Any] | None = None
         self._outer: list[Coroutine[Any, Any, Any]] = []  # those that wait in `nested`
 
@@ -161,6 +165,15 @@ class Task:
         self.pump.tasks.add(self)
         self.step()
 
+    def had_its_turn(self) -> bool:
+        """True after many reads without a pause; then it is resumed again once `pause()` was
+        awaited: a peer that always has more must not keep the others waiting."""
+        self.reads += 1
+        if self.reads < READS_PER_TURN:
+            return False
+        self.pump.again(self)
+        return True
+
     def throw(self, error: BaseException) -> None:
         self.step(error)
 
@@ -172,6 +185,7 @@ class Task:
         """Run until the next `pause`, or to the end."""
         if self._coro is None:
             return
+        self.reads = 0
         value: object = None
         while (coro := self._coro) is not None:
             try:
@@ -228,6 +242,7 @@ class Pump:
         self._set = epoll()
         self._slots: dict[int, Slot] = {}
         self._doomed: list[socket.socket] = []
+        self._again: list[Task] = []  # those that gave their turn up though they could go on
         self._last_yield = self.now
         self._polite = 0
 
@@ -240,6 +255,11 @@ class Pump:
             with contextlib.suppress(OSError, ValueError):  # ValueError: the pump has ended
                 self._set.unregister(fd)
         self._doomed.append(sock)
+
+    def again(self, task: Task) -> None:
+        """Resume it after everybody else had a turn."""
+        task.awaits = None
+        self._again.append(task)
 
     def part(self, task: Task) -> None:
         """A coroutine has ended."""
@@ -261,9 +281,10 @@ class Pump:
             task_status.started()
             while True:
                 events = self._set.poll(0)
-                if not events and not self.front_exchanges and not self._others_runnable():
+                idle = not events and not self._again
+                if idle and not self.front_exchanges and not self._others_runnable():
                     events = self._set.poll(LINGER_SECS)
-                if not events:
+                if not events and not self._again:
                     self._last_yield = monotonic()
                     await trio.lowlevel.wait_readable(self._set.fileno())
                     continue
@@ -283,6 +304,10 @@ class Pump:
             slot = slots.get(fd)
             if slot is not None:
                 slot.on_event(mask)
+        if self._again:
+            again, self._again = self._again, []
+            for task in again:
+                task.step()
         if self._doomed:
             self.settle()
 

@@ -61,6 +61,7 @@ class First:
     answer: Answer
     piece: bytes
     all_sent: bool
+    bodiless: bool  # it ended with its head
 
 
 async def ask(
@@ -148,10 +149,20 @@ async def _ask_on(
             answer = conn.door.answers.read(buffer[:end], to_head=to_head)
             buffer = buffer[end:]
             if answer.status >= 200:
-                return First(lane, up, answer, answer.feed(buffer) if buffer else b"", all_sent)
+                return _first(lane, up, answer, buffer, all_sent=all_sent)
             if answer.status == 101:
                 raise UpstreamGarbage("an upgrade that nobody asked for")
             end = find_answer_end(buffer) if buffer else 0
+
+
+def _first(lane: Lane, up: Conn, answer: Answer, came: bytes, *, all_sent: bool) -> First:
+    bodiless = answer.whole
+    if bodiless:
+        answer.excess = bool(came)  # nobody's: handed on, it could be taken for an answer
+        came = b""
+    elif came:
+        came = answer.feed(came)
+    return First(lane, up, answer, came, all_sent, bodiless)
 
 
 def _send(up: Conn, request: list[bytes]) -> bool:
@@ -199,9 +210,9 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
         mine.stream = True
         conn.deadline = inf
     keep = head.keep_alive and not conn.door.draining
-    shape = _shape(answer, head)
+    shape = _shape(first, head)
     keep &= shape is None or shape.ends
-    top = _head_bytes(mine, answer, head, keep=keep, shape=shape)
+    top = _head_bytes(mine, first, head, keep=keep)
     try:
         top = _start(conn, mine, first, (top, shape))
         sent = _put(conn.client, top)
@@ -257,6 +268,8 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
     while not answer.whole:
         if not up.hot:
             conn.awaits = up
+            await pause()
+        elif conn.had_its_turn():
             await pause()
         try:
             piece = up.read(PIECE_BYTES)
@@ -322,9 +335,10 @@ class _Shape:
         self.ends = ends  # the client can tell the end without our closing
 
 
-def _shape(answer: Answer, head: RequestHead) -> _Shape | None:
+def _shape(first: First, head: RequestHead) -> _Shape | None:
     """None for the usual case: the very bytes of the worker go on."""
-    if answer.whole or answer.framing is Framing.LENGTH:
+    answer = first.answer
+    if first.bodiless or answer.framing is Framing.LENGTH:
         return None
     if answer.framing is Framing.CHUNKED:
         return _Shape(Unchunker().feed, b"", ends=False) if head.http_1_0 else None
@@ -337,13 +351,12 @@ def _as_chunk(piece: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
-def _head_bytes(
-    mine: Exchange, answer: Answer, head: RequestHead, *, keep: bool, shape: _Shape | None
-) -> bytes:
+def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) -> bytes:
+    answer = first.answer
     parts = [answer.lines if mine.route is not None else with_reason(answer)]
     if mine.route is not None:
         parts.append(diagnostics(mine))
-    if not answer.whole and not head.http_1_0 and answer.framing is not Framing.LENGTH:
+    if not first.bodiless and not head.http_1_0 and answer.framing is not Framing.LENGTH:
         parts.append(b"transfer-encoding: chunked\r\n")
     if not keep:
         parts.append(b"connection: close\r\n")

@@ -36,6 +36,7 @@ class Worker:
         "origin",
         "peak_in_flight",
         "registered_at",
+        "route_line",
         "routed",
         "succeeded",
         "url",
@@ -46,6 +47,7 @@ class Worker:
         self.url = entry.url
         self.id = worker_id(entry.url)
         self.display_id = display_id(entry.url)
+        self.route_line = f"X-SGLang-Omni-Worker: {self.id}\r\n".encode("ascii")
         self.address: tuple[str, int] | str = dial_address(entry.url)
         self.machine = HealthMachine(now)
         self.registered_at = now
