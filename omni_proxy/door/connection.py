@@ -109,8 +109,7 @@ class Connection(Task):
                 if not searched:
                     self.clock("head", limits.client_head)
                 searched = len(buffer)
-            if not client.hot:
-                self.awaits = client
+            if self.waits_for(client):
                 await pause()
             piece = client.read(PIECE_BYTES)
             if piece is None:
@@ -175,10 +174,7 @@ class Connection(Task):
     async def more(self, conn: Conn, size: int = PIECE_BYTES) -> bytes:
         """What comes next; b"" at the peer's end. Raises OSError for a broken connection."""
         while True:
-            if not conn.hot:
-                self.awaits = conn
-                await pause()
-            elif self.had_its_turn():
+            if self.waits_for(conn):
                 await pause()
             piece = conn.read(size)
             if piece is not None:

@@ -165,9 +165,15 @@ class Task:
         self.pump.tasks.add(self)
         self.step()
 
-    def had_its_turn(self) -> bool:
-        """True after many reads without a pause; then it is resumed again once `pause()` was
-        awaited: a peer that always has more must not keep the others waiting."""
+    def waits_for(self, conn: Conn) -> bool:
+        """Whether `pause()` has to come before the next read of `conn`.
+
+        Also true, now and then, where there is more to read: a peer that always has more must not
+        keep the other connections waiting.
+        """
+        if not conn.hot:
+            self.awaits = conn
+            return True
         self.reads += 1
         if self.reads < READS_PER_TURN:
             return False

@@ -131,8 +131,7 @@ async def _ask_on(
         conn.clock("wait", limit)
     buffer = b""
     while True:
-        if not up.hot:
-            conn.awaits = up
+        if conn.waits_for(up):
             await pause()
         try:
             piece = up.read(PIECE_BYTES)
@@ -266,10 +265,7 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
     idle = conn.door.limits.idle
     while not answer.whole:
-        if not up.hot:
-            conn.awaits = up
-            await pause()
-        elif conn.had_its_turn():
+        if conn.waits_for(up):
             await pause()
         try:
             piece = up.read(PIECE_BYTES)

@@ -129,7 +129,7 @@ class Program:
             return found
 
     async def arrive(self) -> None:
-        url = (await self.says(r"listening on (http://\S+)"))[1]
+        url = (await self.says(r"listening on (http:[^\s\"]+)"))[1]
         self.client.base_url = httpx.URL(url)
         await self.until("/live", lambda told: told.get("status") == "alive")
 

@@ -79,7 +79,7 @@ async def test_a_body_that_stops_is_408(worker, sent):
         b"1" * 5000,
         b"5;" + b"x" * 5000,
         b"3\r\nabcd\r\n",
-        b"3\r\nabc\n",
+        b"3\r\nabc\n0\r\n\r\n",
         b"3\nabc\r\n",
         b"0\r\n" + b"x: y\r\n" * 5000 + b"\r\n",
     ],

@@ -97,9 +97,7 @@ async def test_a_killed_replica_is_out_at_once_restarted_probed_and_back(file):
     async with program("--config", file) as running:
         first, second = await until_ready(running)
         os.kill(first["pid"], signal.SIGKILL)
-        told = await running.until(
-            "/workers", lambda told: not told["workers"][0]["routable"]
-        )
+        told = await running.until("/workers", lambda told: not told["workers"][0]["routable"])
         lost = told["workers"][0]
         assert "SIGKILL" in lost["last_error"]
         assert lost["held_by"] == ["launch"]
@@ -154,9 +152,7 @@ def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
         if not stream:
             text = told.choices[0].message.content
         else:
-            text = "".join(
-                chunk.choices[0].delta.content or "" for chunk in told if chunk.choices
-            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in told if chunk.choices)
         return text, asked.headers["x-sglang-omni-worker"]
 
 

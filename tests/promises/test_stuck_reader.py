@@ -57,7 +57,7 @@ async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
 
     async with fake_workers(script) as (worker,), open_door(worker) as opened:
         async with opened.client() as client:
-            client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
             await client.send(post())
             answer = await client.answer()
             assert answer.body == payload

@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import trio
+import trio.lowlevel
 
 from omni_proxy import root, supervise
 from omni_proxy.config.flags import Startup
@@ -110,7 +111,7 @@ async def test_a_front_that_fails_comes_back_while_model_traffic_goes_on(tmp_pat
         broken.set()
         with trio.fail_after(PATIENCE_SECS):
             while (await client.get("/live")).status_code != 503:
-                await trio.sleep(0)
+                await trio.lowlevel.checkpoint()
         answer = await client.post("/v1/chat/completions", json=chat())
         assert answer.json() == {"worker": "one"}
         mended.set()

@@ -30,9 +30,7 @@ def test_no_broken_form_makes_it_raise(pieces):
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["model", "stream", "file", "other"]), words, st.booleans())
-    )
+    st.lists(st.tuples(st.sampled_from(["model", "stream", "file", "other"]), words, st.booleans()))
 )
 def test_the_first_plain_field_of_each_name_wins(fields):
     body = form(*(part(name, value.encode(), file=file) for name, value, file in fields))
@@ -75,5 +73,7 @@ def test_values_and_heads_are_bounded():
 
 
 def test_a_form_that_was_cut_off_tells_what_came_whole():
-    body = part("stream", b"1") + b'--XyZ\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhi'
+    body = (
+        part("stream", b"1") + b'--XyZ\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhi'
+    )
     assert form_fields(body, TYPE) == {"stream": "1"}

@@ -1,0 +1,3 @@
+from tests.door.pumping import pump, wires
+
+__all__ = ["pump", "wires"]

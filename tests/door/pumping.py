@@ -1,0 +1,70 @@
+"""A pump that runs, and tasks made of a plain coroutine function."""
+
+import socket
+
+import pytest
+import trio
+
+from omni_proxy.door.pump import Conn, Pump, Task, pause
+
+
+class Scripted(Task):
+    """Runs `script(self)`; counts as ended once its `finally` ran."""
+
+    def __init__(self, pump: Pump, script) -> None:
+        super().__init__(pump)
+        self.script = script
+        self.ended = trio.Event()
+
+    async def serve(self) -> None:
+        try:
+            await self.script(self)
+        finally:
+            self.ended.set()
+
+    async def wait_for(self, awaited) -> None:
+        """Until there is something to read: that a socket is writable is an event, too."""
+        self.awaits = awaited
+        await pause()
+        while isinstance(awaited, Conn) and not awaited.hot:
+            await pause()
+
+
+class Wires:
+    """Socket pairs: our end in the pump, the far end in the hands of the test."""
+
+    def __init__(self, pump: Pump) -> None:
+        self.pump = pump
+        self._ends: list[tuple[Conn, socket.socket]] = []
+
+    def conn(self, task: Task | None) -> tuple[Conn, socket.socket]:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        self._ends.append((Conn(self.pump, near, task), far))
+        return self._ends[-1]
+
+    def close(self) -> None:
+        for conn, far in self._ends:
+            conn.close()
+            far.close()
+        self.pump.settle()
+
+
+async def until(holds) -> None:
+    with trio.fail_after(10):
+        while not holds():  # noqa: ASYNC110  an epoll set rings no bell here
+            await trio.sleep(0.001)
+
+
+@pytest.fixture
+async def pump(nursery):
+    made = Pump()
+    await nursery.start(made.run)
+    return made
+
+
+@pytest.fixture
+def wires(pump):
+    made = Wires(pump)
+    yield made
+    made.close()

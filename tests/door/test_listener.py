@@ -1,0 +1,128 @@
+import errno
+import socket
+
+import pytest
+
+from omni_proxy.door.listener import ACCEPTS_PER_EVENT, Listener, open_socket
+from tests.door.pumping import until
+
+
+class Reluctant:
+    """A listening socket whose next accepts fail as told."""
+
+    def __init__(self, sock: socket.socket, *numbers: int) -> None:
+        self._sock, self.numbers = sock, list(numbers)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+    def accept(self):
+        if self.numbers:
+            number = self.numbers.pop(0)
+            raise OSError(number, "told to fail")
+        return self._sock.accept()
+
+
+@pytest.fixture
+def sock():
+    opened = open_socket("127.0.0.1", 0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def guests():
+    came: list[tuple[socket.socket, str]] = []
+    yield came
+    for guest, _ in came:
+        guest.close()
+
+
+@pytest.fixture
+def call(sock):
+    callers = []
+
+    def dial():
+        callers.append(socket.create_connection(sock.getsockname()))
+        return callers[-1]
+
+    yield dial
+    for caller in callers:
+        caller.close()
+
+
+async def test_each_connection_is_welcomed_with_its_peer(pump, sock, guests, call):
+    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    caller = call()
+    await until(lambda: guests)
+    (guest, peer), = guests  # fmt: skip
+    host, port = caller.getsockname()
+    assert (peer, listener.address.rpartition(":")[0]) == (f"{host}:{port}", "127.0.0.1")
+    assert (guest.getblocking(), guest.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) == (
+        False, 1,
+    )  # fmt: skip
+    listener.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_at_its_limit_it_pauses_says_so_once_and_goes_on_at_the_next_sweep(
+    pump, sock, guests, call, caplog, number
+):
+    reluctant = Reluctant(sock, number, number)
+    listener = Listener(pump, reluctant, lambda *guest: guests.append(guest))
+    call()
+    await until(lambda: len(reluctant.numbers) == 1)
+    listener.sweep()
+    assert (reluctant.numbers, guests) == ([], [])
+    assert caplog.text.count("stops accepting for a moment") == 1
+    listener.sweep()
+    assert len(guests) == 1
+    call()
+    await until(lambda: len(guests) == 2)
+    listener.close()
+
+
+async def test_a_caller_that_left_before_its_turn_stops_nobody(pump, sock, guests, call):
+    reluctant = Reluctant(sock, errno.ECONNABORTED)
+    listener = Listener(pump, reluctant, lambda *guest: guests.append(guest))
+    call()
+    await until(lambda: guests)
+    listener.close()
+
+
+async def test_a_crowd_is_let_in_by_portions(pump, sock, guests, call):
+    for _ in range(ACCEPTS_PER_EVENT + 3):
+        call()
+    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    await until(lambda: guests)
+    assert len(guests) == ACCEPTS_PER_EVENT
+    listener.sweep()
+    assert len(guests) == ACCEPTS_PER_EVENT + 3
+    listener.close()
+
+
+async def test_a_closed_listener_lets_nobody_in(pump, sock, guests, call):
+    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    listener.close()
+    pump.settle()
+    listener.sweep()
+    with pytest.raises(OSError):
+        call()
+    assert guests == []
+
+
+def test_what_cannot_be_bound_leaves_nothing_open(sock):
+    for place in (sock.getsockname(), ("192.0.2.1", 0), ("no.such.host.invalid", 0)):
+        with pytest.raises(OSError):
+            open_socket(*place)
+
+
+async def test_an_ipv6_address_is_shown_in_brackets(pump):
+    try:
+        opened = open_socket("::1", 0)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    listener = Listener(pump, opened, lambda *_: None)
+    assert listener.address.startswith("[::1]:")
+    listener.close()
+    pump.settle()

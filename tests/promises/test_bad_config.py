@@ -1,0 +1,150 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.promises.clients import CHAT
+from tests.promises.fakes import PATIENCE_SECS, answering, counted, fake_workers
+from tests.promises.fleet_program import program, put, toml, urls
+
+# What is appended to a good file, and what is said of it: key path, reason, cure.
+BAD_ENDS = {
+    "unknown key": ("[routing]\npolcy = 'random'", "routing.polcy", "unknown key", "`policy`"),
+    "unknown table": ("[sever]\nport = 1", "sever", "unknown key", "`server`"),
+    "wrong type": ("[routing]\nmax_total_retries = 'six'", "routing.max_total_retries", "int", ""),
+    "out of range": ("[routing]\nmax_total_retries = -1", "routing.max_total_retries", "-1", ""),
+    "unknown choice": ("[routing]\npolicy = 'randm'", "routing.policy", "randm", "`random`"),
+    "duplicate worker": (
+        "[[workers]]\nurl = 'http://LOCALHOST:80'\n[[workers]]\nurl = 'http://localhost'",
+        "workers[2].url", "http://localhost:80", "",
+    ),
+    "metadata address": (
+        "[[workers]]\nurl = 'http://169.254.169.254'", "workers[1].url", "link-local", "",
+    ),
+    "no toml": ("[routing\npolicy = 'random'", "", "", ""),
+    "not yet": ("[routing]\npolicy = 'prefix_hash'", "routing.policy", "not supported yet", ""),
+}  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+async def worker():
+    async with fake_workers(answering(counted(b"{}"))) as (made,):
+        yield made
+
+
+async def refused_start(*words):
+    """What a start that is refused says."""
+    command = [sys.executable, "-m", "omni_proxy", *map(str, words)]
+    with trio.fail_after(PATIENCE_SECS):
+        ended = await trio.run_process(
+            command, capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT
+        )
+    assert ended.returncode == 2
+    said = ended.stdout.decode()
+    assert "Traceback" not in said
+    assert "listening" not in said
+    return said
+
+
+def check(said, file, text, case):
+    """The line that names file, line, key path, reason and cure."""
+    end, path, reason, cure = case
+    found = re.search(rf"^{re.escape(str(file))}:(\d+): (.*)$", said, re.MULTILINE)
+    assert found, said
+    first = text.count("\n", 0, text.rindex(end)) + 1
+    assert first <= int(found[1]) <= first + end.count("\n")
+    assert found[2].startswith(path)
+    assert reason.lower() in found[2].lower()
+    assert cure in found[2]
+
+
+@pytest.mark.parametrize("name", ["unknown key", "wrong type", "duplicate worker", "no toml"])
+async def test_a_bad_file_stops_the_start_and_binds_nothing(tmp_path, worker, name):
+    file = tmp_path / "proxy.toml"
+    text = toml([worker]) + BAD_ENDS[name][0] + "\n"
+    put(file, text)
+    check(await refused_start("--config", file), file, text, BAD_ENDS[name])
+
+
+async def test_every_problem_is_told_at_once(tmp_path, worker):
+    file = tmp_path / "proxy.toml"
+    put(file, toml([worker]) + "[routing]\npolcy = 1\nmodel = 2\n[admin]\nkey = 3\n")
+    said = await refused_start("--config", file)
+    assert [path in said for path in ("routing.polcy", "routing.model", "admin.key")] == [True] * 3
+
+
+@pytest.mark.parametrize("what", ["missing", "folder", "bytes", "empty name"])
+async def test_a_file_that_cannot_be_read_stops_the_start(tmp_path, what):
+    file = tmp_path / "proxy.toml"
+    if what == "folder":
+        file.mkdir()
+    elif what == "bytes":
+        file.write_bytes(b"[server]\nport = 0 # \xff\xfe\n")
+    elif what == "empty name":
+        file = Path()
+    said = await refused_start("--config", file)
+    assert str(file) in said
+
+
+async def test_a_bad_flag_stops_the_start():
+    said = await refused_start("--worker-urls", "http://127.0.0.1:99999", "--policy", "rnd")
+    assert "99999" in said or "rnd" in said
+
+
+async def test_a_bad_file_at_a_reload_changes_nothing_and_its_error_stands_until_it_is_mended(
+    tmp_path, worker
+):
+    file = tmp_path / "proxy.toml"
+    good = toml([worker])
+    put(file, good)
+    async with program("--config", file) as running:
+        await running.until_routable(worker)
+        before = (await running.told("/config"))["config"]
+        for case in BAD_ENDS.values():
+            text = f"{good}{case[0]}\n"
+            put(file, text)
+            refused = await running.client.post("/reload")
+            assert refused.status_code == 422
+            for path in ("/config", "/status"):
+                last = (await running.told(path))["last_reload"]
+                assert last["outcome"] == "refused"
+                check(last["error"]["message"], file, text, case)
+            told = await running.told("/config")
+            assert (told["config"], told["revision"]) == (before, 1)
+            assert urls(await running.told("/workers")) == [worker.url]
+            assert (await running.ask()).status_code == 200
+            put(file, good)
+            assert (await running.client.post("/reload")).status_code == 200
+            for path in ("/config", "/status"):
+                assert "error" not in (await running.told(path))["last_reload"]
+        assert running.log.count("refused, the running one stays") >= len(BAD_ENDS)
+
+
+async def test_what_http_changes_does_not_hide_that_the_file_is_bad(tmp_path, worker):
+    file = tmp_path / "proxy.toml"
+    put(file, toml([worker]))
+    async with program("--config", file) as running:
+        put(file, "[server]\nprt = 1\n")
+        assert (await running.client.post("/reload")).status_code == 422
+        added = await running.client.post("/workers", json={"url": "http://127.0.0.1:1"})
+        assert added.status_code == 200
+        assert "error" in (await running.told("/config"))["last_reload"]
+        assert len(urls(await running.told("/workers"))) == 2
+
+
+async def test_a_file_that_is_emptied_at_a_reload_is_taken_at_its_word(tmp_path, worker):
+    file = tmp_path / "proxy.toml"
+    put(file, toml([worker]))
+    async with program("--config", file, "--port", "0") as running:
+        await running.until_routable(worker)
+        put(file, "")
+        assert (await running.client.post("/reload")).status_code == 200
+        assert urls(await running.told("/workers")) == []
+        refused = await running.client.post(
+            "/v1/chat/completions", content=CHAT, headers={"content-type": "application/json"}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_workers")

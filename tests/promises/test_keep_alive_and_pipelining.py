@@ -1,0 +1,203 @@
+import pytest
+import trio
+import trio.testing
+
+from tests.promises.clients import CHAT, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    CHUNKED_HEAD,
+    LAST_CHUNK,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    hanging_up_after,
+)
+
+CHUNKED = CHUNKED_HEAD + chunk(b"he") + chunk(b"llo") + LAST_CHUNK
+CLOSING = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
+
+
+async def echo(call):
+    """The body, counted or chunked in turn."""
+    if len(call.body) % 2:
+        await call.send(CHUNKED_HEAD, chunk(call.body), LAST_CHUNK)
+    else:
+        await call.send(counted(call.body))
+
+
+def old(body=CHAT, *fields):
+    return post(body, *fields).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+
+
+async def test_both_sides_keep_their_connections():
+    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            for _ in range(20):
+                await client.send(post())
+                answer = await client.answer()
+                assert (answer.status, answer.one("connection")) == (200, None)
+        assert opened.door.accepted == 1
+    assert [len(worker.requests), len(worker.calls)] == [20, 1]
+
+
+async def test_clients_one_after_another_share_the_workers_connection():
+    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+        for _ in range(3):
+            async with opened.client() as client:
+                await client.send(post())
+                assert (await client.answer()).status == 200
+    assert len(worker.calls) == 1
+
+
+async def test_pipelined_requests_are_answered_in_their_order():
+    bodies = [b'{"messages": [], "n": %b}' % (b"1" * number) for number in range(1, 30)]
+    async with fake_workers(echo, echo) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(*map(post, bodies))
+            assert [(await client.answer()).body for _ in bodies] == bodies
+    assert sum(len(worker.requests) for worker in made) == len(bodies)
+
+
+async def test_a_pipelined_request_waits_for_the_one_before():
+    may = trio.Event()
+
+    async def script(call):
+        if b"first" in call.body:
+            await may.wait()
+        await call.send(counted(call.body))
+
+    first, second = b'{"id": "first"}', b'{"id": "second"}'
+    async with fake_workers(script, script) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(post(first), post(second))
+            async with opened.client() as other:
+                await other.send(post())
+                assert (await other.answer()).status == 200
+            assert [len(worker.requests) for worker in made] == [1, 1]
+            may.set()
+            assert [(await client.answer()).body for _ in range(2)] == [first, second]
+
+
+async def test_a_request_may_be_torn_anywhere():
+    sent = post() + post(b'{"messages": [], "x": 1}')
+    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+        for torn in range(1, len(sent), 7):
+            async with opened.client() as client:
+                await client.send(sent[:torn])
+                await trio.testing.wait_all_tasks_blocked()
+                await client.send(sent[torn:])
+                assert (await client.answer()).body == CHAT
+                assert (await client.answer()).body == b'{"messages": [], "x": 1}'
+
+
+async def test_connection_close_is_kept_to():
+    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            await client.send(post(CHAT, "connection: close"), post())
+            answer = await client.answer()
+            assert (answer.body, answer.one("connection")) == (CHAT, "close")
+            assert await client.until_closed() == b""
+    assert len(worker.requests) == 1
+
+
+async def test_a_worker_that_closes_each_time_is_dialled_each_time():
+    script = hanging_up_after(counted(b"{}", "connection: close"))
+    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            for _ in range(3):
+                await client.send(post())
+                answer = await client.answer()
+                assert (answer.status, answer.one("connection")) == (200, None)
+        assert opened.failures() == [0]
+    assert len(worker.calls) == 3
+
+
+@pytest.mark.parametrize(
+    "script",
+    [answering(counted(b"hello")), answering(CHUNKED), hanging_up_after(CLOSING)],
+    ids=["counted", "chunked", "closing"],
+)
+async def test_an_http_1_0_client_gets_its_answer_plain_and_then_the_end(script):
+    async with fake_workers(script) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(old())
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, b"hello")
+            assert answer.one("transfer-encoding") is None
+            assert await client.until_closed() == b""
+        assert opened.last["outcome"] == "completed"
+
+
+async def test_an_http_1_0_client_may_keep_its_connection():
+    async with fake_workers(answering(counted(b"hello"))) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                await client.send(old(CHAT, "connection: keep-alive"))
+                answer = await client.answer()
+                assert (answer.body, answer.one("connection")) == (b"hello", "keep-alive")
+
+
+async def test_an_http_1_0_client_that_keeps_alive_is_told_of_the_end_of_a_chunked_answer():
+    async with fake_workers(answering(CHUNKED)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(old(CHAT, "connection: keep-alive"))
+            answer = await client.answer()
+            assert (answer.body, answer.one("connection")) == (b"hello", "close")
+
+
+async def test_an_http_1_0_client_without_a_host_is_served():
+    async with fake_workers(echo) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(old().replace(b"host: door\r\n", b""))
+            assert (await client.answer()).body == CHAT
+
+
+async def test_a_refusal_of_head_has_no_body_and_the_connection_goes_on():
+    async with fake_workers(echo) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n", post())
+            answer = await client.answer("HEAD")
+            assert (answer.status, answer.body) == (405, b"")
+            assert int(answer.one("content-length")) > 0
+            assert (await client.answer()).body == CHAT
+
+
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+async def test_answers_without_a_body_end_at_their_head(status):
+    lengthless = f"HTTP/1.1 {status}\r\nx-a: b\r\n\r\n".encode()
+    async with fake_workers(answering(lengthless)) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                await client.send(post())
+                answer = await client.answer()
+                assert (answer.status, answer.body) == (int(status[:3]), b"")
+                assert answer.one("transfer-encoding") is None
+    assert len(worker.calls) == 1
+
+
+async def test_interim_answers_of_a_worker_do_not_confuse_the_final_one():
+    hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
+    async with fake_workers(answering(hints, counted(b"{}"))) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                await client.send(post())
+                answer = await client.answer()
+                assert (answer.status, answer.body) == (200, b"{}")
+
+
+async def test_a_refused_request_with_a_whole_body_leaves_the_connection_good():
+    async with fake_workers(echo) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(post(b"no json"), post())
+            assert (await client.answer()).status == 400
+            assert (await client.answer()).body == CHAT
+
+
+async def test_an_answer_that_comes_whole_with_its_head_keeps_its_framing():
+    async with fake_workers(answering(CHUNKED)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                await client.send(post())
+                answer = await client.answer()
+                assert (answer.body, answer.one("transfer-encoding")) == (b"hello", "chunked")

@@ -1,0 +1,141 @@
+import json
+import shutil
+
+import pytest
+import trio
+
+from tests.promises.clients import STREAMED, Truncated, post
+from tests.promises.door_alone import Lines, open_door
+from tests.promises.fakes import (
+    LAST_CHUNK,
+    PATIENCE_SECS,
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    hanging_up_after,
+    resetting,
+)
+from tests.promises.fleet_program import program, put, toml
+
+ROUTE_KEYS = {
+    "timestamp", "event", "request_id", "method", "path", "model", "stream",
+    "required_capabilities", "worker_id", "worker_url", "policy", "worker_state",
+    "worker_health_state", "worker_disabled", "worker_routable", "attempt", "status_code",
+    "duration_s", "ttfb_s", "request_bytes", "response_bytes", "completed", "client_disconnected",
+    "error_type", "idempotency_key_present",
+}  # fmt: skip
+GOOD_STREAM = answering(SSE_HEAD, chunk(b"data: one\n\n"), LAST_CHUNK)
+
+
+async def routed(script, request):
+    """What the route log says of this request."""
+    async with fake_workers(script) as made, open_door(*made) as opened:
+        opened.door.route_log = lines = Lines()
+        async with opened.client() as client:
+            await client.send(request)
+            try:
+                await client.answer()
+            except Truncated:
+                pass
+        (record,) = lines.records
+        worker = opened.fleet.workers[0]
+        assert (record["worker_id"], record["worker_url"]) == (worker.id, worker.url)
+        return record
+
+
+async def test_a_routed_request_leaves_one_line_with_every_key():
+    body = b'{"model": "m", "messages": []}'
+    request = post(body, "x-request-id: r-1", "idempotency-key: k", path="/v1/chat/completions?q=1")
+    record = await routed(answering(counted(b"{}")), request)
+    assert set(record) >= ROUTE_KEYS
+    assert list(record) == sorted(record)
+    told = {key: record[key] for key in ROUTE_KEYS if not key.startswith("worker_")}
+    assert told.pop("duration_s") >= told.pop("ttfb_s") >= 0
+    assert told.pop("timestamp").endswith("+00:00")
+    assert told == {
+        "event": "request_complete", "request_id": "r-1", "method": "POST",
+        "path": "/v1/chat/completions", "model": "m", "stream": False,
+        "required_capabilities": ["chat"], "policy": "round_robin", "attempt": 1,
+        "status_code": 200, "request_bytes": len(body), "response_bytes": 2, "completed": True,
+        "client_disconnected": False, "error_type": None, "idempotency_key_present": True,
+    }  # fmt: skip
+    assert (record["worker_state"], record["worker_routable"]) == ("healthy", True)
+
+
+async def test_a_stream_leaves_its_line_at_its_end():
+    record = await routed(GOOD_STREAM, post(STREAMED))
+    assert (record["event"], record["completed"]) == ("stream_complete", True)
+    assert record["required_capabilities"] == ["chat", "streaming"]
+
+
+async def test_a_broken_stream_says_so():
+    record = await routed(hanging_up_after(SSE_HEAD, chunk(b"data: one\n\n")), post(STREAMED))
+    assert (record["event"], record["completed"]) == ("stream_error", False)
+    assert record["error_type"]
+    assert record["status_code"] == 200
+
+
+async def test_a_request_that_no_worker_answered_is_routed_all_the_same():
+    record = await routed(resetting, post())
+    # After the third failure the worker is out of routing.
+    assert (record["completed"], record["status_code"], record["attempt"]) == (False, 502, 3)
+
+
+async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
+    async with fake_workers(GOOD_STREAM) as made, open_door(*made) as opened:
+        opened.door.route_log = lines = Lines()
+        async with opened.client() as client:
+            await client.send(post(b"no json"))
+            assert (await client.answer()).status == 400
+        assert lines.records == []
+        assert (opened.last["status"], opened.last["outcome"]) == (400, "refused")
+        assert opened.last["ended_by"] == "proxy"
+
+
+async def test_a_line_of_the_access_log_has_the_time_to_each_phase():
+    async with fake_workers(GOOD_STREAM) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(post(STREAMED, "x-request-id: r-2"))
+            await client.answer()
+        line = opened.last
+    times = [line[f"{phase}_ms"] for phase in ("head", "body", "connect", "answer", "total")]
+    assert times == sorted(times)
+    assert line["first_ms"] >= line["answer_ms"]
+    assert (line["outcome"], line["status"], line["stream"]) == ("completed", 200, True)
+    assert (line["request_id"], line["bytes_in"]) == ("r-2", len(STREAMED))
+
+
+async def until_lines(file, wanted):
+    with trio.fail_after(PATIENCE_SECS):
+        while not file.exists() or len(file.read_text().splitlines()) < wanted:
+            await trio.sleep(0.02)
+    return file.read_text().splitlines()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_deleting_the_log_folder_fails_no_request(tmp_path, form):
+    logs = tmp_path / "logs"
+    access, route = logs / "access.log", logs / "route.jsonl"
+    more = f'access_log = "{access}"\nroute_log = "{route}"\nlog_format = "{form}"'
+    file = tmp_path / "proxy.toml"
+    async with fake_workers(answering(counted(b"{}"))) as made:
+        put(file, toml(made, more=more))
+        async with program("--config", file) as running:
+            await running.until_routable(*made)
+            assert (await running.ask()).status_code == 200
+            (record,) = map(json.loads, await until_lines(route, 1))
+            assert set(record) >= ROUTE_KEYS
+            asked = [line for line in await until_lines(access, 1) if "/v1/chat" in line]
+            if form == "json":
+                assert json.loads(asked[0])["status"] == 200
+            else:
+                assert " POST /v1/chat/completions 200 completed " in asked[0]
+            shutil.rmtree(logs)
+            for _ in range(3):
+                assert (await running.ask()).status_code == 200
+            await running.says("cannot write to")
+            logs.mkdir()
+            assert (await running.ask()).status_code == 200
+            await until_lines(route, 1)

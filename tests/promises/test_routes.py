@@ -1,0 +1,231 @@
+import json
+
+import pytest
+import trio
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from tests.promises.clients import CHAT, STREAMED, client_of, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import answering, counted, fake_workers
+from tests.promises.fleet_program import program, put, toml
+
+FORM = (
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+)
+FORM_KIND = "content-type: multipart/form-data; boundary=b"
+GET = b"GET %b HTTP/1.1\r\nhost: door\r\n\r\n"
+REQUESTS = {
+    "chat": (post(CHAT), {"chat"}),
+    "chat stream": (post(STREAMED), {"chat", "streaming"}),
+    "completions": (post(b'{"prompt": "a"}', path="/v1/completions"), {"chat"}),
+    "embeddings": (post(b'{"input": "a"}', path="/v1/embeddings"), {"chat"}),
+    "generate": (post(b'{"text": "a"}', path="/generate"), {"chat"}),
+    "image part": (
+        post(b'{"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}'),
+        {"chat", "image_input"},
+    ),
+    "audio part": (
+        post(b'{"messages": [{"content": [{"type": "input_audio", "input_audio": {}}]}]}'),
+        {"chat", "audio_input"},
+    ),
+    "video part": (
+        post(b'{"messages": [{"content": [{"type": "video_url", "video_url": {"url": "x"}}]}]}'),
+        {"chat", "video_input"},
+    ),
+    "audio out": (
+        post(b'{"messages": [], "modalities": ["text", "audio"]}'),
+        {"chat", "audio_output"},
+    ),
+    "speech": (post(b'{"input": "a"}', path="/v1/audio/speech"), {"speech"}),
+    "speech batch": (post(b'{"items": []}', path="/v1/audio/speech/batch"), {"speech"}),
+    "transcription": (
+        post(FORM, path="/v1/audio/transcriptions", kind=FORM_KIND), {"audio_input"},
+    ),
+    "translation": (post(FORM, path="/v1/audio/translations", kind=FORM_KIND), {"audio_input"}),
+    "voices": (GET % b"/v1/audio/voices", {"speech", "audio_input"}),
+    "voice upload": (
+        post(FORM, path="/v1/audio/voices", kind=FORM_KIND), {"speech", "audio_input"},
+    ),
+    "voice deletion": (
+        post(b"", path="/v1/audio/voices/bob", method="DELETE"), {"speech", "audio_input"},
+    ),
+}  # fmt: skip
+
+
+def entry(url, capabilities, more=""):
+    return f'[[workers]]\nurl = "{url}"\ncapabilities = {json.dumps(sorted(capabilities))}\n{more}\n'
+
+
+@pytest.fixture
+async def pair():
+    async with fake_workers(*[answering(counted(b"{}"))] * 2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
+    request, needs = REQUESTS[name]
+    able, other = pair
+    for lacking in sorted(needs):
+        del able.requests[:]
+        config = entry(other.url, set(CAPABILITIES) - {lacking}) + entry(able.url, needs)
+        async with open_door(config=config) as opened, opened.client() as client:
+            for _ in range(2):
+                await client.send(request)
+                answer = await client.answer()
+                assert answer.status == 200
+                assert answer.one("x-sglang-omni-worker") == opened.fleet.workers[1].id
+        assert len(able.requests) == 2
+        assert able.requests[0][0] == request.decode("latin-1").partition("\r\n")[0]
+    assert other.requests == []
+
+
+async def test_the_outcome_of_speech_is_asked_of_the_worker_that_is_named(pair):
+    async with open_door(*pair) as opened, opened.client() as client:
+        for worker in (*opened.fleet.workers, *opened.fleet.workers):
+            named = f"x-sglang-omni-route-worker: {worker.id}"
+            await client.send(post(b"", named, path="/v1/audio/speech/r-1", method="GET"))
+            answer = await client.answer("GET")
+            assert answer.one("x-sglang-omni-worker") == worker.id
+        await client.send(GET % b"/v1/audio/speech/r-1")
+        assert (await client.answer("GET")).status == 400
+        await client.send(post(b"", named[:-1], path="/v1/audio/speech/r-1", method="GET"))
+        assert (await client.answer("GET")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/generate", "POST"),
+        ("DELETE", "/v1/audio/voices", "GET, POST"),
+        ("POST", "/v1/audio/voices/bob", "DELETE"),
+        ("POST", "/v1/audio/speech/r-1", "GET"),
+    ],
+)
+async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path, allowed):
+    async with open_door(*pair) as opened, opened.client() as client:
+        await client.send(f"{method} {path} HTTP/1.1\r\nhost: door\r\n\r\n".encode(), post())
+        answer = await client.answer(method)
+        assert (answer.status, answer.one("allow")) == (405, allowed)
+        told = json.loads(answer.body)
+        assert told["detail"] == "Method Not Allowed"
+        assert told["error"]["code"] == "method_not_allowed"
+        assert (await client.answer()).status == 200
+    assert sum(len(worker.requests) for worker in pair) == 1
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"text"', b"no json", b'{"messages": [],}', b"\xff\xfe\xfd"]
+)
+async def test_a_body_that_is_no_json_object_never_reaches_a_worker(pair, body):
+    path = "/v1/audio/speech" if not body else "/v1/chat/completions"
+    async with open_door(*pair) as opened, opened.client() as client:
+        await client.send(post(body, path=path))
+        answer = await client.answer()
+        if body:
+            assert answer.status == 400
+            assert json.loads(answer.body)["error"]["type"] == "invalid_request_error"
+    assert not body or not any(worker.requests for worker in pair)
+
+
+async def reason(config, request):
+    async with open_door(config=config) as opened, opened.client() as client:
+        await client.send(request)
+        answer = await client.answer()
+        assert (answer.status, answer.one("x-sglang-omni-worker")) == (503, None)
+        error = json.loads(answer.body)["error"]
+        assert error["message"].startswith("no eligible upstream: ")
+        assert error["type"] == "server_error"
+        assert answer.one("retry-after") == "1"
+        return error["code"]
+
+
+async def test_when_nobody_can_take_it_the_answer_says_why(pair):
+    url = pair[0].url
+    for_m = post(b'{"model": "m", "messages": []}')
+    cases = {
+        "no_workers": ("", post()),
+        "no_capable_worker": (entry(url, {"speech"}), post()),
+        "model_not_found": (entry(url, {"chat"}, 'model = "other"'), for_m),
+        "all_disabled": (entry(url, {"chat"}, "disabled = true"), post()),
+    }
+    assert {code: await reason(*case) for code, case in cases.items()} == {c: c for c in cases}
+    assert pair[0].requests == []
+
+
+async def test_an_unhealthy_fleet_says_so(pair):
+    config = "[health]\nsuccess_threshold = 1\nfailure_threshold = 1\n"
+    async with open_door(*pair, config=config) as opened, opened.client() as client:
+        for worker in opened.fleet.workers:
+            opened.fleet.mark_dead(worker, worker.registered_at)
+        await client.send(post())
+        answer = await client.answer()
+        error = json.loads(answer.body)["error"]
+        assert (answer.status, error["code"]) == (503, "none_healthy")
+        assert "dead" in error["message"]
+
+
+async def test_full_workers_and_a_full_fleet_say_so():
+    asked, may = trio.Event(), trio.Event()
+
+    async def script(call):
+        asked.set()
+        await may.wait()
+        await call.send(counted(b"{}"))
+
+    async with fake_workers(script) as (worker,):
+        for config, code in (
+            (entry(worker.url, {"chat"}, "max_inflight = 1"), "all_full"),
+            (f"[server]\nmax_inflight = 1\n{entry(worker.url, {'chat'})}", 503),
+        ):
+            asked, may = trio.Event(), trio.Event()
+            async with open_door(config=config) as opened, opened.client() as client:
+                await client.send(post())
+                await asked.wait()
+                async with opened.client() as other:
+                    await other.send(post())
+                    answer = await other.answer()
+                    assert (answer.status, answer.one("retry-after")) == (503, "1")
+                    assert json.loads(answer.body)["error"]["code"] == code
+                may.set()
+                assert (await client.answer()).status == 200
+                await client.send(post())
+                assert (await client.answer()).status == 200
+
+
+async def test_a_front_that_is_not_there_is_a_503_and_model_traffic_goes_on(pair):
+    async with open_door(*pair) as opened, opened.client() as client:
+        await client.send(GET % b"/health", post())
+        answer = await client.answer("GET")
+        assert answer.status == 503
+        assert json.loads(answer.body)["error"]["code"] == "front_unavailable"
+        assert (await client.answer()).status == 200
+
+
+async def test_what_nobody_knows_is_404_in_json_and_reaches_no_worker(tmp_path, pair):
+    file = tmp_path / "proxy.toml"
+    put(file, toml(pair))
+    async with program("--config", file) as running:
+        await running.until_routable(*pair)
+        for method, path in (
+            ("GET", "/"), ("GET", "/nope"), ("POST", "/v1/nope"), ("POST", "/v1/chat"),
+            ("POST", "/v1/chat/completions/"), ("POST", "//v1/chat/completions"),
+            ("POST", "/v1/chat/completions/../completions"), ("GET", "/v1/audio/voices/a/b"),
+            ("OPTIONS", "*"), ("GET", "/%00"), ("GET", "/%c3%28"), ("POST", "/V1/chat/completions"),
+        ):  # fmt: skip
+            async with client_of(running.client.base_url.netloc.decode()) as client:
+                await client.send(post(CHAT, path=path, method=method))
+                answer = await client.answer(method)
+                assert answer.status in (404, 405), path
+                assert answer.one("content-type") == "application/json", path
+                told = json.loads(answer.body)
+                assert told["detail"] == ("Not Found" if answer.status == 404 else told["detail"])
+                assert told["error"]["code"] in ("not_found", "method_not_allowed")
+        wrong = await running.client.delete("/health")
+        assert wrong.status_code == 405
+        assert "GET" in wrong.headers["allow"]
+        assert (await running.client.head("/live")).content == b""
+        assert (await running.ask()).status_code == 200
+    assert sum(len(worker.requests) for worker in pair) == 1

@@ -1,0 +1,340 @@
+import pytest
+import trio
+import trio.testing
+
+from tests.promises.clients import CHAT, STREAMED, Truncated, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    CHUNKED_HEAD,
+    LAST_CHUNK,
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    hanging_up_after,
+    refusing_url,
+    resetting,
+    silent,
+)
+
+EVENT = chunk(b"data: one\n\n")
+ONE_TRY = "[routing]\nmax_total_retries = 1"
+QUICK = ONE_TRY + "\n[server.timeouts]\nresponse_head_secs = 0.05\nidle_secs = 0.05"
+
+
+async def ask(opened, client, body=CHAT):
+    await client.send(post(body))
+    return await client.answer()
+
+
+async def test_a_worker_that_refuses_is_a_502_that_says_so():
+    async with refusing_url() as url, open_door(url, config=ONE_TRY) as opened:
+        async with opened.client() as client:
+            for made in (1, 2):  # the connection stays good for more
+                answer = await ask(opened, client)
+                assert answer.status == 502
+                assert b"Connection refused" in answer.body
+                assert b'"code":"connect_failure"' in answer.body
+                assert answer.one("x-sglang-omni-route-attempt") == "1"
+                assert opened.failures() == [made]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [resetting, hanging_up_after(), hanging_up_after(b"HTTP/1.1 200 OK\r\ncontent-")],
+    ids=["resets", "closes", "closes in its head"],
+)
+async def test_a_worker_that_dies_before_its_head_is_whole_is_a_502(script):
+    async with fake_workers(script) as made, open_door(*made, config=ONE_TRY) as opened:
+        async with opened.client() as client:
+            answer = await ask(opened, client)
+            assert answer.status == 502
+            assert b'"code":"reset_before_response"' in answer.body
+            assert opened.failures() == [1]
+
+
+async def test_a_worker_that_stalls_is_a_504_and_is_left():
+    left = trio.Event()
+
+    async def script(call):
+        await call.until_left()
+        left.set()
+
+    async with fake_workers(script) as made, open_door(*made, config=QUICK) as opened:
+        async with opened.client() as client:
+            answer = await ask(opened, client)
+            assert answer.status == 504
+            assert b'"code":"response_timeout"' in answer.body
+            assert opened.failures() == [1]
+            with trio.fail_after(10):
+                await left.wait()
+
+
+async def test_a_worker_that_stalls_within_its_head_is_a_504():
+    async def script(call):
+        await call.send(b"HTTP/1.1 200 OK\r\ncontent-le")
+        await call.until_left()
+
+    async with fake_workers(script) as made, open_door(*made, config=QUICK) as opened:
+        async with opened.client() as client:
+            assert (await ask(opened, client)).status == 504
+
+
+async def test_a_stalled_worker_is_not_asked_again_and_neither_is_another():
+    async with (
+        fake_workers(silent, answering(counted(b"{}"))) as made,
+        open_door(*made, config=QUICK.replace("= 1\n", "= 6\n")) as opened,
+        opened.client() as client,
+    ):
+        assert (await ask(opened, client)).status == 504  # it may be at work on it
+        assert [len(worker.requests) for worker in made] == [1, 0]
+
+
+GARBAGE = {
+    "no http": b"hello, who is there?\r\n\r\n",
+    "no http, no end": b"\x00\x01\x02\x03",
+    "status of letters": b"HTTP/1.1 abc OK\r\n\r\n",
+    "status of two digits": b"HTTP/1.1 20 OK\r\n\r\n",
+    "status 999": b"HTTP/1.1 999 Whatever\r\ncontent-length: 0\r\n\r\n",
+    "http 2": b"HTTP/2.0 200 OK\r\ncontent-length: 0\r\n\r\n",
+    "field without colon": b"HTTP/1.1 200 OK\r\nnonsense\r\n\r\n",
+    "folded field": b"HTTP/1.1 200 OK\r\nx-a: b\r\n c\r\ncontent-length: 0\r\n\r\n",
+    "length of letters": b"HTTP/1.1 200 OK\r\ncontent-length: abc\r\n\r\n",
+    "negative length": b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nabc",
+    "length and chunked": (
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    ),
+    "gzip coding": b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\nabc",
+    "upgrade": b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    "endless head": b"HTTP/1.1 200 OK\r\n" + b"x-a: b\r\n" * 20_000,
+    "null byte in a field": b"HTTP/1.1 200 OK\r\nx-a: b\x00\r\ncontent-length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_garbage_instead_of_an_answer_is_a_502_and_counts_for_health(name):
+    async def script(call):
+        await call.send(GARBAGE[name])
+        await call.until_left()
+
+    async with fake_workers(script) as made, open_door(*made, config=ONE_TRY) as opened:
+        async with opened.client() as client:
+            answer = await ask(opened, client)
+            assert answer.status == 502
+            assert b'"error":{"message":' in answer.body
+            assert answer.one("x-sglang-omni-worker")
+            assert opened.failures() == [1]
+
+
+TOO_FEW = {
+    "content-length": b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nabc",
+    "content-length, no byte": b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n",
+    "chunked": CHUNKED_HEAD + chunk(b"abc"),
+    "chunked, no chunk": CHUNKED_HEAD,
+    "in a chunk": CHUNKED_HEAD + b"10\r\nabc",
+    "in a chunk's size": CHUNKED_HEAD + chunk(b"abc") + b"1",
+    "before the last line": CHUNKED_HEAD + chunk(b"abc") + b"0\r\n",
+    "sse": SSE_HEAD + EVENT,
+    "sse, in a chunk": SSE_HEAD + EVENT + b"20\r\ndata: tw",
+    "sse with a length": (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\ndata: x"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["closes", "resets"])
+@pytest.mark.parametrize("name", TOO_FEW)
+async def test_too_few_bytes_are_never_a_clean_end(name, how):
+    async def script(call):
+        await call.send(TOO_FEW[name])
+        await trio.testing.wait_all_tasks_blocked()
+        call.reset() if how == "resets" else call.close()
+
+    async with fake_workers(script) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            with pytest.raises(Truncated) as broken:
+                await ask(opened, client)
+            assert broken.value.answer.status == 200
+            assert opened.failures() == [1]
+            assert opened.last["ended_by"] == "worker"
+            assert opened.last["outcome"] in ("upstream_error", "stream_error")
+        assert len(made[0].requests) == 1
+
+
+async def test_a_broken_sse_stream_tells_its_reader_before_it_is_cut():
+    async with fake_workers(hanging_up_after(SSE_HEAD + EVENT)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            with pytest.raises(Truncated) as broken:
+                await ask(opened, client, STREAMED)
+            events = broken.value.answer.body.decode().split("\n\n")
+            assert events[0] == "data: one"
+            told = next(event for event in events[1:] if event.strip())
+            assert told.strip().startswith('data: {"error":{"message":"upstream stream failed')
+            assert opened.last["outcome"] == "stream_error"
+
+
+async def test_a_stream_that_falls_silent_is_told_and_cut():
+    async def script(call):
+        await call.send(SSE_HEAD, EVENT)
+        await call.until_left()
+
+    async with fake_workers(script) as made, open_door(*made, config=QUICK) as opened:
+        async with opened.client() as client:
+            with pytest.raises(Truncated) as broken:
+                await ask(opened, client, STREAMED)
+            assert b'data: {"error":' in broken.value.answer.body
+            assert opened.failures() == [1]
+
+
+async def test_a_worker_that_never_begins_its_body_is_cut_by_first_byte_secs():
+    async def script(call):
+        await call.send(SSE_HEAD)
+        await call.until_left()
+
+    first = "[server.timeouts]\nfirst_byte_secs = 0.05"
+    async with fake_workers(script) as made, open_door(*made, config=first) as opened:
+        async with opened.client() as client:
+            with pytest.raises(Truncated) as broken:
+                await ask(opened, client, STREAMED)
+            assert broken.value.answer.status == 200
+            assert opened.last["phase"] == "first"
+
+
+async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
+    seen = trio.Event()
+
+    async def script(call):
+        await call.send(CHUNKED_HEAD, chunk(b"abc"))
+        await seen.wait()
+        await call.send(b"zz\r\n")
+
+    async with fake_workers(script) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            await client.send(post())
+            await client.until(chunk(b"abc"))
+            seen.set()
+            assert not (await client.until_closed()).endswith(LAST_CHUNK)
+            assert opened.failures() == [1]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (counted(b"ab") + counted(b"evil"),),
+        (counted(b"ab"), b"x"),
+        (counted(b"ab"), counted(b"evil")),
+        (CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK, b"HTTP/1.1 200 OK\r\n"),
+    ],
+    ids=["a second answer", "a byte later", "a second answer later", "behind the last chunk"],
+)
+async def test_bytes_behind_an_answer_reach_nobody_and_end_the_connection(pieces):
+    all_sent = trio.Event()
+
+    async def script(call):
+        for piece in pieces:
+            await call.send(piece)
+            await trio.testing.wait_all_tasks_blocked()
+        all_sent.set()
+        await call.until_left()
+
+    async with fake_workers(script) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                answer = await ask(opened, client)
+                assert answer.body == b"ab"
+                await all_sent.wait()
+                assert client.rest == b""
+        assert len(made[0].calls) == 2
+
+
+async def test_bytes_joined_to_a_chunked_end_are_never_taken_for_an_answer():
+    smuggled = CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK + counted(b"evil")
+    async with fake_workers(answering(smuggled)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            answer = await ask(opened, client)
+            assert (answer.status, b"evil" in answer.body) == (502, False)
+            assert client.rest == b""
+
+
+async def test_an_answer_that_only_closing_ends_reaches_the_client_framed():
+    closing = b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
+    async with fake_workers(hanging_up_after(closing)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                answer = await ask(opened, client)
+                assert (answer.status, answer.body) == (200, b"hello")
+                assert answer.one("transfer-encoding") == "chunked"
+
+
+async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
+    async def script(call):
+        await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nhello")
+        await trio.testing.wait_all_tasks_blocked()
+        call.reset()
+
+    async with fake_workers(script) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            with pytest.raises(Truncated):
+                await ask(opened, client)
+            assert opened.failures() == [1]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 304 Not Modified\r\ncontent-length: 9\r\n\r\n"],
+    ids=["204", "304"],
+)
+async def test_bytes_behind_an_answer_without_a_body_reach_nobody(head):
+    async with fake_workers(answering(head + counted(b"evil"))) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            for _ in range(2):
+                answer = await ask(opened, client)
+                assert (answer.status in (204, 304), answer.body) == (True, b"")
+                await trio.testing.wait_all_tasks_blocked()
+                assert client.rest == b""
+        assert len(made[0].calls) == 2
+
+
+@pytest.mark.parametrize("status", [502, 504])
+async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(status):
+    theirs = counted(b"mine", status=f"{status} Oh No")
+    async with fake_workers(answering(theirs)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            answer = await ask(opened, client)
+            assert (answer.status, answer.body) == (status, b"mine")
+            assert opened.failures() == [1]
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 501, 503])
+async def test_other_errors_of_a_worker_pass_unchanged_and_say_nothing_of_its_health(status):
+    theirs = counted(b"mine", status=f"{status} Oh No")
+    async with fake_workers(answering(theirs)) as made, open_door(*made) as opened:
+        async with opened.client() as client:
+            answer = await ask(opened, client)
+            assert (answer.status, answer.body) == (status, b"mine")
+            assert opened.failures() == [0]
+        assert len(made[0].requests) == 1
+
+
+async def test_a_worker_that_answers_before_it_has_read_the_body_is_heard():
+    refusal = counted(b"too much", "connection: close", status="413 Payload Too Large")
+
+    async def listen(stream):
+        async with stream:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += await stream.receive_some(1024)
+            await stream.send_all(refusal)
+            while await stream.receive_some(65536):
+                pass
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, listen, [listener])
+        url = "http://{}:{}".format(*listener.socket.getsockname())
+        async with open_door(url) as opened, opened.client() as client:
+            answer = await ask(opened, client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
+            assert (answer.status, answer.body) == (413, b"too much")
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,211 @@
+import copy
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.fleet.capabilities import BIT, mask_of
+from omni_proxy.routing.explain import explain
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.pick import choose, nobody, reasons_against
+from omni_proxy.routing.policies import build
+from omni_proxy.routing.table import Place
+from omni_proxy.wire.errors import Refusal
+from tests.fleet.entries import NOW, entry, fleet_of
+
+CHAT = BIT["chat"]
+SOUND = ("speech", "audio_input")
+
+
+def policy():
+    return build("round_robin", random.randrange)
+
+
+def chosen(fleet, need, **more) -> str:
+    return choose(fleet, need, policy(), **more).display_id
+
+
+def refusal(fleet, need, owner="") -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        choose(fleet, need, policy(), owner=owner)
+    return caught.value
+
+
+worlds = st.lists(
+    st.fixed_dictionaries(
+        {
+            "model": st.sampled_from([None, "m", "n"]),
+            "capabilities": st.sampled_from([("chat", *SOUND), SOUND, ("chat",)]).map(frozenset),
+            "disabled": st.booleans(),
+            "max_inflight": st.integers(0, 2),
+            "dead": st.booleans(),
+            "held": st.booleans(),
+            "in_flight": st.integers(0, 2),
+        }
+    ),
+    max_size=4,
+)
+needs = st.builds(
+    Need,
+    mask=st.sets(st.sampled_from(["chat", *SOUND])).map(mask_of),
+    model=st.sampled_from([None, "m", "n", "other"]),
+    place=st.sampled_from(Place),
+    worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
+)
+
+
+def world(rows):
+    beside = ("dead", "held", "in_flight")
+    fleet = fleet_of(
+        *(
+            entry(f"w{number}", **{key: row[key] for key in row if key not in beside})
+            for number, row in enumerate(rows)
+        )
+    )
+    for worker, row in zip(fleet.workers, rows, strict=True):
+        worker.in_flight = row["in_flight"]
+        if row["dead"]:
+            fleet.mark_dead(worker, NOW)
+        if row["held"]:
+            fleet.hold(worker, "updating")
+    return fleet
+
+
+@given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
+def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, need, owner):
+    fleet, turns = world(rows), policy()
+    able = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
+    seen = set()
+    for _ in range(len(rows) * 2 + 1):
+        try:
+            seen.add(choose(fleet, need, turns, owner=owner))
+        except Refusal as refused:
+            assert refused.status in (404, 503)  # noqa: PT017  both ends are right
+    assert seen == set(able)
+
+
+@given(worlds, needs)
+def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need):
+    fleet, turns = world(rows), policy()
+    before = copy.copy(turns)
+    told = explain(fleet, need, turns)
+    eligible = [row["url"] for row in told["workers"] if row["eligible"]]
+    if told["pick"] is None:
+        assert eligible == []
+        assert told["refusal"]["message"]
+    else:
+        assert told["pick"]["url"] == choose(fleet, need, before).url
+        assert told["pick"]["url"] == choose(fleet, need, turns).url
+        assert told["pick"]["url"] in eligible
+
+
+@given(worlds, needs, st.sets(st.integers(0, 3)))
+def test_a_tried_worker_is_taken_again_only_when_nobody_else_is_left(rows, need, tried):
+    fleet = world(rows)
+    spent = [worker for number, worker in enumerate(fleet.workers) if number in tried]
+    able = [w for w in fleet.workers if not reasons_against(fleet, w, need)]
+    if able:
+        worker = choose(fleet, need, policy(), tried=spent)
+        assert worker in able
+        assert worker not in spent or all(each in spent for each in able)
+
+
+@pytest.mark.parametrize(
+    ("entries", "need", "code", "why"),
+    [
+        ([], Need(CHAT), "no_workers", "no worker is registered"),
+        (
+            [entry("a", capabilities=frozenset({"speech"}))],
+            Need(CHAT),
+            "no_capable_worker",
+            "no worker can do chat",
+        ),
+        ([entry("a", model="m")], Need(CHAT, "n"), "model_not_found", "no worker serves"),
+        ([entry("a", disabled=True)], Need(CHAT), "all_disabled", "all 1 workers"),
+    ],
+)
+def test_nobody_says_why(entries, need, code, why):
+    refused = refusal(fleet_of(*entries), need)
+    assert (refused.status, refused.code) == (503, code)
+    assert refused.message.startswith("no eligible upstream: ")
+    assert why in refused.message
+    assert ("retry-after", "1") in refused.headers
+
+
+def test_nobody_healthy_names_the_states():
+    fleet = fleet_of(entry("a"), entry("b"), healthy=False)
+    fleet.mark_dead(fleet.workers[0], NOW)
+    refused = refusal(fleet, Need(CHAT))
+    assert refused.code == "none_healthy"
+    assert refused.message.endswith("dead, unknown")
+
+
+def test_nobody_free_of_holds_names_them():
+    fleet = fleet_of(entry("a"))
+    fleet.hold(fleet.workers[0], "launch")
+    refused = refusal(fleet, Need(CHAT))
+    assert (refused.code, refused.message.endswith("launch")) == ("all_held", True)
+
+
+def test_nobody_with_room_says_so():
+    fleet = fleet_of(entry("a", max_inflight=1))
+    fleet.workers[0].in_flight = 1
+    assert refusal(fleet, Need(CHAT)).code == "all_full"
+
+
+def test_a_model_that_only_an_unroutable_worker_serves_is_told_apart():
+    fleet = fleet_of(entry("a", model="m"), entry("b", model="n", disabled=True))
+    assert refusal(fleet, Need(CHAT, "n")).code == "all_disabled"
+
+
+def test_a_request_for_a_model_passes_over_workers_without_a_name_once_one_has_one():
+    fleet = fleet_of(entry("a"), entry("b", model="m"))
+    assert chosen(fleet, Need(CHAT, "m")) == "b:1"
+    assert refusal(fleet, Need(CHAT, "other")).status == 503
+    nameless = fleet_of(entry("a"))
+    assert chosen(nameless, Need(CHAT, "anything")) == "a:1"
+
+
+def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
+    fleet = fleet_of(
+        entry("a", capabilities=frozenset({"speech"})),
+        entry("b", capabilities=frozenset(SOUND)),
+        entry("c", capabilities=frozenset(SOUND)),
+    )
+    need = Need(BIT["speech"], place=Place.VOICE_OWNER)
+    assert chosen(fleet, need) == "b:1"
+    against = [reasons_against(fleet, worker, need) for worker in fleet.workers]
+    assert [bool(reasons) for reasons in against] == [True, False, True]
+    assert chosen(fleet, need, owner="http://c:1") == "c:1"
+    fleet.mark_dead(fleet.workers[2], NOW)
+    refused = refusal(fleet, need, owner="http://c:1")
+    assert (refused.code, "http://c:1" in refused.message) == ("voice_owner_unavailable", True)
+
+
+def test_a_named_worker_alone_may_answer():
+    fleet = fleet_of(entry("a"), entry("b"))
+    need = Need(BIT["speech"], place=Place.NAMED, worker=fleet.workers[1].id)
+    assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
+    fleet.mark_dead(fleet.workers[1], NOW)
+    assert refusal(fleet, need).code == "worker_unavailable"
+    need.worker = "http://nobody:1"
+    assert refusal(fleet, need).status == 404
+
+
+def test_reasons_come_in_the_order_an_operator_would_ask():
+    fleet = fleet_of(entry("a", model="m", disabled=True, max_inflight=1), healthy=False)
+    (worker,) = fleet.workers
+    worker.in_flight = 1
+    fleet.hold(worker, "updating")
+    assert reasons_against(fleet, worker, Need(CHAT)) == [
+        "disabled",
+        "unknown",
+        "held: updating",
+        "full: 1 of 1 in flight",
+    ]
+
+
+def test_a_refusal_names_the_first_cause_however_the_fleet_is_made():
+    fleet = fleet_of(entry("a", capabilities=frozenset({"speech"}), disabled=True))
+    assert nobody(fleet, Need(CHAT)).code == "no_capable_worker"

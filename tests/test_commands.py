@@ -1,0 +1,25 @@
+import os
+import subprocess
+
+import pytest
+
+from tests.tree import ROOT
+
+SCRIPTS = [
+    path
+    for folder in ("tools", ".ci")
+    for path in sorted((ROOT / folder).iterdir())
+    if path.is_file() and path.read_bytes().startswith(b"#!")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_can_be_read_by_its_shell_and_stops_at_the_first_failure(script):
+    told = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "set -euo pipefail" in script.read_text()
+
+
+def test_the_commands_that_people_are_told_of_are_there_and_may_be_run():
+    named = {path.relative_to(ROOT).as_posix() for path in SCRIPTS if os.access(path, os.X_OK)}
+    assert named >= {"tools/run", "tools/test", "tools/check", ".ci/run"}

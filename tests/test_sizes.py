@@ -1,0 +1,42 @@
+import ast
+
+import pytest
+
+from tests.tree import ROOT, name_of, parsed, sources
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 5
+DOCSTRING_LINES = 11  # eight, and room for a small diagram
+BOUND = ("self", "cls")
+
+
+def functions(path):
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def parameters(function) -> list[str]:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [each.arg for each in named if each.arg not in BOUND]
+
+
+@pytest.mark.parametrize("path", [*sources(), *sources(ROOT / "tools")], ids=name_of)
+def test_a_file_can_be_read_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= FILE_LINES
+
+
+@pytest.mark.parametrize("path", [*sources(), *sources(ROOT / "tools")], ids=name_of)
+def test_a_function_fits_on_a_screen_and_in_a_head(path):
+    for function in functions(path):
+        lines = function.end_lineno - function.lineno + 1
+        assert lines <= FUNCTION_LINES, f"{function.name}: {lines} lines"
+        names = parameters(function)
+        assert len(names) <= PARAMETERS, f"{function.name}: {names}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_every_module_says_what_it_is(path):
+    told = ast.get_docstring(parsed(path))
+    assert told
+    assert len(told.splitlines()) <= DOCSTRING_LINES

@@ -1,0 +1,221 @@
+import os
+import stat
+
+import pytest
+import trio
+
+from omni_proxy.config.flags import Startup
+from omni_proxy.config.overlay import with_added, with_deleted, with_switched
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.watch import keeper as keeping
+from omni_proxy.watch.keeper import Keeper, write_atomically
+from tests.fleet.entries import entry, heal
+
+A, B = "http://a:1", "http://b:1"
+
+
+def toml(*urls: str, more: str = "") -> str:
+    return more + "".join(f'\n[[workers]]\nurl = "{url}"\n' for url in urls)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "proxy.toml"
+    path.write_text(toml(A))
+    return path
+
+
+def keeper_of(file, **overrides) -> Keeper:
+    keeper = Keeper(Startup(file, overrides, (), ""), Fleet())
+    keeper.start()
+    return keeper
+
+
+@pytest.fixture
+def keeper(file):
+    return keeper_of(file)
+
+
+def urls(keeper) -> list[str]:
+    return [worker.url for worker in keeper.fleet.workers]
+
+
+async def test_a_reload_applies_and_tells_what_changed(file, keeper):
+    heard = []
+    keeper.subscribe(lambda old, new: heard.append((old.health, new.health)))
+    file.write_text(toml(B, more="[health]\ninterval_secs = 7\n"))
+    told = await keeper.reload("file")
+    assert (told.outcome, told.revision, keeper.revision) == ("applied", 2, 2)
+    assert told.diff["changed"] == {"health.interval_secs": [10, 7]}
+    assert (urls(keeper), len(heard)) == ([B], 1)
+    assert keeper.last_reload["source"] == "file"
+
+
+async def test_a_reload_of_the_same_changes_nothing(keeper):
+    fleet_revision = keeper.fleet.revision
+    assert (await keeper.reload("SIGHUP")).outcome == "unchanged"
+    assert (keeper.revision, keeper.fleet.revision) == (1, fleet_revision)
+
+
+async def test_a_refused_file_changes_nothing_and_is_remembered_until_the_next_good_reading(
+    file, keeper
+):
+    file.write_text("server.prot = 1\nworkers = 7")
+    told = await keeper.reload("file")
+    assert (told.outcome, keeper.revision, urls(keeper)) == ("refused", 1, [A])
+    problems = keeper.last_reload["error"]["problems"]
+    assert [problem["path"] for problem in problems] == ["server.prot", "workers"]
+    await keeper.change(lambda state, _: with_switched(state, A, disabled=True))
+    assert "error" in keeper.last_reload  # what HTTP changes is no reading of the file
+    file.write_text(toml(A))
+    await keeper.reload("file")
+    assert "error" not in keeper.last_reload
+
+
+async def test_flags_stand_over_every_reload(file):
+    keeper = keeper_of(file, **{"health.interval_secs": "3"})
+    file.write_text(toml(A, more="[health]\ninterval_secs = 99\ntimeout_secs = 1\n"))
+    assert (await keeper.reload("file")).outcome == "applied"
+    assert (keeper.config.health.interval_secs, keeper.config.health.timeout_secs) == (3, 1)
+
+
+async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, keeper):
+    committed = []
+
+    def prepare(new):
+        if new.server.port == 1:
+            raise OSError(98, "Address already in use")
+        return lambda: committed.append(new.server.port)
+
+    keeper.prepare_with(prepare)
+    keeper.subscribe(lambda old, new: committed.append("told"))
+    file.write_text(toml(A, B, more="server.port = 1\n"))
+    told = await keeper.reload("file")
+    assert (told.outcome, urls(keeper), committed) == ("refused", [A], [])
+    assert "cannot listen on 127.0.0.1:1: Address already in use" in str(told.error)
+    file.write_text(toml(A, B, more="server.port = 2\n"))
+    assert (await keeper.reload("file")).outcome == "applied"
+    assert committed == [2, "told"]
+
+
+@pytest.mark.parametrize("tag", ['"1"', "*", '"7", "1"', " 1 "])
+async def test_if_match_that_names_the_revision_passes(keeper, tag):
+    assert (await keeper.reload("http", tag)).outcome == "unchanged"
+
+
+@pytest.mark.parametrize("tag", ['"2"', "", '"11"', 'W/"1"'])
+async def test_if_match_of_another_revision_stops_every_change(file, keeper, tag):
+    file.write_text(toml(B))
+    told = await keeper.reload("http", tag)
+    assert (told.outcome, told.revision) == ("precondition_failed", 1)
+
+    def edit(state, _):
+        raise AssertionError("must not be asked")
+
+    assert (await keeper.change(edit, tag)).outcome == "precondition_failed"
+    assert urls(keeper) == [A]
+
+
+async def test_a_worker_that_stays_keeps_its_object_and_health(file, keeper):
+    worker = keeper.fleet.find(A)
+    heal(keeper.fleet, worker)
+    worker.in_flight = 3
+    file.write_text(toml(B, A, more='[routing]\nmodel = "m"\n'))
+    await keeper.reload("file")
+    assert keeper.fleet.find(A) is worker
+    assert (worker.machine.state, worker.in_flight, worker.model) == (Health.HEALTHY, 3, "m")
+
+
+async def test_thresholds_follow_the_configuration(file, keeper):
+    file.write_text(
+        toml(A, more='[health]\nfailure_threshold = 9\non_threshold = "unhealthy"\n'
+             '[routing]\neject = "dead"\n')
+    )  # fmt: skip
+    await keeper.reload("file")
+    thresholds = keeper.fleet.thresholds
+    assert (thresholds.fall, thresholds.on_threshold, thresholds.eject) == (
+        9, Health.UNHEALTHY, Health.DEAD,
+    )  # fmt: skip
+
+
+async def test_changes_by_http_are_kept_and_read_again(file, keeper, tmp_path):
+    await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
+    await keeper.change(lambda state, config: with_deleted(state, config, A))
+    saved = tmp_path / "proxy.state.toml"
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    assert urls(keeper) == urls(keeper_of(file)) == [B]
+
+
+async def test_an_added_and_deleted_worker_leaves_the_state_as_it_was(keeper):
+    await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
+    await keeper.change(lambda state, config: with_deleted(state, config, B))
+    assert (await keeper.reload("file")).outcome == "unchanged"
+
+
+async def test_an_edit_that_raises_changes_nothing(keeper):
+    def edit(state, _):
+        raise LookupError("no such worker")
+
+    with pytest.raises(LookupError):
+        await keeper.change(edit)
+    assert keeper.revision == 1
+    assert (await keeper.reload("file")).outcome == "unchanged"  # and the lock is free
+
+
+async def test_two_changes_at_once_come_one_after_the_other(keeper, autojump_clock):
+    told = []
+
+    async def add(name):
+        changed = await keeper.change(
+            lambda state, _: with_added(state, entry(name, origin="api")), '"1"'
+        )
+        told.append(changed.outcome)
+
+    async with trio.open_nursery() as nursery:
+        for name in "bcd":
+            nursery.start_soon(add, name)
+    assert sorted(told) == ["applied", "precondition_failed", "precondition_failed"]
+
+
+async def test_a_state_that_cannot_be_written_still_holds(keeper, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(keeping, "write_atomically", full)
+    changed = await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
+    assert (changed.outcome, urls(keeper)) == ("applied", [A, B])
+    assert keeper.state_error.endswith("No space left on device")
+    monkeypatch.undo()
+    await keeper.change(lambda state, _: with_switched(state, B, disabled=True))
+    assert keeper.state_error == ""
+
+
+def test_a_state_is_written_whole_into_a_folder_that_is_made(tmp_path):
+    path = tmp_path / "new" / "folder" / "s.toml"
+    write_atomically(path, "one")
+    write_atomically(path, "two")
+    assert (path.read_text(), os.listdir(path.parent)) == ("two", ["s.toml"])
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_failed_write_leaves_the_old_state_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "s.toml"
+    write_atomically(path, "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError):
+        write_atomically(path, "new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["s.toml"])
+
+
+@pytest.mark.parametrize(("named", "kept"), [("off", None), ("auto", "proxy.state.toml")])
+def test_the_state_files_place(file, named, kept):
+    file.write_text(toml(A, more=f'server.state_file = "{named}"\n'))
+    place = keeper_of(file).state_file
+    assert (place.name if place else None) == kept
+
+
+def test_an_unreadable_file_at_the_start_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        keeper_of(tmp_path / "missing.toml")
