@@ -88,12 +88,13 @@ class House:
             leaving=lambda: self.leaving,
         )
         # A QuartTrio can be served once only, so a restarted front gets a new one.
+        self.front = Supervisor(
+            "front", lambda told: serve(create_app(rooms), front_socket, task_status=told)
+        )
         self.supervisors = [
             Supervisor("access_log", lambda told: self.access_log.run(task_status=told)),
             Supervisor("route_log", lambda told: self.route_log.run(task_status=told)),
-            Supervisor(
-                "front", lambda told: serve(create_app(rooms), front_socket, task_status=told)
-            ),
+            self.front,
             Supervisor("prober", lambda told: self.prober.run(task_status=told)),
             Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
@@ -105,8 +106,10 @@ class House:
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
         async with trio.open_nursery() as root:
+            # The front first: what can be reached can be answered from its first moment on.
+            await root.start(self.door.run)
+            await root.start(self.front.run)
             try:
-                await root.start(self.door.run)
                 self.keeper.start()
             except OSError as error:
                 server = self.keeper.config.server
@@ -117,7 +120,8 @@ class House:
                 return CANNOT_LISTEN
             root.start_soon(self._signals, root.cancel_scope)
             for supervisor in self.supervisors:
-                await root.start(supervisor.run)
+                if supervisor is not self.front:
+                    await root.start(supervisor.run)
             # What exists now stays: keep the collector from walking it again and again.
             gc.collect()
             gc.freeze()

@@ -8,6 +8,7 @@ try, and a truncated answer always ends abnormally (no last chunk, too few bytes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -219,10 +220,6 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
             await _rest(conn, top, sent)
         if not answer.whole:
             await nested(_pieces(conn, mine, first, shape))
-        if shape is not None and shape.last:
-            sent = _put(conn.client, shape.last)
-            if sent < len(shape.last):
-                await _rest(conn, shape.last, sent)
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
@@ -230,8 +227,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
             mine.end("client_stalled", "client", "the client stopped reading", phase="client")
             conn.client.close(reset=True)
             return False
-        error = f"ReadTimeout: the worker fell silent (phase {expired})"
-        return await _break(conn, mine, answer, shape, error)
+        return await _break(conn, mine, answer, shape, _overdue(conn, mine, str(expired)))
     mine.end("completed", "")
     conn.upstream = None
     if answer.keep_alive and first.all_sent and not answer.excess and answer.whole:
@@ -275,7 +271,7 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
             continue
         if not piece:
             if answer.framing is Framing.CLOSE:
-                return
+                return await _say_end(conn, shape)
             raise UpstreamGarbage("the worker closed before the answer's end")
         piece = answer.feed(piece)
         now = pump.now
@@ -301,6 +297,14 @@ def _put(client: Conn, piece: bytes) -> int:
         raise Gone from None
 
 
+async def _say_end(conn: Connection, shape: _Shape | None) -> None:
+    """The worker said its answer's end by closing; the client is told as its framing has it."""
+    if shape is not None and shape.last:
+        sent = _put(conn.client, shape.last)
+        if sent < len(shape.last):
+            await _rest(conn, shape.last, sent)
+
+
 async def _rest(conn: Connection, piece: bytes, sent: int) -> None:
     """The client reads slower than the worker writes: wait for it, and let the worker wait."""
     phase, conn.phase = conn.phase, "client"
@@ -316,7 +320,7 @@ async def _rest(conn: Connection, piece: bytes, sent: int) -> None:
             continue
         except OSError:
             raise Gone from None
-        conn.due = conn.pump.now + conn.door.limits.idle
+        conn.clock("client", conn.door.limits.idle)
     conn.phase = phase
 
 
@@ -362,6 +366,14 @@ def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) 
     return b"".join(parts)
 
 
+def _overdue(conn: Connection, mine: Exchange, phase: str) -> str:
+    """Why it is cut. A worker that has been sending all the time is not blamed."""
+    if conn.pump.now < conn.deadline:
+        return f"ReadTimeout: the worker fell silent (phase {phase})"
+    mine.end("timed_out", "proxy", "the exchange took longer than request_timeout_secs")
+    return mine.error
+
+
 async def _break(
     conn: Connection, mine: Exchange, answer: Answer, shape: _Shape | None, why: str
 ) -> bool:
@@ -371,10 +383,8 @@ async def _break(
     if answer.sse and (framed or answer.framing is Framing.CLOSE):
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         raw = shape is not None and not shape.ends
-        try:
+        with contextlib.suppress(OSError):
             conn.client.send(event if raw else _as_chunk(event))
-        except OSError:
-            return False
     # Where only closing would tell the end, a plain close would look like one.
     conn.client.close(reset=shape is not None and not shape.ends)
     return False

@@ -20,7 +20,7 @@ from omni_proxy.config.state import State
 from omni_proxy.door.core import Door
 from omni_proxy.fleet.registry import Fleet
 from tests.promises.clients import Client, client_of
-from tests.promises.fakes import FakeWorker
+from tests.promises.fakes import FakeWorker, Script, fake_workers
 
 
 class Lines:
@@ -37,6 +37,7 @@ class OpenDoor:
     def __init__(self, fleet: Fleet, door: Door) -> None:
         self.fleet = fleet
         self.door = door
+        self.workers: list[FakeWorker] = []
         self.log = Lines()
         door.access_log, door.access_json = self.log, True
 
@@ -63,9 +64,7 @@ class OpenDoor:
 def configured(text: str, urls: list[str]) -> Config:
     entries = "".join(f'[[workers]]\nurl = "{url}"\n' for url in urls)
     config = parse(f"{text}\n{entries}" if "[[workers]]" not in text else text)
-    return msgspec.structs.replace(
-        config, server=msgspec.structs.replace(config.server, port=0)
-    )
+    return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, port=0))
 
 
 @asynccontextmanager
@@ -78,9 +77,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
     fleet.apply(desired(made, (), State()), now)
     for worker in fleet.workers:
         for _ in range(fleet.thresholds.rise):
-            fleet.observe_probe(
-                worker, status=200, error=None, at=now, epoch=worker.machine.epoch
-            )
+            fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.machine.epoch)
     async with trio.open_nursery() as nursery:
         door = Door(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
         await nursery.start(door.run)
@@ -90,3 +87,15 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
         nursery.cancel_scope.cancel()
     assert door.pump.failures == 0, "a connection of the door broke on an unexpected error"
     assert opened.at_rest()
+
+
+@asynccontextmanager
+async def door_before(*scripts: Script, config: str = "") -> AsyncIterator[tuple[OpenDoor, Client]]:
+    """A door with a fake worker for each script, and a client that has connected to it."""
+    async with (
+        fake_workers(*scripts) as workers,
+        open_door(*workers, config=config) as opened,
+        opened.client() as client,
+    ):
+        opened.workers = workers
+        yield opened, client

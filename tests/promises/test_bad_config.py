@@ -14,12 +14,12 @@ from tests.promises.fleet_program import program, put, toml, urls
 BAD_ENDS = {
     "unknown key": ("[routing]\npolcy = 'random'", "routing.polcy", "unknown key", "`policy`"),
     "unknown table": ("[sever]\nport = 1", "sever", "unknown key", "`server`"),
-    "wrong type": ("[routing]\nmax_total_retries = 'six'", "routing.max_total_retries", "int", ""),
+    "wrong type": ("[routing]\nmodel = 6", "routing.model", "expected a string", ""),
     "out of range": ("[routing]\nmax_total_retries = -1", "routing.max_total_retries", "-1", ""),
     "unknown choice": ("[routing]\npolicy = 'randm'", "routing.policy", "randm", "`random`"),
     "duplicate worker": (
-        "[[workers]]\nurl = 'http://LOCALHOST:80'\n[[workers]]\nurl = 'http://localhost'",
-        "workers[2].url", "http://localhost:80", "",
+        "[[workers]]\nurl = 'http://LOCALHOST:9'\n[[workers]]\nurl = 'http://localhost:9/'",
+        "workers[2].url", "http://localhost:9", "",
     ),
     "metadata address": (
         "[[workers]]\nurl = 'http://169.254.169.254'", "workers[1].url", "link-local", "",

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import open_door
+from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -30,10 +30,9 @@ async def sent_on(worker, request):
 
 
 async def answered(script, request=None):
-    async with fake_workers(script) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(request or post())
-            return await client.answer()
+    async with door_before(script) as (_, client):
+        await client.send(request or post())
+        return await client.answer()
 
 
 @pytest.mark.parametrize(
@@ -119,9 +118,7 @@ async def test_hint_fields_are_honoured_and_stripped(worker):
     assert not [name for name, _ in fields if "route" in name]
 
 
-@pytest.mark.parametrize(
-    "name", ["x-sglang-omni-request-id", "x-request-id", "x-correlation-id"]
-)
+@pytest.mark.parametrize("name", ["x-sglang-omni-request-id", "x-request-id", "x-correlation-id"])
 async def test_the_clients_request_id_goes_both_ways(worker, name):
     async with open_door(worker) as opened, opened.client() as client:
         await client.send(post(CHAT, f"{name}: mine-1"))
@@ -179,11 +176,10 @@ async def test_repeated_fields_of_an_answer_stay_repeated_and_hop_fields_stay_be
 
 async def test_a_chunked_answer_keeps_its_chunks_extensions_and_trailers():
     wire = b"5;a=b\r\nhello\r\n" + chunk(b" world") + b"0\r\nx-digest: 1\r\n\r\n"
-    async with fake_workers(answering(CHUNKED_HEAD, wire)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(post())
-            await client.until(b"\r\n\r\n")
-            assert await client.until(wire) == wire
+    async with door_before(answering(CHUNKED_HEAD, wire)) as (_, client):
+        await client.send(post())
+        await client.until(b"\r\n\r\n")
+        assert await client.until(wire) == wire
 
 
 async def test_a_status_line_of_a_worker_passes_with_its_words():
@@ -202,16 +198,15 @@ async def test_the_same_head_with_other_values_is_not_mixed_up():
         reply = json.dumps([told.get("x-request-id"), told.get("authorization"), len(call.body)])
         await call.send(counted(reply.encode(), f"x-len: {len(call.body)}"))
 
-    async with fake_workers(script) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            for number in range(12):
-                body = b'{"messages": [], "n": %b}' % (b"1" * (number + 1))
-                user = f"authorization: Bearer u{number % 3}"
-                await client.send(post(body, f"x-request-id: r{number}", user))
-                answer = await client.answer()
-                assert json.loads(answer.body) == [f"r{number}", f"Bearer u{number % 3}", len(body)]
-                assert answer.one("x-len") == str(len(body))
-                assert answer.one("x-sglang-omni-request-id") == f"r{number}"
+    async with door_before(script) as (_, client):
+        for number in range(12):
+            body = b'{"messages": [], "n": %b}' % (b"1" * (number + 1))
+            user = f"authorization: Bearer u{number % 3}"
+            await client.send(post(body, f"x-request-id: r{number}", user))
+            answer = await client.answer()
+            assert json.loads(answer.body) == [f"r{number}", f"Bearer u{number % 3}", len(body)]
+            assert answer.one("x-len") == str(len(body))
+            assert answer.one("x-sglang-omni-request-id") == f"r{number}"
 
 
 async def test_a_key_for_the_worker_replaces_the_clients(worker, monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.door_alone import open_door
+from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -134,6 +134,16 @@ async def test_a_half_closed_client_gets_its_answer_where_the_operator_says_so(p
             assert await client.until_closed() == b""
         assert opened.last["outcome"] == "completed"
     assert worker.requests == [("POST /v1/chat/completions HTTP/1.1", CHAT)]
+
+
+async def test_a_half_closed_client_gets_every_answer_it_asked_for():
+    script = Released(counted(b"{}"))
+    script.may.set()
+    async with door_before(script, config=LISTENS_ON) as (_, client):
+        await client.send(post(), post())
+        await client.stream.send_eof()
+        assert [(await client.answer()).body for _ in range(2)] == [b"{}", b"{}"]
+        assert await client.until_closed() == b""
 
 
 async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_served():

@@ -1,6 +1,5 @@
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -131,16 +130,19 @@ async def test_the_drain_ends_after_its_time(tmp_path, script):
 
 async def test_a_request_that_came_in_part_is_still_answered(tmp_path, script):
     script.may.set()
-    async with running_over(script, tmp_path) as running:
-        async with connected(running) as idle, connected(running) as client:
-            request = post()
-            await client.send(request[:30])
-            await running.until("/status", lambda told: told["door"]["phases"].get("head"))
-            await drain(running, idle)
-            await client.send(request[30:])
-            answer = await client.answer()
-            assert (answer.status, answer.one("connection")) == (200, "close")
-            assert await ended(running) == 0
+    request = post()
+    async with (
+        running_over(script, tmp_path) as running,
+        connected(running) as idle,
+        connected(running) as client,
+    ):
+        await client.send(request[:30])
+        await running.until("/status", lambda told: told["door"]["phases"].get("head"))
+        await drain(running, idle)
+        await client.send(request[30:])
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (200, "close")
+        assert await ended(running) == 0
 
 
 async def test_ready_goes_off_before_the_drain_begins(tmp_path, script):

@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import open_door
+from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -52,11 +52,10 @@ async def test_clients_one_after_another_share_the_workers_connection():
 
 async def test_pipelined_requests_are_answered_in_their_order():
     bodies = [b'{"messages": [], "n": %b}' % (b"1" * number) for number in range(1, 30)]
-    async with fake_workers(echo, echo) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(*map(post, bodies))
-            assert [(await client.answer()).body for _ in bodies] == bodies
-    assert sum(len(worker.requests) for worker in made) == len(bodies)
+    async with door_before(echo, echo) as (opened, client):
+        await client.send(*map(post, bodies))
+        assert [(await client.answer()).body for _ in bodies] == bodies
+    assert sum(len(worker.requests) for worker in opened.workers) == len(bodies)
 
 
 async def test_a_pipelined_request_waits_for_the_one_before():
@@ -68,15 +67,23 @@ async def test_a_pipelined_request_waits_for_the_one_before():
         await call.send(counted(call.body))
 
     first, second = b'{"id": "first"}', b'{"id": "second"}'
-    async with fake_workers(script, script) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(post(first), post(second))
-            async with opened.client() as other:
-                await other.send(post())
-                assert (await other.answer()).status == 200
-            assert [len(worker.requests) for worker in made] == [1, 1]
-            may.set()
-            assert [(await client.answer()).body for _ in range(2)] == [first, second]
+    async with door_before(script, script) as (opened, client):
+        await client.send(post(first), post(second))
+        async with opened.client() as other:
+            await other.send(post())
+            assert (await other.answer()).status == 200
+        assert [len(worker.requests) for worker in opened.workers] == [1, 1]
+        may.set()
+        assert [(await client.answer()).body for _ in range(2)] == [first, second]
+
+
+async def test_chunked_requests_may_be_pipelined_too():
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n"
+    bodies = [b"%d" % number for number in range(9)]
+    sent = [head + chunk(body) + chunk(body) + LAST_CHUNK for body in bodies]
+    async with door_before(echo) as (_, client):
+        await client.send(*sent)
+        assert [(await client.answer()).body for _ in bodies] == [body * 2 for body in bodies]
 
 
 async def test_a_request_may_be_torn_anywhere():
@@ -92,13 +99,12 @@ async def test_a_request_may_be_torn_anywhere():
 
 
 async def test_connection_close_is_kept_to():
-    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
-        async with opened.client() as client:
-            await client.send(post(CHAT, "connection: close"), post())
-            answer = await client.answer()
-            assert (answer.body, answer.one("connection")) == (CHAT, "close")
-            assert await client.until_closed() == b""
-    assert len(worker.requests) == 1
+    async with door_before(echo) as (opened, client):
+        await client.send(post(CHAT, "connection: close"), post())
+        answer = await client.answer()
+        assert (answer.body, answer.one("connection")) == (CHAT, "close")
+        assert await client.until_closed() == b""
+    assert len(opened.workers[0].requests) == 1
 
 
 async def test_a_worker_that_closes_each_time_is_dialled_each_time():
@@ -130,74 +136,66 @@ async def test_an_http_1_0_client_gets_its_answer_plain_and_then_the_end(script)
 
 
 async def test_an_http_1_0_client_may_keep_its_connection():
-    async with fake_workers(answering(counted(b"hello"))) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            for _ in range(2):
-                await client.send(old(CHAT, "connection: keep-alive"))
-                answer = await client.answer()
-                assert (answer.body, answer.one("connection")) == (b"hello", "keep-alive")
+    async with door_before(answering(counted(b"hello"))) as (_, client):
+        for _ in range(2):
+            await client.send(old(CHAT, "connection: keep-alive"))
+            answer = await client.answer()
+            assert (answer.body, answer.one("connection")) == (b"hello", "keep-alive")
 
 
 async def test_an_http_1_0_client_that_keeps_alive_is_told_of_the_end_of_a_chunked_answer():
-    async with fake_workers(answering(CHUNKED)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(old(CHAT, "connection: keep-alive"))
-            answer = await client.answer()
-            assert (answer.body, answer.one("connection")) == (b"hello", "close")
+    async with door_before(answering(CHUNKED)) as (_, client):
+        await client.send(old(CHAT, "connection: keep-alive"))
+        answer = await client.answer()
+        assert (answer.body, answer.one("connection")) == (b"hello", "close")
 
 
 async def test_an_http_1_0_client_without_a_host_is_served():
-    async with fake_workers(echo) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(old().replace(b"host: door\r\n", b""))
-            assert (await client.answer()).body == CHAT
+    async with door_before(echo) as (_, client):
+        await client.send(old().replace(b"host: door\r\n", b""))
+        assert (await client.answer()).body == CHAT
 
 
 async def test_a_refusal_of_head_has_no_body_and_the_connection_goes_on():
-    async with fake_workers(echo) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n", post())
-            answer = await client.answer("HEAD")
-            assert (answer.status, answer.body) == (405, b"")
-            assert int(answer.one("content-length")) > 0
-            assert (await client.answer()).body == CHAT
+    async with door_before(echo) as (_, client):
+        await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n", post())
+        answer = await client.answer("HEAD")
+        assert (answer.status, answer.body) == (405, b"")
+        assert int(answer.one("content-length")) > 0
+        assert (await client.answer()).body == CHAT
 
 
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
 async def test_answers_without_a_body_end_at_their_head(status):
     lengthless = f"HTTP/1.1 {status}\r\nx-a: b\r\n\r\n".encode()
-    async with fake_workers(answering(lengthless)) as (worker,), open_door(worker) as opened:
-        async with opened.client() as client:
-            for _ in range(2):
-                await client.send(post())
-                answer = await client.answer()
-                assert (answer.status, answer.body) == (int(status[:3]), b"")
-                assert answer.one("transfer-encoding") is None
-    assert len(worker.calls) == 1
+    async with door_before(answering(lengthless)) as (opened, client):
+        for _ in range(2):
+            await client.send(post())
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (int(status[:3]), b"")
+            assert answer.one("transfer-encoding") is None
+    assert len(opened.workers[0].calls) == 1
 
 
 async def test_interim_answers_of_a_worker_do_not_confuse_the_final_one():
     hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
-    async with fake_workers(answering(hints, counted(b"{}"))) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            for _ in range(2):
-                await client.send(post())
-                answer = await client.answer()
-                assert (answer.status, answer.body) == (200, b"{}")
+    async with door_before(answering(hints, counted(b"{}"))) as (_, client):
+        for _ in range(2):
+            await client.send(post())
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, b"{}")
 
 
 async def test_a_refused_request_with_a_whole_body_leaves_the_connection_good():
-    async with fake_workers(echo) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(post(b"no json"), post())
-            assert (await client.answer()).status == 400
-            assert (await client.answer()).body == CHAT
+    async with door_before(echo) as (_, client):
+        await client.send(post(b"no json"), post())
+        assert (await client.answer()).status == 400
+        assert (await client.answer()).body == CHAT
 
 
 async def test_an_answer_that_comes_whole_with_its_head_keeps_its_framing():
-    async with fake_workers(answering(CHUNKED)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            for _ in range(2):
-                await client.send(post())
-                answer = await client.answer()
-                assert (answer.body, answer.one("transfer-encoding")) == (b"hello", "chunked")
+    async with door_before(answering(CHUNKED)) as (_, client):
+        for _ in range(2):
+            await client.send(post())
+            answer = await client.answer()
+            assert (answer.body, answer.one("transfer-encoding")) == (b"hello", "chunked")

@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.door_alone import open_door
+from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     SSE_HEAD,
@@ -25,26 +25,29 @@ async def ask(client, body=CHAT, *fields):
 
 
 async def test_a_refused_connection_goes_to_another_worker():
-    async with refusing_url() as gone, fake_workers(GOOD) as (worker,):
-        async with open_door(gone, worker) as opened, opened.client() as client:
-            for _ in range(4):
-                answer = await ask(client)
-                assert (answer.status, answer.body) == (200, b"good")
-            refused, answered = opened.failures()
-            assert (refused > 0, answered) == (True, 0)
+    async with (
+        refusing_url() as gone,
+        fake_workers(GOOD) as (worker,),
+        open_door(gone, worker) as opened,
+        opened.client() as client,
+    ):
+        for _ in range(4):
+            answer = await ask(client)
+            assert (answer.status, answer.body) == (200, b"good")
+        refused, answered = opened.failures()
+        assert (refused > 0, answered) == (True, 0)
     assert [body for _, body in worker.requests] == [CHAT] * 4
 
 
 @pytest.mark.parametrize("bad", [resetting, hanging_up_after()], ids=["reset", "close"])
 async def test_a_death_before_the_answer_goes_to_another_worker(bad):
-    async with fake_workers(bad, GOOD) as (bad_worker, worker):
-        async with open_door(bad_worker, worker) as opened, opened.client() as client:
-            answer = await ask(client)
-            assert (answer.status, answer.body) == (200, b"good")
-            assert answer.one("x-sglang-omni-route-attempt") == "2"
-            assert answer.one("x-sglang-omni-worker") == opened.fleet.workers[1].id
-            assert opened.last["attempts"] == 2
-    assert [len(bad_worker.requests), len(worker.requests)] == [1, 1]
+    async with door_before(bad, GOOD) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, answer.body) == (200, b"good")
+        assert answer.one("x-sglang-omni-route-attempt") == "2"
+        assert answer.one("x-sglang-omni-worker") == opened.fleet.workers[1].id
+        assert opened.last["attempts"] == 2
+    assert [len(worker.requests) for worker in opened.workers] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -66,23 +69,21 @@ async def test_nothing_is_tried_again_after_the_first_byte(first):
 @pytest.mark.parametrize(("allowed", "made"), [(0, 1), (1, 1), (2, 2), (4, 4)])
 async def test_tries_end_at_max_total_retries(allowed, made):
     config = f"[routing]\nmax_total_retries = {allowed}"
-    async with fake_workers(*[resetting] * 3) as workers:
-        async with open_door(*workers, config=config) as opened, opened.client() as client:
-            answer = await ask(client)
-            assert answer.status == 502
-            assert answer.one("x-sglang-omni-route-attempt") == str(made)
-            assert opened.last["attempts"] == made
-    asked = [len(worker.requests) for worker in workers]
+    async with door_before(*[resetting] * 3, config=config) as (opened, client):
+        answer = await ask(client)
+        assert answer.status == 502
+        assert answer.one("x-sglang-omni-route-attempt") == str(made)
+        assert opened.last["attempts"] == made
+    asked = [len(worker.requests) for worker in opened.workers]
     assert sum(asked) == made
     assert min(asked) == made // 3  # each was asked once before one was asked twice
 
 
 async def test_what_retry_on_does_not_name_is_not_tried_again():
     config = '[routing]\nretry_on = ["connect_failure"]'
-    async with fake_workers(resetting, GOOD) as made:
-        async with open_door(*made, config=config) as opened, opened.client() as client:
-            assert (await ask(client)).status == 502
-    assert [len(worker.requests) for worker in made] == [1, 0]
+    async with door_before(resetting, GOOD, config=config) as (opened, client):
+        assert (await ask(client)).status == 502
+    assert [len(worker.requests) for worker in opened.workers] == [1, 0]
 
 
 async def test_a_lone_worker_is_asked_again():
@@ -92,19 +93,17 @@ async def test_a_lone_worker_is_asked_again():
         tries.append(call)
         await (resetting if len(tries) < 3 else GOOD)(call)
 
-    async with fake_workers(script) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            assert (await ask(client)).status == 200
+    async with door_before(script) as (_, client):
+        assert (await ask(client)).status == 200
     assert len(tries) == 3
 
 
 async def test_the_body_of_a_second_try_is_the_very_same():
     body = b'{"messages": [], "pad": "%b"}' % (b"\xc3\xa4" * 400_000)
-    async with fake_workers(resetting, GOOD) as (bad, good):
-        async with open_door(bad, good) as opened, opened.client() as client:
-            assert (await ask(client, body)).status == 200
-    assert bad.requests == good.requests
-    assert good.requests[0][1] == body
+    async with door_before(resetting, GOOD) as (opened, client):
+        assert (await ask(client, body)).status == 200
+    assert opened.workers[0].requests == opened.workers[1].requests
+    assert opened.workers[1].requests[0][1] == body
 
 
 async def test_an_idle_connection_that_its_worker_closed_does_no_harm():
@@ -127,18 +126,19 @@ async def test_an_idle_connection_that_its_worker_closed_does_no_harm():
 
 @pytest.mark.parametrize("bad", [resetting, hanging_up_after()], ids=["reset", "close"])
 async def test_a_kept_connection_that_dies_under_a_request_is_redialled_without_costing_a_try(bad):
+    tries = []
+
     async def script(call):
-        fresh = len(worker.requests) != 2
-        await (GOOD if fresh else bad)(call)
+        tries.append(call)
+        await (bad if len(tries) == 2 else GOOD)(call)
 
     config = "[routing]\nmax_total_retries = 1"
-    async with fake_workers(script) as (worker,), open_door(worker, config=config) as opened:
-        async with opened.client() as client:
-            for _ in range(2):
-                answer = await ask(client)
-                assert (answer.status, answer.one("x-sglang-omni-route-attempt")) == (200, "1")
-            assert opened.failures() == [0]
-    assert [len(worker.requests), len(worker.calls)] == [3, 2]
+    async with door_before(script, config=config) as (opened, client):
+        for _ in range(2):
+            answer = await ask(client)
+            assert (answer.status, answer.one("x-sglang-omni-route-attempt")) == (200, "1")
+        assert opened.failures() == [0]
+    assert (len(tries), len(opened.workers[0].calls)) == (3, 2)
 
 
 async def test_every_try_is_counted_and_none_stays_in_flight():

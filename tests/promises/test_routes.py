@@ -54,7 +54,9 @@ REQUESTS = {
 
 
 def entry(url, capabilities, more=""):
-    return f'[[workers]]\nurl = "{url}"\ncapabilities = {json.dumps(sorted(capabilities))}\n{more}\n'
+    return (
+        f'[[workers]]\nurl = "{url}"\ncapabilities = {json.dumps(sorted(capabilities))}\n{more}\n'
+    )
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import STREAMED, post
-from tests.promises.door_alone import open_door
+from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import CHUNKED_HEAD, PATIENCE_SECS, SSE_HEAD, chunk, fake_workers
 
 # What the kernel may hold in four socket buffers, with room to spare; the worker offers more.
@@ -34,17 +34,16 @@ class Flood:
 async def test_a_client_that_never_reads_is_cut_and_never_fills_our_memory(head):
     flood = Flood(head)
     impatient = "[server.timeouts]\nidle_secs = 0.3"
-    async with fake_workers(flood) as (worker,), open_door(worker, config=impatient) as opened:
-        async with opened.client() as client:
-            client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-            await client.send(post(STREAMED))
-            with trio.fail_after(PATIENCE_SECS):
-                await flood.cut.wait()
-            assert flood.sent < MOST_IN_TRANSIT
-            assert opened.at_rest()
-            assert (opened.last["outcome"], opened.last["ended_by"]) == ("client_stalled", "client")
-            assert opened.last["bytes_out"] < MOST_IN_TRANSIT
-            assert opened.failures() == [0]
+    async with door_before(flood, config=impatient) as (opened, client):
+        client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        await client.send(post(STREAMED))
+        with trio.fail_after(PATIENCE_SECS):
+            await flood.cut.wait()
+        assert flood.sent < MOST_IN_TRANSIT
+        assert opened.at_rest()
+        assert (opened.last["outcome"], opened.last["ended_by"]) == ("client_stalled", "client")
+        assert opened.last["bytes_out"] < MOST_IN_TRANSIT
+        assert opened.failures() == [0]
 
 
 async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
@@ -82,3 +81,17 @@ async def test_a_stuck_reader_holds_up_nobody_else():
                         stuck_until.set()
                         break
         assert stuck_until.is_set()
+
+
+async def test_a_slow_reader_is_held_to_the_time_of_the_whole_exchange():
+    flood = Flood(b"HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n")
+    short = "[server]\nrequest_timeout_secs = 0.3"
+    async with door_before(flood, config=short) as (opened, client):
+        client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        await client.send(post())
+        with trio.fail_after(PATIENCE_SECS):
+            while not flood.cut.is_set():
+                await client.receive()
+                await trio.sleep(0.01)
+        assert opened.last["outcome"] in ("client_stalled", "timed_out")
+        assert opened.failures() == [0]

@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.door_alone import open_door
+from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -23,21 +23,24 @@ ONE_TRY = "[routing]\nmax_total_retries = 1"
 QUICK = ONE_TRY + "\n[server.timeouts]\nresponse_head_secs = 0.05\nidle_secs = 0.05"
 
 
-async def ask(opened, client, body=CHAT):
+async def ask(client, body=CHAT):
     await client.send(post(body))
     return await client.answer()
 
 
 async def test_a_worker_that_refuses_is_a_502_that_says_so():
-    async with refusing_url() as url, open_door(url, config=ONE_TRY) as opened:
-        async with opened.client() as client:
-            for made in (1, 2):  # the connection stays good for more
-                answer = await ask(opened, client)
-                assert answer.status == 502
-                assert b"Connection refused" in answer.body
-                assert b'"code":"connect_failure"' in answer.body
-                assert answer.one("x-sglang-omni-route-attempt") == "1"
-                assert opened.failures() == [made]
+    async with (
+        refusing_url() as url,
+        open_door(url, config=ONE_TRY) as opened,
+        opened.client() as client,
+    ):
+        for made in (1, 2):  # the connection stays good for more
+            answer = await ask(client)
+            assert answer.status == 502
+            assert b"Connection refused" in answer.body
+            assert b'"code":"connect_failure"' in answer.body
+            assert answer.one("x-sglang-omni-route-attempt") == "1"
+            assert opened.failures() == [made]
 
 
 @pytest.mark.parametrize(
@@ -46,12 +49,11 @@ async def test_a_worker_that_refuses_is_a_502_that_says_so():
     ids=["resets", "closes", "closes in its head"],
 )
 async def test_a_worker_that_dies_before_its_head_is_whole_is_a_502(script):
-    async with fake_workers(script) as made, open_door(*made, config=ONE_TRY) as opened:
-        async with opened.client() as client:
-            answer = await ask(opened, client)
-            assert answer.status == 502
-            assert b'"code":"reset_before_response"' in answer.body
-            assert opened.failures() == [1]
+    async with door_before(script, config=ONE_TRY) as (opened, client):
+        answer = await ask(client)
+        assert answer.status == 502
+        assert b'"code":"reset_before_response"' in answer.body
+        assert opened.failures() == [1]
 
 
 async def test_a_worker_that_stalls_is_a_504_and_is_left():
@@ -61,14 +63,13 @@ async def test_a_worker_that_stalls_is_a_504_and_is_left():
         await call.until_left()
         left.set()
 
-    async with fake_workers(script) as made, open_door(*made, config=QUICK) as opened:
-        async with opened.client() as client:
-            answer = await ask(opened, client)
-            assert answer.status == 504
-            assert b'"code":"response_timeout"' in answer.body
-            assert opened.failures() == [1]
-            with trio.fail_after(10):
-                await left.wait()
+    async with door_before(script, config=QUICK) as (opened, client):
+        answer = await ask(client)
+        assert answer.status == 504
+        assert b'"code":"response_timeout"' in answer.body
+        assert opened.failures() == [1]
+        with trio.fail_after(10):
+            await left.wait()
 
 
 async def test_a_worker_that_stalls_within_its_head_is_a_504():
@@ -76,9 +77,8 @@ async def test_a_worker_that_stalls_within_its_head_is_a_504():
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-le")
         await call.until_left()
 
-    async with fake_workers(script) as made, open_door(*made, config=QUICK) as opened:
-        async with opened.client() as client:
-            assert (await ask(opened, client)).status == 504
+    async with door_before(script, config=QUICK) as (_, client):
+        assert (await ask(client)).status == 504
 
 
 async def test_a_stalled_worker_is_not_asked_again_and_neither_is_another():
@@ -87,7 +87,7 @@ async def test_a_stalled_worker_is_not_asked_again_and_neither_is_another():
         open_door(*made, config=QUICK.replace("= 1\n", "= 6\n")) as opened,
         opened.client() as client,
     ):
-        assert (await ask(opened, client)).status == 504  # it may be at work on it
+        assert (await ask(client)).status == 504  # it may be at work on it
         assert [len(worker.requests) for worker in made] == [1, 0]
 
 
@@ -119,13 +119,12 @@ async def test_garbage_instead_of_an_answer_is_a_502_and_counts_for_health(name)
         await call.send(GARBAGE[name])
         await call.until_left()
 
-    async with fake_workers(script) as made, open_door(*made, config=ONE_TRY) as opened:
-        async with opened.client() as client:
-            answer = await ask(opened, client)
-            assert answer.status == 502
-            assert b'"error":{"message":' in answer.body
-            assert answer.one("x-sglang-omni-worker")
-            assert opened.failures() == [1]
+    async with door_before(script, config=ONE_TRY) as (opened, client):
+        answer = await ask(client)
+        assert answer.status == 502
+        assert b'"error":{"message":' in answer.body
+        assert answer.one("x-sglang-omni-worker")
+        assert opened.failures() == [1]
 
 
 TOO_FEW = {
@@ -155,7 +154,7 @@ async def test_too_few_bytes_are_never_a_clean_end(name, how):
     async with fake_workers(script) as made, open_door(*made) as opened:
         async with opened.client() as client:
             with pytest.raises(Truncated) as broken:
-                await ask(opened, client)
+                await ask(client)
             assert broken.value.answer.status == 200
             assert opened.failures() == [1]
             assert opened.last["ended_by"] == "worker"
@@ -164,15 +163,14 @@ async def test_too_few_bytes_are_never_a_clean_end(name, how):
 
 
 async def test_a_broken_sse_stream_tells_its_reader_before_it_is_cut():
-    async with fake_workers(hanging_up_after(SSE_HEAD + EVENT)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            with pytest.raises(Truncated) as broken:
-                await ask(opened, client, STREAMED)
-            events = broken.value.answer.body.decode().split("\n\n")
-            assert events[0] == "data: one"
-            told = next(event for event in events[1:] if event.strip())
-            assert told.strip().startswith('data: {"error":{"message":"upstream stream failed')
-            assert opened.last["outcome"] == "stream_error"
+    async with door_before(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
+        with pytest.raises(Truncated) as broken:
+            await ask(client, STREAMED)
+        events = broken.value.answer.body.decode().split("\n\n")
+        assert events[0] == "data: one"
+        told = next(event for event in events[1:] if event.strip())
+        assert told.strip().startswith('data: {"error":{"message":"upstream stream failed')
+        assert opened.last["outcome"] == "stream_error"
 
 
 async def test_a_stream_that_falls_silent_is_told_and_cut():
@@ -180,12 +178,11 @@ async def test_a_stream_that_falls_silent_is_told_and_cut():
         await call.send(SSE_HEAD, EVENT)
         await call.until_left()
 
-    async with fake_workers(script) as made, open_door(*made, config=QUICK) as opened:
-        async with opened.client() as client:
-            with pytest.raises(Truncated) as broken:
-                await ask(opened, client, STREAMED)
-            assert b'data: {"error":' in broken.value.answer.body
-            assert opened.failures() == [1]
+    async with door_before(script, config=QUICK) as (opened, client):
+        with pytest.raises(Truncated) as broken:
+            await ask(client, STREAMED)
+        assert b'data: {"error":' in broken.value.answer.body
+        assert opened.failures() == [1]
 
 
 async def test_a_worker_that_never_begins_its_body_is_cut_by_first_byte_secs():
@@ -194,12 +191,11 @@ async def test_a_worker_that_never_begins_its_body_is_cut_by_first_byte_secs():
         await call.until_left()
 
     first = "[server.timeouts]\nfirst_byte_secs = 0.05"
-    async with fake_workers(script) as made, open_door(*made, config=first) as opened:
-        async with opened.client() as client:
-            with pytest.raises(Truncated) as broken:
-                await ask(opened, client, STREAMED)
-            assert broken.value.answer.status == 200
-            assert opened.last["phase"] == "first"
+    async with door_before(script, config=first) as (opened, client):
+        with pytest.raises(Truncated) as broken:
+            await ask(client, STREAMED)
+        assert broken.value.answer.status == 200
+        assert opened.last["phase"] == "first"
 
 
 async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
@@ -210,13 +206,12 @@ async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
         await seen.wait()
         await call.send(b"zz\r\n")
 
-    async with fake_workers(script) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            await client.send(post())
-            await client.until(chunk(b"abc"))
-            seen.set()
-            assert not (await client.until_closed()).endswith(LAST_CHUNK)
-            assert opened.failures() == [1]
+    async with door_before(script) as (opened, client):
+        await client.send(post())
+        await client.until(chunk(b"abc"))
+        seen.set()
+        assert not (await client.until_closed()).endswith(LAST_CHUNK)
+        assert opened.failures() == [1]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +237,7 @@ async def test_bytes_behind_an_answer_reach_nobody_and_end_the_connection(pieces
     async with fake_workers(script) as made, open_door(*made) as opened:
         async with opened.client() as client:
             for _ in range(2):
-                answer = await ask(opened, client)
+                answer = await ask(client)
                 assert answer.body == b"ab"
                 await all_sent.wait()
                 assert client.rest == b""
@@ -251,21 +246,19 @@ async def test_bytes_behind_an_answer_reach_nobody_and_end_the_connection(pieces
 
 async def test_bytes_joined_to_a_chunked_end_are_never_taken_for_an_answer():
     smuggled = CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK + counted(b"evil")
-    async with fake_workers(answering(smuggled)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            answer = await ask(opened, client)
-            assert (answer.status, b"evil" in answer.body) == (502, False)
-            assert client.rest == b""
+    async with door_before(answering(smuggled)) as (_, client):
+        answer = await ask(client)
+        assert (answer.status, b"evil" in answer.body) == (502, False)
+        assert client.rest == b""
 
 
 async def test_an_answer_that_only_closing_ends_reaches_the_client_framed():
     closing = b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
-    async with fake_workers(hanging_up_after(closing)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            for _ in range(2):
-                answer = await ask(opened, client)
-                assert (answer.status, answer.body) == (200, b"hello")
-                assert answer.one("transfer-encoding") == "chunked"
+    async with door_before(hanging_up_after(closing)) as (_, client):
+        for _ in range(2):
+            answer = await ask(client)
+            assert (answer.status, answer.body) == (200, b"hello")
+            assert answer.one("transfer-encoding") == "chunked"
 
 
 async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
@@ -274,11 +267,10 @@ async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
         await trio.testing.wait_all_tasks_blocked()
         call.reset()
 
-    async with fake_workers(script) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            with pytest.raises(Truncated):
-                await ask(opened, client)
-            assert opened.failures() == [1]
+    async with door_before(script) as (opened, client):
+        with pytest.raises(Truncated):
+            await ask(client)
+        assert opened.failures() == [1]
 
 
 @pytest.mark.parametrize(
@@ -290,21 +282,64 @@ async def test_bytes_behind_an_answer_without_a_body_reach_nobody(head):
     async with fake_workers(answering(head + counted(b"evil"))) as made, open_door(*made) as opened:
         async with opened.client() as client:
             for _ in range(2):
-                answer = await ask(opened, client)
+                answer = await ask(client)
                 assert (answer.status in (204, 304), answer.body) == (True, b"")
                 await trio.testing.wait_all_tasks_blocked()
                 assert client.rest == b""
         assert len(made[0].calls) == 2
 
 
+async def test_a_worker_that_does_not_read_its_request_is_a_504():
+    async def listen(stream):
+        async with stream:
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, listen, [listener])
+        url = "http://{}:{}".format(*listener.socket.getsockname())
+        async with open_door(url, config=QUICK) as opened, opened.client() as client:
+            answer = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
+            assert answer.status == 504
+            assert opened.last["phase"] == "send"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("head", [CHUNKED_HEAD, SSE_HEAD, b"HTTP/1.1 200 OK\r\n\r\n"])
+async def test_an_http_1_0_client_gets_no_clean_end_either(head):
+    async def script(call):
+        await call.send(head, b"5\r\nhello\r\n")
+        await trio.testing.wait_all_tasks_blocked()
+        call.reset()
+
+    async with door_before(script) as (_, client):
+        await client.send(post().replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        with pytest.raises(Truncated):
+            await client.answer()
+
+
+async def test_an_exchange_that_takes_too_long_is_cut_and_its_busy_worker_not_blamed():
+    async def script(call):
+        await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        while True:
+            await call.send(b"x")
+            await trio.sleep(0.005)
+
+    short = "[server]\nrequest_timeout_secs = 0.1"
+    async with door_before(script, config=short) as (opened, client):
+        with pytest.raises(Truncated):
+            await ask(client)
+        assert (opened.last["outcome"], opened.last["ended_by"]) == ("timed_out", "proxy")
+        assert opened.failures() == [0]
+
+
 @pytest.mark.parametrize("status", [502, 504])
 async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(status):
     theirs = counted(b"mine", status=f"{status} Oh No")
-    async with fake_workers(answering(theirs)) as made, open_door(*made) as opened:
-        async with opened.client() as client:
-            answer = await ask(opened, client)
-            assert (answer.status, answer.body) == (status, b"mine")
-            assert opened.failures() == [1]
+    async with door_before(answering(theirs)) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, answer.body) == (status, b"mine")
+        assert opened.failures() == [1]
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 501, 503])
@@ -312,7 +347,7 @@ async def test_other_errors_of_a_worker_pass_unchanged_and_say_nothing_of_its_he
     theirs = counted(b"mine", status=f"{status} Oh No")
     async with fake_workers(answering(theirs)) as made, open_door(*made) as opened:
         async with opened.client() as client:
-            answer = await ask(opened, client)
+            answer = await ask(client)
             assert (answer.status, answer.body) == (status, b"mine")
             assert opened.failures() == [0]
         assert len(made[0].requests) == 1
@@ -335,6 +370,6 @@ async def test_a_worker_that_answers_before_it_has_read_the_body_is_heard():
         nursery.start_soon(trio.serve_listeners, listen, [listener])
         url = "http://{}:{}".format(*listener.socket.getsockname())
         async with open_door(url) as opened, opened.client() as client:
-            answer = await ask(opened, client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
+            answer = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
             assert (answer.status, answer.body) == (413, b"too much")
         nursery.cancel_scope.cancel()
