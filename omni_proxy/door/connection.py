@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from omni_proxy.door import exchange as exchanges
 from omni_proxy.door.account import Exchange, diagnostics, settle
-from omni_proxy.door.pump import CUT, LEFT, Conn, Expired, Gone, Task, pause
+from omni_proxy.door.conn import CUT, LEFT, Conn
+from omni_proxy.door.task import Expired, Gone, Task, pause
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.wire.chunked import ChunkedBody
 from omni_proxy.wire.errors import Refusal, answer

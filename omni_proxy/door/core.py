@@ -22,7 +22,8 @@ from omni_proxy.door.account import Exchange
 from omni_proxy.door.connection import Connection
 from omni_proxy.door.limits import limits_of
 from omni_proxy.door.listener import Listener, open_socket
-from omni_proxy.door.pump import Gone, Pump
+from omni_proxy.door.pump import Pump
+from omni_proxy.door.task import Gone
 from omni_proxy.door.upstream import Lane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

@@ -14,10 +14,11 @@ from math import inf
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
-from omni_proxy.door import relay, speech
+from omni_proxy.door import speech
 from omni_proxy.door.account import Exchange
-from omni_proxy.door.pump import Gone
-from omni_proxy.door.relay import TryFailed
+from omni_proxy.door.ask import TryFailed, ask
+from omni_proxy.door.relay import relay
+from omni_proxy.door.task import Gone
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import inspect
 from omni_proxy.routing.pick import choose
@@ -109,7 +110,7 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
         mine.take(worker, noted=door.route_log is not None)
         way = (door.lane(worker), _lines_for(worker, head), body)
         try:
-            first = await relay.ask(conn, mine, head, way)
+            first = await ask(conn, mine, head, way)
         except TryFailed as failed:
             _report(conn, worker, None, failed.error)
             last = Refusal(failed.status, f"upstream request failed: {failed.error}", failed.kind)
@@ -120,7 +121,7 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
             continue
         if first.answer.status in TELLING_STATUSES:
             _report(conn, worker, first.answer.status, f"status={first.answer.status}")
-        keep = await relay.relay(conn, mine, head, first)
+        keep = await relay(conn, mine, head, first)
         if mine.error and mine.ended_by == "worker":
             _report(conn, worker, None, mine.error)
         if route.place is Place.VOICE_OWNER and _kept_a_voice(mine):
@@ -143,8 +144,8 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     hints = b"".join(b"%b%b: %b\r\n" % (HINT_PREFIX, *hint) for hint in head.hints.items())
     conn.pump.front_exchanges += 1
     try:
-        first = await relay.ask(conn, mine, head, (door.front, head.lines + hints, body))
-        return await relay.relay(conn, mine, head, first)
+        first = await ask(conn, mine, head, (door.front, head.lines + hints, body))
+        return await relay(conn, mine, head, first)
     except TryFailed as failed:
         raise Refusal(
             503, f"the control routes are not answering: {failed.error}", "front_unavailable"

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from wsproto.utilities import generate_nonce
 
 from omni_proxy.door.account import Exchange
-from omni_proxy.door.pump import Conn, Expired
-from omni_proxy.door.relay import TryFailed
+from omni_proxy.door.ask import TryFailed
+from omni_proxy.door.conn import Conn
+from omni_proxy.door.task import Expired
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.pick import choose
 from omni_proxy.routing.retry import may_retry, tries_allowed

@@ -15,8 +15,9 @@ from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
 from omni_proxy.door.account import Exchange
+from omni_proxy.door.conn import Conn
 from omni_proxy.door.handshake import blame, reach_worker
-from omni_proxy.door.pump import EITHER, Conn, Expired, Gone, pause
+from omni_proxy.door.task import EITHER, Expired, Gone, pause
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.routing.inspect import RequestFacts, inspect_session, names_voice
 from omni_proxy.routing.table import Place

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from omni_proxy.door.pump import Conn, Pump, Task, connect
+from omni_proxy.door.conn import Conn, connect
+from omni_proxy.door.pump import Pump
+from omni_proxy.door.task import Task
 
 IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
 PIECE_BYTES: Final = 16384

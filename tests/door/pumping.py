@@ -5,7 +5,9 @@ import socket
 import pytest
 import trio
 
-from omni_proxy.door.pump import Conn, Pump, Task, pause
+from omni_proxy.door.conn import Conn
+from omni_proxy.door.pump import Pump
+from omni_proxy.door.task import Task, pause
 
 
 class Scripted(Task):

@@ -4,7 +4,7 @@ import trio
 
 from omni_proxy.door import clocks
 from omni_proxy.door import pump as pumps
-from omni_proxy.door.pump import Expired
+from omni_proxy.door.task import Expired, Gone
 from tests.door.pumping import Scripted
 
 
@@ -51,7 +51,7 @@ async def test_a_sweep_may_end_a_task_that_ends_another(pump, wires, monkeypatch
         try:
             await task.wait_for(task.end)
         finally:
-            other.throw(pumps.Gone())
+            other.throw(Gone())
 
     for _ in range(3):
         task = Scripted(pump, script)

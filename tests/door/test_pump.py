@@ -7,7 +7,9 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.door.pump import EITHER, Conn, Expired, Gone, Pump, connect, nested
+from omni_proxy.door.conn import Conn, connect
+from omni_proxy.door.pump import Pump
+from omni_proxy.door.task import EITHER, Expired, Gone, nested
 from tests.door.pumping import Scripted, Wires, until
 
 

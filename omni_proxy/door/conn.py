@@ -1,0 +1,117 @@
+"""A socket of the door in the pump's epoll set: a client's or a worker's; and how to dial one.
+
+Contract: nothing but a `Conn` touches its socket. It is registered once, edge triggered, so an edge
+that nobody awaits is remembered in `hot`; it leaves the set at `close`, and the descriptor itself
+is given back by the pump after the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLRDHUP
+from typing import TYPE_CHECKING, Final
+
+from omni_proxy.door.task import EITHER, Gone, Task, pause
+
+if TYPE_CHECKING:
+    from omni_proxy.door.pump import Pump
+
+LEFT: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
+CUT: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
+NEWS: Final = EPOLLIN | LEFT
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+
+
+class Conn:
+    """A socket in the epoll set, a client's or a worker's; nothing else touches its socket.
+
+    `hot`: there may be bytes to read. `ended`: the peer has closed or broken its side.
+    """
+
+    __slots__ = (
+        "closed", "ended", "fd", "hot", "idle_since", "on_idle_news", "pump", "recv", "send",
+        "sock", "task",
+    )  # fmt: skip
+
+    def __init__(self, pump: Pump, sock: socket.socket, task: Task | None) -> None:
+        self.pump = pump
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.recv = sock.recv
+        self.send = sock.send
+        self.hot = False
+        self.ended = False
+        self.closed = False
+        self.task = task
+        self.idle_since = 0.0
+        self.on_idle_news: Callable[[Conn], None] | None = None
+        pump.register(self.fd, self)
+
+    def on_event(self, mask: int) -> None:
+        if mask & NEWS:
+            self.hot = True
+            if mask & LEFT:
+                self.ended = True
+        task = self.task
+        if task is None:
+            if mask & NEWS and self.on_idle_news is not None:
+                self.on_idle_news(self)
+        elif task.awaits is self or task.awaits is EITHER:
+            task.step()
+        elif mask & LEFT and self is task.client and task.counts_as_gone(mask):
+            task.throw(Gone())
+
+    def read(self, size: int) -> bytes | None:
+        """What is there: None for nothing yet, b"" for the peer's end. Raises OSError."""
+        try:
+            piece = self.recv(size)
+        except BlockingIOError:
+            self.hot = False
+            return None
+        # A short read has emptied the socket; an end that was seen gives no new edge.
+        self.hot = len(piece) == size or self.ended
+        return piece
+
+    def close(self, *, reset: bool = False) -> None:
+        """Leave the set now; the socket itself is closed after the batch."""
+        if not self.closed:
+            self.closed = True
+            if reset:
+                with contextlib.suppress(OSError):
+                    self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self.pump.forget(self.fd, self.sock)
+
+
+async def connect(task: Task, address: tuple[str, int] | str) -> Conn:
+    """A new connection, owned by `task`. Raises OSError; the task's clock bounds it."""
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setblocking(False)
+    code = sock.connect_ex(address)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(code, os.strerror(code))
+    conn = Conn(task.pump, sock, task)
+    try:
+        if code:
+            task.awaits = conn
+            await pause()
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+        # A free port of our own range can be given to our own end: TCP's simultaneous open.
+        if not isinstance(address, str) and sock.getsockname() == sock.getpeername():
+            raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    except BaseException:
+        conn.close()
+        raise
+    return conn
