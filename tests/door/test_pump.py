@@ -9,7 +9,7 @@ import trio.testing
 
 from omni_proxy.door.conn import Conn, connect
 from omni_proxy.door.pump import Pump
-from omni_proxy.door.task import EITHER, Expired, Gone, nested
+from omni_proxy.door.task import EITHER, READS_PER_TURN, Expired, Gone, nested, pause
 from tests.door.pumping import Scripted, Wires, until
 
 
@@ -350,3 +350,25 @@ async def test_events_without_news_resume_nobody_who_is_idle(pump, wires):
     assert (heard, conn.hot) == ([], False)
     conn.on_event(EPOLLRDHUP)
     assert (heard, conn.hot, conn.ended) == ([conn], True, True)
+
+
+async def test_a_peer_that_always_has_more_does_not_keep_the_others_waiting(pump, wires):
+    reads = []
+
+    async def script(task):
+        conn, _ = task.ends
+        conn.hot = True
+        for _ in range(5 * READS_PER_TURN):
+            if task.waits_for(conn):
+                await pause()
+            reads.append(task)
+
+    tasks = [Scripted(pump, script) for _ in range(2)]
+    for task in tasks:
+        task.ends = wires.conn(task)
+        task.start()
+    with trio.fail_after(10):
+        for task in tasks:
+            await task.ended.wait()
+    assert reads.index(tasks[1]) < len(reads) - 1 - reads[::-1].index(tasks[0])
+    assert [reads.count(task) for task in tasks] == [5 * READS_PER_TURN] * 2
