@@ -55,42 +55,36 @@ class Connection(Task):
         self.due = min(self.pump.now + secs, self.deadline)
 
     async def serve(self) -> None:
+        """One exchange after the other. In one frame on purpose: each more costs every event."""
         try:
-            while await self._turn():
-                pass
+            keep = True
+            while keep:
+                self.deadline = inf
+                try:
+                    raw = await self._read_head()
+                except (Refusal, Expired) as error:
+                    await self._refuse_head(error)
+                    return
+                if raw is None:
+                    return
+                mine = self.exchange = Exchange(self.turn_at, self.peer)
+                try:
+                    keep = await exchanges.answer(self, mine, self.door.requests.judge(raw))
+                except (Refusal, Expired) as error:
+                    keep = await self._refuse(mine, error)
+                except Gone:
+                    ended = "stream_cancelled" if mine.relayed else "client_disconnected"
+                    mine.end(ended, "client")
+                    raise
+                finally:
+                    settle(self.door, mine, self.phase)
+                    self.exchange = None
         except (Gone, OSError):
             pass  # whoever would be told is not there any more
         finally:
             if self.upstream is not None:
                 self.upstream.close()
             self.client.close()
-
-    async def _turn(self) -> bool:
-        """One exchange; whether the connection may carry another."""
-        self.deadline = inf
-        try:
-            raw = await self._read_head()
-        except Refusal as refusal:
-            return await self._refuse_head(refusal)
-        except Expired:
-            return self.phase == "head" and await self._refuse_head(_late("head"))
-        if raw is None:
-            return False
-        mine = self.exchange = Exchange(self.turn_at, self.peer)
-        try:
-            try:
-                return await exchanges.answer(self, mine, self.door.requests.judge(raw))
-            except Refusal as refusal:
-                return await self._refuse(mine, refusal)
-            except Expired as expired:
-                return await self._refuse(mine, _late(str(expired)))
-        except Gone:
-            ended = "stream_cancelled" if mine.relayed else "client_disconnected"
-            mine.end(ended, "client", phase=self.phase)
-            raise
-        finally:
-            settle(self.door, mine, self.phase)
-            self.exchange = None
 
     async def _read_head(self) -> bytes | None:
         """The next head, whole; None where the client is done. Raises Refusal, Expired."""
@@ -200,16 +194,19 @@ class Connection(Task):
             except BlockingIOError:
                 continue
 
-    async def _refuse_head(self, refusal: Refusal) -> bool:
-        """A head that can't be read is still an exchange in the logs."""
+    async def _refuse_head(self, error: Refusal | Expired) -> None:
+        """A head that can't be read is still an exchange in the logs; no head at all is none."""
+        if isinstance(error, Expired) and self.phase == "idle":
+            return
         mine = Exchange(self.turn_at, self.peer)
         try:
-            return await self._refuse(mine, refusal)
+            await self._refuse(mine, error)
         finally:
             settle(self.door, mine, self.phase)
 
-    async def _refuse(self, mine: Exchange, refusal: Refusal) -> bool:
+    async def _refuse(self, mine: Exchange, error: Refusal | Expired) -> bool:
         """Answer it ourselves; the connection goes on where the request was read to its end."""
+        refusal = error if isinstance(error, Refusal) else _late(str(error))
         worker_lines = diagnostics(mine) if mine.attempts else b""
         mine.status = refusal.status
         outcome = "upstream_error" if mine.attempts else "refused"
