@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -49,7 +50,7 @@ def nested(inner: Coroutine[Any, None, T]) -> Generator[Any, Any, T]:
     return result
 
 
-class Task:
+class Task(ABC):
     """One coroutine that the pump resumes. `due` is its one clock, `phase` what it is doing."""
 
     __slots__ = ("_coro", "_outer", "awaits", "began", "client", "due", "phase", "pump",
@@ -69,9 +70,9 @@ class Task:
         self._coro: Coroutine[Any, Any, Any] | None = None
         self._outer: list[Coroutine[Any, Any, Any]] = []  # those that wait in `nested`
 
+    @abstractmethod
     async def serve(self) -> None:
         """The life of the connection; it closes its own sockets."""
-        raise NotImplementedError
 
     def counts_as_gone(self, mask: int) -> bool:
         """Whether this event, which says that the client has closed or broken, ends it."""
