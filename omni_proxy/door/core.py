@@ -79,7 +79,8 @@ class Door:
         """Open what `new` needs; the result puts it in force. Raises OSError, changing nothing."""
         now = self.config.server
         moved = (new.server.host, new.server.port) != (now.host, now.port) or not self._listeners
-        sock = open_socket(new.server.host, new.server.port) if moved else None
+        wanted = moved and not self.draining  # a reload does not open what a drain has closed
+        sock = open_socket(new.server.host, new.server.port) if wanted else None
 
         def commit() -> None:
             self._take(new)
