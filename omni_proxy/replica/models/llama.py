@@ -1,0 +1,323 @@
+"""A Llama of our own: one forward over sequences of any lengths, weights under their usual names.
+
+Invariant: `named_parameters` gives the names and shapes that Hugging Face gives a tied Llama, and
+what is written into them in place counts at once: q/k/v and gate/up are rows of one joined tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from omni_proxy.replica.models.kv import KVShape, SequenceKV
+
+Part = tuple[Sequence[int], SequenceKV]
+
+TIED_NAMES = {"lm_head.weight": "model.embed_tokens.weight"}
+
+# Where few tokens meet a large weight the time goes into reading the weight.
+FEW_TOKENS = 5
+LARGE_WEIGHT = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The sizes, under the names of a Hugging Face config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no even multiple of "
+                f"{self.num_attention_heads} attention heads"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot share "
+                f"{self.num_key_value_heads} key-value heads evenly"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class Weight(nn.Module):
+    """A `weight` and nothing else: left unfilled, as every model fills it from a file or a seed."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values, requires_grad=False)
+
+
+def rows_of(joined: Tensor, sizes: Sequence[int]) -> list[Weight]:
+    return [Weight(rows) for rows in torch.split(joined, list(sizes))]
+
+
+def rejoin(weights: Sequence[Weight]) -> Tensor:
+    """Make the weights rows of one new tensor again, after each was moved on its own."""
+    joined = torch.cat([each.weight.data for each in weights])
+    sizes = [len(each.weight) for each in weights]
+    for each, rows in zip(weights, torch.split(joined, sizes), strict=True):
+        each.weight.data = rows
+    return joined
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Map [tokens, in] by a weight [out, in] to [tokens, out], as `functional.linear` does."""
+    tokens = len(x)
+    if tokens > FEW_TOKENS or weight.numel() < LARGE_WEIGHT:
+        return functional.linear(x, weight)
+    # With the weight on the left the library reads it at full speed: two tokens take 31 ms through
+    # all of SmolLM2 instead of 85. One token is slow either way: 48 ms, but 32 if it goes twice.
+    columns = (x if tokens > 1 else torch.cat((x, x))).t()
+    return torch.mm(weight, columns)[:, :tokens].t().contiguous()
+
+
+def turns(config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    """Return the cosines and signed sines of every position, each [context, head_size].
+
+    A head's first half is turned against its second ("rotate half"), so the sines of the first
+    half carry the minus sign.
+    """
+    size = config.head_size
+    steps = config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float64) / -size)
+    angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * steps
+    cosines, sines = angles.cos().float(), angles.sin().float()
+    return torch.cat((cosines, cosines), dim=1), torch.cat((-sines, sines), dim=1)
+
+
+def turn_(heads: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Turn [tokens, heads, head_size] by the angles [tokens, 1, head_size], in place."""
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cosines).addcmul_(swapped, sines)
+
+
+def causal_mask(past: int, count: int, device: torch.device) -> Tensor | None:
+    """Say which tokens each of `count` new ones may see, [count, past + count].
+
+    None stands for the two cases that need no mask of their own: one token sees all, and without
+    a past the kernel's causal mode does the same.
+    """
+    if count == 1 or past == 0:
+        return None
+    seen = torch.ones((count, past + count), dtype=torch.bool, device=device)
+    return seen.tril(diagonal=past)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where one sequence's new tokens lie in the flat batch, and which of its past each sees."""
+
+    start: int
+    stop: int
+    kv: SequenceKV
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The new tokens of all sequences in one row; `turns` holds their angles' cosines and sines."""
+
+    tokens: Tensor
+    turns: tuple[Tensor, Tensor]
+    spans: tuple[Span, ...]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over each sequence's own past."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_size, hidden = config.head_size, config.hidden_size
+        kv_size = self.kv_heads * self.head_size
+        self.joined = torch.empty(hidden + 2 * kv_size, hidden)
+        self.q_proj, self.k_proj, self.v_proj = rows_of(self.joined, (hidden, kv_size, kv_size))
+        self.o_proj = Weight(torch.empty(hidden, hidden))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.joined = rejoin((self.q_proj, self.k_proj, self.v_proj))
+        return self
+
+    def forward(self, x: Tensor, layer: int, batch: Batch) -> Tensor:
+        """Map [tokens, hidden] to the same; the new keys and values go into each span's KV."""
+        joined = project(x, self.joined).view(len(x), -1, self.head_size)
+        turned = self.heads + self.kv_heads
+        turn_(joined[:, :turned], *batch.turns)
+        out = x.new_empty((len(x), self.heads, self.head_size))
+        for span in batch.spans:
+            rows = joined[span.start : span.stop]
+            kv_rows = rows[:, self.heads :].view(len(rows), 2, self.kv_heads, -1)
+            keys, values = span.kv.write(layer, kv_rows)
+            out[span.start : span.stop] = self._look(rows[:, : self.heads], keys, values, span.mask)
+        return project(out.view(len(x), -1), self.o_proj.weight)
+
+    def _look(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        if len(queries) == 1:
+            # The heads that share keys are as good as several tokens: no key is copied or read
+            # twice.
+            grouped = queries.view(1, self.kv_heads, -1, self.head_size)
+            seen = functional.scaled_dot_product_attention(grouped, keys[None], values[None])
+            return seen.view(1, self.heads, self.head_size)
+        seen = functional.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=True,
+        )
+        return seen[0].transpose(0, 1)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        inner, hidden = config.intermediate_size, config.hidden_size
+        self.joined = torch.empty(2 * inner, hidden)
+        self.gate_proj, self.up_proj = rows_of(self.joined, (inner, inner))
+        self.down_proj = Weight(torch.empty(hidden, inner))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLP:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.joined = rejoin((self.gate_proj, self.up_proj))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = project(x, self.joined).chunk(2, dim=-1)
+        return project(functional.silu(gate).mul_(up), self.down_proj.weight)
+
+
+class Norm(Weight):
+    """RMSNorm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(torch.empty(config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, layer: int, batch: Batch) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), layer, batch)
+        return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Weight(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(config)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = functional.embedding(batch.tokens, self.embed_tokens.weight)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number, batch)
+        return x
+
+
+class Llama(nn.Module):
+    """The model; its output rows are its embedding's, so that one name stands for both."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self._turns = turns(config)
+
+    def new_kv(self) -> SequenceKV:
+        config = self.config
+        shape = KVShape(
+            layers=config.num_hidden_layers,
+            kv_heads=config.num_key_value_heads,
+            head_size=config.head_size,
+            limit=config.max_position_embeddings,
+        )
+        return SequenceKV(shape, like=self.model.embed_tokens.weight.data)
+
+    def forward(self, parts: Sequence[Part], *, all_positions: bool = False) -> Tensor:
+        """Append each part's tokens to its KV and return logits.
+
+        [len(parts), vocab], those of each part's last token; with `all_positions`
+        [all tokens, vocab] in the order of the parts. Raises ContextFull where a part does not
+        fit, and ValueError for a part without tokens, a token outside the vocabulary or a KV in
+        two parts; then no KV has changed.
+        """
+        with torch.inference_mode():
+            batch = self._batch(parts)
+            x = self.model(batch)
+            for span in batch.spans:
+                span.kv.length += span.stop - span.start
+            if not all_positions and len(x) > len(parts):
+                x = x[[span.stop - 1 for span in batch.spans]]
+            logits = project(self.model.norm(x), self.model.embed_tokens.weight)
+        return logits.clone()  # for what is made in that mode cannot be changed in place outside
+
+    def hidden(self, tokens: Sequence[int]) -> Tensor:
+        """Return [len(tokens), hidden], the rows after the last norm; raises as `forward` does."""
+        with torch.inference_mode():
+            rows: Tensor = self.model.norm(self.model(self._batch([(tokens, self.new_kv())])))
+        return rows.clone()
+
+    def _batch(self, parts: Sequence[Part]) -> Batch:
+        flat, positions = self._checked(parts)
+        embedding = self.model.embed_tokens.weight
+        spans, start = [], 0
+        for tokens, kv in parts:
+            kv.reserve(len(tokens))
+            mask = causal_mask(kv.length, len(tokens), embedding.device)
+            spans.append(Span(start, start + len(tokens), kv, mask))
+            start += len(tokens)
+        if self._turns[0].device != embedding.device or self._turns[0].dtype != embedding.dtype:
+            self._turns = (self._turns[0].to(embedding), self._turns[1].to(embedding))
+        rows = torch.tensor(positions, device=embedding.device)
+        cosines, sines = (table[rows].unsqueeze(1) for table in self._turns)
+        flat_tensor = torch.tensor(flat, device=embedding.device)
+        return Batch(flat_tensor, (cosines, sines), tuple(spans))
+
+    def _checked(self, parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+        flat: list[int] = []
+        positions: list[int] = []
+        for tokens, kv in parts:
+            if not tokens:
+                raise ValueError("a part of the batch holds no token")
+            flat.extend(tokens)
+            positions.extend(range(kv.length, kv.length + len(tokens)))
+        if not parts:
+            raise ValueError("a batch without parts")
+        if len({id(kv) for _, kv in parts}) < len(parts):
+            raise ValueError("two parts of one batch append to the same KV")
+        if min(flat) < 0 or max(flat) >= self.config.vocab_size:
+            raise ValueError(
+                f"token {min(flat) if min(flat) < 0 else max(flat)} is not in the vocabulary of "
+                f"{self.config.vocab_size}"
+            )
+        return flat, positions

@@ -1,0 +1,197 @@
+import io
+import struct
+import wave
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from omni_proxy.replica.audio import wav
+from omni_proxy.replica.audio.wav import (
+    AudioError,
+    decode_audio,
+    decode_pcm16,
+    encode_pcm16,
+    encode_wav,
+)
+
+SAMPLES = arrays.arrays(np.float32, st.integers(1, 200), elements=st.floats(-2, 2, width=32))
+GUID = bytes.fromhex("000000001000800000aa00389b71")
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack("<4sI", name, len(content)) + content + b"\0" * (len(content) % 2)
+
+
+def riff(*chunks: bytes) -> bytes:
+    content = b"WAVE" + b"".join(chunks)
+    return struct.pack("<4sI", b"RIFF", len(content)) + content
+
+
+def fmt(code=1, channels=1, rate=16_000, bits=16, extra=b"", block=None) -> bytes:
+    block = channels * bits // 8 if block is None else block
+    return chunk(
+        b"fmt ", struct.pack("<HHIIHH", code, channels, rate, rate * block, block, bits) + extra
+    )
+
+
+def extensible(code: int) -> bytes:
+    return struct.pack("<HHIH", 22, 16, 4, code) + GUID
+
+
+@given(SAMPLES, st.sampled_from([8_000, 16_000, 24_000, 44_100]))
+def test_what_is_written_is_read_back_within_one_step(samples, rate):
+    heard, heard_rate = decode_audio(encode_wav(samples, rate))
+    assert heard_rate == rate
+    assert heard.dtype == np.float32
+    np.testing.assert_allclose(heard, np.clip(samples, -1, 1), atol=2.1 / 32_768)
+
+
+@given(SAMPLES)
+def test_another_reader_reads_the_same_file(samples):
+    with wave.open(io.BytesIO(encode_wav(samples, 24_000))) as file:
+        assert file.getparams()[:4] == (1, 2, 24_000, len(samples))
+        assert file.readframes(len(samples)) == encode_pcm16(samples)
+
+
+@given(SAMPLES)
+def test_16_bits_are_cut_toward_zero(samples):
+    expected = [int(np.float32(max(-1.0, min(1.0, x))) * np.float32(32_767)) for x in samples]
+    assert list(struct.unpack(f"<{len(samples)}h", encode_pcm16(samples))) == expected
+
+
+def test_the_header_is_the_plain_one_of_44_bytes():
+    file = encode_wav(np.asarray([0.0, 1.0, -1.0], np.float32), 24_000)
+    assert file[:44] == riff(fmt(rate=24_000), chunk(b"data", b"\0" * 6))[:44]
+    assert file[44:] == struct.pack("<3h", 0, 32_767, -32_767)
+
+
+def test_what_is_no_number_is_written_as_silence():
+    assert encode_pcm16(np.asarray([np.nan, np.inf, -np.inf], np.float32)) == struct.pack(
+        "<3h", 0, 32_767, -32_767
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "values"),
+    [
+        (8, [0, 128, 255]),
+        (16, [-(1 << 15), 0, (1 << 15) - 1]),
+        (24, [-(1 << 23), 0, (1 << 23) - 1]),
+        (32, [-(1 << 31), 0, (1 << 31) - 1]),
+    ],
+)
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_integer_width_is_read_full_scale(bits, values, wide):
+    body = b"".join(value.to_bytes(bits // 8, "little", signed=bits > 8) for value in values)
+    head = fmt(0xFFFE, bits=bits, extra=extensible(1)) if wide else fmt(bits=bits)
+    heard, _ = decode_audio(riff(head, chunk(b"data", body)))
+    np.testing.assert_allclose(heard, [-1, 0, 1], atol=1 / 127)
+
+
+@pytest.mark.parametrize("head", [fmt(3, bits=32), fmt(0xFFFE, bits=32, extra=extensible(3))])
+def test_float_samples_are_taken_as_they_are(head):
+    body = struct.pack("<3f", -0.5, 0.0, 1.5)
+    assert decode_audio(riff(head, chunk(b"data", body)))[0].tolist() == [-0.5, 0.0, 1.5]
+
+
+@given(st.integers(1, 6), st.lists(st.integers(-(1 << 15), (1 << 15) - 1), min_size=1, max_size=9))
+def test_channels_are_mixed_down_to_their_mean(channels, left):
+    frames = np.asarray([[value] + [0] * (channels - 1) for value in left], "<i2")
+    heard, rate = decode_audio(riff(fmt(channels=channels), chunk(b"data", frames.tobytes())))
+    assert rate == 16_000
+    np.testing.assert_allclose(heard, np.asarray(left) / 32_768 / channels, atol=1e-6)
+
+
+def test_other_chunks_are_stepped_over_with_their_padding():
+    body = struct.pack("<2h", 1, 2)
+    file = riff(chunk(b"LIST", b"odd"), fmt(), chunk(b"fact", b"1234"), chunk(b"data", body))
+    assert len(decode_audio(file)[0]) == 2
+
+
+@pytest.mark.parametrize("size", [0x7FFFFFFF, 0xFFFFFFFF])
+def test_a_file_that_a_pipe_wrote_ends_where_it_ends(size):
+    file = riff(fmt()) + struct.pack("<4sI", b"data", size) + b"\0" * 7
+    assert len(decode_audio(file)[0]) == 3
+
+
+@given(st.data())
+def test_a_cut_file_is_refused_wherever_it_is_cut(data):
+    whole = riff(fmt(channels=2), chunk(b"data", b"\1\0" * 20))
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(AudioError):
+        decode_audio(whole[:cut])
+
+
+@given(st.binary(max_size=120), st.booleans())
+def test_no_bytes_do_anything_but_decode_or_be_refused(tail, headed):
+    try:
+        samples, rate = decode_audio(b"RIFF\0\0\0\0WAVEfmt " + tail if headed else tail)
+    except AudioError:
+        return
+    assert len(samples)
+    assert wav.LOWEST_RATE <= rate <= wav.HIGHEST_RATE
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the audio is empty"),
+        (b"ID3\4rest", "is MP3"),
+        (b"\xff\xfb\x90\x64", "is MP3"),
+        (b"\xff\xf1\x50\x80", "is AAC"),
+        (b"OggS....", "is Ogg"),
+        (b"fLaC....", "is FLAC"),
+        (b"\0\0\0\x20ftypM4A ", "is MP4/M4A"),
+        (b"\x1a\x45\xdf\xa3....", "is WebM"),
+        (b"RIFX....WAVE", "is RIFX"),
+        (b"hello world!", "is no WAV file .it begins with b'hell'"),
+        (b"RIFF\0\0\0\0AVI LIST", "is no WAV file"),
+    ],
+)
+def test_another_format_is_refused_by_its_name(data, reason):
+    with pytest.raises(AudioError, match=reason) as refused:
+        decode_audio(data)
+    assert "a WAV file of 8, 16, 24 or 32 bit PCM" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (fmt(7, bits=8), "holds mu-law"),
+        (fmt(0x55, bits=0), "holds MP3"),
+        (fmt(99), "holds codec 99"),
+        (fmt(bits=12, block=2), "12 bit PCM"),
+        (fmt(3, bits=64), "64 bit float"),
+        (fmt(channels=0), "0 channels"),
+        (fmt(channels=65), "65 channels"),
+        (fmt(rate=1), "1 samples a second"),
+        (fmt(block=3), "contradicts itself"),
+        (fmt(0xFFFE, extra=b"\0" * 24), "extensible format is unknown"),
+        (fmt(0xFFFE), "extensible format is unknown"),
+        (chunk(b"fmt ", b"\1\0\1\0"), "has 4 bytes instead of 16"),
+        (b"", "no fmt chunk before its samples"),
+    ],
+)
+def test_a_format_that_is_not_taken_is_named(head, reason):
+    with pytest.raises(AudioError, match=reason):
+        decode_audio(riff(head, chunk(b"data", b"\0" * 64)))
+
+
+def test_a_file_without_samples_is_refused():
+    with pytest.raises(AudioError, match="holds no samples"):
+        decode_audio(riff(fmt(), chunk(b"data", b"")))
+
+
+def test_a_float_that_is_no_number_is_refused():
+    body = struct.pack("<2f", 0.0, float("nan"))
+    with pytest.raises(AudioError, match="no finite numbers"):
+        decode_audio(riff(fmt(3, bits=32), chunk(b"data", body)))
+
+
+def test_bare_pcm_is_read_as_a_32768th():
+    assert decode_pcm16(struct.pack("<2h", -(1 << 15), 1 << 14)).tolist() == [-1.0, 0.5]
+    with pytest.raises(AudioError, match="ends within a sample"):
+        decode_pcm16(b"\0\0\0")

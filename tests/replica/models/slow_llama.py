@@ -1,0 +1,86 @@
+"""A Llama written down number by number, without tensors, batches or caches: what is expected."""
+
+import cmath
+import math
+
+
+def slow_logits(model, tokens) -> list[list[float]]:
+    weights = {name: weight.tolist() for name, weight in model.named_parameters()}
+    config = model.config
+    embedding = weights["model.embed_tokens.weight"]
+    stream = [embedding[token] for token in tokens]
+    for number in range(config.num_hidden_layers):
+        layer = {
+            name.removeprefix(f"model.layers.{number}.").removesuffix(".weight"): weight
+            for name, weight in weights.items()
+            if name.startswith(f"model.layers.{number}.")
+        }
+        normed = [norm(row, layer["input_layernorm"], config) for row in stream]
+        stream = [
+            plus(row, add) for row, add in zip(stream, attend(layer, normed, config), strict=True)
+        ]
+        normed = [norm(row, layer["post_attention_layernorm"], config) for row in stream]
+        stream = [plus(row, swiglu(layer, x)) for row, x in zip(stream, normed, strict=True)]
+    return [times(embedding, norm(row, weights["model.norm.weight"], config)) for row in stream]
+
+
+def plus(left, right):
+    return [a + b for a, b in zip(left, right, strict=True)]
+
+
+def dot(left, right):
+    return sum(a * b for a, b in zip(left, right, strict=True))
+
+
+def times(matrix, column):
+    return [dot(row, column) for row in matrix]
+
+
+def norm(row, weight, config):
+    scale = 1 / math.sqrt(dot(row, row) / len(row) + config.rms_norm_eps)
+    return [value * scale * factor for value, factor in zip(row, weight, strict=True)]
+
+
+def swiglu(layer, x):
+    gate, up = times(layer["mlp.gate_proj"], x), times(layer["mlp.up_proj"], x)
+    inner = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+    return times(layer["mlp.down_proj"], inner)
+
+
+def turned(head, position, config):
+    """Turn the plane of features i and i + half by position / theta ** (2 i / size)."""
+    half = len(head) // 2
+    planes = [
+        complex(head[i], head[i + half])
+        * cmath.exp(1j * position / config.rope_theta ** (2 * i / len(head)))
+        for i in range(half)
+    ]
+    return [plane.real for plane in planes] + [plane.imag for plane in planes]
+
+
+def heads_of(matrix, x, size):
+    flat = times(matrix, x)
+    return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+
+def attend(layer, rows, config):
+    size = config.hidden_size // config.num_attention_heads
+    shared = config.num_attention_heads // config.num_key_value_heads
+    keys = [
+        [turned(head, place, config) for head in heads_of(layer["self_attn.k_proj"], x, size)]
+        for place, x in enumerate(rows)
+    ]
+    values = [heads_of(layer["self_attn.v_proj"], x, size) for x in rows]
+    out = []
+    for place, x in enumerate(rows):
+        seen = []
+        for number, head in enumerate(heads_of(layer["self_attn.q_proj"], x, size)):
+            query, own = turned(head, place, config), number // shared
+            scores = [dot(query, keys[past][own]) / math.sqrt(size) for past in range(place + 1)]
+            shares = [math.exp(score - max(scores)) for score in scores]
+            seen += [
+                sum(share * values[past][own][i] for past, share in enumerate(shares)) / sum(shares)
+                for i in range(size)
+            ]
+        out.append(times(layer["self_attn.o_proj"], seen))
+    return out

@@ -1,0 +1,197 @@
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from omni_proxy.replica.models.gguf import GGUFError
+from omni_proxy.replica.models.smollm2 import stored_name
+from omni_proxy.replica.models.text_model import TextModel, load_text_model
+from omni_proxy.replica.models.tokenizer import byte_letters
+from tests.replica.models.gguf_files import F32, Q8_0, floats, gguf
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 2
+CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VOCABULARY = [*CONTROLS, *byte_letters(), "he", "Ġthe"]
+METADATA = {
+    "general.architecture": "llama",
+    "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": INNER,
+    "llama.block_count": LAYERS,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.context_length": 64,
+    "llama.rope.freq_base": 100_000.0,
+    "llama.attention.layer_norm_rms_epsilon": 0.5,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": VOCABULARY,
+    "tokenizer.ggml.token_type": [3] * len(CONTROLS) + [1] * (len(VOCABULARY) - len(CONTROLS)),
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+}
+SHAPES = {"model.embed_tokens.weight": (len(VOCABULARY), HIDDEN), "model.norm.weight": (HIDDEN,)}
+for number in range(LAYERS):
+    for name, shape in {
+        "input_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
+        "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "post_attention_layernorm": (HIDDEN,),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }.items():
+        SHAPES[f"model.layers.{number}.{name}.weight"] = shape
+
+
+def drawn() -> dict[str, np.ndarray]:
+    chance = np.random.default_rng(0)
+    return {name: chance.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def paired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The file's order: beside each row of a head's first half the row it is turned against."""
+    size = len(rows) // heads
+    order = [
+        head * size + half * (size // 2) + place
+        for head in range(heads)
+        for place in range(size // 2)
+        for half in (0, 1)
+    ]
+    return rows[order]
+
+
+def tensors(weights) -> list[tuple]:
+    listed = []
+    for name, rows in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            rows = paired(rows, HEADS if "q_proj" in name else KV_HEADS)
+        listed.append((stored_name(name), rows.shape[::-1], F32, rows.astype("<f4").tobytes()))
+    return listed
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(metadata=METADATA, listed=None) -> str:
+        path = tmp_path / "small-llama.gguf"
+        path.write_bytes(gguf(metadata, tensors(drawn()) if listed is None else listed))
+        return str(path)
+
+    return write
+
+
+def test_weights_come_under_their_usual_names_in_their_usual_order(written):
+    loaded = load_text_model(written())
+    named = dict(loaded.model.named_parameters())
+    assert named.keys() == SHAPES.keys()
+    for name, expected in drawn().items():
+        assert np.array_equal(named[name].numpy(), expected), name
+    config = loaded.model.config
+    assert (config.rms_norm_eps, config.rope_theta, loaded.context) == (0.5, 100_000.0, 64)
+    assert loaded.name == "small-llama"
+
+
+def test_the_tokenizer_and_the_template_come_with_it(written):
+    loaded = load_text_model(written())
+    prompt = loaded.chat_template.render([{"role": "user", "content": " the 😀"}])
+    assert prompt == "<|im_start|> the 😀<|im_end|>"
+    ids = loaded.tokenizer.encode(prompt, special=True)
+    assert (ids[0], VOCABULARY[ids[1]], ids[-1]) == (1, "Ġthe", 2)
+    assert loaded.tokenizer.eos_ids == {0, 2}
+    assert loaded.model([(ids, loaded.model.new_kv())]).shape == (1, len(VOCABULARY))
+
+
+def test_an_embedding_of_another_type_is_read_too(written):
+    count = len(VOCABULARY) * HIDDEN // 32
+    packed = struct.pack("<e32b", 0.5, *range(-16, 16)) * count
+    rest = [each for each in tensors(drawn()) if each[0] != "token_embd.weight"]
+    embedding = ("token_embd.weight", (HIDDEN, len(VOCABULARY)), Q8_0, packed)
+    loaded = load_text_model(written(listed=[embedding, *rest]))
+    weight = loaded.model.model.embed_tokens.weight
+    assert weight[-1].tolist() == [number / 2 for number in range(-16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"general.architecture": "gemma3"}, "holds a 'gemma3' model; only 'llama'"),
+        ({"llama.block_count": "2"}, "'llama.block_count' is a str"),
+        ({"llama.block_count": 3}, r"no tensor 'blk\.2\.attn_norm\.weight'"),
+        ({"llama.feed_forward_length": 60}, r"'blk\.0\.ffn_gate\.weight' has the shape"),
+        ({"llama.attention.head_count": 0}, "sizes do not fit together"),
+        ({"llama.attention.head_count": 5}, "sizes do not fit together: hidden_size 32"),
+        ({"llama.attention.head_count_kv": 3}, "sizes do not fit together: 4 attention heads"),
+        ({"llama.rope.scaling.type": "linear"}, "scaling"),
+        ({"tokenizer.ggml.model": "llama"}, "its tokenizer is 'llama' with the rules 'smollm'"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "the eos token 999 is not among its 261 tokens"),
+        ({"tokenizer.ggml.tokens": VOCABULARY[:-1]}, "260 tokens, but 261 rows of embedding"),
+        ({"tokenizer.ggml.tokens": [*VOCABULARY[:-1], "a b"]}, "'a b', is not spelt"),
+        ({"tokenizer.chat_template": "{% if %}"}, "chat template is broken"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(written, changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        load_text_model(written({**METADATA, **changes}))
+
+
+@pytest.mark.parametrize("name", ["output.weight", "rope_freqs.weight"])
+def test_a_tensor_that_the_forward_would_ignore_is_refused(written, name):
+    extra = (name, (1,), F32, floats([1.0]))
+    with pytest.raises(GGUFError, match="support"):
+        load_text_model(written(listed=[*tensors(drawn()), extra]))
+
+
+def test_a_name_that_is_no_model_is_answered_with_those_that_are():
+    with pytest.raises(ValueError, match=r"'gpt-4'.* one of tiny, smollm2-135m, or a path"):
+        load_text_model("gpt-4")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> TextModel:
+    return load_text_model("smollm2-135m")
+
+
+def prompt_of(smollm2, question: str) -> list[int]:
+    prompt = smollm2.chat_template.render([{"role": "user", "content": question}])
+    return smollm2.tokenizer.encode(prompt, special=True)
+
+
+@pytest.mark.replica
+def test_smollm2_knows_the_capital_of_france(smollm2):
+    read, kv, answer = (
+        prompt_of(smollm2, "What is the capital of France?"),
+        smollm2.model.new_kv(),
+        [],
+    )
+    assert len(read) == 37
+    while len(answer) < 12 and not smollm2.tokenizer.eos_ids.intersection(answer):
+        read = [int(smollm2.model([(read, kv)])[0].argmax())]
+        answer += read
+    assert smollm2.tokenizer.decode(answer) == "The capital of France is Paris."
+
+
+@pytest.mark.replica
+def test_smollm2_answers_side_by_side_as_it_does_alone(smollm2):
+    prompts = [prompt_of(smollm2, question) for question in ("What is 2+2?", "Hi", "Name a sea.")]
+    alone = [smollm2.model([(prompt, smollm2.model.new_kv())])[0] for prompt in prompts]
+    together = smollm2.model([(prompt, smollm2.model.new_kv()) for prompt in prompts])
+    assert torch.allclose(together, torch.stack(alone), atol=1e-3)
+
+
+@pytest.mark.replica
+def test_smollm2_reads_and_writes_any_text_that_it_can_spell(smollm2):
+    chance = random.Random(0)
+    everyday = [
+        chr(code) for code in (*range(0x20, 0x7F), *range(0xA1, 0x600), *range(0x1F600, 0x1F640))
+    ]
+    for _ in range(50):
+        text = "".join(chance.choices([*everyday, " ", "  ", "\n", "\t", "don't", "日本"], k=200))
+        assert smollm2.tokenizer.decode(smollm2.tokenizer.encode(text)) == text
+    assert (
+        smollm2.tokenizer.decode(smollm2.tokenizer.encode("a\x04b\U00050000")) == "a\ufffdb\ufffd"
+    )
+    assert smollm2.tokenizer.encode("<|im_end|>", special=True) == [2]
