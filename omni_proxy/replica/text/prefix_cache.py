@@ -1,0 +1,105 @@
+"""Keys and values of finished sequences, kept for prompts that begin alike.
+
+Invariant: never more than the allowed entries nor bytes, and no entry begins another; what is lent
+out is a copy, so an entry is never written to. Only what was computed in the present epoch (that
+is, under the present weights) enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class KeysValues(Protocol):
+    """What the cache asks of a sequence's KV; `length` counts tokens."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def fork(self, length: int) -> KeysValues: ...
+
+
+KV = TypeVar("KV", bound=KeysValues)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[KV]):
+    tokens: tuple[int, ...]
+    kv: KV
+
+
+class PrefixCache(Generic[KV]):
+    """Least recently used first out. A shared prefix below `min_tokens` is not worth its copy."""
+
+    def __init__(self, max_entries: int, max_bytes: int, min_tokens: int = 16) -> None:
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._min_tokens = min_tokens
+        self._entries: list[_Entry[KV]] = []  # the most recently used last
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.kv.nbytes for entry in self._entries)
+
+    def lend(self, tokens: Sequence[int]) -> KV | None:
+        """Return a copy of the longest known KV that begins `tokens`, or None.
+
+        It never covers the last token: that one has to be computed for its logits.
+        """
+        wanted = tuple(tokens[:-1])
+        best, length = None, max(self._min_tokens, 1) - 1
+        for entry in reversed(self._entries):
+            shared = common_length(entry.tokens, wanted)
+            if shared > length:
+                best, length = entry, shared
+        if best is None:
+            return None
+        self._touch(best)
+        lent: KV = best.kv.fork(length)  # type: ignore[assignment]  # a KV forks into its own kind
+        return lent
+
+    def keep(self, tokens: Sequence[int], kv: KV, epoch: int) -> bool:
+        """Take over a KV that holds exactly `tokens` and was begun in `epoch`; tell whether."""
+        key = tuple(tokens)
+        if epoch != self.epoch or len(key) < self._min_tokens:
+            return False
+        if kv.nbytes > self._max_bytes or self._max_entries < 1:
+            return False
+        for entry in self._entries:
+            if entry.tokens[: len(key)] == key:
+                self._touch(entry)
+                return False
+        self._entries = [each for each in self._entries if key[: len(each.tokens)] != each.tokens]
+        self._entries.append(_Entry(key, kv))
+        while len(self) > self._max_entries or self.nbytes > self._max_bytes:
+            self._entries.pop(0)
+        return True
+
+    def flush(self) -> int:
+        """Forget everything, and whatever is still being computed; return the entries dropped."""
+        dropped = len(self)
+        self._entries = []
+        self.epoch += 1
+        return dropped
+
+    def _touch(self, entry: _Entry[KV]) -> None:
+        self._entries = [each for each in self._entries if each is not entry]
+        self._entries.append(entry)
+
+
+def common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Length of the longest common prefix; compares slices, not tokens, for speed."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

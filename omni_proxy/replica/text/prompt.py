@@ -1,0 +1,91 @@
+"""A submitted payload, read and checked before anything is computed for it.
+
+Invariant: what passes here fits the model: known tokens, room for an answer, sane sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omni_proxy.replica.pipeline.messages import FaultKind, StagePayload
+from omni_proxy.replica.text.sampling import Sampling, SamplingError, sampling_of
+
+
+class PromptFault(Exception):
+    """The request cannot be computed; `kind` says whose fault that is."""
+
+    def __init__(self, message: str, kind: FaultKind = "caller") -> None:
+        super().__init__(message)
+        self.kind: FaultKind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a prompt must fit in: `max_tokens` for prompt and answer, of ids below `vocabulary`."""
+
+    stage: str
+    max_tokens: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as it arrived (at `arrived_s` of the scheduler's clock).
+
+    `max_new_tokens` is what was asked for or what there is room for, whichever is less.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    streamed: bool
+    embedded: bool
+    arrived_s: float
+
+
+def prompt_of(payload: StagePayload, fit: Fit, now_s: float) -> Prompt:
+    """Raises PromptFault."""
+    tokens = _tokens_of(payload.data, fit)
+    request = payload.request
+    embedded = request.metadata.get("task") == "embed"
+    # An embedding needs no room for an answer.
+    room = fit.max_tokens - len(tokens)
+    if room < (0 if embedded else 1):
+        raise PromptFault(
+            f"The prompt has {len(tokens)} tokens, and the model's context length is "
+            f"{fit.max_tokens} tokens for prompt and answer together: shorten the prompt"
+        )
+    try:
+        sampling = sampling_of(request.params, fit.stage)
+    except SamplingError as error:
+        raise PromptFault(str(error)) from error
+    return Prompt(
+        request_id=payload.request_id,
+        token_ids=tokens,
+        sampling=sampling,
+        max_new_tokens=min(room, sampling.max_new_tokens or room),
+        streamed=bool(request.params.get("stream")),
+        embedded=embedded,
+        arrived_s=now_s,
+    )
+
+
+def _tokens_of(data: Any, fit: Fit) -> tuple[int, ...]:
+    tokens = data.get("token_ids") if isinstance(data, Mapping) else None
+    if not isinstance(tokens, list | tuple):
+        raise PromptFault(
+            f"stage {fit.stage} got no token_ids: a stage that makes them has to stand before it",
+            "server",
+        )
+    if not tokens:
+        raise PromptFault("The prompt is empty: it needs at least one token")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < fit.vocabulary:
+            raise PromptFault(
+                f"Token {token!r} is out of vocabulary: the model's tokens are 0 to "
+                f"{fit.vocabulary - 1}"
+            )
+    return tuple(tokens)

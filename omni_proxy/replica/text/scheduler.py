@@ -1,0 +1,331 @@
+"""The loop of the text stage: take messages, compute one batch, tell what came of it, again.
+
+Invariant: everything happens in the thread that calls `run`. Requests join and leave between two
+batches only; after an abort nothing more is told of a request. A batch that cannot be computed
+fails its own requests and no others. While paused, or with nothing to do, the loop blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from torch import Tensor
+
+from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.pipeline.messages import (
+    Abort,
+    Admin,
+    AdminResult,
+    Emit,
+    Failed,
+    In,
+    Out,
+    Result,
+    Shutdown,
+    StagePayload,
+    StageStats,
+    Streamed,
+    Submit,
+)
+from omni_proxy.replica.pipeline.stage import Record, record_nothing
+from omni_proxy.replica.text.admin import AdminFunction, PauseMode, answer, own_functions
+from omni_proxy.replica.text.meters import Meters
+from omni_proxy.replica.text.prefix_cache import PrefixCache
+from omni_proxy.replica.text.prompt import Fit, Prompt, PromptFault, prompt_of
+from omni_proxy.replica.text.roster import Limits, Roster
+from omni_proxy.replica.text.sequence import Sequence, usage
+from omni_proxy.replica.text.slow import Post, SlowFunction, SlowOperations, StepDone
+from omni_proxy.replica.text.worker import ModelWorker
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.5
+DROPPED = "The request was dropped by an admin action."
+
+def tell_nobody(message: Out) -> None:
+    """Stands where `run` puts the stage's way out."""
+
+
+class TextScheduler:
+    """Computes many requests at once (`Scheduler` of pipeline/stage.py).
+
+    Operations registered with `register_admin` run between two steps and may use every public
+    attribute; those of `register_slow_admin` too, save in the steps they yield. `record` is called
+    at the scheduler's events of api-server.md 4.2.
+    """
+
+    supports_admin = True
+
+    def __init__(
+        self,
+        stage_name: str,
+        worker: ModelWorker,
+        limits: Limits,
+        cache: PrefixCache[SequenceKV],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker = worker
+        self.cache = cache
+        self.roster = Roster(limits)
+        self.model_path = worker.text.name
+        self.load_format = "auto"
+        self.weight_version = "default"
+        self.paused = False
+        self.pause_mode: PauseMode | None = None
+        self.record: Record = record_nothing
+        self.emit: Emit = tell_nobody
+        self._stage = stage_name
+        self._limits = limits
+        self._fit = Fit(stage_name, min(worker.context, limits.max_total_tokens), worker.vocabulary)
+        self._embeds: deque[Prompt] = deque()
+        self._clock = clock
+        self._meters = Meters(told_s=clock())
+        self.admin_actions: dict[str, AdminFunction] = own_functions(self)
+        self._slow = SlowOperations(stage_name, clock)
+        self._post: Post = queue.SimpleQueue[StepDone]().put
+        self.info = {
+            "model": worker.text.name,
+            "context": self._fit.max_tokens,
+            "max_running": limits.max_running,
+            "max_total_tokens": limits.max_total_tokens,
+        }
+
+    def run(self, inbox: queue.SimpleQueue[In], emit: Emit) -> None:
+        """Serve until Shutdown; what is held then gets no answer."""
+        self.emit = emit
+        # In a queue of the stage's messages these are the only ones that are its own.
+        self._post = cast("Post", inbox.put)
+        while self._drain(inbox):
+            self.step()
+
+    def register_admin(self, action: str, function: AdminFunction) -> None:
+        """Answer `action` with `function(payload)`, run in this thread between two steps."""
+        self.admin_actions[action] = function
+
+    def register_slow_admin(self, action: str, function: SlowFunction) -> None:
+        """Answer `action` with `function(order)`, whose steps run in a thread (`slow.py`).
+
+        Nothing is computed until its answer; a second such operation is refused meanwhile.
+        """
+        self._slow.register(action, function)
+
+    def knows(self, action: str) -> bool:
+        return action in self.admin_actions or action in self._slow
+
+    # What comes in
+
+    def _drain(self, inbox: queue.SimpleQueue[In]) -> bool:
+        """Take all that has come; where nothing can be computed, wait for more. False: the end."""
+        while True:
+            try:
+                message = inbox.get_nowait()
+            except queue.Empty:
+                if self.busy:
+                    return True
+                message = self._wait(inbox)
+            if isinstance(message, Shutdown):
+                return False
+            self.take(message)
+
+    def _wait(self, inbox: queue.SimpleQueue[In]) -> In:
+        self.tell_stats()
+        try:
+            return inbox.get(timeout=STATS_INTERVAL_S)
+        except queue.Empty:
+            self.tell_stats()  # the throughput is down to 0 by now
+            return inbox.get()
+        finally:
+            self._meters.told_s = self._clock()  # the wait counts for no rate
+
+    @property
+    def busy(self) -> bool:
+        """Is there something that a step would compute?"""
+        return not self.halted and bool(self._embeds or len(self.roster))
+
+    @property
+    def halted(self) -> bool:
+        """Does a pause, or an operation that goes on, forbid every step?"""
+        return self.paused or self._slow.running
+
+    def take(self, message: In | StepDone) -> None:
+        """Act on one message between two steps; one that is not for a text stage is ignored."""
+        match message:
+            case Submit(payload):
+                self._submit(payload)
+            case Abort(request_id):
+                self._meters.aborted += self._forget(request_id)
+            case Admin(action=action) if action in self._slow:
+                self._tell_end(self._slow.begin(message, self._post))
+            case Admin():
+                self.emit(answer(message, self._stage, self.admin_actions))
+            case StepDone():
+                self._take_done(message)
+            case _:
+                pass
+
+    def _take_done(self, done: StepDone) -> None:
+        self._tell_end(self._slow.advance(done, self._post))
+
+    def _tell_end(self, result: AdminResult | None) -> None:
+        if result is not None:
+            self.emit(result)
+
+    def _submit(self, payload: StagePayload) -> None:
+        request_id = payload.request_id
+        try:
+            if request_id in self.active_ids():
+                raise PromptFault(f"Request {request_id} already exists")
+            prompt = prompt_of(payload, self._fit, self._clock())
+        except PromptFault as fault:
+            self.emit(Failed(request_id, self._stage, str(fault), fault.kind))
+            return
+        if prompt.embedded:
+            self._embeds.append(prompt)
+        else:
+            self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer))
+        self.record("scheduler_queue_enter", request_id, {"waiting": len(self.roster.waiting)})
+
+    def active_ids(self) -> list[str]:
+        """Ids of all requests that have had no answer yet."""
+        sequences = [sequence.request_id for sequence in self.roster]
+        return sequences + [prompt.request_id for prompt in self._embeds]
+
+    def _forget(self, request_id: str) -> int:
+        sequence = self.roster.find(request_id)
+        if sequence is not None:
+            self.roster.remove(sequence)
+            return 1
+        before = len(self._embeds)
+        self._embeds = deque(each for each in self._embeds if each.request_id != request_id)
+        return before - len(self._embeds)
+
+    # What an operation may do
+
+    def pause(self, mode: PauseMode) -> int:
+        """Compute nothing until `resume`; return how many requests were dropped or retracted."""
+        self.paused, self.pause_mode = True, mode
+        match mode:
+            case "abort":
+                return self.drop_all()
+            case "retract":
+                return self.roster.retract()
+            case "in_place":
+                return 0
+
+    def resume(self) -> None:
+        self.paused, self.pause_mode = False, None
+
+    def drop_all(self) -> int:
+        """End every request as dropped; return how many there were."""
+        dropped = self.active_ids()
+        self.roster.clear()
+        self._embeds.clear()
+        self._meters.aborted += len(dropped)
+        for request_id in dropped:
+            self.emit(Failed(request_id, self._stage, DROPPED, "dropped"))
+        return len(dropped)
+
+    # What is computed
+
+    def step(self) -> None:
+        """Compute one embedding and one batch, if there are any and no pause forbids it."""
+        if self.halted:
+            return
+        if self._embeds:
+            self._embed(self._embeds.popleft())
+        for sequence in self.roster.admit():
+            with self._failing([sequence]):
+                self._begin(sequence)
+        batch = self.roster.batch()
+        if batch:
+            self._compute(batch)
+        if self._clock() - self._meters.told_s >= STATS_INTERVAL_S:
+            self.tell_stats()
+
+    @contextmanager
+    def _failing(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+        """What is raised inside ends these sequences, where they still run, and nothing else."""
+        try:
+            yield
+        except Exception as error:  # a model may raise anything; the loop must live on
+            log.exception("stage %s failed a batch", self._stage)
+            for sequence in sequences:
+                if sequence in self.roster.running:
+                    self.roster.remove(sequence)
+                    self._fail(sequence.request_id, error)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self.emit(Failed(request_id, self._stage, f"{type(error).__name__}: {error}", "server"))
+
+    def _embed(self, prompt: Prompt) -> None:
+        tokens = prompt.token_ids
+        try:
+            vector = self.worker.embed(tokens)
+        except Exception as error:  # as in a batch
+            log.exception("stage %s failed an embedding", self._stage)
+            self._fail(prompt.request_id, error)
+            return
+        self._meters.prompt_tokens += len(tokens)
+        data = {
+            "embedding": vector,
+            "usage": usage(len(tokens)),
+            "weight_version": self.weight_version,
+            "engine_time_s": self._clock() - prompt.arrived_s,
+            "finish_reason": "stop",
+        }
+        self.emit(Result(prompt.request_id, self._stage, data))
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Give an admitted sequence its KV, with whatever is known of its tokens."""
+        lent = self.cache.lend(sequence.tokens)
+        sequence.begin(lent or self.worker.new_kv(), self.cache.epoch)
+        if sequence.begun == 1:
+            sequence.cached_tokens = sequence.computed
+            self._meters.prompt_tokens += len(sequence.prompt.token_ids)
+            self._meters.cached_tokens += sequence.cached_tokens
+            facts = {"cached_tokens": sequence.cached_tokens}
+            self.record("scheduler_prefill_start", sequence.request_id, facts)
+
+    def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
+        with self._failing(sequence for sequence, _ in batch):
+            logits = self.worker.forward([each.part(count) for each, count in batch])
+            for (sequence, _), row in zip(batch, logits, strict=True):
+                if sequence.pending == 0:
+                    with self._failing([sequence]):
+                        self._advance(sequence, row)
+
+    def _advance(self, sequence: Sequence, logits: Tensor) -> None:
+        if not logits.isfinite().all():
+            raise ArithmeticError("the model's logits are not finite: its weights are damaged")
+        request_id = sequence.request_id
+        if sequence.completion_tokens == 0:
+            self.record("scheduler_prefill_end", request_id, {})
+        text = sequence.advance(logits)
+        self._meters.generation_tokens += 1
+        if sequence.completion_tokens == 1:
+            self.record("scheduler_first_emit", request_id, {})
+        if text and sequence.prompt.streamed:
+            number = sequence.chunks_sent
+            self.emit(Streamed(request_id, self._stage, sequence.chunk(text), number))
+        if sequence.finish_reason is not None:
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.roster.remove(sequence)
+        if sequence.kv is not None:
+            self.cache.keep(sequence.tokens[: sequence.computed], sequence.kv, sequence.epoch)
+        data = sequence.result(self.weight_version, self._clock())
+        self.emit(Result(sequence.request_id, self._stage, data))
+
+    def tell_stats(self) -> None:
+        values = self._meters.gauges(self.roster, self._limits.max_total_tokens)
+        values["num_waiting_reqs"] += len(self._embeds)
+        values["gen_throughput"] = self._meters.throughput(self._clock())
+        values["paused"] = float(self.paused)
+        self.emit(StageStats(self._stage, values))

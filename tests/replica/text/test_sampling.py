@@ -1,0 +1,157 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.replica.text.sampling import (
+    NARROW,
+    Chooser,
+    Sampling,
+    SamplingError,
+    kept_tokens,
+    penalised,
+    sampling_of,
+)
+
+
+def random_logits(seed, size, spread):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def kept_naively(logits, sampling):
+    shares = logits.double().softmax(-1).tolist()
+    order = sorted(range(len(shares)), key=lambda token: -shares[token])
+    if sampling.top_k > 0:
+        order = order[: sampling.top_k]
+    whole, kept, before = sum(shares[token] for token in order), [], 0.0
+    for token in order:
+        if before < sampling.top_p or not kept:
+            kept.append(token)
+        before += shares[token] / whole
+    return sorted(token for token in kept if shares[token] >= sampling.min_p * shares[order[0]])
+
+
+@given(
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([1, 5, 60, NARROW, 3 * NARROW]),
+    spread=st.sampled_from([0.01, 1.0, 5.0]),
+    top_k=st.sampled_from([-1, 1, 3, 50, 600, 10_000]),
+    top_p=st.sampled_from([0.01, 0.5, 0.93, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.4, 1.0]),
+)
+def test_the_filters_keep_what_the_naive_ones_keep(seed, size, spread, top_k, top_p, min_p):
+    logits = random_logits(seed, size, spread)
+    sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = kept_tokens(logits, sampling)
+    found = list(range(size)) if kept is None else kept.tolist()
+    assert found == kept_naively(logits, sampling)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(seed=1),
+        Sampling(seed=2, temperature=0.5),
+        Sampling(seed=3, temperature=2.0, top_k=4),
+        Sampling(seed=4, top_p=0.7),
+        Sampling(seed=5, min_p=0.3, temperature=1.5),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_their_shares_say(sampling):
+    logits, draws = random_logits(7, 9, 1.5), 6000
+    chooser = Chooser(sampling)
+    counts = Counter(chooser.choose(logits, [])[0] for _ in range(draws))
+    scaled = logits / sampling.temperature
+    kept = kept_naively(scaled, sampling)
+    assert counts.keys() <= set(kept)
+    shares = scaled[kept].double().softmax(-1)
+    for token, share in zip(kept, shares.tolist(), strict=True):
+        # Five standard deviations of a binomial; the seeds are fixed.
+        assert abs(counts[token] / draws - share) < 5 * math.sqrt(share * (1 - share) / draws)
+
+
+def test_one_seed_draws_the_same_tokens_and_another_does_not():
+    logits = random_logits(1, 500, 1.0)
+
+    def drawn(seed):
+        chooser = Chooser(Sampling(seed=seed))
+        return [chooser.choose(logits, [])[0] for _ in range(30)]
+
+    assert drawn(11) == drawn(11)
+    assert drawn(11) != drawn(12)
+    assert drawn(None) != drawn(None)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(temperature=1e-9), Sampling(top_k=1)]
+)
+def test_cold_or_one_candidate_means_the_likeliest(sampling):
+    logits = random_logits(3, 700, 1.0)
+    assert Chooser(sampling).choose(logits, [])[0] == int(logits.argmax())
+
+
+def test_a_nearly_cold_choice_does_not_overflow():
+    logits = torch.tensor([1.0, 30.0, 29.0])
+    assert Chooser(Sampling(temperature=2e-5, seed=1)).choose(logits, [])[0] == 1
+
+
+def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign():
+    logits = torch.tensor([2.0, -2.0, 0.5, 1.0])
+    assert penalised(logits, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 0.5, 1.0]
+    assert logits.tolist() == [2.0, -2.0, 0.5, 1.0]
+    choice, _ = Chooser(Sampling(temperature=0, repetition_penalty=4.0)).choose(logits, [0])
+    assert choice == 3
+
+
+def test_the_log_probability_is_that_before_the_filters():
+    logits = random_logits(5, 50, 1.0)
+    wanted = Sampling(temperature=0.5, top_k=2, seed=3, logprobs=True)
+    token, logprob = Chooser(wanted).choose(logits, [])
+    assert logprob == pytest.approx(float((logits / 0.5).log_softmax(-1)[token]), abs=1e-5)
+    token, logprob = Chooser(Sampling(temperature=0, logprobs=True)).choose(logits, [])
+    assert logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
+    assert Chooser(Sampling()).choose(logits, [])[1] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", True), ("temperature", "1"),
+        ("temperature", float("nan")), ("temperature", float("inf")),
+        ("top_p", 0), ("top_p", 1.01), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1),
+        ("min_p", 1.1), ("repetition_penalty", 0), ("seed", 2**63), ("seed", "x"),
+        ("seed", True), ("max_new_tokens", 0), ("stop", 5), ("stop", [""]), ("stop", ""),
+        ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("logprobs", 1),
+        ("ignore_eos", "yes"), ("top_k", float("inf")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(field, value):
+    with pytest.raises(SamplingError, match=field):
+        sampling_of({field: value}, "decode")
+
+
+def test_unset_and_foreign_params_are_left_alone():
+    assert sampling_of({"temperature": None, "stream": True, "extra_params": {}}, "a") == Sampling()
+
+
+def test_params_are_read():
+    params = {"temperature": 0, "top_k": 4.0, "stop": "end", "stop_token_ids": (3, 3), "seed": -5}
+    assert sampling_of(params, "decode") == Sampling(
+        temperature=0.0, top_k=4, stop=("end",), stop_token_ids=frozenset({3}), seed=-5
+    )
+
+
+def test_a_stages_own_sampling_wins_over_the_common_one():
+    params = {"temperature": 1.5, "top_p": 0.5, "stage_sampling": {"decode": {"temperature": 0.2}}}
+    assert sampling_of(params, "decode") == Sampling(temperature=0.2, top_p=0.5)
+    assert sampling_of(params, "talk") == Sampling(temperature=1.5, top_p=0.5)
+
+
+def test_a_stages_own_sampling_has_known_fields_only():
+    with pytest.raises(SamplingError, match=r"stage_sampling\.decode has no field 'warmth'"):
+        sampling_of({"stage_sampling": {"decode": {"warmth": 1}}}, "decode")
+    with pytest.raises(SamplingError, match="must be an object"):
+        sampling_of({"stage_sampling": {"decode": [1]}}, "decode")
