@@ -1,102 +1,156 @@
 """`omni-proxy replica`: arguments in, exit status out.
 
-Status 0: stopped by a signal, or fetched. 1: could not. 2: the arguments were wrong.
+Status 0: stopped by a signal, or fetched. 1: could not. 2: the arguments or the pipeline file were
+wrong. No model runtime is imported before its environment is set.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from omni_proxy.replica import llamacpp
+from omni_proxy.replica.arguments import TINY, fetch_parser, serve_parser
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
+# What the torch engine imports; of `hibari` only where speech is on.
+NEEDED = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
+
+
+class MissingPackageError(Exception):
+    """A package of the extra is not installed; the text says how to get it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    fetching = argv[:1] == ["fetch"]
-    arguments = _fetch_parser().parse_args(argv[1:]) if fetching else _parser().parse_args(argv)
+    match list(argv):
+        case ["profile", *rest]:
+            from omni_proxy.replica.profiling.command import main as profile
+
+            return profile(rest)
+        case ["stage-process", *rest]:
+            # How a single-file build starts a stage's process: it has no `python -m`.
+            from omni_proxy.replica.pipeline.child import main as stage_process
+
+            return stage_process(rest)
+        case ["fetch", *rest]:
+            arguments = fetch_parser().parse_args(rest)
+            return _guarded(partial(_fetch, arguments))
+        case words:
+            parser = serve_parser()
+            arguments = parser.parse_args(words)
+            if arguments.engine == "llamacpp":
+                if arguments.model == TINY:
+                    parser.error(f"--model {TINY} needs --engine torch")
+                return _guarded(partial(_serve_llamacpp, arguments))
+            _leave(_guarded(partial(_serve_torch, arguments)))
+
+
+def _guarded(work: partial[int]) -> int:
     try:
-        path = fetch(MODELS[arguments.model], arguments.cache, _say)
-        if fetching:
-            sys.stdout.write(f"{path}\n")
-            return 0
-        llamacpp.serve(_serving(arguments, path))
-    except (ModelFileError, llamacpp.EngineError) as error:
+        return work()
+    except (ModelFileError, llamacpp.EngineError, MissingPackageError) as error:
         _say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+def _leave(status: int) -> NoReturn:
+    """End without a word to the threads that were left computing."""
+    # Python's own end takes the lock away from a thread inside torch, which aborts the process.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _say(text: str) -> None:
     sys.stderr.write(f"omni-proxy replica: {text}\n")
 
 
-def _serving(arguments: argparse.Namespace, path: Path) -> llamacpp.Serving:
-    return llamacpp.Serving(
-        model_path=path,
-        model_name=arguments.model_name or arguments.model,
-        host=arguments.host,
-        port=arguments.port,
-        threads=arguments.threads,
-        parallel=arguments.parallel,
-        context=arguments.context,
-        log_level=arguments.log_level,
+def _fetch(arguments: argparse.Namespace) -> int:
+    path = fetch(MODELS[arguments.model], arguments.cache, _say)
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _serve_llamacpp(arguments: argparse.Namespace) -> int:
+    model = arguments.model
+    path = fetch(MODELS[model], arguments.cache, _say) if model in MODELS else Path(model)
+    llamacpp.serve(
+        llamacpp.Serving(
+            model_path=path,
+            model_name=arguments.model_name or arguments.model,
+            host=arguments.host,
+            port=arguments.port,
+            threads=arguments.threads,
+            parallel=arguments.parallel,
+            context=arguments.context,
+            log_level=arguments.log_level,
+        )
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="omni-proxy replica",
-        description="Serve a language model over the OpenAI HTTP API; its file is fetched first.",
-        epilog="`omni-proxy replica fetch MODEL` only puts a model's file into the cache folder.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=port_number, default=31000, help="port to listen on")
-    add("--engine", choices=["llamacpp"], default="llamacpp", help="what computes")
-    add("--model", choices=sorted(MODELS), default="smollm2-135m", help="the model")
-    add("--model-name", help="name to serve it under, if not the model's own")
-    add("--threads", type=count, default=1, help="threads that compute")
-    add("--parallel", type=count, default=4, help="requests computed at once")
-    add("--context", type=count, default=2048, help="tokens of each request")
-    add("--log-level", choices=list(llamacpp.VERBOSITY), default="info", help="what is told")
-    _add_cache(parser)
-    return parser
+def _serve_torch(arguments: argparse.Namespace) -> int:
+    _refuse_missing(NEEDED)
+    # With OpenMP's default, waiting threads spin: any other busy process then costs a factor of 10.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    import trio
+
+    from omni_proxy.replica.pipeline.config import PipelineConfigError
+    from omni_proxy.replica.pipeline.launch import launch_server
+    from omni_proxy.replica.pipeline.runtime import StartError
+    from omni_proxy.replica.pipeline.serving import ListenError
+    from omni_proxy.replica.torch_engine import options_of, pipeline_of
+
+    try:
+        pipeline = pipeline_of(arguments, _present)
+        options = options_of(arguments, pipeline)
+        trio.run(
+            partial(
+                launch_server,
+                pipeline,
+                host=arguments.host,
+                port=arguments.port,
+                drain_secs=arguments.drain_secs,
+                log_level=arguments.log_level,
+                **options,
+            )
+        )
+    except PipelineConfigError as error:
+        for problem in error.problems:
+            _say(f"{arguments.pipeline}: {problem}")
+        return 2
+    except (ListenError, StartError) as error:
+        _say(f"error: {error}")
+        return 1
+    return 0
 
 
-def _fetch_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="omni-proxy replica fetch",
-        description="Put a model's file into the cache folder and print its path.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", choices=sorted(MODELS))
-    _add_cache(parser)
-    return parser
+def _refuse_missing(packages: Sequence[str]) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"not installed: {', '.join(missing)}; get them by pip install 'omni-proxy[replica]'"
+        )
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
-    folder = cache_folder(os.environ)
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of the model files")
+def _present(model: str, cache: Path) -> str:
+    """The checked file of a model, fetched where it is not there.
 
-
-def count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def port_number(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 65535")
-    return number
+    "" in the usual cache folder: the stage that loads the model looks there and checks by itself.
+    """
+    usual = cache == cache_folder(os.environ)
+    if not usual or not (cache / MODELS[model].file).exists():
+        path = fetch(MODELS[model], cache, _say)
+        return "" if usual else str(path)
+    return ""

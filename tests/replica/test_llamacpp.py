@@ -47,7 +47,8 @@ class Replica:
 def replica() -> Iterator[Replica]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    argv = [sys.executable, "-c", PROGRAM, "--port", port, "--parallel", "2"]
+    argv = [sys.executable, "-c", PROGRAM, "--engine", "llamacpp"]
+    argv += ["--port", port, "--parallel", "2"]
     with (
         subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,

@@ -5,6 +5,9 @@ import pytest
 
 from omni_proxy.replica import command, llamacpp
 from omni_proxy.replica.model_file import MODELS, ModelFileError
+from omni_proxy.replica.pipeline import launch
+
+LLAMACPP = ["--engine", "llamacpp"]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,7 @@ def test_serving_gets_what_the_arguments_say(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     argv = "--port 31005 --threads 2 --parallel 3 --context 512 --model-name chat --cache /c"
-    command.main(argv.split())
+    command.main([*LLAMACPP, *argv.split()])
     assert served == [
         llamacpp.Serving(
             model_path=Path("/c") / MODELS["smollm2-135m"].file,
@@ -47,7 +50,7 @@ def test_serving_gets_what_the_arguments_say(monkeypatch):
 def test_the_model_is_served_under_its_own_name_unless_told_otherwise(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
-    command.main([])
+    command.main(LLAMACPP)
     assert served[0].model_name == "smollm2-135m"
 
 
@@ -57,7 +60,12 @@ def test_the_model_is_served_under_its_own_name_unless_told_otherwise(monkeypatc
         (["--port", "0"], "--port: 0 is not within 1 and 65535"),
         (["--port", "http"], "--port: invalid port_number value: 'http'"),
         (["--threads", "0"], "--threads: 0 is less than 1"),
-        (["--model", "gpt"], "--model: invalid choice: 'gpt'"),
+        (["--model", "gpt"], "--model: 'gpt' is not one of tiny, smollm2-135m, nor a path to a"),
+        ([*LLAMACPP, "--model", "tiny"], "--model tiny needs --engine torch"),
+        (["--speech", "espeak"], "--speech: invalid choice: 'espeak'"),
+        (["--max-in-flight", "-1"], "--max-in-flight: -1 is less than 0"),
+        (["--drain-secs", "-1"], "--drain-secs: -1 is not within 0 and 3600"),
+        (["--own-process", "prepare"], "--own-process: invalid choice: 'prepare'"),
         (["--modle", "x"], "unrecognized arguments: --modle"),
         (["fetch"], "required: model"),
     ],
@@ -74,7 +82,7 @@ def test_a_failed_fetch_ends_with_1(monkeypatch, capsys):
         raise ModelFileError("no disk")
 
     monkeypatch.setattr(command, "fetch", fetch)
-    assert command.main([]) == 1
+    assert command.main(LLAMACPP) == 1
     assert "error: no disk" in capsys.readouterr().err
 
 
@@ -88,7 +96,7 @@ def test_a_ctrl_c_while_fetching_ends_without_a_traceback(monkeypatch):
 
 def test_a_missing_engine_is_told_with_the_cure(monkeypatch, capsys):
     monkeypatch.setitem(command.sys.modules, "xllamacpp", None)
-    assert command.main([]) == 1
+    assert command.main(LLAMACPP) == 1
     assert "pip install 'omni-proxy[replica]'" in capsys.readouterr().err
 
 
@@ -96,5 +104,142 @@ def test_a_taken_port_ends_with_1_before_the_model_is_loaded(monkeypatch, capsys
     monkeypatch.setattr(llamacpp, "_engine", object)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert command.main(["--port", port]) == 1
+        assert command.main([*LLAMACPP, "--port", port]) == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+class Left(Exception):
+    """Instead of the end of the process."""
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    calls = []
+
+    async def launch_server(pipeline, **options):
+        calls.append((pipeline, options))
+
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(launch, "launch_server", launch_server)
+    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(command, "_refuse_missing", lambda packages: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    return calls
+
+
+def status_of(argv):
+    with pytest.raises(Left) as left:
+        command.main(argv)
+    return left.value.args[0]
+
+
+def test_torch_is_the_engine_unless_another_is_asked_for(launched, tmp_path):
+    assert status_of(["--cache", str(tmp_path)]) == 0
+    ((pipeline, options),) = launched
+    assert [stage.name for stage in pipeline.stages] == ["prepare", "decode"]
+    assert (options["host"], options["port"]) == ("127.0.0.1", 31000)
+    assert options["model_name"] == "smollm2-135m"
+    assert "admin_api_key" not in options
+    assert options["capabilities"] == {"chat", "streaming"}
+
+
+def test_everything_the_arguments_say_reaches_the_server(launched):
+    argv = (
+        "--model tiny --model-name small --speech hibari --transcription whisper-tiny --host ::1 "
+        "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
+        "--max-running 2 --threads 2 --own-process speak --drain-secs 1 --log-level error "
+        "--cache /c"
+    )
+    assert status_of(argv.split()) == 0
+    ((pipeline, options),) = launched
+    stages = {stage.name: stage for stage in pipeline.stages}
+    assert list(stages) == ["transcribe", "prepare", "decode", "speak"]
+    assert stages["speak"].process == "speak"
+    assert stages["decode"].params == {"model": "tiny", "max_running": 2, "threads": 2}
+    assert stages["transcribe"].params == {"path": "/c/whisper-tiny.en/model.bin", "threads": 2}
+    assert pipeline.max_in_flight == 3
+    assert {key: options[key] for key in options if key != "capabilities"} == {
+        "host": "::1",
+        "port": 31005,
+        "drain_secs": 1.0,
+        "log_level": "error",
+        "model_name": "small",
+        "model_path": "tiny",
+        "stream_speech_as": "pcm",
+        "admin_api_key": "secret",
+    }
+
+
+def test_a_cache_folder_of_its_own_is_where_the_stages_look(launched, fetched, tmp_path):
+    status_of(["--cache", str(tmp_path)])
+    (stage, _) = launched[0][0].stages
+    assert stage.params == {"model": str(tmp_path / MODELS["smollm2-135m"].file)}
+    assert fetched == [(MODELS["smollm2-135m"], tmp_path)]
+
+
+def test_a_file_that_is_in_the_usual_place_is_left_for_its_stage_to_check(
+    launched, fetched, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = command.cache_folder(command.os.environ)
+    status_of([])
+    assert fetched == [(MODELS["smollm2-135m"], cache)]
+    cache.mkdir(parents=True)
+    (cache / MODELS["smollm2-135m"].file).touch()
+    status_of([])
+    assert len(fetched) == 1
+    (stage, _) = launched[1][0].stages
+    assert stage.params == {"model": "smollm2-135m"}
+
+
+def test_the_environment_is_set_before_a_model_runtime_can_read_it(launched):
+    status_of(["--model", "tiny", "--threads", "3"])
+    assert command.os.environ["OMP_NUM_THREADS"] == "3"
+    assert command.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_a_pipeline_from_a_file_is_served_under_its_own_name(launched, tmp_path):
+    (tmp_path / "p.toml").write_text(
+        'name = "mine"\n[[stages]]\nname = "a"\nfactory = "a:b"\nterminal = true\n'
+    )
+    assert status_of(["--pipeline", str(tmp_path / "p.toml")]) == 0
+    ((pipeline, options),) = launched
+    assert (pipeline.name, options["model_name"]) == ("mine", "mine")
+    assert options["capabilities"] is None
+
+
+def test_a_wrong_pipeline_ends_with_2_and_one_line_for_each_problem(launched, tmp_path, capsys):
+    (tmp_path / "p.toml").write_text("nam = 1\nentrie = 2")
+    assert status_of(["--pipeline", str(tmp_path / "p.toml")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition("p.toml: ")[2] for line in told] == [
+        "nam: unknown key; did you mean name?",
+        "entrie: unknown key; did you mean entries?",
+        "name: is missing",
+    ]
+
+
+def test_missing_packages_are_told_with_the_cure(monkeypatch, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
+        command._refuse_missing(command.NEEDED)
+
+
+def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(command, "_refuse_missing", lambda packages: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert status_of(["--model", "tiny", "--port", port]) == 1
+    assert f"error: cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_report_is_asked_for_through_the_same_command(tmp_path, capsys):
+    assert command.main(["profile", str(tmp_path)]) == 0
+    assert "# Requests: 0" in capsys.readouterr().out

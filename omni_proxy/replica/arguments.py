@@ -1,0 +1,122 @@
+"""The words of `omni-proxy replica`, and what each may be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from omni_proxy.replica import llamacpp
+from omni_proxy.replica.model_file import MODELS, cache_folder
+
+DEFAULT_ENGINE = "torch"
+TINY = "tiny"
+TEXT_MODELS = (TINY, "smollm2-135m")
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy replica",
+        description="Serve models over the OpenAI and SGLang-Omni HTTP API; files are fetched "
+        "first.",
+        epilog="`omni-proxy replica fetch MODEL` only puts a model's file into the cache folder; "
+        "`omni-proxy replica profile SOURCE` reports on recorded events.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=port_number, default=31000, help="port to listen on")
+    add("--engine", choices=["torch", "llamacpp"], default=DEFAULT_ENGINE, help="what computes")
+    add(
+        "--model",
+        type=text_model,
+        default="smollm2-135m",
+        metavar="MODEL",
+        help=f"the text model: {', '.join(TEXT_MODELS)}, or a path to a .gguf file",
+    )
+    add("--model-name", help="name to serve it under, if not the model's own")
+    add("--threads", type=count, default=1, help="threads that compute")
+    add("--log-level", choices=list(llamacpp.VERBOSITY), default="info", help="what is told")
+    _add_cache(parser)
+    _add_torch(parser)
+    llama = parser.add_argument_group("engine llamacpp")
+    llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
+    llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
+    return parser
+
+
+def fetch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy replica fetch",
+        description="Put a model's file into the cache folder and print its path.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", choices=sorted(MODELS))
+    _add_cache(parser)
+    return parser
+
+
+def _add_torch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine torch")
+    add = group.add_argument
+    add("--speech", choices=["hibari", "off"], default="off", help="what speaks")
+    add("--transcription", choices=["whisper-tiny", "off"], default="off", help="what hears")
+    add("--pipeline", type=Path, metavar="FILE.toml", help="stages from a file instead")
+    add("--admin-api-key", metavar="KEY", help="else $SGLANG_OMNI_ADMIN_KEY; none is open")
+    add(
+        "--stream-speech-as",
+        choices=["sse", "pcm", "openai-sse"],
+        default="sse",
+        help="form of streamed speech, if a request does not say",
+    )
+    add("--max-in-flight", type=count_or_0, default=256, help="requests admitted; 0: no bound")
+    add("--max-running", type=count, default=16, help="requests of one batch")
+    add(
+        "--own-process",
+        choices=["decode", "speak", "transcribe"],
+        action="append",
+        default=[],
+        help="run that stage in a process of its own; may be repeated",
+    )
+    add("--drain-secs", type=seconds, default=5.0, help="for what is in flight at a stop")
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    folder = cache_folder(os.environ)
+    parser.add_argument("--cache", type=Path, default=folder, help="folder of the model files")
+
+
+def text_model(text: str) -> str:
+    if text in TEXT_MODELS or text.endswith(".gguf"):
+        return text
+    known = ", ".join(TEXT_MODELS)
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}, nor a path to a .gguf file")
+
+
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def count_or_0(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return number
+
+
+def seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 3600")
+    return number
+
+
+def port_number(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 65535")
+    return number

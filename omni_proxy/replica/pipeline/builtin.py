@@ -1,0 +1,132 @@
+"""The pipelines that come with the replica.
+
+    text:  prepare ─> decode            omni:  transcribe ─> prepare ─> decode ~~> speak
+Invariant: a request passes only the stages it needs; what a pipeline lacks is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omni_proxy.replica.pipeline.config import AUDIO_SUFFIX, PipelineConfig, StageConfig
+from omni_proxy.replica.pipeline.messages import StagePayload
+
+OFF = "off"
+SPEECH = "hibari"
+TRANSCRIPTION = "whisper-tiny"
+OWN_PROCESS = ("decode", "speak", "transcribe")  # stages that may have one
+
+_HERE = "omni_proxy.replica"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the command line chooses. `own_process` names stages that get a process each.
+
+    `transcription_path` is the file of a transcription model that is not in the cache folder.
+    `max_in_flight` bounds the requests that have not ended (0: no bound), `max_running` those of
+    one batch; `threads` is torch's.
+    """
+
+    model: str = "tiny"
+    speech: str = OFF
+    transcription: str = OFF
+    transcription_path: str = ""
+    max_in_flight: int = 0
+    max_running: int = 16
+    threads: int = 1
+    own_process: frozenset[str] = frozenset()
+
+
+def builtin_pipeline(choices: Choices) -> PipelineConfig:
+    """The text pipeline, and before and after it what was chosen."""
+    speaks, hears = choices.speech != OFF, choices.transcription != OFF
+    stages = [
+        StageConfig(
+            name="prepare",
+            factory=f"{_HERE}.stages.prepare:build",
+            next=("decode",),
+            params={"model": choices.model},
+        ),
+        _decode(choices, speaks),
+    ]
+    entries: dict[str, str] = {}
+    if hears:
+        stages.insert(0, _transcribe(choices))
+        entries |= {"asr": "transcribe", f"chat{AUDIO_SUFFIX}": "transcribe"}
+    if speaks:
+        stages.append(_speak(choices))
+        entries["tts"] = "speak"
+    return PipelineConfig(
+        name="omni" if speaks or hears else "text",
+        model_path=choices.model,
+        entry="prepare",
+        entries=entries,
+        max_in_flight=choices.max_in_flight,
+        stages=tuple(stages),
+    )
+
+
+def capabilities(config: PipelineConfig) -> frozenset[str]:
+    """What a built-in pipeline can do, in the words that routers use of workers."""
+    names = {stage.name for stage in config.stages}
+    found = {"chat", "streaming"}
+    if "speak" in names:
+        found |= {"speech", "audio_output"}
+    if "transcribe" in names:
+        found.add("audio_input")
+    return frozenset(found)
+
+
+def _decode(choices: Choices, speaks: bool) -> StageConfig:
+    following = ("speak",) if speaks else ()
+    return StageConfig(
+        name="decode",
+        factory=f"{_HERE}.text.stage:build",
+        next=following,
+        stream_to=following,
+        route=f"{_HERE}.pipeline.builtin:after_decode" if speaks else "",
+        terminal=True,
+        process=_process("decode", choices),
+        params={
+            "model": choices.model,
+            "max_running": choices.max_running,
+            "threads": choices.threads,
+        },
+    )
+
+
+def _transcribe(choices: Choices) -> StageConfig:
+    return StageConfig(
+        name="transcribe",
+        factory=f"{_HERE}.stages.transcribe:build",
+        next=("prepare",),
+        route=f"{_HERE}.pipeline.builtin:after_transcribe",
+        terminal=True,
+        process=_process("transcribe", choices),
+        params={"path": choices.transcription_path, "threads": choices.threads},
+    )
+
+
+def _speak(choices: Choices) -> StageConfig:
+    return StageConfig(
+        name="speak",
+        factory=f"{_HERE}.stages.speak:build",
+        terminal=True,
+        process=_process("speak", choices),
+        params={"threads": choices.threads},
+    )
+
+
+def _process(stage: str, choices: Choices) -> str:
+    return stage if stage in choices.own_process else ""
+
+
+def after_transcribe(payload: StagePayload) -> list[str]:
+    """A transcription is an answer of its own, or what a chat goes on with."""
+    return [] if payload.request.metadata.get("task") == "asr" else ["prepare"]
+
+
+def after_decode(payload: StagePayload) -> list[str]:
+    """Speak where audio was asked for."""
+    return ["speak"] if "audio" in payload.request.metadata.get("output_modalities", ()) else []

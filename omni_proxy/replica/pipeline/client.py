@@ -1,0 +1,188 @@
+"""The client: requests in, chunks out; what the HTTP layer speaks to.
+
+Invariant: a generation that is left before its end aborts its request exactly once; one that came
+to its end never does. No text, token or sample is given twice.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import trio
+
+from omni_proxy.replica.pipeline.chunks import Assembly, Splitter
+from omni_proxy.replica.pipeline.coordinator import Coordinator
+from omni_proxy.replica.pipeline.delivery import Delivery, Done
+from omni_proxy.replica.pipeline.lowering import lowered
+from omni_proxy.replica.pipeline.messages import ProfilerStart
+from omni_proxy.replica.pipeline.requests import (
+    CompletionResult,
+    GenerateChunk,
+    GenerateRequest,
+    Message,
+    QueueFullError,
+    RequestAborted,
+    RequestFailed,
+    SamplingParams,
+)
+
+__all__ = [
+    "Client",
+    "CompletionResult",
+    "GenerateChunk",
+    "GenerateRequest",
+    "Generation",
+    "Message",
+    "QueueFullError",
+    "RequestAborted",
+    "RequestFailed",
+    "SamplingParams",
+]
+
+
+class Generation:
+    """The chunks of one request: `async for`, and `async with` around it to leave early.
+
+    The request is submitted by entering it or by asking for the first chunk, whichever is first;
+    that raises QueueFullError or RequestFailed. The last chunk has `terminal`.
+    """
+
+    def __init__(self, coordinator: Coordinator, request: GenerateRequest, request_id: str) -> None:
+        self.request_id = request_id
+        self._coordinator = coordinator
+        self._request = request
+        self._splitter = Splitter(request_id)
+        self._delivery: Delivery | None = None
+        self._over = False
+
+    async def __aenter__(self) -> Self:
+        self._open()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> GenerateChunk:
+        if self._over:
+            raise StopAsyncIteration
+        while not self._splitter.pending:
+            await self._read(self._open())
+        chunk = self._splitter.pending.popleft()
+        if chunk.terminal:
+            self._close()
+        return chunk
+
+    async def aclose(self) -> None:
+        """Leave: what is still being made is aborted. More than once is the same as once."""
+        self._close()
+
+    def __del__(self) -> None:
+        # Left by `break`, without `async with`.
+        self._close()
+
+    def _open(self) -> Delivery:
+        if self._over:
+            raise RequestFailed("this generation is closed", 500)
+        if self._delivery is None:
+            request = lowered(self._request)
+            self._delivery = self._coordinator.open(self.request_id, request)
+        return self._delivery
+
+    async def _read(self, delivery: Delivery) -> None:
+        try:
+            item = await delivery.take()
+        except RequestFailed:
+            self._close()
+            raise
+        if isinstance(item, Done):
+            self._splitter.end(item.results)
+        else:
+            self._splitter.piece(item.stage, item.chunk, whole=item.whole)
+
+    def _close(self) -> None:
+        self._over = True
+        if self._delivery is not None:
+            self._coordinator.release(self._delivery)
+            self._delivery = None
+
+
+class Client:
+    """Everything the outside may ask of a running pipeline; one per coordinator is enough."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def generate(self, request: GenerateRequest, request_id: str | None = None) -> Generation:
+        return Generation(self._coordinator, request, request_id or str(uuid4()))
+
+    async def completion(
+        self, request: GenerateRequest, request_id: str | None = None
+    ) -> CompletionResult:
+        """The whole answer; being cancelled while it waits aborts the request."""
+        async with self.generate(request, request_id) as generation:
+            assembly = Assembly(generation.request_id)
+            async for chunk in generation:
+                assembly.add(chunk)
+            return assembly.result()
+
+    async def speech(
+        self, request: GenerateRequest, request_id: str | None = None
+    ) -> CompletionResult:
+        """The same for a request that must have audio; RequestFailed 500 where none came."""
+        result = await self.completion(request, request_id)
+        if result.audio is None:
+            raise RequestFailed("no audio was generated", 500)
+        return result
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request under its reader; False where there is none to end."""
+        await trio.lowlevel.checkpoint()
+        return self._coordinator.abort(request_id)
+
+    def health(self) -> dict[str, Any]:
+        """The body of GET /health (api-server.md 1.1)."""
+        return self._coordinator.health()
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """The stages' newest gauges."""
+        return self._coordinator.stats()
+
+    def stage_info(self) -> dict[str, dict[str, Any]]:
+        """What each ready stage says of itself."""
+        return self._coordinator.stage_info()
+
+    async def admin(
+        self,
+        action: str,
+        payload: dict[str, Any] | None = None,
+        stages: list[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """One operation on the stages; returns the aggregate of api-server.md 2.2.
+
+        Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 past the timeout.
+        """
+        return await self._coordinator.admin(action, payload or {}, stages, timeout_s)
+
+    @property
+    def profiling_run_id(self) -> str | None:
+        return self._coordinator.profiling_run_id
+
+    def profiler_start(self, start: ProfilerStart) -> None:
+        """Tell every stage to record; nobody answers (api-server.md 4)."""
+        self._coordinator.profiler_start(start)
+
+    def profiler_stop(self, run_id: str | None = None) -> str | None:
+        """Tell every stage to stop; returns the given id, else the active one."""
+        return self._coordinator.profiler_stop(run_id)

@@ -1,0 +1,127 @@
+"""The whole life of a replica: pipeline, client, app, listener, and an orderly end.
+
+    listen (503 starting) ──stages ready──> serve ──signal──> drain ──> stages stop ──> return
+                                              └──second signal──> cut ──┘
+Invariant: when `launch_server` returns or raises, no child process is left and the port is free. A
+stage's thread that was cut may still compute: end the process without waiting for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Unpack
+
+import trio
+
+from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.config import PipelineConfig
+from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
+from omni_proxy.replica.pipeline.serving import Server, bound
+from omni_proxy.replica.pipeline.shell import LOG_FORMAT
+
+if TYPE_CHECKING:
+    from quart_trio import QuartTrio
+
+    from omni_proxy.replica.api.served import Options
+
+# With the stages' own time and the reset this is less than the 10 s that supervisors give.
+DRAIN_SECS = 5.0
+# A stage that computes in Python would hold the loop up by 5 ms for every packet.
+SWITCH_SECS = 0.0005
+
+log = logging.getLogger(__name__)
+
+
+async def launch_server(
+    pipeline_config: PipelineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    drain_secs: float = DRAIN_SECS,
+    log_level: str = "info",
+    **options: Unpack[Options],
+) -> None:
+    """Serve until SIGTERM or SIGINT; `options` are those of `create_app`.
+
+    `model_name` is the pipeline's name unless given. Raises ListenError, PipelineConfigError, or
+    StartError where a stage does not come up.
+    """
+    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
+    sys.setswitchinterval(SWITCH_SECS)
+    options.setdefault("model_name", pipeline_config.name)
+    options.setdefault("model_path", pipeline_config.model_path)
+    failures: list[StartError] = []
+    with bound(host, port) as listener:
+        try:
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async with trio.open_nursery() as nursery:
+                    life = _Life(drain_secs)
+                    nursery.start_soon(life.heed, signals)
+                    await life.lead(pipeline_config, listener, options)
+                    nursery.cancel_scope.cancel()
+        except* StartError as group:
+            failures += _leaves(group)
+    if failures:
+        raise failures[0]
+
+
+@dataclass(slots=True)
+class _Life:
+    drain_secs: float
+    stopping: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    runtime: Runtime | None = None
+
+    async def heed(self, signals: AsyncIterator[int]) -> None:
+        """The first signal stops, the second one cuts."""
+        async for number in signals:
+            if self.stopping.is_set():
+                log.warning("a second signal: cutting what is left")
+                self.scope.cancel()
+                if self.runtime is not None:
+                    self.runtime.cut()
+            else:
+                log.info("%s: finishing what is in flight", signal.Signals(number).name)
+                self.stopping.set()
+
+    async def lead(self, config: PipelineConfig, listener: socket.socket, options: Options) -> None:
+        with self.scope:
+            async with open_pipeline(config) as (coordinator, self.runtime):
+                # While the stages' threads load, this one imports the web layer.
+                server = Server(_app(Client(coordinator), options), listener)
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(server.serve)
+                    nursery.start_soon(self._tell_when_ready, listener, options)
+                    await self.stopping.wait()
+                    await server.drain(self.drain_secs)
+                    nursery.cancel_scope.cancel()
+
+    async def _tell_when_ready(self, listener: socket.socket, options: Options) -> None:
+        assert self.runtime is not None
+        await self.runtime.ready.wait()
+        host, port = listener.getsockname()[:2]
+        place = f"[{host}]" if ":" in host else host
+        log.info("%s is served at http://%s:%d", options["model_name"], place, port)
+
+
+def _app(client: Client, options: Options) -> QuartTrio:
+    from omni_proxy.replica.api.app import app_of
+    from omni_proxy.replica.api.served import Served
+    from omni_proxy.replica.profiling import routes as profiling
+
+    served = Served(client=client, **options)
+    app = app_of(served)
+    profiling.mount(app, served)
+    return app
+
+
+def _leaves(group: BaseExceptionGroup[StartError]) -> list[StartError]:
+    found: list[StartError] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

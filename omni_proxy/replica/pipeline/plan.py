@@ -1,0 +1,104 @@
+"""A checked pipeline with its small functions found: who comes first, next, and what joins.
+
+Invariant: what a route or a merge returns is checked before anything is sent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omni_proxy.replica.pipeline.config import (
+    AUDIO_SUFFIX,
+    PipelineConfig,
+    PipelineConfigError,
+    StageConfig,
+    checked,
+)
+from omni_proxy.replica.pipeline.messages import OmniRequest, StagePayload
+
+Route = Callable[[StagePayload], Any]
+Merge = Callable[[Mapping[str, Any]], Any]
+
+
+class FlowFault(Exception):
+    """The pipeline led a request astray; the text names the stage (HTTP: 500)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage as the coordinator sees it."""
+
+    config: StageConfig
+    route: Route | None
+    merge: Merge | None
+
+    def chosen(self, payload: StagePayload) -> tuple[str, ...]:
+        """The stages that shall follow for this payload; raises FlowFault."""
+        targets = self.config.targets
+        if self.route is None:
+            return targets
+        chosen = self.route(payload)
+        names = (chosen,) if isinstance(chosen, str) else tuple(chosen or ())
+        if unknown := [name for name in names if name not in targets]:
+            raise FlowFault(
+                f"the route of stage {self.config.name} chose {unknown[0]!r}, which is not in "
+                "its next"
+            )
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the coordinator works from; `stages` keeps the order of the configuration."""
+
+    config: PipelineConfig
+    stages: Mapping[str, StagePlan]
+    terminal_merge: Merge
+
+    def entry_for(self, request: OmniRequest) -> str:
+        """The first stage of a request: by task and media, by task, or the pipeline's entry."""
+        task = str(request.metadata.get("task") or "chat")
+        inputs = request.inputs
+        audio = isinstance(inputs, dict) and bool(inputs.get("audios"))
+        entries = self.config.entries
+        plain = entries.get(task, self.config.entry)
+        return entries.get(task + AUDIO_SUFFIX, plain) if audio else plain
+
+
+def compile_plan(config: PipelineConfig) -> Plan:
+    """Check everything and import routes and merges (not the stages' factories).
+
+    Raises PipelineConfigError with every problem found.
+    """
+    config = checked(config)
+    problems: list[str] = []
+
+    def found(key: str, dotted: str) -> Any:
+        try:
+            return resolve(dotted) if dotted else None
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{key}: cannot import {dotted}: {error}")
+            return None
+
+    stages = {
+        stage.name: StagePlan(
+            stage,
+            found(f"stages[{index}].route", stage.route),
+            found(f"stages[{index}].merge", stage.merge),
+        )
+        for index, stage in enumerate(config.stages)
+    }
+    terminal_merge = found("terminal_merge", config.terminal_merge)
+    if problems:
+        raise PipelineConfigError(problems)
+    return Plan(config, stages, terminal_merge)
+
+
+def resolve(dotted: str) -> Callable[..., Any]:
+    """Import `package.module:function`; raises ImportError or AttributeError."""
+    module, _, function = dotted.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found

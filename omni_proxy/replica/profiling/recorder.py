@@ -1,0 +1,109 @@
+"""The recorder: events of requests, one JSON line each, while a run is active.
+
+Contract (api-server.md 4.2): the file is `<event_dir>/events_<owner>_<pid>.jsonl`, appended line by
+line. `record` costs one comparison when idle, never raises, and counts what it had to drop. Any
+thread may call any method.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """One file's worth of events: the coordinator's, or those of the stages of one process."""
+
+    def __init__(self, owner: str = "") -> None:
+        self.dropped = 0
+        self.run_id: str | None = None
+        self._owner = owner
+        self._file: IO[str] | None = None
+        self._lock = threading.Lock()
+
+    def start(self, run_id: str, event_dir: str, stage: str = "") -> None:
+        """Begin a run; another one that is active ends first. What fails is only logged.
+
+        The first `stage` that starts names the file.
+        """
+        with self._lock:
+            if self.run_id == run_id and self._file is not None:
+                return
+            self._close()
+            self._owner = self._owner or stage or "unknown"
+            path = Path(event_dir) / f"events_{self._owner}_{os.getpid()}.jsonl"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                log.error("events of run %s are not recorded: %s", run_id, error)
+                return
+            self.run_id = run_id
+
+    def stop(self, run_id: str | None = None) -> None:
+        """End the run of that id, or whichever is active; any other id changes nothing."""
+        with self._lock:
+            if run_id is None or run_id == self.run_id:
+                self._close()
+
+    def record(
+        self,
+        event_name: str,
+        request_id: str,
+        stage: str,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write one event with the wall clock's time in nanoseconds."""
+        if self.run_id is None:
+            return
+        event = {
+            "request_id": request_id,
+            "stage": stage or self._owner or "unknown",
+            "event_name": event_name,
+            "timestamp_ns": time.time_ns(),
+            "run_id": self.run_id,
+            "pid": os.getpid(),
+            "metadata": dict(metadata or {}),
+        }
+        try:
+            line = json.dumps(event, default=summarised)
+            with self._lock:
+                if self._file is not None:
+                    self._file.write(line + "\n")
+        except (OSError, ValueError, RecursionError, TypeError):  # a full disk, a circle, a bad key
+            self.dropped += 1
+
+    def _close(self) -> None:
+        file, self._file, self.run_id = self._file, None, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                log.error("the events' file was not closed whole: %s", error)
+
+
+def summarised(value: object) -> object:
+    """What stands in an event for something JSON can't hold: tensors shortly, the rest as repr."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return repr(value)
+    if len(shape) == 0:
+        return value.item()  # type: ignore[attr-defined]
+    return {
+        "__tensor_summary__": True,
+        "type": type(value).__name__,
+        "shape": list(shape),
+        "dtype": str(dtype),
+        "device": str(getattr(value, "device", "cpu")),
+    }
+
+
+STAGES = Recorder()  # of all stages that run in this process

@@ -1,0 +1,102 @@
+"""The profiler's routes: start and stop a run on every stage at once (api-server.md 4.1).
+
+Contract: a start answers before the stages have begun, a stop before they have ended; stopping what
+does not run is no fault. They need the admin key where one is set.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from quart import Response
+from quart_trio import QuartTrio
+
+from omni_proxy.replica.api.auth import admin_body
+from omni_proxy.replica.api.errors import Refused, reply
+from omni_proxy.replica.api.fields import read
+from omni_proxy.replica.api.served import Served
+from omni_proxy.replica.pipeline.messages import ProfilerStart
+
+FOLDER_VARIABLE = "SGLANG_TORCH_PROFILER_DIR"
+
+
+class StartBody(msgspec.Struct):
+    """POST /start_profile."""
+
+    run_id: str | None = None
+    trace_path_template: str | None = None
+    config: dict[str, Any] | None = None
+    event_dir: str | None = None
+    enable_torch: bool = True
+
+
+class StartEventsBody(msgspec.Struct):
+    """POST /start_request_profile."""
+
+    run_id: str | None = None
+    event_dir: str | None = None
+
+
+class StopBody(msgspec.Struct):
+    """Without a run_id whatever runs is stopped."""
+
+    run_id: str | None = None
+
+
+def mount(app: QuartTrio, served: Served) -> None:
+    routes = _Routes(served)
+    for view in (routes.start_profile, routes.start_request_profile):
+        app.add_url_rule(f"/{view.__name__}", view.__name__, view, methods=["POST"])
+    for path in ("stop_profile", "stop_request_profile"):
+        app.add_url_rule(f"/{path}", path, routes.stop, methods=["POST"])
+
+
+class _Routes:
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def start_profile(self) -> Response:
+        body = read(StartBody, await admin_body(self._served))
+        run_id, folder = _run_id(body.run_id), os.environ.get(FOLDER_VARIABLE, "")
+        template = body.trace_path_template or (f"{folder}/{run_id}/trace" if folder else "")
+        event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
+        if body.enable_torch and not template:
+            raise Refused(400, f"trace_path_template is required when {FOLDER_VARIABLE} is not set")
+        if not body.enable_torch:
+            template = ""
+            if event_dir is None:
+                raise Refused(
+                    400,
+                    "event_dir is required when enable_torch=false and "
+                    f"{FOLDER_VARIABLE} is not set",
+                )
+        start = ProfilerStart(run_id, template, event_dir, body.enable_torch)
+        self._served.client.profiler_start(start)
+        return reply(
+            {
+                "run_id": run_id,
+                "trace_path_template": template,
+                "event_dir": event_dir,
+                "enable_torch": body.enable_torch,
+            }
+        )
+
+    async def start_request_profile(self) -> Response:
+        body = read(StartEventsBody, await admin_body(self._served))
+        run_id, folder = _run_id(body.run_id), os.environ.get(FOLDER_VARIABLE, "")
+        event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
+        if event_dir is None:
+            raise Refused(400, f"event_dir is required when {FOLDER_VARIABLE} is not set")
+        self._served.client.profiler_start(ProfilerStart(run_id, "", event_dir, False))
+        return reply({"run_id": run_id, "event_dir": event_dir})
+
+    async def stop(self) -> Response:
+        body = read(StopBody, await admin_body(self._served))
+        return reply({"run_id": self._served.client.profiler_stop(body.run_id)})
+
+
+def _run_id(given: str | None) -> str:
+    return given or datetime.now().astimezone().strftime("run_%Y%m%d_%H%M%S")

@@ -1,0 +1,51 @@
+"""The torch trace of one stage's thread: operators with their times, for a trace viewer.
+
+Invariant: at most one trace per thread; a trace that can't be taken is logged and costs nothing
+else. torch is imported only when a trace is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class TorchTrace:
+    """Begin and end it in the thread whose work shall be seen: torch traces the calling one."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._active: Any = None
+        self._path = Path()
+        self._run_id = ""
+
+    def start(self, run_id: str, template: str) -> None:
+        """`template` may hold {run_id} and {stage} (api-server.md 4.1)."""
+        self.stop(None)
+        named = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
+        stage = "" if "{stage}" in template else f"_{self._stage}"
+        self._path = Path(f"{named}{stage}_pid{os.getpid()}.json")
+        try:
+            from torch.profiler import ProfilerActivity, profile
+
+            self._active = profile(activities=[ProfilerActivity.CPU])
+            self._active.__enter__()
+            self._run_id = run_id
+        except (ImportError, RuntimeError) as error:
+            self._active = None
+            log.error("no torch trace of stage %s: %s", self._stage, error)
+
+    def stop(self, run_id: str | None) -> None:
+        if self._active is None or run_id not in (None, self._run_id):
+            return
+        active, self._active = self._active, None
+        try:
+            active.__exit__(None, None, None)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            active.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            log.error("the torch trace of stage %s was not written: %s", self._stage, error)

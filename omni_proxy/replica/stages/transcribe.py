@@ -1,0 +1,177 @@
+"""The stage that hears: audio in, English text out, by Whisper.
+
+Invariant: one transcript for each audio, in the order of the audios. A request of task "asr" is
+answered here; for any other the transcripts go on to the next stage beside the raw inputs.
+Decoding is greedy: temperature, penalties and a prompt change nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from omni_proxy.replica.audio.resample import Samples, resample
+from omni_proxy.replica.audio.wav import AudioError, decode_audio
+from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
+from omni_proxy.replica.models.mel import RATE
+from omni_proxy.replica.models.whisper import LANGUAGE, OnText, Transcript, Whisper
+from omni_proxy.replica.pipeline.messages import StagePayload
+from omni_proxy.replica.pipeline.stage import (
+    Aborted,
+    CallerFault,
+    EmitChunk,
+    FunctionScheduler,
+)
+
+log = logging.getLogger(__name__)
+
+MODEL = "whisper-tiny"
+MOST_AUDIO_SECS = 3600.0
+# How clients ask for the one language, or for none in particular.
+TAKEN_LANGUAGES = ("", "auto", "en", "english")
+
+
+class Hearing(Protocol):
+    """What this stage needs of a model; Whisper has it."""
+
+    def transcribe(
+        self,
+        samples_16k: Samples,
+        on_text: OnText = ...,
+        aborted: Aborted = ...,
+        most_tokens: int | None = ...,
+    ) -> Transcript: ...
+
+
+def build(
+    stage_name: str,
+    *,
+    path: str = "",
+    max_audio_secs: float = MOST_AUDIO_SECS,
+    concurrency: int = 1,
+    threads: int = 0,
+) -> FunctionScheduler:
+    """Load the model.bin at `path` and return the stage; "" is the known one, fetched if need be.
+
+    `threads` 0 leaves torch as it is. Raises WhisperFileError and ModelFileError.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    file = Path(path) if path else fetch(MODELS[MODEL], cache_folder(os.environ), log.info)
+    whisper = Whisper.load(file)
+    return FunctionScheduler(
+        stage_name,
+        Transcribing(whisper, max_audio_secs),
+        concurrency=concurrency,
+        marks="encoder",
+    )
+
+
+class Transcribing:
+    """The stage's function over one loaded model."""
+
+    def __init__(self, whisper: Hearing, max_audio_secs: float = MOST_AUDIO_SECS) -> None:
+        self._whisper = whisper
+        self._max_audio_secs = max_audio_secs
+
+    def __call__(
+        self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
+    ) -> dict[str, Any]:
+        inputs = raw_inputs(payload)
+        heard = [self._samples(audio) for audio in audios_of(inputs)]
+        if payload.request.metadata.get("task") == "asr":
+            return self._answer(payload, heard, emit_chunk, aborted)
+        transcripts = [self._whisper.transcribe(each, aborted=aborted).text for each in heard]
+        return {"raw_inputs": inputs, "transcripts": transcripts}
+
+    def _answer(
+        self,
+        payload: StagePayload,
+        heard: list[Samples],
+        emit_chunk: EmitChunk,
+        aborted: Aborted,
+    ) -> dict[str, Any]:
+        if len(heard) != 1:
+            raise CallerFault(f"one audio is transcribed at a time, not {len(heard)}")
+        _check_language(payload)
+        started = time.perf_counter()
+        transcript = self._whisper.transcribe(
+            heard[0],
+            lambda text: emit_chunk({"text": text, "modality": "text"}),
+            aborted,
+            payload.request.params.get("max_new_tokens"),
+        )
+        return {
+            "text": transcript.text,
+            "modality": "text",
+            "language": transcript.language,
+            "duration": transcript.duration_secs,
+            "segments": [
+                {"id": number, "start": each.start, "end": each.end, "text": each.text}
+                for number, each in enumerate(transcript.segments)
+            ],
+            "finish_reason": "length" if transcript.cut else "stop",
+            "engine_time_s": time.perf_counter() - started,
+        }
+
+    def _samples(self, audio: Any) -> Samples:
+        """Return mono samples at 16 kHz; a length beyond the bound is refused before that."""
+        samples, rate = decoded(audio)
+        duration_secs = len(samples) / rate
+        if duration_secs > self._max_audio_secs:
+            raise CallerFault(
+                f"the audio is {duration_secs:.0f} s long; at most {self._max_audio_secs:.0f} s "
+                "are transcribed at once"
+            )
+        return resample(samples, rate, RATE)
+
+
+def raw_inputs(payload: StagePayload) -> Any:
+    """Return what the caller sent, wherever in the pipeline this stage stands."""
+    if isinstance(payload.data, Mapping) and "raw_inputs" in payload.data:
+        return payload.data["raw_inputs"]
+    return payload.request.inputs
+
+
+def audios_of(inputs: Any) -> list[Any]:
+    """Return the audios among the inputs: files as bytes, or samples with their rate."""
+    if isinstance(inputs, bytes):
+        return [inputs]
+    if isinstance(inputs, Mapping):
+        if "audio_data" in inputs:
+            return [inputs]
+        if "audio" in inputs:
+            return [inputs["audio"]]
+        if audios := inputs.get("audios"):
+            return list(audios)
+    raise CallerFault("the request has no audio to transcribe")
+
+
+def decoded(audio: Any) -> tuple[Samples, int]:
+    """Return samples and rate of a WAV file, or of `{"audio_data", "sample_rate"}`."""
+    if isinstance(audio, bytes):
+        try:
+            return decode_audio(audio)
+        except AudioError as error:
+            raise CallerFault(str(error)) from error
+    if isinstance(audio, Mapping) and isinstance(audio.get("audio_data"), bytes):
+        rate = audio.get("sample_rate")
+        if isinstance(rate, int) and rate > 0 and len(audio["audio_data"]) % 4 == 0:
+            return np.frombuffer(audio["audio_data"], "<f4"), rate
+    raise CallerFault("an audio is a file's bytes, or audio_data (float32) with its sample_rate")
+
+
+def _check_language(payload: StagePayload) -> None:
+    asked = payload.request.metadata.get("asr_params") or {}
+    language = str(asked.get("language") or "").strip().lower()
+    if language.partition("-")[0] not in TAKEN_LANGUAGES:
+        raise CallerFault(
+            f"language {language!r} cannot be transcribed: this model knows {LANGUAGE!r} only"
+        )

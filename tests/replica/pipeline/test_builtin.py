@@ -1,0 +1,81 @@
+import pytest
+
+from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline, capabilities
+from omni_proxy.replica.pipeline.flow import Flow
+from omni_proxy.replica.pipeline.messages import OmniRequest
+from omni_proxy.replica.pipeline.plan import compile_plan
+
+EVERYTHING = Choices(speech="hibari", transcription="whisper-tiny")
+
+
+def way(choices, inputs, **metadata):
+    """The stages a request passes, in order, and those that answer."""
+    flow = Flow(compile_plan(builtin_pipeline(choices)), "r", OmniRequest(inputs, {}, metadata))
+    passed, sends = [], flow.begin()
+    while sends:
+        name, _ = sends.pop(0)
+        if name not in passed:
+            passed.append(name)
+            sends += flow.finished(name, {"text": "x"})
+    assert flow.done
+    return passed, set(flow.results)
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("choices", "inputs", "metadata", "passed", "answers"),
+    [
+        (Choices(), CHAT, {"output_modalities": ["text"]}, ["prepare", "decode"], {"decode"}),
+        (EVERYTHING, CHAT, {}, ["prepare", "decode"], {"decode"}),
+        (
+            EVERYTHING,
+            CHAT,
+            {"output_modalities": ["text", "audio"]},
+            ["prepare", "decode", "speak"],
+            {"decode", "speak"},
+        ),
+        (
+            EVERYTHING,
+            CHAT | {"audios": [b"x"]},
+            {"task": "chat", "output_modalities": ["text"]},
+            ["transcribe", "prepare", "decode"],
+            {"decode"},
+        ),
+        (EVERYTHING, "say it", {"task": "tts"}, ["speak"], {"speak"}),
+        (EVERYTHING, b"RIFF", {"task": "asr"}, ["transcribe"], {"transcribe"}),
+        (EVERYTHING, "x", {"task": "embed"}, ["prepare", "decode"], {"decode"}),
+        (Choices(), CHAT | {"audios": [b"x"]}, {}, ["prepare", "decode"], {"decode"}),
+    ],
+)
+def test_a_request_passes_only_the_stages_it_needs(choices, inputs, metadata, passed, answers):
+    assert way(choices, inputs, **metadata) == (passed, answers)
+
+
+def test_stages_live_in_processes_only_where_that_was_chosen():
+    choices = Choices(speech="hibari", own_process=frozenset({"speak"}))
+    stages = {stage.name: stage.process for stage in builtin_pipeline(choices).stages}
+    assert stages == {"prepare": "", "decode": "", "speak": "speak"}
+
+
+def test_what_was_chosen_reaches_the_stages():
+    choices = Choices(
+        model="m.gguf", threads=2, max_running=3, max_in_flight=9, transcription="whisper-tiny"
+    )
+    config = builtin_pipeline(choices)
+    params = {stage.name: stage.params for stage in config.stages}
+    assert config.max_in_flight == 9
+    assert params["decode"] == {"model": "m.gguf", "max_running": 3, "threads": 2}
+    assert params["prepare"] == {"model": "m.gguf"}
+
+
+def test_it_can_do_what_its_stages_can():
+    assert capabilities(builtin_pipeline(Choices())) == {"chat", "streaming"}
+    assert capabilities(builtin_pipeline(EVERYTHING)) == {
+        "chat",
+        "streaming",
+        "speech",
+        "audio_output",
+        "audio_input",
+    }

@@ -1,0 +1,165 @@
+import pytest
+import trio
+
+from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.coordinator import Coordinator
+from omni_proxy.replica.pipeline.messages import Abort, Result, Streamed, Submit
+from omni_proxy.replica.pipeline.plan import compile_plan
+from omni_proxy.replica.pipeline.requests import (
+    GenerateRequest,
+    QueueFullError,
+    RequestAborted,
+    RequestFailed,
+)
+from omni_proxy.replica.pipeline.runtime import open_pipeline
+from tests.replica.pipeline.stages import HERE, pipeline, stage
+
+HI = GenerateRequest("hi", stream=True)
+
+
+class Board:
+    """Answers each request with as many pieces as it is told, and a result where it may."""
+
+    def __init__(self, pieces=2, ends=True):
+        self.pieces, self.ends = pieces, ends
+        self.aborts = []
+        self.hub = Coordinator(compile_plan(pipeline(stage("a", terminal=True))), self)
+        self.client = Client(self.hub)
+
+    def send(self, stage_name, message):
+        if isinstance(message, Abort):
+            self.aborts.append(message.request_id)
+        if isinstance(message, Submit):
+            request_id = message.payload.request_id
+            token = trio.lowlevel.current_trio_token()
+            for number in range(self.pieces):
+                piece = Streamed(request_id, "a", {"text": str(number)}, number)
+                token.run_sync_soon(self.hub.receive, piece)
+            if self.ends:
+                whole = {"text": "".join(map(str, range(self.pieces))) + "!"}
+                token.run_sync_soon(self.hub.receive, Result(request_id, "a", whole))
+
+
+async def test_a_natural_end_never_aborts():
+    board = Board()
+    async with board.client.generate(HI, "r") as generation:
+        texts = [chunk.text async for chunk in generation]
+    assert texts == ["0", "1", "!"]
+    assert [chunk async for chunk in generation] == []
+    assert board.aborts == []
+    assert board.client.health()["total_requests"] == 0
+
+
+async def test_leaving_early_aborts_exactly_once():
+    board = Board(ends=False)
+    async with board.client.generate(HI, "r") as generation:
+        async for chunk in generation:
+            assert chunk.text == "0"
+            break
+        await generation.aclose()
+    await generation.aclose()
+    assert board.aborts == ["r"]
+    assert board.client.health()["total_requests"] == 0
+
+
+async def test_leaving_a_bare_loop_aborts_too():
+    board = Board(ends=False)
+    async for _ in board.client.generate(HI, "r"):
+        break
+    assert board.aborts == ["r"]
+
+
+async def test_one_that_was_never_begun_never_was():
+    board = Board()
+    board.client.generate(HI, "r")
+    assert board.client.health()["total_requests"] == 0
+    assert board.aborts == []
+
+
+async def test_being_cancelled_while_waiting_aborts(autojump_clock):
+    board = Board(pieces=0, ends=False)
+    with trio.move_on_after(1) as scope:
+        await board.client.completion(HI, "r")
+    assert scope.cancelled_caught
+    assert board.aborts == ["r"]
+
+
+async def test_an_error_in_the_readers_own_code_aborts():
+    board = Board(ends=False)
+    with pytest.raises(ZeroDivisionError):
+        async with board.client.generate(HI, "r"):
+            _ = 1 / 0
+    assert board.aborts == ["r"]
+
+
+async def test_an_abort_from_elsewhere_ends_the_reader_after_its_pieces():
+    board = Board(pieces=1, ends=False)
+    async with board.client.generate(HI, "r") as generation:
+        assert (await anext(generation)).text == "0"
+        assert await board.client.abort("r")
+        assert not await board.client.abort("r")
+        with pytest.raises(RequestAborted, match="aborted"):
+            await anext(generation)
+    assert board.aborts == ["r"]
+
+
+async def test_entering_submits_so_that_a_full_queue_is_told_before_any_answer():
+    board = Board()
+    board.hub = Coordinator(
+        compile_plan(pipeline(stage("a", terminal=True), max_in_flight=1)), board
+    )
+    client = Client(board.hub)
+    async with client.generate(HI, "one"):
+        with pytest.raises(QueueFullError):
+            async with client.generate(HI, "two"):
+                raise AssertionError("entered")
+        with pytest.raises(RequestFailed, match="Request one already exists"):
+            await client.completion(HI, "one")
+    assert board.aborts == ["one"]
+
+
+async def test_a_closed_generation_cannot_be_entered_again():
+    board = Board()
+    generation = board.client.generate(HI, "r")
+    await generation.aclose()
+    with pytest.raises(RequestFailed, match="closed"):
+        async with generation:
+            pass
+
+
+async def test_completions_of_many_at_once_each_get_their_own():
+    config = pipeline(
+        stage("a", next=("b",), params={"suffix": "-"}), stage("b", terminal=True, process="p")
+    )
+    with trio.fail_after(20):
+        async with open_pipeline(config) as (hub, runtime):
+            await runtime.ready.wait()
+            client = Client(hub)
+            got = {}
+            async with trio.open_nursery() as nursery:
+
+                async def ask(number):
+                    request = GenerateRequest(f"text {number}", stream=bool(number % 2))
+                    got[number] = (await client.completion(request)).text
+
+                for number in range(20):
+                    nursery.start_soon(ask, number)
+            assert got == {number: f"TEXT {number}-" for number in range(20)}
+
+
+async def test_text_and_audio_of_two_terminals_come_together():
+    config = pipeline(
+        stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
+        stage("s", "speaker", terminal=True),
+    )
+    with trio.fail_after(20):
+        async with open_pipeline(config) as (hub, runtime):
+            await runtime.ready.wait()
+            client = Client(hub)
+            for stream in (True, False):
+                request = GenerateRequest("ab", stream=stream, output_modalities=("text", "audio"))
+                result = await client.speech(request)
+                assert (result.text, result.audio) == ("AB", b"A...B...")
+                assert result.sample_rate == 8000
+            with pytest.raises(RequestFailed, match="no audio"):
+                await client.speech(GenerateRequest("ab"))

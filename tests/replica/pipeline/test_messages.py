@@ -1,0 +1,38 @@
+import msgspec
+import pytest
+
+from omni_proxy.replica.pipeline import messages as m
+
+PAYLOAD = m.StagePayload("r", m.OmniRequest("hi", {"a": 1}, {"task": "tts"}), {"raw_inputs": b"x"})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Submit(PAYLOAD, "a", fed=True),
+        m.StreamChunk("r", "a", {"audio_data": b"\0\1"}, 3, last=True),
+        m.Abort("r"),
+        m.Admin("o", "pause_generation", {"mode": "abort"}, 0.0),
+        m.ProfilerStart("run", "t", None, False),
+        m.ProfilerStop(),
+        m.Shutdown(),
+    ],
+)
+def test_a_message_to_a_stage_survives_the_wire(message):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.In) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Result("r", "s", {"text": "a", "output_token_logprobs": [[-0.5, 3, None]]}),
+        m.Streamed("r", "s", {"audio_data": b"\0"}, 2, "audio"),
+        m.Failed("r", "s", "bad", "caller"),
+        m.AdminResult("o", "s", "model_info", True, "ok", {"rank": 0}, None, 0),
+        m.StageReady("s", {"supports_admin": True}),
+        m.StageEnded("s", "why"),
+        m.StageStats("s", {"num_running_reqs": 1.0}),
+    ],
+)
+def test_a_message_from_a_stage_survives_the_wire(message):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.Out) == message

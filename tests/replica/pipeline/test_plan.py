@@ -1,0 +1,43 @@
+import pytest
+
+from omni_proxy.replica.pipeline.config import PipelineConfigError
+from omni_proxy.replica.pipeline.messages import OmniRequest
+from omni_proxy.replica.pipeline.plan import compile_plan
+from tests.replica.pipeline.stages import HERE, pipeline, stage
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "entry"),
+    [
+        ("chat", {"messages": [1]}, "a"),
+        ("chat", {"messages": [1], "audios": []}, "a"),
+        ("chat", {"messages": [1], "audios": [b"x"]}, "t"),
+        ("tts", "say it", "s"),
+        ("tts", {"audios": [b"x"]}, "s"),
+        ("unknown", "x", "a"),
+        (None, "x", "a"),
+    ],
+)
+def test_the_task_and_its_media_choose_the_entry(task, inputs, entry):
+    plan = compile_plan(
+        pipeline(
+            stage("a", terminal=True),
+            stage("s", terminal=True),
+            stage("t", terminal=True),
+            entries={"tts": "s", "chat+audio": "t"},
+        )
+    )
+    assert plan.entry_for(OmniRequest(inputs, {}, {"task": task} if task else {})) == entry
+
+
+def test_functions_that_cannot_be_imported_are_all_told():
+    with pytest.raises(PipelineConfigError) as refused:
+        compile_plan(
+            pipeline(
+                stage("a", next=("b",), route=f"{HERE}:no_such_route"),
+                stage("b", terminal=True, wait_for=("a",), merge="no.such.module:f"),
+            )
+        )
+    first, second = refused.value.problems
+    assert first.startswith(f"stages[0].route: cannot import {HERE}:no_such_route")
+    assert second.startswith("stages[1].merge: cannot import no.such.module:f")

@@ -1,0 +1,224 @@
+import queue
+import threading
+
+import pytest
+
+from omni_proxy.replica.pipeline.messages import (
+    Abort,
+    Admin,
+    Failed,
+    OmniRequest,
+    Result,
+    Shutdown,
+    StagePayload,
+    StageStats,
+    StreamChunk,
+    Streamed,
+    Submit,
+)
+from omni_proxy.replica.pipeline.stage import CallerFault, FunctionScheduler
+
+
+class Running:
+    """A scheduler in a thread; what it emits can be waited for."""
+
+    def __init__(self, scheduler):
+        self.inbox, self.outlet = queue.SimpleQueue(), queue.SimpleQueue()
+        self.thread = threading.Thread(target=scheduler.run, args=(self.inbox, self.emit))
+        self.thread.start()
+
+    def emit(self, message):
+        if not isinstance(message, StageStats):
+            self.outlet.put(message)
+
+    def submit(self, request_id, data=None, fed=False):
+        payload = StagePayload(request_id, OmniRequest("x"), data)
+        self.inbox.put(Submit(payload, "before" if fed else "", fed))
+
+    def next(self):
+        return self.outlet.get(timeout=10)
+
+    def stop(self):
+        self.inbox.put(Shutdown())
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.outlet.empty()
+
+
+@pytest.fixture
+def run():
+    started = []
+
+    def start(function, **keys):
+        started.append(Running(FunctionScheduler("s", function, **keys)))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.stop()
+
+
+def test_the_functions_pieces_come_before_its_result(run):
+    def work(payload, emit_chunk, aborted):
+        emit_chunk({"text": "a"})
+        emit_chunk({"audio_data": b"1234"})
+        return {"text": payload.data}
+
+    running = run(work)
+    running.submit("r", "whole")
+    assert [running.next() for _ in range(3)] == [
+        Streamed("r", "s", {"text": "a"}, 0, "text"),
+        Streamed("r", "s", {"audio_data": b"1234"}, 1, "audio"),
+        Result("r", "s", {"text": "whole"}),
+    ]
+
+
+def test_a_fault_is_that_requests_alone(run):
+    def work(payload, emit_chunk, aborted):
+        if payload.data == "caller":
+            raise CallerFault("too long")
+        return {"x": 1 / payload.data}
+
+    running = run(work)
+    running.submit("a", "caller")
+    running.submit("b", 0)
+    running.submit("c", 2)
+    assert running.next() == Failed("a", "s", "too long", "caller")
+    assert running.next() == Failed("b", "s", "ZeroDivisionError: division by zero", "server")
+    assert running.next() == Result("c", "s", {"x": 0.5})
+
+
+def test_after_an_abort_nothing_is_emitted_and_the_function_is_told(run):
+    begun, told, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def work(payload, emit_chunk, aborted):
+        if payload.request_id == "next":
+            return {}
+        begun.set()
+        while not aborted():
+            leave.wait(0.001)
+        emit_chunk({"text": "late"})
+        told.set()
+        return {"text": "late"}
+
+    running = run(work)
+    running.submit("r")
+    assert begun.wait(10)
+    running.inbox.put(Abort("r"))
+    running.inbox.put(Abort("r"))
+    assert told.wait(10)
+    running.submit("next")
+    assert running.next() == Result("next", "s", {})
+
+
+def test_one_that_waits_can_be_aborted_before_it_begins(run):
+    go, ran = threading.Event(), []
+
+    def work(payload, emit_chunk, aborted):
+        ran.append(payload.request_id)
+        go.wait(10)
+        return {}
+
+    running = run(work)
+    for request_id in ("a", "b", "c"):
+        running.submit(request_id)
+    running.inbox.put(Abort("b"))
+    running.inbox.put(Abort("unknown"))
+    running.submit("d")
+    go.set()
+    assert [running.next().request_id for _ in range(3)] == ["a", "c", "d"]
+    assert ran == ["a", "c", "d"]
+
+
+def test_as_many_run_at_once_as_was_said(run):
+    together = threading.Barrier(3)
+
+    def work(payload, emit_chunk, aborted):
+        together.wait(10)
+        return {}
+
+    running = run(work, concurrency=3)
+    for request_id in ("a", "b", "c"):
+        running.submit(request_id)
+    assert {running.next().request_id for _ in range(3)} == {"a", "b", "c"}
+
+
+def test_a_fed_request_gets_its_pieces_in_order_and_ends_with_the_last(run):
+    class Joined:
+        def __init__(self):
+            self.texts = []
+
+        def feed(self, chunk):
+            self.texts.append(chunk["text"])
+
+        def finish(self):
+            return {"text": "".join(self.texts)}
+
+    running = run(None, open_feed=lambda payload, emit_chunk, aborted: Joined(), concurrency=2)
+    running.submit("a", fed=True)
+    running.submit("b", fed=True)
+    for number in range(20):
+        for request_id in ("a", "b"):
+            text, last = f"{request_id}{number} ", number == 19
+            running.inbox.put(StreamChunk(request_id, "d", {"text": text}, number, last))
+    results = {message.request_id: message.data for message in (running.next(), running.next())}
+    assert results["a"]["text"] == "".join(f"a{number} " for number in range(20))
+    assert results["b"]["text"] == "".join(f"b{number} " for number in range(20))
+
+
+def test_a_stage_that_cannot_be_fed_says_so(run):
+    running = run(lambda *_: {})
+    running.submit("r", fed=True)
+    assert "cannot be streamed into" in running.next().error
+
+
+def test_what_means_nothing_to_a_function_is_left_alone(run):
+    running = run(lambda *_: {"ok": True})
+    running.inbox.put(Admin("o", "model_info"))
+    running.inbox.put(StreamChunk("unknown", "d", {}))
+    running.submit("r")
+    assert running.next() == Result("r", "s", {"ok": True})
+
+
+def test_shutdown_tells_what_still_runs():
+    begun, leave = threading.Event(), threading.Event()
+
+    def work(payload, emit_chunk, aborted):
+        begun.set()
+        while not aborted():
+            leave.wait(0.001)
+        return {}
+
+    running = Running(FunctionScheduler("s", work))
+    running.submit("r")
+    assert begun.wait(10)
+    assert running.stop()
+
+
+def test_its_gauges_tell_who_runs_and_who_waits():
+    seen = []
+    go = threading.Event()
+    outlet = queue.SimpleQueue()
+    inbox = queue.SimpleQueue()
+    for request_id in ("a", "b"):
+        inbox.put(Submit(StagePayload(request_id, OmniRequest("x"), None)))
+
+    def emit(message):
+        if isinstance(message, StageStats):
+            seen.append(message.values)
+        else:
+            outlet.put(message)
+
+    def work(payload, emit_chunk, aborted):
+        go.wait(10)
+        return {}
+
+    thread = threading.Thread(target=FunctionScheduler("s", work).run, args=(inbox, emit))
+    thread.start()
+    go.set()
+    outlet.get(timeout=10)
+    outlet.get(timeout=10)
+    inbox.put(Shutdown())
+    thread.join(10)
+    assert {"num_running_reqs": 0.0, "num_waiting_reqs": 0.0} in seen
+    assert all(values["num_running_reqs"] + values["num_waiting_reqs"] <= 2 for values in seen)

@@ -1,0 +1,102 @@
+import json
+
+import pytest
+import trio
+
+from omni_proxy.replica.api.app import app_of
+from omni_proxy.replica.api.served import Served
+from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.runtime import open_pipeline
+from omni_proxy.replica.profiling import routes
+from omni_proxy.replica.profiling.command import main
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True}
+KEY = {"Authorization": "Bearer k"}
+
+
+def app_with_profiling(client, key):
+    served = Served(client=client, admin_api_key=key)
+    app = app_of(served)
+    routes.mount(app, served)
+    return app
+
+
+@pytest.fixture(scope="module", params=[(), ("decode",)], ids=["threads", "process"])
+def recorded(request, tmp_path_factory):
+    """The folder of one recorded chat, and what the routes answered."""
+    folder = tmp_path_factory.mktemp("events")
+
+    async def record():
+        choices = Choices(model="tiny", own_process=frozenset(request.param))
+        async with open_pipeline(builtin_pipeline(choices)) as (coordinator, runtime):
+            app = app_with_profiling(Client(coordinator), "k")
+            with trio.fail_after(60):
+                await runtime.ready.wait()
+                client = app.test_client()
+                body = {"run_id": "r1", "event_dir": str(folder)}
+                started = await client.post("/start_request_profile", json=body, headers=KEY)
+                answer = await client.post("/v1/chat/completions", json=CHAT)
+                await answer.get_data()
+                stopped = await client.post("/stop_request_profile", json={}, headers=KEY)
+                return await started.get_json(), await stopped.get_json()
+
+    return folder, trio.run(record)
+
+
+def test_the_routes_tell_the_run(recorded):
+    folder, (started, stopped) = recorded
+    assert started == {"run_id": "r1", "event_dir": str(folder)}
+    assert stopped == {"run_id": "r1"}
+
+
+def test_a_request_can_be_followed_through_every_stage(recorded, capsys):
+    folder, _ = recorded
+    assert main([str(folder), "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["request_count"] == 1
+    ((_, events),) = told["timelines"].items()
+    names = [(event["stage"], event["event_name"]) for event in events]
+    for expected in (
+        ("coordinator", "request_admission"),
+        ("prepare", "stage_input_received"),
+        ("prepare", "preprocess_start"),
+        ("prepare", "stage_hop_sent"),
+        ("decode", "stage_input_received"),
+        ("decode", "scheduler_queue_enter"),
+        ("decode", "scheduler_prefill_start"),
+        ("decode", "scheduler_prefill_end"),
+        ("decode", "scheduler_first_emit"),
+        ("decode", "stage_first_stream_chunk_sent"),
+        ("coordinator", "coordinator_stream_received"),
+        ("decode", "stage_complete"),
+        ("coordinator", "terminal_response"),
+    ):
+        assert expected in names, (expected, names)
+    hops = {(row["src"], row["dst"], row["kind"]) for row in told["hop_breakdown"]}
+    assert {("prepare", "decode", "payload"), ("decode", "coordinator", "stream_chunk")} <= hops
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/start_profile", {}, 400, "trace_path_template is required"),
+        ("/start_profile", {"enable_torch": False}, 400, "event_dir is required"),
+        ("/start_request_profile", {}, 400, "event_dir is required"),
+        ("/start_profile", {"enable_torch": "maybe"}, 422, "enable_torch"),
+        ("/stop_profile", None, 422, "Field required"),
+    ],
+)
+async def test_bad_requests_say_what_is_missing(path, body, status, words, monkeypatch):
+    monkeypatch.delenv(routes.FOLDER_VARIABLE, raising=False)
+    app = app_with_profiling(Client.__new__(Client), None)
+    sent = {"json": body} if body is not None else {}
+    answer = await app.test_client().post(path, **sent)
+    assert answer.status_code == status
+    assert words in (await answer.get_data(as_text=True))
+
+
+async def test_without_the_key_nobody_profiles():
+    app = app_with_profiling(Client.__new__(Client), "k")
+    answer = await app.test_client().post("/start_profile", json={})
+    assert answer.status_code == 401

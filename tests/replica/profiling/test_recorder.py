@@ -1,0 +1,132 @@
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from omni_proxy.replica.profiling.recorder import Recorder
+
+
+@pytest.fixture(autouse=True)
+def recorders(monkeypatch):
+    """Every recorder of a test closes its file at the end."""
+    made = []
+    init = Recorder.__init__
+
+    def kept(self, *args):
+        init(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Recorder, "__init__", kept)
+    yield
+    for recorder in made:
+        recorder.stop()
+
+
+def lines(folder):
+    found = {}
+    for path in sorted(folder.iterdir()):
+        found[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+def test_an_event_is_one_line_with_its_keys_in_order(tmp_path):
+    recorder = Recorder()
+    recorder.start("run", str(tmp_path / "new"), "decode")
+    recorder.record("stage_complete", "r", "decode", {"terminal": True})
+    path = tmp_path / "new" / f"events_decode_{os.getpid()}.jsonl"
+    (text,) = path.read_text().splitlines()
+    event = json.loads(text)
+    assert list(event) == [
+        "request_id", "stage", "event_name", "timestamp_ns", "run_id", "pid", "metadata",
+    ]  # fmt: skip
+    assert event["metadata"] == {"terminal": True}
+    assert (event["run_id"], event["pid"]) == ("run", os.getpid())
+
+
+def test_nothing_is_recorded_while_idle(tmp_path):
+    recorder = Recorder("s")
+    recorder.record("a", "r", "s")
+    recorder.start("run", str(tmp_path))
+    recorder.stop()
+    recorder.record("a", "r", "s")
+    assert lines(tmp_path) == {f"events_s_{os.getpid()}.jsonl": []}
+
+
+def test_stages_of_one_process_share_the_file_of_the_first(tmp_path):
+    recorder = Recorder()
+    recorder.start("run", str(tmp_path), "first")
+    recorder.start("run", str(tmp_path), "second")
+    recorder.record("a", "r", "second")
+    ((name, events),) = lines(tmp_path).items()
+    assert name.startswith("events_first_")
+    assert events[0]["stage"] == "second"
+
+
+def test_another_run_takes_over_and_only_its_own_id_ends_it(tmp_path):
+    recorder = Recorder("s")
+    recorder.start("one", str(tmp_path / "1"))
+    recorder.start("two", str(tmp_path / "2"))
+    recorder.stop("one")
+    recorder.record("a", "r", "s")
+    recorder.stop("two")
+    recorder.record("b", "r", "s")
+    assert [e["event_name"] for e in lines(tmp_path / "2")[f"events_s_{os.getpid()}.jsonl"]] == [
+        "a"
+    ]
+
+
+def test_tensors_are_summarised_and_scalars_told(tmp_path):
+    recorder = Recorder("s")
+    recorder.start("run", str(tmp_path))
+    recorder.record(
+        "a", "r", "s", {"t": np.zeros((2, 3), np.float32), "n": np.array(4), "o": {1, 2}}
+    )
+    (event,) = lines(tmp_path)[f"events_s_{os.getpid()}.jsonl"]
+    assert event["metadata"] == {
+        "t": {
+            "__tensor_summary__": True, "type": "ndarray", "shape": [2, 3], "dtype": "float32",
+            "device": "cpu",
+        },
+        "n": 4,
+        "o": "{1, 2}",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_written_is_dropped_and_counted(tmp_path):
+    recorder = Recorder("s")
+    recorder.start("run", str(tmp_path))
+    circle = {}
+    circle["self"] = circle
+    recorder.record("a", "r", "s", circle)
+    recorder.record("a", "r", "s", {(1, 2): 3})
+    assert recorder.dropped == 2
+
+
+def test_a_folder_that_cannot_be_made_is_logged_and_nothing_is_recorded(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    recorder = Recorder("s")
+    recorder.start("run", str(tmp_path / "file" / "x"))
+    recorder.record("a", "r", "s")
+    assert recorder.run_id is None
+    assert "not recorded" in caplog.text
+
+
+@pytest.mark.parametrize("count", [8])
+def test_threads_never_mix_their_lines(tmp_path, count):
+    recorder = Recorder("s")
+    recorder.start("run", str(tmp_path))
+
+    def write(number):
+        for step in range(100):
+            recorder.record("e", f"{number}-{step}", "s", {"pad": "x" * 300})
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.stop()
+    (events,) = lines(tmp_path).values()
+    assert len({event["request_id"] for event in events}) == 100 * count

@@ -1,0 +1,163 @@
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.replica.profiling.report import (
+    PAIRS,
+    hop_rows,
+    intervals,
+    read_events,
+    report,
+    stage_rows,
+    table,
+    timelines,
+)
+
+MS = 1_000_000
+
+
+def event(name, at_ms, request="r", stage="s", **metadata):
+    return {
+        "request_id": request, "stage": stage, "event_name": name, "timestamp_ns": int(at_ms * MS),
+        "run_id": "x", "pid": 1, "metadata": metadata,
+    }  # fmt: skip
+
+
+def test_an_interval_lies_between_its_two_events_in_one_stage_of_one_request():
+    events = [
+        event("stage_input_received", 0),
+        event("stage_input_received", 1, stage="other"),
+        event("stage_input_received", 2, request="q"),
+        event("stage_complete", 5),
+    ]
+    assert list(intervals(events)) == [
+        ("r", "s", "stage_input_received->stage_complete", 0, 5 * MS)
+    ]
+
+
+def test_what_opened_first_is_closed_first():
+    events = [
+        event("encoder_start", 0), event("encoder_start", 2),
+        event("encoder_end", 3), event("encoder_end", 10),
+    ]  # fmt: skip
+    assert [(o // MS, c // MS) for *_, o, c in intervals(events)] == [(0, 3), (2, 10)]
+
+
+def test_one_event_may_open_several_intervals():
+    events = [
+        event("scheduler_prefill_start", 0), event("scheduler_first_emit", 3),
+        event("scheduler_prefill_end", 4),
+    ]  # fmt: skip
+    assert {name.split("->")[1] for _, _, name, *_ in intervals(events)} == {
+        "scheduler_first_emit", "scheduler_prefill_end",
+    }  # fmt: skip
+
+
+def test_a_close_without_an_open_is_nothing():
+    assert list(intervals([event("stage_complete", 1), event("stage_input_received", 2)])) == []
+
+
+def test_rows_hold_the_figures_and_are_sorted_by_their_total():
+    events = []
+    for number, ms in enumerate((10, 20, 30, 40)):
+        events += [
+            event("stage_input_received", 0, request=str(number)),
+            event("stage_complete", ms, request=str(number)),
+        ]
+    events += [
+        event("stage_input_received", 0, stage="a"), event("stage_complete", 500, stage="a"),
+    ]  # fmt: skip
+    first, second = stage_rows(events)
+    assert first["stage"] == "a"
+    assert second == {
+        "stage": "s", "interval": "stage_input_received->stage_complete", "count": 4,
+        "total_ms": 100.0, "avg_ms": 25.0, "p50_ms": 25.0, "p95_ms": 38.5, "max_ms": 40.0,
+    }  # fmt: skip
+
+
+def test_a_hop_is_what_one_stage_sent_and_the_other_received():
+    events = [
+        event("stage_hop_sent", 1, stage="a", to_stage="b", transport="local"),
+        event("stage_input_received", 4, stage="b", from_stage="a", kind="payload"),
+        event("stage_input_received", 5, stage="a", from_stage="coordinator", kind="submit"),
+        event("stage_stream_chunk_sent", 6, stage="b", to_stage="coordinator", chunk_id=0),
+        event("coordinator_stream_received", 8, stage="coordinator", from_stage="b", chunk_id=0),
+    ]
+    assert [(r["src"], r["dst"], r["kind"], r["total_ms"]) for r in hop_rows(events)] == [
+        ("a", "b", "payload", 3.0), ("b", "coordinator", "stream_chunk", 2.0),
+    ]  # fmt: skip
+
+
+def test_chunks_are_matched_by_their_number():
+    def sent(at, number):
+        return event("stage_stream_chunk_sent", at, stage="a", to_stage="b", chunk_id=number)
+
+    def got(at, number):
+        return event("stage_stream_chunk_received", at, stage="b", from_stage="a", chunk_id=number)
+
+    (row,) = hop_rows([sent(0, 0), sent(1, 1), got(5, 1), got(7, 0)])
+    assert (row["count"], row["total_ms"], row["max_ms"]) == (2, 11.0, 7.0)
+
+
+def test_a_timeline_counts_from_the_requests_first_event():
+    lines = timelines([event("a", 5), event("a", 7, request="q"), event("b", 8.25)])
+    assert [e["t_rel_ms"] for e in lines["r"]] == [0.0, 3.25]
+    assert [e["t_rel_ms"] for e in lines["q"]] == [0.0]
+
+
+def test_the_keys_of_the_report_stand_in_their_order():
+    assert list(report([])) == ["timelines", "stage_breakdown", "hop_breakdown", "request_count"]
+
+
+def test_the_table_is_padded_to_its_columns():
+    made = report([event("stage_input_received", 0), event("stage_complete", 5)])
+    assert table(made).split("\n") == [
+        "# Requests: 1",
+        "",
+        "## Stage breakdown",
+        "stage | interval                             | count | total_ms | avg_ms | p95_ms",
+        "------+--------------------------------------+-------+----------+--------+-------",
+        "s     | stage_input_received->stage_complete | 1     | 5.0      | 5.0    | 5.0   ",
+        "",
+        "## Hop breakdown",
+        "(empty)",
+    ]
+
+
+def test_lines_that_are_no_events_are_told_and_skipped(tmp_path):
+    good = json.dumps(event("a", 1))
+    no_time = json.dumps({**event("a", 1), "timestamp_ns": True})
+    path = tmp_path / "events_s_1.jsonl"
+    path.write_text(f"{good}\n{{\n[]\n\n{no_time}\n{'[' * 100_000}\n")
+    (tmp_path / "other.jsonl").write_text("junk\n")
+    told = []
+    assert read_events(tmp_path, told.append) == [json.loads(good)]
+    assert [each.split(": ")[0] for each in told] == [f"{path}:{n}" for n in (2, 3, 5, 6)]
+
+
+def test_a_source_that_is_not_there_is_told(tmp_path):
+    told = []
+    assert read_events(tmp_path / "no", told.append) == []
+    assert "no such file" in told[0]
+
+
+NAMES = sorted({name for pair in PAIRS for name in pair})
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from("ab"), st.integers(0, 5))))
+def test_as_many_intervals_as_the_naive_count_says(steps):
+    events = [event(n, i, request=str(r), stage=s) for i, (n, s, r) in enumerate(steps)]
+    expected = 0
+    for opens, closes in PAIRS:
+        for where in {(e["request_id"], e["stage"]) for e in events}:
+            level = 0
+            for each in events:
+                if (each["request_id"], each["stage"]) == where:
+                    if each["event_name"] == closes and level:
+                        level -= 1
+                        expected += 1
+                    level += each["event_name"] == opens
+    found = list(intervals(events))
+    assert len(found) == expected
+    assert all(opened <= closed for *_, opened, closed in found)
