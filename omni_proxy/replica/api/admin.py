@@ -1,0 +1,142 @@
+"""Operations on the stages over HTTP: one table of routes, and /model_info (api-server.md 2).
+
+Invariant: what a body leaves out is sent with its default, null not at all, `stages` and
+`timeout_s` never. A failed operation is a 400 whose `detail` is the whole aggregate. A timeout or
+an unknown stage is told as such, not as a bare 500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from quart import Response
+from quart_trio import QuartTrio
+
+from omni_proxy.replica.api.auth import admin_body, require_key
+from omni_proxy.replica.api.errors import Refused, reply
+from omni_proxy.replica.api.fields import read
+from omni_proxy.replica.api.served import Served
+
+MODEL_INFO_SECS = 30.0
+SHARED_FACTS = ("weight_version", "model_path", "load_format")
+
+View = Callable[[], Awaitable[Response]]
+
+
+class Operation(Struct, kw_only=True):
+    """What every operation's body may say; its subclasses' fields are the payload."""
+
+    stages: list[str] | None = None
+    timeout_s: float | None = None
+
+    def payload(self) -> dict[str, Any]:
+        said = msgspec.structs.asdict(self)
+        common = Operation.__struct_fields__
+        return {key: said[key] for key in said if key not in common and said[key] is not None}
+
+
+class Pause(Operation, kw_only=True):
+    mode: str | None = "abort"
+
+
+class Continue(Operation, kw_only=True):
+    torch_empty_cache: bool | None = True
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRoute:
+    """POST `path`: the stages' action of that name, with a time limit where the body sets none."""
+
+    path: str
+    body: type[Operation]
+    timeout_secs: float
+
+    @property
+    def action(self) -> str:
+        return self.path.removeprefix("/")
+
+
+ROUTES = (
+    AdminRoute("/pause_generation", Pause, 60.0),
+    AdminRoute("/continue_generation", Continue, 60.0),
+)
+
+
+def view_of(served: Served, route: AdminRoute) -> View:
+    async def operate() -> Response:
+        body = read(route.body, await admin_body(served))
+        limit_secs = route.timeout_secs if body.timeout_s is None else body.timeout_s
+        aggregate = await served.client.admin(route.action, body.payload(), body.stages, limit_secs)
+        if not aggregate["success"]:
+            raise Refused(400, aggregate)
+        return reply(aggregate)
+
+    return operate
+
+
+class ModelInfoRoutes:
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def get(self) -> Response:
+        require_key(self._served)
+        return await self._answer(Operation())
+
+    async def post(self) -> Response:
+        return await self._answer(read(Operation, await admin_body(self._served)))
+
+    async def _answer(self, asked: Operation) -> Response:
+        limit_secs = MODEL_INFO_SECS if asked.timeout_s is None else asked.timeout_s
+        aggregate = await self._served.client.admin("model_info", {}, asked.stages, limit_secs)
+        if not aggregate["success"]:
+            raise Refused(400, aggregate)
+        facts = facts_of(aggregate)
+        if len(facts.versions) > 1:
+            raise Refused(409, _mixed(aggregate, facts.versions))
+        return reply(aggregate | facts.shared | {"stages": aggregate["results"]})
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`shared`: what all stages that have weights agree on, else None; `versions` of all."""
+
+    shared: dict[str, Any]
+    versions: list[str]
+    stages: list[dict[str, Any]]
+
+
+def facts_of(aggregate: dict[str, Any]) -> Facts:
+    told = [each for each in aggregate["results"] if not each["data"].get("skipped")]
+    shared = {}
+    for name in SHARED_FACTS:
+        values = [each["data"].get(name) for each in told]
+        shared[name] = values[0] if values and all(each == values[0] for each in values) else None
+    versions = {each["data"].get("weight_version") for each in told} - {None}
+    return Facts(shared, sorted(map(str, versions)), told)
+
+
+def _mixed(aggregate: dict[str, Any], versions: list[str]) -> dict[str, Any]:
+    stages = [
+        each["data"] | {"stage": each["stage"], "success": each["success"]}
+        for each in facts_of(aggregate).stages
+    ]
+    return {
+        "success": False,
+        "message": "mixed stage weight_version",
+        "mixed_state": {"weight_version": versions},
+        "stages": stages,
+        "admin": aggregate,
+    }
+
+
+def mount(app: QuartTrio, served: Served) -> None:
+    for route in ROUTES:
+        view = view_of(served, route)
+        app.add_url_rule(route.path, route.action, view, methods=["POST"])
+    info = ModelInfoRoutes(served)
+    app.add_url_rule("/model_info", "model_info", info.get)
+    app.add_url_rule("/model_info", "model_info_of", info.post, methods=["POST"])

@@ -1,0 +1,125 @@
+"""Errors in the two families that clients know: `{"detail": ...}` and OpenAI's `{"error": {...}}`.
+
+Invariant: whoever raises `Refused` or `OpenAIRefused` says which family answers; what a client of
+the pipeline raises is `{"detail"}`. An error nobody foresaw is a bare text 500 that tells nothing
+(api-server.md 1.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from quart import Response
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
+
+from omni_proxy.replica.pipeline.requests import QueueFullError, RequestFailed
+
+# What leaves a client's methods, besides cancellation.
+CLIENT_ERRORS = (QueueFullError, RequestFailed)
+ClientError: TypeAlias = QueueFullError | RequestFailed
+
+
+class Refused(Exception):
+    """A request answered with `status` and `{"detail": detail}`."""
+
+    def __init__(self, status: int, detail: object, headers: Mapping[str, str] = {}) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+
+    def response(self) -> Response:
+        return reply({"detail": self.detail}, self.status, self.headers)
+
+
+class Invalid(Refused):
+    """A body that is not what the route takes: 422 with one item per problem."""
+
+    def __init__(self, problems: list[dict[str, Any]]) -> None:
+        super().__init__(422, problems)
+        self.problems = problems
+
+
+class OpenAIRefused(Exception):
+    """A request answered with `status` and OpenAI's envelope, all of whose keys are there."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def error(self) -> dict[str, Any]:
+        return {
+            "message": self.message,
+            "type": error_type(self.status),
+            "param": self.param,
+            "code": None,
+        }
+
+    def response(self) -> Response:
+        return reply({"error": self.error()}, self.status)
+
+
+def reply(payload: object, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
+    """JSON in the order of `payload`, with no spaces, UTF-8."""
+    body = msgspec.json.encode(payload)
+    return Response(body, status, dict(headers), content_type="application/json")
+
+
+def error_type(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def refusal_of(error: ClientError) -> tuple[int, str]:
+    """The status and the words for what a client raised (api-server.md 1.3)."""
+    if isinstance(error, QueueFullError):
+        return 503, str(error)
+    return error.status, error.message
+
+
+def enveloped(error: Refused | ClientError) -> OpenAIRefused:
+    """The same refusal for a route whose errors are OpenAI's; a 422 is a 400 there."""
+    if isinstance(error, Invalid):
+        first = error.problems[0]
+        path = [str(step) for step in first["loc"][1:]]
+        name = ".".join(path) or "the body"
+        return OpenAIRefused(400, f"{name}: {first['msg']}", path[0] if path else None)
+    if isinstance(error, Refused):
+        return OpenAIRefused(error.status, str(error.detail))
+    return OpenAIRefused(*refusal_of(error))
+
+
+def speak(app: QuartTrio) -> None:
+    """Give `app` these answers, and no others."""
+    app.register_error_handler(Refused, _response_of)
+    app.register_error_handler(OpenAIRefused, _response_of)
+    for known in CLIENT_ERRORS:
+        app.register_error_handler(known, _client_failed)
+    app.register_error_handler(HTTPException, _http_failed)
+
+
+async def _response_of(error: Refused | OpenAIRefused) -> Response:
+    return error.response()
+
+
+async def _client_failed(error: ClientError) -> Response:
+    status, message = refusal_of(error)
+    return Refused(status, message).response()
+
+
+async def _http_failed(error: HTTPException) -> Response:
+    """Quart's own errors; what nothing foresaw arrives here as an InternalServerError."""
+    status = error.code or 500
+    if status >= 500:
+        return Response("Internal Server Error", status, content_type="text/plain; charset=utf-8")
+    headers = {}
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = ", ".join(sorted(error.valid_methods or ()))
+    detail: str = error.name
+    if isinstance(error, RequestEntityTooLarge):
+        detail = "Request body too large"
+    return Refused(status, detail, headers).response()
