@@ -1,17 +1,38 @@
 """Why a request goes where it goes: every worker's verdict, and the pick the policy would make now.
 
-Nothing is sent and no policy's turn is spent: the pick is made on a copy.
+Nothing is sent, no policy's turn is spent and nothing is remembered of the question.
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.pick import choose, reasons_against
 from omni_proxy.routing.policies import Policy
 from omni_proxy.wire.errors import Refusal
+
+
+class _Asking(Policy):
+    """Previews where `choose` picks, and keeps the reason."""
+
+    __slots__ = ("_asked", "name", "reason", "told")
+
+    def __init__(self, asked: Policy) -> None:
+        self.name = asked.name
+        self.reason = ""
+        self.told: dict[str, object] = {}
+        self._asked = asked
+
+    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        return self.preview(candidates, need)[0]
+
+    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        chosen, self.reason = self._asked.preview(candidates, need)
+        self.told = self._asked.details(candidates, need)
+        return chosen, self.reason
 
 
 def explain(fleet: Fleet, need: Need, policy: Policy, owner: str = "") -> dict[str, object]:
@@ -40,8 +61,10 @@ def explain(fleet: Fleet, need: Need, policy: Policy, owner: str = "") -> dict[s
         "pick": None,
     }
     try:
-        chosen = choose(fleet, need, copy.copy(policy), owner=owner)
-        told["pick"] = {"worker_id": chosen.id, "url": chosen.url}
+        asking = _Asking(policy)
+        chosen = choose(fleet, need, asking, owner=owner)
+        why = {"reason": asking.reason, **asking.told}
+        told["pick"] = {"worker_id": chosen.id, "url": chosen.url, **why}
     except Refusal as refusal:
         told["refusal"] = {
             "status": refusal.status,

@@ -57,6 +57,7 @@ class Need:
     place: Place = Place.ANY
     worker: str = ""  # id or URL, for Place.NAMED
     body: Payload | None = None  # the decoded body, for policies that read the prompt
+    key: str = ""  # what keeps a client with its worker, for policies that want it
 
     @property
     def capabilities(self) -> list[str]:
@@ -73,6 +74,7 @@ class Payload(msgspec.Struct):
     messages: Any = None
     prompt: Any = None
     text: Any = None
+    input_ids: msgspec.Raw = msgspec.Raw()  # as it is spelled: that does for a prefix
     modalities: Any = None
     output_modalities: Any = None
     audio: Any = None

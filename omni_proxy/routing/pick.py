@@ -21,6 +21,16 @@ def has_room(worker: Worker) -> bool:
     return not worker.max_inflight or worker.in_flight < worker.max_inflight
 
 
+def able(fleet: Fleet, need: Need, owner: str = "") -> Sequence[Worker]:
+    """Who could take it now, in registration order. Raises Refusal 404 for an unknown name."""
+    candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
+    if need.place is not Place.ANY:
+        candidates = _placed(fleet, need, candidates, owner)
+    if fleet.limited:
+        candidates = [worker for worker in candidates if has_room(worker)]
+    return candidates
+
+
 def choose(
     fleet: Fleet, need: Need, policy: Policy, *, tried: Collection[Worker] = (), owner: str = ""
 ) -> Worker:
@@ -29,16 +39,12 @@ def choose(
     `owner` is the URL of the worker that keeps the voices, "" while none does.
     Raises Refusal 503 that says why nobody can take it.
     """
-    candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
-    if need.place is not Place.ANY:
-        candidates = _placed(fleet, need, candidates, owner)
-    if fleet.limited:
-        candidates = [worker for worker in candidates if has_room(worker)]
+    candidates = able(fleet, need, owner)
     if tried and len(candidates) > 1:
         candidates = [worker for worker in candidates if worker not in tried] or candidates
     if not candidates:
         raise nobody(fleet, need, owner)
-    return policy.pick(candidates)
+    return policy.pick(candidates, need)
 
 
 def _placed(fleet: Fleet, need: Need, candidates: Sequence[Worker], owner: str) -> Sequence[Worker]:
@@ -61,6 +67,8 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -
     if worker.machine.state.value != "healthy":
         error = worker.machine.last_error
         reasons.append(f"{worker.machine.state.value}" + (f" ({error})" if error else ""))
+    elif worker.machine.trial:
+        reasons.append("on trial: one request at a time until one succeeds")
     reasons += [f"held: {hold}" for hold in sorted(worker.holds)]
     missing = names_in(need.mask & ~worker.mask)
     if missing:
@@ -147,7 +155,7 @@ def _steps(need: Need) -> Iterator[_Step]:
         "none_healthy",
         lambda left: (
             "no worker that could take it is healthy: "
-            + _each([worker.machine.state.value] for worker in left)
+            + _each([_standing(worker)] for worker in left)
         ),
         lambda left: [worker for worker in left if worker.routable],
     )
@@ -156,6 +164,10 @@ def _steps(need: Need) -> Iterator[_Step]:
         lambda _: "every worker that could take it is at its max_inflight",
         lambda left: [worker for worker in left if has_room(worker)],
     )
+
+
+def _standing(worker: Worker) -> str:
+    return "on trial" if worker.machine.on_trial else worker.machine.state.value
 
 
 def _missing(workers: list[Worker], need: Need) -> str:

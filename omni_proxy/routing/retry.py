@@ -1,4 +1,4 @@
-"""When a failed try may be made again.
+"""When a failed try may be made again, and after which pause.
 
 Invariant: never after the first relayed byte; the caller asks only before it. A connection that was
 kept idle and broke before any answer byte is redialled once without costing a try: its worker most
@@ -8,6 +8,10 @@ likely closed it before it saw the request (RFC 9112 9.3.1).
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
+
+FIRST_PAUSE_SECS: Final = 0.05
+LONGEST_PAUSE_SECS: Final = 1.0
 
 
 def tries_allowed(max_total_retries: int) -> int:
@@ -18,3 +22,13 @@ def tries_allowed(max_total_retries: int) -> int:
 def may_retry(failure: str, made: int, allowed: int, retry_on: Collection[str]) -> bool:
     """`failure` is a name of `retry_on`; `made` tries of `allowed` are spent."""
     return made < allowed and failure in retry_on
+
+
+def pause_secs(made: int, chance: float) -> float:
+    """Before a worker is asked again, `made` such pauses after the first; `chance` is in [0, 1).
+
+    Doubles from 50 ms to 1 s; half of it is left to chance, so that those who failed together
+    don't come back together.
+    """
+    whole = min(LONGEST_PAUSE_SECS, FIRST_PAUSE_SECS * 2.0 ** min(made, 10))
+    return max(FIRST_PAUSE_SECS, whole * (0.5 + 0.5 * chance))

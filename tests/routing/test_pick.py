@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config.schema import Routing
 from omni_proxy.fleet.capabilities import BIT, mask_of
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect import Need
@@ -12,14 +13,14 @@ from omni_proxy.routing.pick import choose, nobody, reasons_against
 from omni_proxy.routing.policies import build
 from omni_proxy.routing.table import Place
 from omni_proxy.wire.errors import Refusal
-from tests.fleet.entries import NOW, entry, fleet_of
+from tests.fleet.entries import NOW, entry, fleet_of, heal
 
 CHAT = BIT["chat"]
 SOUND = ("speech", "audio_input")
 
 
 def policy():
-    return build("round_robin", random.randrange)
+    return build(Routing(), random.randrange, 0.0)
 
 
 def chosen(fleet, need, **more) -> str:
@@ -209,3 +210,20 @@ def test_reasons_come_in_the_order_an_operator_would_ask():
 def test_a_refusal_names_the_first_cause_however_the_fleet_is_made():
     fleet = fleet_of(entry("a", capabilities=frozenset({"speech"}), disabled=True))
     assert nobody(fleet, Need(CHAT)).code == "no_capable_worker"
+
+
+def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
+    fleet = fleet_of(entry("a"))
+    (worker,) = fleet.workers
+    for _ in range(fleet.thresholds.fall):
+        fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
+    heal(fleet, worker)
+    assert chosen(fleet, Need(CHAT)) == "a:1"
+    fleet.begin_trial(worker)
+    assert reasons_against(fleet, worker, Need(CHAT)) == [
+        "on trial: one request at a time until one succeeds"
+    ]
+    refused = refusal(fleet, Need(CHAT))
+    assert (refused.code, refused.message.endswith("healthy: on trial")) == ("none_healthy", True)
+    told = explain(fleet, Need(CHAT), policy())
+    assert told["workers"][0]["reasons"][0].startswith("on trial")

@@ -5,9 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config.schema import Routing
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.policies import build
+from omni_proxy.routing import policies
+from omni_proxy.routing.inspect import Need
 from tests.fleet.entries import NOW, entry
+
+NEED = Need(0)
+
+
+def build(name, below, **more):
+    return policies.build(Routing(policy=name, **more), below, 0.0)
+
 
 NAMES = ("round_robin", "random", "least_request", "power_of_two")
 loads = st.lists(st.integers(0, 4), min_size=1, max_size=6)
@@ -26,21 +35,21 @@ def test_round_robin_is_one_counter_taken_modulo_the_candidates(run):
     policy = build("round_robin", random.randrange)
     for turn, counts in enumerate(run):
         candidates = loaded(*counts)
-        assert policy.pick(candidates) is candidates[turn % len(candidates)]
+        assert policy.pick(candidates, NEED) is candidates[turn % len(candidates)]
 
 
 @given(runs)
 def test_least_request_takes_a_least_loaded_one(run):
     policy = build("least_request", random.randrange)
     for counts in run:
-        assert policy.pick(loaded(*counts)).in_flight == min(counts)
+        assert policy.pick(loaded(*counts), NEED).in_flight == min(counts)
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 4))
 def test_least_request_gives_equals_their_turn(count, load, rounds):
     policy = build("least_request", random.randrange)
     candidates = loaded(*[load] * count)
-    picked = Counter(policy.pick(candidates).url for _ in range(count * rounds))
+    picked = Counter(policy.pick(candidates, NEED).url for _ in range(count * rounds))
     assert set(picked.values()) == {rounds}
     assert len(picked) == count
 
@@ -50,7 +59,7 @@ def test_least_request_spreads_what_stays_in_flight(count, requests):
     policy = build("least_request", random.randrange)
     candidates = loaded(*[0] * count)
     for _ in range(requests):
-        policy.pick(candidates).in_flight += 1
+        policy.pick(candidates, NEED).in_flight += 1
     in_flight = [worker.in_flight for worker in candidates]
     assert max(in_flight) - min(in_flight) <= 1
 
@@ -64,7 +73,7 @@ def test_random_takes_the_one_that_was_drawn(counts, chance):
         drawn.append(chance.randrange(count))
         return drawn[-1]
 
-    assert build("random", below).pick(candidates) is candidates[drawn[-1]]
+    assert build("random", below).pick(candidates, NEED) is candidates[drawn[-1]]
 
 
 @given(loads, st.randoms())
@@ -76,7 +85,7 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_ones(counts, chance
         asked.append(count)
         return chance.randrange(count)
 
-    chosen = build("power_of_two", below).pick(candidates)
+    chosen = build("power_of_two", below).pick(candidates, NEED)
     assert asked == ([1] if len(counts) == 1 else [len(counts), len(counts) - 1])
     if len(counts) == 2:
         assert chosen.in_flight == min(counts)
@@ -90,7 +99,7 @@ def test_power_of_two_can_draw_every_pair():
     for first, second in draws:
         waiting = [first, second]
         candidates = loaded(0, 0, 0)
-        chosen = build("power_of_two", lambda _: waiting.pop(0)).pick(candidates)  # noqa: B023
+        chosen = build("power_of_two", lambda _: waiting.pop(0)).pick(candidates, NEED)  # noqa: B023
         pairs.add((candidates.index(chosen), second + (second >= first)))
     assert pairs == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}
 
@@ -100,7 +109,7 @@ def test_power_of_two_can_draw_every_pair():
 def test_no_policy_changes_its_candidates(name, counts):
     candidates = loaded(*counts)
     before = list(candidates)
-    assert build(name, random.Random(0).randrange).pick(candidates) in before
+    assert build(name, random.Random(0).randrange).pick(candidates, NEED) in before
     assert candidates == before
 
 

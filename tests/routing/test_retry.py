@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.retry import may_retry, tries_allowed
+from omni_proxy.routing.retry import may_retry, pause_secs, tries_allowed
 
 KNOWN = ("connect_failure", "reset_before_response")
 
@@ -21,3 +21,15 @@ def test_only_what_is_named_is_retried(failure):
     assert not may_retry(failure, 1, 6, KNOWN)
     assert may_retry("reset_before_response", 1, 6, KNOWN)
     assert not may_retry("reset_before_response", 1, 6, ("connect_failure",))
+
+
+@given(st.integers(0, 50), st.floats(0, 1, exclude_max=True))
+def test_pauses_grow_from_50_ms_to_a_second(made, chance):
+    secs = pause_secs(made, chance)
+    assert 0.05 <= secs <= 1.0
+    assert secs <= pause_secs(made + 1, chance)
+
+
+def test_half_of_a_pause_is_chance():
+    assert [pause_secs(made, 0.0) for made in range(7)] == [0.05, 0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
+    assert pause_secs(4, 0.5) == pytest.approx(0.6)

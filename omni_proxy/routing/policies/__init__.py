@@ -1,36 +1,49 @@
-"""The policies: each is one object with one method, `pick`.
-
-Contract: `candidates` is never empty and is not changed; in-flight counts are read from the
-workers, so a pick is only as good as the door's accounts. `build` is the one place that knows the
-names.
+"""The policies by name. `build` is the one place that knows the names; `contract` says what a
+policy promises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.config.schema import Routing
+from omni_proxy.routing.policies.cache import CacheAware
+from omni_proxy.routing.policies.contract import Below, Policy
+from omni_proxy.routing.policies.hashing import ConsistentHashing, PrefixHash
 from omni_proxy.routing.policies.load import LeastRequest, PowerOfTwo
+from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.policies.turn import Random, RoundRobin
 
-Below = Callable[[int], int]  # Below(n) draws from 0..n-1
+__all__ = ["Below", "Policy", "build"]
 
 
-class Policy(Protocol):
-    """Chooses one of the workers that may take a request."""
+def build(routing: Routing, below: Below, now: float, before: Policy | None = None) -> Policy:
+    """The policy that `routing` asks for; `now` is monotonic seconds.
 
-    name: str
+    What of the policy `before` still serves lives on: a tree when sessions are switched, sessions
+    when the policy below them is. Raises KeyError for a name that no policy has (the configuration
+    refuses it earlier).
+    """
+    sessions = before if isinstance(before, Sticky) else None
+    kept = sessions.inner if sessions else before
+    policy = kept if kept is not None and kept.adopt(routing) else _make(routing, below, now)
+    if not routing.sticky_sessions:
+        return policy
+    if sessions is None:
+        return Sticky(policy, routing, now)
+    sessions.move_onto(policy)
+    sessions.adopt(routing)
+    return sessions
 
-    def pick(self, candidates: Sequence[Worker]) -> Worker: ...
 
-
-def build(name: str, below: Below) -> Policy:
-    """Raises KeyError for a name that no policy has (the configuration refuses it earlier)."""
+def _make(routing: Routing, below: Below, now: float) -> Policy:
     makers: dict[str, Callable[[], Policy]] = {
         "round_robin": RoundRobin,
         "random": lambda: Random(below),
         "least_request": LeastRequest,
         "power_of_two": lambda: PowerOfTwo(below),
+        "cache_aware": lambda: CacheAware(routing, now),
+        "consistent_hashing": ConsistentHashing,
+        "prefix_hash": lambda: PrefixHash(routing),
     }
-    return makers[name]()
+    return makers[routing.policy]()

@@ -1,28 +1,47 @@
-"""Policies that look at in-flight counts. Invariant: equally loaded workers take turns."""
+"""Policies that look at in-flight counts, per unit of weight. Invariant: equally full workers take
+turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.policies.contract import Below, Policy
+from omni_proxy.routing.policies.weights import Weights, least, load_word
 
 
-class LeastRequest:
+class LeastRequest(Policy):
     """The fewest exchanges in flight; among ties the next in turn.
 
-    The scan starts at the turn and stops at the first idle worker, so a fleet with room costs O(1).
+    Where all weigh the same the scan starts at the turn and stops at the first idle worker, so a
+    fleet with room costs O(1). Else the least of (in_flight + 1) / weight goes.
     """
 
-    __slots__ = ("_turn", "name")
+    __slots__ = ("_even", "_turn", "_weights", "name")
 
     def __init__(self) -> None:
         self.name = "least_request"
         self._turn = 0
+        self._even: Sequence[Worker] | None = None  # a list known to hold equal weights only
+        self._weights = Weights()
 
-    def pick(self, candidates: Sequence[Worker]) -> Worker:
+    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        chosen = self._least(candidates)
+        self._turn += 1
+        return chosen
+
+    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        chosen = self._least(candidates)
+        return chosen, f"the least loaded of {len(candidates)}: {load_word(chosen)}"
+
+    def _least(self, candidates: Sequence[Worker]) -> Worker:
+        if candidates is not self._even:
+            if not self._weights.take(candidates):
+                return least(candidates, self._turn)[0]
+            self._even = candidates
         count = len(candidates)
         start = self._turn % count
-        self._turn += 1
         best = candidates[start]
         if best.in_flight == 0:
             return best
@@ -35,21 +54,31 @@ class LeastRequest:
         return best
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """The less loaded of two drawn at random."""
 
     __slots__ = ("_below", "name")
 
-    def __init__(self, below: Callable[[int], int]) -> None:
+    def __init__(self, below: Below) -> None:
         self.name = "power_of_two"
         self._below = below
 
-    def pick(self, candidates: Sequence[Worker]) -> Worker:
+    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        one, other = self._draw(candidates)
+        less = (other.in_flight + 1) * one.weight < (one.in_flight + 1) * other.weight
+        return other if less else one
+
+    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        chosen = self.pick(candidates, need)
+        return chosen, (
+            f"the less loaded of two drawn at random: {load_word(chosen)}; another draw may differ"
+        )
+
+    def _draw(self, candidates: Sequence[Worker]) -> tuple[Worker, Worker]:
         count = len(candidates)
         first = self._below(count)
         if count == 1:
-            return candidates[first]
+            return candidates[first], candidates[first]
         second = self._below(count - 1)
         second += second >= first
-        one, other = candidates[first], candidates[second]
-        return other if other.in_flight < one.in_flight else one
+        return candidates[first], candidates[second]

@@ -1,0 +1,239 @@
+"""Cache awareness: a request goes where the beginning of its text was sent before.
+
+    loads too unlike      -> shortest queue                     (spill = "global")
+    match > threshold     -> a holder of the longest match      (or, should its load be too high,
+                                                                 shortest queue: spill = "chosen")
+    else                  -> smallest tree, or least loaded     (fallback)
+
+Whoever is chosen holds the text from then on. Invariants: equals take turns; a preview changes
+nothing; one tree bounded as a whole serves all models, each below its name, which the workers and
+not the clients give. Source: routers.md 2 and the rules of the first SGLang router.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from omni_proxy.config.schema import Routing
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.policies.contract import Policy
+from omni_proxy.routing.policies.warmth import Warmth
+from omni_proxy.routing.policies.weights import Weights, least, load_word
+from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.prompt import prefix_text
+
+
+class _Text(NamedTuple):
+    whole: bytes  # as in the tree: the model's name, then the prefix text, which begins with a mark
+    start: int  # where the text itself begins
+
+    @property
+    def length(self) -> int:
+        return len(self.whole) - self.start
+
+
+class _Choice(NamedTuple):
+    worker: Worker
+    branch: str
+    ties: int
+    matched: int = 0
+    holders: tuple[Worker, ...] = ()
+    spared: tuple[Worker, ...] = ()
+
+
+_NO_TEXT = _Text(b"", 0)
+
+
+class CacheAware(Policy):
+    """`now` is monotonic seconds, as in `tend`."""
+
+    __slots__ = (
+        "_branches", "_evict_at", "_evicting", "_matched", "_now", "_rules", "_seen", "_tree",
+        "_turn", "_warmth", "_weights", "name",
+    )  # fmt: skip
+
+    def __init__(self, routing: Routing, now: float) -> None:
+        self.name = "cache_aware"
+        self._rules = routing.cache_aware
+        self._tree: PrefixTree[Worker] = PrefixTree(self._rules.max_tree_size)
+        self._weights = Weights()
+        self._warmth = Warmth(self._rules.warmup_share)
+        self._turn = 0
+        self._branches: Counter[str] = Counter()
+        self._matched = self._seen = 0
+        self._now = now
+        self._evict_at = now + self._rules.eviction_interval_secs
+        self._evicting = False
+
+    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        text = _text(candidates, need)
+        choice = self._choose(candidates, text)
+        if choice.ties > 1:
+            self._turn += 1
+        if choice.branch == "smallest_tree":
+            self._warmth.chose(choice.worker, candidates, self._sizes(candidates))
+        self._branches[choice.branch] += 1
+        self._matched += choice.matched
+        self._seen += text.length
+        if text.whole:
+            self._tree.insert(text.whole, choice.worker)
+        return choice.worker
+
+    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        text = _text(candidates, need)
+        choice = self._choose(candidates, text)
+        return choice.worker, self._words(choice, text)
+
+    def details(self, candidates: Sequence[Worker], need: Need) -> dict[str, object]:
+        text = _text(candidates, need)
+        depths = self._tree.depths(text.whole)
+        matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
+        return {"text_bytes": text.length, "matched_bytes": matched}
+
+    def took(self, worker: Worker, need: Need) -> None:
+        text = _text((worker,), need)
+        if text.whole:
+            self._tree.insert(text.whole, worker)
+
+    def adopt(self, routing: Routing) -> bool:
+        rules = self._rules = routing.cache_aware
+        self._tree.max_size = rules.max_tree_size
+        self._warmth.share = rules.warmup_share
+        self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
+        self._evicting |= self._tree.oversized
+        return super().adopt(routing)
+
+    def forget(self, worker: Worker) -> None:
+        self._tree.forget(worker)
+        self._warmth.forget(worker)
+
+    def tend(self, now: float) -> None:
+        self._now = now
+        if now >= self._evict_at:
+            self._evict_at = now + self._rules.eviction_interval_secs
+            self._evicting = True
+        more = self._tree.tend(evict=self._evicting)
+        self._evicting &= more
+
+    def facts(self) -> dict[str, object]:
+        tree = self._tree
+        return {
+            "tree_size": tree.size,
+            "max_tree_size": tree.max_size,
+            "tree_nodes": tree.nodes,
+            "tree_size_by_worker": {w.url: tree.size_of(w) for w in tree.holders()},
+            "picks": dict(self._branches),
+            "matched_ratio": round(self._matched / self._seen, 4) if self._seen else None,
+        }
+
+    def _choose(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
+        rules = self._rules
+        if not text.whole:
+            return self._shortest_queue(candidates, "no_text")
+        if rules.spill == "global" and self._imbalanced(candidates):
+            return self._shortest_queue(candidates, "imbalanced")
+        matched, holders = self._match(candidates, text)
+        if matched > rules.cache_threshold * text.length:
+            choice = self._among_holders(matched, holders)
+            if rules.spill == "chosen" and self._spills(choice.worker, candidates):
+                return self._shortest_queue(candidates, "spilled", choice)
+            return choice
+        if rules.fallback == "least_loaded":
+            return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
+        return self._smallest_tree(candidates)._replace(matched=matched)
+
+    def _shortest_queue(
+        self, candidates: Sequence[Worker], branch: str, instead: _Choice | None = None
+    ) -> _Choice:
+        worker, ties = least(candidates, self._turn)
+        if instead is None:
+            return _Choice(worker, branch, ties)
+        return instead._replace(worker=worker, branch=branch, ties=ties)
+
+    def _among_holders(self, matched: int, holders: Sequence[Worker]) -> _Choice:
+        if self._rules.holders == "all":
+            worker, ties = least(holders, self._turn)
+        else:
+            worker, ties = holders[self._turn % len(holders)], len(holders)
+        return _Choice(worker, "matched", ties, matched, tuple(holders))
+
+    def _smallest_tree(self, candidates: Sequence[Worker]) -> _Choice:
+        sizes = self._sizes(candidates)
+        spared = self._warmth.spared(candidates, sizes)
+        left = [
+            (size, worker)
+            for size, worker in zip(sizes, candidates, strict=True)
+            if worker not in spared
+        ]
+        smallest = min(size for size, _ in left)
+        ties = [worker for size, worker in left if size == smallest]
+        worker = ties[self._turn % len(ties)]
+        return _Choice(worker, "smallest_tree", len(ties), spared=tuple(spared))
+
+    def _sizes(self, candidates: Sequence[Worker]) -> list[float]:
+        return [self._tree.size_of(worker) / worker.weight for worker in candidates]
+
+    def _match(self, candidates: Sequence[Worker], text: _Text) -> tuple[int, list[Worker]]:
+        """Bytes of the text, and who of the candidates holds so much."""
+        length, held = self._tree.match(text.whole)
+        holders = [worker for worker in self._tree.named(held) if worker in candidates]
+        if held and not holders:
+            length, held = self._tree.match(text.whole, self._tree.mask_of(candidates))
+            holders = self._tree.named(held)
+        return max(0, length - text.start), holders
+
+    def _load(self, worker: Worker) -> float:
+        """In flight; where weights differ, as if all had their mean."""
+        weights = self._weights
+        return worker.in_flight if weights.even else worker.in_flight * weights.mean / worker.weight
+
+    def _imbalanced(self, candidates: Sequence[Worker]) -> bool:
+        self._weights.take(candidates)
+        loads = [self._load(worker) for worker in candidates]
+        low, high = min(loads), max(loads)
+        rules = self._rules
+        return high - low > rules.balance_abs_threshold and high > rules.balance_rel_threshold * low
+
+    def _spills(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
+        self._weights.take(candidates)
+        mean = sum(map(self._load, candidates)) / len(candidates)
+        load = self._load(worker)
+        rules = self._rules
+        return load > rules.balance_rel_threshold * mean and (
+            load > mean + rules.balance_abs_threshold
+        )
+
+    def _words(self, choice: _Choice, text: _Text) -> str:
+        worker = choice.worker
+        queue = f"the shortest queue is taken: {load_word(worker)}"
+        share = f"{choice.matched} of {text.length} bytes match"
+        match choice.branch:
+            case "no_text":
+                return f"the request has no text, {queue}"
+            case "imbalanced":
+                return f"loads differ beyond the balance thresholds, {queue}"
+            case "spilled":
+                return f"{share}, but who holds them has too much in flight; {queue}"
+            case "matched":
+                names = ", ".join(holder.display_id for holder in choice.holders)
+                return f"{share}, held by {names}"
+            case "least_loaded":
+                return f"only {share}, {queue}"
+        size = self._tree.size_of(worker)
+        spared = ", ".join(each.display_id for each in choice.spared)
+        more = f" (not {spared}, which warms up)" if spared else ""
+        return f"only {share}, the smallest tree is taken: {size} bytes{more}"
+
+
+def _text(candidates: Sequence[Worker], need: Need) -> _Text:
+    text = prefix_text(need.body)
+    if not text:
+        return _NO_TEXT
+    # Where workers name models, the candidates for a model are those that name it.
+    model = candidates[0].model if need.model and candidates[0].model == need.model else ""
+    name = (model or "").encode("utf-8", "surrogatepass")
+    # The mark does not count: all texts of a kind share it.
+    return _Text(name + text, len(name) + 1)

@@ -1,0 +1,113 @@
+"""Policies that know by a hash where a request belongs, so that every proxy with the same fleet
+knows the same. Invariant: with equal candidates and loads an equal key gets an equal worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omni_proxy.config.schema import Routing
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.policies.contract import Policy
+from omni_proxy.routing.policies.load import LeastRequest
+from omni_proxy.routing.policies.ring import Rings
+from omni_proxy.routing.policies.weights import load_word
+from omni_proxy.routing.prompt import prefix_text
+
+
+class ConsistentHashing(Policy):
+    """The key's worker on a ring; while that one is out, the next clockwise.
+
+    Without a key there is nothing to keep together: the least loaded goes.
+    """
+
+    __slots__ = ("_keyless", "_rings", "name")
+    wants_key = True
+
+    def __init__(self) -> None:
+        self.name = "consistent_hashing"
+        self._rings = Rings()
+        self._keyless = LeastRequest()
+
+    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        if not need.key:
+            return self._keyless.pick(candidates, need)
+        return self._owner(candidates, need)
+
+    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        if not need.key:
+            chosen, why = self._keyless.preview(candidates, need)
+            return chosen, f"the request has no key, so {why}"
+        return self._owner(candidates, need), "the hash of its key belongs there"
+
+    def forget(self, worker: Worker) -> None:
+        self._rings.forget(worker)
+
+    def facts(self) -> dict[str, object]:
+        return {"rings": len(self._rings)}
+
+    def _owner(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        return next(self._rings.walk(candidates, need.key.encode("utf-8", "surrogatepass")))
+
+
+class PrefixHash(Policy):
+    """The worker of the text's beginning on a ring, walking on past those above their bound.
+
+    The bound is a share of all in flight, by weight, times `load_factor`; somebody is always below
+    it. A request without text goes to the least loaded.
+    """
+
+    __slots__ = ("_factor", "_length", "_passed_over", "_rings", "_textless", "name")
+
+    def __init__(self, routing: Routing) -> None:
+        self.name = "prefix_hash"
+        self._rings = Rings()
+        self._textless = LeastRequest()
+        self._passed_over = 0
+        self._take(routing)
+
+    def _take(self, routing: Routing) -> None:
+        self._length = routing.prefix_hash.prefix_length
+        self._factor = routing.prefix_hash.load_factor
+
+    def adopt(self, routing: Routing) -> bool:
+        self._take(routing)
+        return super().adopt(routing)
+
+    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+        text = prefix_text(need.body, self._length)
+        if not text:
+            return self._textless.pick(candidates, need)
+        chosen, skipped = self._below_bound(candidates, text)
+        self._passed_over += bool(skipped)
+        return chosen
+
+    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        text = prefix_text(need.body, self._length)
+        if not text:
+            chosen, why = self._textless.preview(candidates, need)
+            return chosen, f"the request has no text, so {why}"
+        chosen, skipped = self._below_bound(candidates, text)
+        if not skipped:
+            return chosen, "the hash of its beginning belongs there"
+        names = ", ".join(f"{worker.display_id} ({load_word(worker)})" for worker in skipped)
+        return chosen, f"next on the ring after {names} above the bound"
+
+    def forget(self, worker: Worker) -> None:
+        self._rings.forget(worker)
+
+    def facts(self) -> dict[str, object]:
+        return {"rings": len(self._rings), "passed_over": self._passed_over}
+
+    def _below_bound(
+        self, candidates: Sequence[Worker], text: bytes
+    ) -> tuple[Worker, list[Worker]]:
+        total = sum(worker.in_flight for worker in candidates) + 1
+        per_weight = total * self._factor / sum(worker.weight for worker in candidates)
+        skipped: list[Worker] = []
+        for worker in self._rings.walk(candidates, text):
+            if worker.in_flight <= per_weight * worker.weight:
+                return worker, skipped
+            skipped.append(worker)
+        raise AssertionError("every load lies above the mean of all loads")

@@ -1,0 +1,318 @@
+"""A radix tree of texts and of who holds them: whose cache most likely has this beginning.
+
+Sizes are bytes of text; a text shared by many holders counts once in `size`. Nodes are numbers, and
+their fields are columns: objects would triple the memory and burden the garbage collector.
+Invariants: who holds a node holds its parent; a parent was used after all of its children, so the
+least recently used node is always a leaf. No call does more than a bounded piece of upkeep, and
+`size` never passes 5/4 of `max_size` by more than one text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+Holder = TypeVar("Holder", bound=Hashable)
+
+ROOT = 0
+EVICTED_PER_SLICE = 256  # nodes; one or two microseconds each
+EVICTED_PER_INSERT = 128
+SWEPT_PER_SLICE = 512
+SWEPT_PER_INSERT = 16
+# A node costs about 190 bytes beside its label: texts that share all but a letter would fill
+# the memory long before their letters fill `max_size`.
+BYTES_PER_NODE = 32
+MIN_NODES = 1024
+NARROW = 64  # bytes from which on an XOR finds the difference sooner than more halving
+
+
+def common_length(label: bytes, text: bytes, at: int) -> int:
+    """How many bytes of `label` stand in `text` from `at` on."""
+    low, high = 0, min(len(label), len(text) - at)
+    while high - low > NARROW:
+        middle = (low + high) >> 1
+        if label[low:middle] == text[at + low : at + middle]:
+            low = middle
+        else:
+            high = middle
+    difference = int.from_bytes(label[low:high], "little") ^ int.from_bytes(
+        text[at + low : at + high], "little"
+    )
+    if not difference:
+        return high
+    return low + (((difference & -difference).bit_length() - 1) >> 3)
+
+
+class PrefixTree(Generic[Holder]):
+    """Holders are told apart by bits, so that sets of them are plain integers (masks)."""
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self.size = 0
+        self.nodes = 0
+        self._bits: dict[Holder, int] = {}
+        self._names: dict[int, Holder] = {}
+        self._sizes: dict[int, int] = {}
+        self._live = 0
+        self._dead = 0  # forgotten, still on nodes
+        self._sweeping = 0  # those of the dead that the present pass wipes
+        self._cursor = 1
+        self._plant()
+
+    def _plant(self) -> None:
+        self._labels: list[bytes] = [b""]
+        self._masks: list[int] = [0]
+        self._parents = array("I", [ROOT])
+        self._kids = array("H", [0])
+        # A ring by last use, through the root: newer[ROOT] is the oldest, older[ROOT] the newest.
+        self._older = array("I", [ROOT])
+        self._newer = array("I", [ROOT])
+        # By first byte: parent -> child. Parted, so that no growth of a table takes long.
+        self._edges: list[dict[int, int]] = [{} for _ in range(256)]
+        self._free = array("I")
+
+    @property
+    def max_nodes(self) -> int:
+        return max(MIN_NODES, self.max_size // BYTES_PER_NODE)
+
+    @property
+    def oversized(self) -> bool:
+        return self.size > self.max_size or self.nodes > self.max_nodes
+
+    def holders(self) -> list[Holder]:
+        return list(self._bits)
+
+    def size_of(self, holder: Holder) -> int:
+        """Bytes of the texts that it holds."""
+        return self._sizes.get(self._bits.get(holder, 0), 0)
+
+    def mask_of(self, holders: Iterable[Holder]) -> int:
+        mask = 0
+        for holder in holders:
+            mask |= self._bits.get(holder, 0)
+        return mask
+
+    def named(self, mask: int) -> list[Holder]:
+        names = []
+        while mask:
+            bit = mask & -mask
+            names.append(self._names[bit])
+            mask ^= bit
+        return names
+
+    def match(self, text: bytes, among: int = -1) -> tuple[int, int]:
+        """How far the text is held by anyone of the mask `among`, and the mask of all who hold it
+        so far. Changes nothing; `insert` is what counts as a use."""
+        edges, labels, masks = self._edges, self._labels, self._masks
+        among &= self._live
+        node, at, end, held = ROOT, 0, len(text), 0
+        while at < end:
+            child = edges[text[at]].get(node)
+            if child is None:
+                break
+            mask = masks[child] & among
+            if not mask:
+                break
+            held = mask
+            label = labels[child]
+            if not text.startswith(label, at):
+                at += common_length(label, text, at)
+                break
+            at += len(label)
+            node = child
+        return at, held
+
+    def depths(self, text: bytes) -> dict[Holder, int]:
+        """How far each holder holds the text, for those who hold any of it."""
+        found: dict[Holder, int] = {}
+        among = -1
+        while True:
+            length, held = self.match(text, among)
+            if not held:
+                return found
+            found.update(dict.fromkeys(self.named(held), length))
+            among &= ~held
+
+    def insert(self, text: bytes, holder: Holder) -> None:
+        """`holder` has the text now; this is also its latest use."""
+        self._keep_up()
+        if self.size > self.max_size + (self.max_size >> 2):
+            return  # a flood of short ends can outrun the eviction: then learn nothing new
+        bit = self._bits.get(holder) or self._admit(holder)
+        edges, labels, masks = self._edges, self._labels, self._masks
+        node, at, end, path, grown = ROOT, 0, len(text), [], 0
+        while at < end:
+            child = edges[text[at]].get(node)
+            if child is None:
+                path.append(self._grow(node, text[at:], bit))
+                grown += end - at
+                break
+            label = labels[child]
+            if not text.startswith(label, at):
+                child = self._split(child, common_length(label, text, at))
+                label = labels[child]
+            mask = masks[child]
+            if not mask & bit:
+                masks[child] = mask = mask | bit
+                grown += len(label)
+            at += len(label)
+            if node and self._kids[node] == 1 and masks[node] == mask:
+                path.pop()
+                self._join(node, child)
+            path.append(child)
+            node = child
+        self._sizes[bit] += grown
+        self._use(path)
+
+    def forget(self, holder: Holder) -> None:
+        """At once nothing is held by it; the memory comes back in pieces."""
+        bit = self._bits.pop(holder, 0)
+        if bit:
+            del self._names[bit], self._sizes[bit]
+            self._live &= ~bit
+            self._dead |= bit
+
+    def clear(self) -> None:
+        for holder in self.holders():
+            self.forget(holder)
+
+    def tend(self, *, evict: bool) -> bool:
+        """One slice of upkeep; whether more is to do. `evict` cuts back to `max_size`."""
+        if self._dead:
+            self._sweep(SWEPT_PER_SLICE)
+        elif evict:
+            self._evict(EVICTED_PER_SLICE, self.max_size)
+        return bool(self._dead) or (evict and self.oversized)
+
+    def _keep_up(self) -> None:
+        """What every insert pays, so that neither a flood nor the forgotten can pile up."""
+        if self._dead:
+            self._sweep(SWEPT_PER_INSERT)
+        allowed = self.max_size + (self.max_size >> 3)
+        if self.size > allowed or self.nodes > self.max_nodes:
+            self._evict(EVICTED_PER_INSERT, allowed)
+
+    def _admit(self, holder: Holder) -> int:
+        taken = self._live | self._dead
+        bit = ~taken & (taken + 1)  # the lowest that is free
+        self._bits[holder] = bit
+        self._names[bit] = holder
+        self._sizes[bit] = 0
+        self._live |= bit
+        return bit
+
+    def _new(self, label: bytes, mask: int, parent: int) -> int:
+        self.nodes += 1
+        if self._free:
+            node = self._free.pop()
+            self._labels[node] = label
+            self._masks[node] = mask
+            self._parents[node] = parent
+        else:
+            node = len(self._labels)
+            self._labels.append(label)
+            self._masks.append(mask)
+            self._parents.append(parent)
+            self._kids.append(0)
+            self._older.append(node)
+            self._newer.append(node)
+        self._edges[label[0]][parent] = node
+        return node
+
+    def _grow(self, parent: int, label: bytes, bit: int) -> int:
+        self.size += len(label)
+        self._kids[parent] += 1
+        return self._new(label, bit, parent)
+
+    def _split(self, node: int, length: int) -> int:
+        """A new parent takes the first `length` bytes of the node's label."""
+        label = self._labels[node]
+        upper = self._new(label[:length], self._masks[node] & self._live, self._parents[node])
+        self._labels[node] = label[length:]
+        self._parents[node] = upper
+        self._edges[label[length]][upper] = node
+        self._kids[upper] = 1
+        return upper
+
+    def _join(self, node: int, only: int) -> None:
+        """The only child takes over its parent's label and place."""
+        label, lower = self._labels[node], self._labels[only]
+        parent = self._parents[node]
+        self._edges[label[0]][parent] = only
+        del self._edges[lower[0]][node]
+        self._parents[only] = parent
+        self._labels[only] = label + lower
+        self._vacate(node)
+
+    def _use(self, path: list[int]) -> None:
+        """The deepest first: a parent is newer than its children."""
+        older, newer = self._older, self._newer
+        newest = older[ROOT]
+        for node in reversed(path):
+            if node == newest:
+                continue
+            before, after = older[node], newer[node]
+            newer[before] = after
+            older[after] = before
+            newer[newest] = node
+            older[node] = newest
+            newest = node
+        newer[newest] = ROOT
+        older[ROOT] = newest
+
+    def _evict(self, budget: int, down_to: int) -> None:
+        most = self.max_nodes
+        while budget and (self.size > down_to or self.nodes > most):
+            self._remove(self._newer[ROOT])
+            budget -= 1
+
+    def _remove(self, leaf: int) -> None:
+        label = self._labels[leaf]
+        parent = self._parents[leaf]
+        del self._edges[label[0]][parent]
+        self._kids[parent] -= 1
+        self.size -= len(label)
+        mask = self._masks[leaf] & self._live
+        while mask:
+            bit = mask & -mask
+            self._sizes[bit] -= len(label)
+            mask ^= bit
+        self._vacate(leaf)
+
+    def _vacate(self, node: int) -> None:
+        before, after = self._older[node], self._newer[node]
+        self._newer[before] = after
+        self._older[after] = before
+        self._older[node] = self._newer[node] = node
+        self._labels[node] = b""
+        self._masks[node] = 0
+        self._kids[node] = 0
+        self._free.append(node)
+        self.nodes -= 1
+
+    def _sweep(self, budget: int) -> None:
+        """Wipe forgotten holders off the nodes, and nodes that nobody else holds off the tree."""
+        if not self._sweeping:
+            self._sweeping, self._cursor = self._dead, 1
+        gone, masks, count = self._sweeping, self._masks, len(self._labels)
+        while budget > 0 and self._cursor < count:
+            node = self._cursor
+            masks[node] &= ~gone
+            self._cursor += 1
+            budget -= 1
+            while self._abandoned(node):
+                parent = self._parents[node]
+                self._remove(node)
+                budget -= 1
+                node = parent
+        if self._cursor >= count:
+            self._dead &= ~gone
+            self._sweeping = 0
+            if not self.nodes:
+                self._plant()
+
+    def _abandoned(self, node: int) -> bool:
+        """A leaf that nobody holds. (The root and vacant numbers have no label.)"""
+        held = self._masks[node] & ~self._sweeping
+        return not held and not self._kids[node] and bool(self._labels[node])

@@ -1,0 +1,182 @@
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.config.schema import PrefixHash, Routing
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.policies.ring import PLACES, RINGS, Rings
+from tests.fleet.entries import NOW, entry
+from tests.routing.policies.chats import NEED, build, chat, weighing, workers
+
+KEYS = [f"user-{number}" for number in range(2000)]
+
+
+def owners(fleet, policy=None):
+    policy = policy or build("consistent_hashing")
+    return {key: policy.pick(fleet, Need(0, key=key)).url for key in KEYS}
+
+
+def test_a_key_stays_with_its_worker_in_every_process_and_order():
+    fleet = workers(0, 5, 9)
+    again = workers(7, 0, 0)
+    assert owners(fleet) == owners(again[::-1])
+
+
+def test_keys_spread_about_evenly():
+    counts = Counter(owners(workers(0, 0, 0, 0)).values())
+    assert all(350 <= count <= 650 for count in counts.values())
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 12), st.integers(0, 11))
+def test_a_worker_that_comes_moves_keys_to_itself_alone_and_about_its_share(count, place):
+    fleet = workers(*[0] * count)
+    new = fleet.pop(place % count)
+    before, after = owners(fleet), owners([*fleet, new])
+    moved = [key for key in KEYS if before[key] != after[key]]
+    assert {after[key] for key in moved} <= {new.url}
+    assert len(moved) <= 1.6 * len(KEYS) / count
+
+
+def test_a_worker_that_is_out_leaves_its_keys_to_the_next_clockwise_and_gets_them_back():
+    policy, fleet = build("consistent_hashing"), workers(0, 0, 0, 0)
+    before = owners(fleet, policy)
+    for out in fleet:
+        left = [worker for worker in fleet if worker is not out]
+        during = owners(left, policy)
+        assert during == owners(left)
+        assert all(during[key] == url for key, url in before.items() if url != out.url)
+        inherited = Counter(during[key] for key, url in before.items() if url == out.url)
+        assert len(inherited) == 3
+    assert owners(fleet, policy) == before
+
+
+def test_weight_widens_the_share():
+    counts = Counter(owners(weighing(1, 3)).values())
+    assert 2.2 <= counts["http://w1:1"] / counts["http://w0:1"] <= 4
+
+
+@pytest.mark.parametrize("weight", [50, 1000, 1_000_000])
+def test_huge_weights_make_no_huge_ring_and_still_count(weight):
+    fleet = weighing(weight, weight, 3 * weight)
+    rings = Rings()
+    assert len(rings._ring(fleet)._points) <= 1 << 15
+    assert rings._ring(fleet) is rings._ring(list(fleet))
+    counts = Counter(owners(fleet).values())
+    assert 0.5 <= counts["http://w2:1"] / len(KEYS) <= 0.7
+
+
+def test_a_changed_weight_is_seen():
+    policy, fleet = build("consistent_hashing"), weighing(1, 1)
+    owners(fleet, policy)
+    fleet[0].configure(entry("w0", weight=9))
+    assert Counter(owners(list(fleet), policy).values())["http://w0:1"] > 0.8 * len(KEYS)
+
+
+def test_requests_without_a_key_go_to_the_least_loaded_in_turn():
+    policy, fleet = build("consistent_hashing"), workers(1, 0, 0)
+    assert {policy.pick(fleet, NEED) for _ in range(4)} == set(fleet[1:])
+    assert policy.wants_key
+
+
+def test_odd_keys_have_a_worker():
+    policy, fleet = build("consistent_hashing"), workers(0, 0)
+    for key in ("\udc80", "é" * 256, "\x00"):
+        assert policy.pick(fleet, Need(0, key=key)) in fleet
+
+
+def test_rings_are_few_and_forgotten_with_their_workers():
+    policy = build("consistent_hashing")
+    for number in range(RINGS * 2):
+        fleet = [Worker(entry(f"x{number}"), NOW), Worker(entry("same"), NOW)]
+        policy.pick(fleet, Need(0, key="k"))
+    assert policy.facts() == {"rings": RINGS}
+    policy.forget(fleet[0])
+    assert policy.facts() == {"rings": RINGS - 1}
+
+
+def test_a_part_of_a_ring_is_walked_and_not_built():
+    rings, fleet = Rings(), workers(*[0] * 8)
+    list(rings.walk(fleet, b"k"))
+    for key in map(str.encode, KEYS[:200]):
+        left = random.Random(key).sample(fleet, 5)
+        assert list(rings.walk(left, key)) == list(Rings().walk(left, key))
+    assert len(rings) == 1
+    assert len(rings._ring(fleet)._points) == 8 * PLACES
+
+
+def test_a_part_of_a_ring_of_lowered_weights_is_built_anew():
+    rings, fleet = Rings(), weighing(200, 100, 100, 1)
+    list(rings.walk(fleet, b"k"))
+    for key in map(str.encode, KEYS[:20]):
+        assert list(rings.walk(fleet[2:], key)) == list(Rings().walk(fleet[2:], key))
+    assert len(rings) == 2
+
+
+def test_the_request_itself_counts_in_the_bound():
+    policy, fleet = build("prefix_hash"), workers(0, 0)
+    home = policy.pick(fleet, chat("x"))
+    home.in_flight = 1  # of (1 + 1) / 2 * 1.25
+    assert policy.pick(fleet, chat("x")) is home
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), min_size=1, max_size=6),
+    st.text(min_size=1, max_size=20),
+    st.sampled_from([1.0, 1.25, 3.0]),
+)
+def test_no_worker_above_its_bound_gets_a_prefix(loads, text, factor):
+    fleet = weighing(*[weight for _, weight in loads])
+    for worker, (load, _) in zip(fleet, loads, strict=True):
+        worker.in_flight = load
+    policy = build("prefix_hash", prefix_hash=PrefixHash(load_factor=factor))
+    chosen = policy.pick(fleet, chat(text))
+    share = chosen.weight / sum(worker.weight for worker in fleet)
+    total = sum(worker.in_flight for worker in fleet) + 1
+    assert chosen.in_flight <= total * share * factor + 1e-9
+    again = build("prefix_hash", prefix_hash=PrefixHash(load_factor=factor))
+    assert again.pick(fleet[::-1], chat(text)) is chosen
+
+
+def test_a_prefix_stays_until_its_worker_is_above_the_bound():
+    policy, fleet = build("prefix_hash"), workers(0, 0, 0, 0)
+    home = policy.pick(fleet, chat("x" * 2000))
+    assert policy.pick(fleet, chat("x" * 1024 + "y")) is home
+    for worker in fleet:
+        worker.in_flight = 3
+    home.in_flight = 4  # of (13 + 1) / 4 * 1.25 = 4.375
+    assert policy.pick(fleet, chat("x" * 2000)) is home
+    home.in_flight = 5  # of (14 + 1) / 4 * 1.25 = 4.6875
+    away, why = policy.preview(fleet, chat("x" * 2000))
+    assert away is not home
+    assert home.display_id in why
+    assert policy.pick(fleet, chat("x" * 2000)) is away
+    assert policy.facts() == {"rings": 1, "passed_over": 1}
+
+
+def test_the_length_of_the_prefix_can_be_set():
+    policy, fleet = build("prefix_hash"), workers(*[0] * 8)
+    asked = [chat("same" + "abcdefgh"[number] * 50) for number in range(8)]
+    assert len({policy.pick(fleet, need) for need in asked}) > 1
+    policy.tune(Routing(policy="prefix_hash", prefix_hash=PrefixHash(prefix_length=5)))
+    assert len({policy.pick(fleet, need) for need in asked}) == 1
+
+
+def test_requests_without_text_take_turns():
+    policy, fleet = build("prefix_hash"), workers(0, 0, 0)
+    assert {policy.pick(fleet, NEED) for _ in range(3)} == set(fleet)
+
+
+@pytest.mark.parametrize("name", ["consistent_hashing", "prefix_hash"])
+def test_previews_agree_with_picks(name):
+    policy, fleet = build(name), workers(3, 0, 1)
+    for need in (NEED, chat("hello there", key="me"), chat("x", key="you")):
+        chosen, why = policy.preview(fleet, need)
+        assert why
+        assert policy.preview(fleet, need)[0] is chosen
+        assert policy.pick(fleet, need) is chosen

@@ -1,0 +1,43 @@
+from omni_proxy.fleet.capabilities import BIT
+from omni_proxy.routing.explain import explain
+from omni_proxy.routing.inspect import Need
+from tests.fleet.entries import entry, fleet_of
+from tests.routing.policies.chats import build, chat
+
+CHAT = BIT["chat"]
+
+
+def asked(text):
+    need = chat(text)
+    need.mask = CHAT
+    return need
+
+
+def test_the_pick_has_the_policy_s_reason():
+    told = explain(fleet_of(entry("a"), entry("b")), Need(CHAT), build("round_robin"))
+    assert told["pick"]["reason"] == "it is its turn: 1 of 2"
+    assert told["policy"] == "round_robin"
+
+
+def test_a_cache_aware_pick_says_what_matched_and_where():
+    fleet, policy = fleet_of(entry("a"), entry("b")), build("cache_aware")
+    policy.pick(fleet.workers[:1], asked("x" * 80))
+    told = explain(fleet, asked("x" * 100), policy)["pick"]
+    assert told["url"] == "http://a:1"
+    assert told["reason"] == "80 of 100 bytes match, held by a:1"
+    assert told["text_bytes"] == 100
+    assert told["matched_bytes"] == {"http://a:1": 80, "http://b:1": 0}
+
+
+def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
+    fleet = fleet_of(entry("a", disabled=True))
+    told = explain(fleet, Need(CHAT), build("cache_aware"))
+    assert (told["pick"], told["refusal"]["code"]) == (None, "all_disabled")
+    assert told["workers"][0]["reasons"] == ["disabled"]
+
+
+def test_asking_teaches_the_policy_nothing():
+    fleet, policy = fleet_of(entry("a"), entry("b")), build("cache_aware")
+    before = policy.facts()
+    explain(fleet, asked("x" * 100), policy)
+    assert policy.facts() == before

@@ -1,0 +1,124 @@
+"""What the prefix tree costs: `python -m tools.bench.prefix_tree [--characters N]`.
+
+The tree is filled with prompts as chat services see them (some system prompts, many tails of a
+few hundred characters), then picks, memory and upkeep are measured. No figure is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from statistics import median, quantiles
+from time import perf_counter
+
+from omni_proxy.routing.prefix_tree import PrefixTree
+
+WORKERS = ("http://a", "http://b", "http://c", "http://d")
+SYSTEM_PROMPTS = 64
+SYSTEM_CHARS = 1500
+LONG_CHARS = 8192
+PICKS = 2000
+SEED = 11
+
+
+def words(chance: random.Random, chars: int) -> str:
+    """Text of a small vocabulary, so that tails branch as language does."""
+    text = ""
+    while len(text) < chars:
+        size = 2 + int(chance.expovariate(0.25))
+        text += "".join(chance.choices("etaoinshrdlu", k=size)) + " "
+    return text[:chars]
+
+
+def prompts(chance: random.Random) -> Iterator[bytes]:
+    systems = [words(chance, SYSTEM_CHARS) for _ in range(SYSTEM_PROMPTS)]
+    while True:
+        tail = words(chance, chance.randint(100, 500))
+        yield (chance.choice(systems) + tail).encode()
+
+
+def filled(characters: int, max_size: int) -> PrefixTree[str]:
+    chance = random.Random(SEED)
+    tree: PrefixTree[str] = PrefixTree(max_size)
+    source = prompts(chance)
+    while tree.size < characters:
+        tree.insert(next(source), chance.choice(WORKERS))
+    return tree
+
+
+def timed(call: Callable[[], object]) -> float:
+    begun = perf_counter()
+    call()
+    return perf_counter() - begun
+
+
+def picks(tree: PrefixTree[str], texts: list[bytes]) -> list[float]:
+    """Seconds of a match and the insert that follows it, per text."""
+
+    def one(text: bytes) -> None:
+        _, held = tree.match(text)
+        names = tree.named(held)
+        tree.insert(text, names[0] if names else WORKERS[0])
+
+    return [timed(lambda text=text: one(text)) for text in texts]  # type: ignore[misc]
+
+
+def say(what: str, seconds: list[float]) -> None:
+    figures = (median(seconds), quantiles(seconds, n=100)[98], max(seconds))
+    middle, last, longest = (f"{figure * 1e6:7.1f} us" for figure in figures)
+    print(f"{what:38} median {middle}   p99 {last}   longest {longest}")
+
+
+def report_picks(tree: PrefixTree[str]) -> None:
+    chance = random.Random(SEED + 1)
+    known = words(chance, LONG_CHARS - 300)
+    grown = [(known + words(chance, 300)).encode() for _ in range(PICKS)]
+    alone = [words(chance, LONG_CHARS).encode() for _ in range(PICKS)]
+    source = prompts(chance)
+    usual = [next(source) for _ in range(PICKS)]
+    picks(tree, grown[:1])
+    say("8 KB, long beginning known", picks(tree, grown))
+    say("8 KB, known whole", picks(tree, grown))
+    say("8 KB, nothing known", picks(tree, alone))
+    say("system prompt known, 100 to 500 new", picks(tree, usual))
+
+
+def report_upkeep(tree: PrefixTree[str]) -> None:
+    tree.max_size = tree.size // 2
+    say("slice of eviction", slices(tree, evict=True))
+    tree.forget(WORKERS[0])
+    say("slice after forgetting a worker", slices(tree, evict=False))
+    tree.clear()
+    say("slice of clearing", slices(tree, evict=False))
+
+
+def slices(tree: PrefixTree[str], *, evict: bool) -> list[float]:
+    spent = []
+    more = True
+    while more:
+        begun = perf_counter()
+        more = tree.tend(evict=evict)
+        spent.append(perf_counter() - begun)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.prefix_tree")
+    parser.add_argument("--characters", type=int, default=10_000_000)
+    asked = parser.parse_args().characters
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    tree = filled(asked, asked * 2)
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    print(
+        f"{tree.size} characters in {tree.nodes} nodes, {held / tree.size:.2f} bytes per character"
+    )
+    report_picks(tree)
+    report_upkeep(tree)
+
+
+if __name__ == "__main__":
+    main()
