@@ -30,6 +30,7 @@ from omni_proxy.front.serving import serve
 from omni_proxy.observe.lines import LineLog
 from omni_proxy.observe.logs import configure
 from omni_proxy.supervise import Supervisor
+from omni_proxy.watch.ejector import Ejector
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.launcher import Launcher
 from omni_proxy.watch.prober import Prober
@@ -75,6 +76,7 @@ class House:
         self.door = Door(fleet, config, front_socket=str(front_socket), below=random.randrange)
         self.prober = Prober(fleet, keeper, jitter=random.random)
         self.launcher = Launcher(fleet, keeper, self.prober)
+        self.ejector = Ejector(fleet, keeper)
         self.reloader = Reloader(keeper)
         self.leaving = False
         self.supervisors: list[Supervisor] = []
@@ -97,6 +99,7 @@ class House:
             self.front,
             Supervisor("prober", lambda told: self.prober.run(task_status=told)),
             Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
+            Supervisor("ejector", lambda told: self.ejector.run(task_status=told)),
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
         ]
         fleet.watch_health(_log_health)

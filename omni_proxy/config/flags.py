@@ -12,7 +12,7 @@ import msgspec
 
 from omni_proxy.config.problem import ConfigError, Problem, shown
 from omni_proxy.config.rules import judge
-from omni_proxy.config.schema import Config
+from omni_proxy.config.schema import Config, LaunchEntry
 from omni_proxy.config.supported import not_yet, toml
 from omni_proxy.config.url import normalize_url
 from omni_proxy.config.walk import walk
@@ -22,6 +22,13 @@ FLAGS: Final = {
     "--port": "server.port",
     "--policy": "routing.policy",
     "--model": "routing.model",
+    "--max-worker-retries": "routing.max_worker_retries",
+    "--max-total-retries": "routing.max_total_retries",
+    "--cache-threshold": "routing.cache_aware.cache_threshold",
+    "--balance-abs-threshold": "routing.cache_aware.balance_abs_threshold",
+    "--balance-rel-threshold": "routing.cache_aware.balance_rel_threshold",
+    "--eviction-interval": "routing.cache_aware.eviction_interval_secs",
+    "--max-tree-size": "routing.cache_aware.max_tree_size",
     "--request-timeout-secs": "server.request_timeout_secs",
     "--max-payload-size": "server.max_payload_size",
     "--health-failure-threshold": "health.failure_threshold",
@@ -32,6 +39,8 @@ FLAGS: Final = {
     "--admin-api-key": "admin.api_key",
     "--log-level": "server.log_level",
 }
+# The same flags by the names that later routers gave them.
+ALIASES: Final = {"--eviction-interval": "--eviction-interval-secs"}
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
 
@@ -45,9 +54,13 @@ class Startup:
     flag_urls: tuple[str, ...]
     # From the environment, hence the last in line: it counts while neither flag nor FILE has one.
     admin_key: str
+    # Replicas that the command line asks for, beside those of FILE.
+    launch: tuple[LaunchEntry, ...] = ()
 
     def over(self, config: Config) -> Config:
-        """The configuration that runs when FILE says `config`."""
+        """The configuration that runs when FILE says `config`. Raises ConfigError."""
+        if self.launch:
+            config = msgspec.structs.replace(config, launch=(*config.launch, *self.launch))
         config = apply_flags(config, self.overrides)
         if config.admin.api_key or not self.admin_key:
             return config

@@ -112,10 +112,28 @@ class CacheAware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     balance_rel_threshold: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.0001
     # How often the tree is cut back to its size.
     eviction_interval_secs: Interval = 60.0
-    # In characters, for the fleet as a whole.
+    # In bytes of UTF-8 (a character of ASCII is one), for the fleet as a whole; a text that many
+    # workers hold counts once.
     max_tree_size: AtLeastOne = 16 * 1024 * 1024
     # Who is picked when nothing matches well enough.
     fallback: Literal["smallest_tree", "least_loaded"] = "smallest_tree"
+    # Several hold the match: the least loaded of them, or each in turn whatever its load.
+    holders: Literal["all", "longest"] = "all"
+    # Too much load: of any worker, and load decides for all; or of the chosen one, and only its
+    # request goes elsewhere.
+    spill: Literal["global", "chosen"] = "global"
+    # What smallest_tree may give one worker whose tree is still small, so that a fresh one is not
+    # buried under all that matches nowhere; 0 is no bound.
+    warmup_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+
+
+class PrefixHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prefix_hash policy: the beginning of the text alone says which worker."""
+
+    # How much of the beginning, in bytes of UTF-8. Shorter: larger families.
+    prefix_length: AtLeastOne = 1024
+    # A worker above this multiple of the mean load is passed over.
+    load_factor: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.25
 
 
 class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,17 +142,26 @@ class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     # Uploaded voices live on one worker: this URL, or if empty whoever took the first.
     voice_owner: str = ""
-    # So many failures of a worker in a row eject it; 0: never.
-    max_worker_retries: Count = 0
+    # So many failed tries of a worker in a row, over all requests, eject it; 0: never by this count.
+    max_worker_retries: Count = 3
     # Tries of one request in all; 0 and 1 are no retry.
     max_total_retries: Count = 6
     # What may be tried again. Nothing is, once a byte was relayed.
-    retry_on: tuple[RetryCause, ...] = ("connect_failure", "reset_before_response")
+    retry_on: tuple[RetryCause, ...] = ("connect_failure", "reset_before_response", "503")
+    # A larger body is sent once: keeping it for another try would cost more than the try is worth.
+    retry_body_bytes: Size = 8 * 1024 * 1024
     # After pause_generation: let workers queue, hold here, or refuse.
     while_paused: Literal["pass", "hold", "shed"] = "pass"
     # What request failures make of a worker: back by a good probe, back by an operator, or gone.
     eject: Literal["unhealthy", "dead", "remove"] = "unhealthy"
+    # true: whoever has a key (a header of the request) stays with one worker, under any policy.
+    sticky_sessions: bool = False
+    # A session that was idle for so long is forgotten; 0: never.
+    sticky_idle_secs: Duration = 14400.0
+    # So many are remembered; past it the longest idle one goes.
+    sticky_max: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
     cache_aware: CacheAware = CacheAware()
+    prefix_hash: PrefixHash = PrefixHash()
 
 
 class Health(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

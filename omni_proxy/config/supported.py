@@ -8,22 +8,10 @@ from typing import Final
 
 NOT_YET: Final[dict[str, tuple[object, ...]]] = {
     "server.processes": (1,),
-    "server.queue_size": (0,),
-    "server.queue_timeout_secs": (30,),
     "server.tls_cert": ("",),
     "server.tls_key": ("",),
-    "routing.policy": ("round_robin", "least_request", "random", "power_of_two"),
     "routing.voice_owner": ("",),
-    "routing.max_worker_retries": (0,),
-    "routing.retry_on": ("connect_failure", "reset_before_response"),
     "routing.while_paused": ("pass",),
-    "routing.eject": ("unhealthy", "dead"),
-    "routing.cache_aware.cache_threshold": (0.5,),
-    "routing.cache_aware.balance_abs_threshold": (32,),
-    "routing.cache_aware.balance_rel_threshold": (1.0001,),
-    "routing.cache_aware.eviction_interval_secs": (60,),
-    "routing.cache_aware.max_tree_size": (16777216,),
-    "routing.cache_aware.fallback": ("smallest_tree",),
     "admin.open_metrics": (False,),
     "admin.listen": ("",),
     "admin.listen_key": (True,),
@@ -42,7 +30,6 @@ NOT_YET: Final[dict[str, tuple[object, ...]]] = {
     "weight_sync.on_failure": ("quarantine",),
     "weight_sync.drain_secs": (0,),
     "weight_sync.while_updating": ("hold",),
-    "workers.weight": (1,),
 }
 # Schemes of worker URLs, ruled by the same idea.
 SCHEMES_NOT_YET: Final = ("https",)

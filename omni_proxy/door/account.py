@@ -17,6 +17,7 @@ from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.table import Route
 
 if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
     from omni_proxy.door.core import Door
 
 _encode = msgspec.json.encode
@@ -29,8 +30,9 @@ class Exchange:
         "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "dialled_at",
         "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key", "last_worker",
         "method", "need",
-        "outcome", "phase", "pieces", "policy", "relayed", "request_id", "route", "started_at",
-        "status", "stream", "target", "wait_at", "worker", "worker_seen",
+        "outcome", "phase", "pieces", "policy", "queued_secs", "relayed", "request_id", "route",
+        "started_at", "status", "stream", "target", "trial", "tried", "wait_at", "worker",
+        "worker_seen",
     )  # fmt: skip
 
     def __init__(self, now: float, client: str) -> None:
@@ -49,6 +51,9 @@ class Exchange:
         self.last_worker: Worker | None = None  # of a try that is over
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
+        self.tried: list[tuple[Worker, str]] | None = None  # failed tries and what they came to
+        self.trial = 0  # the number of the trial that the present try is
+        self.queued_secs = 0.0
         self.admitted = False
         self.relayed = False  # bytes of an answer have left for the client
         self.stream = False
@@ -59,24 +64,29 @@ class Exchange:
         self.error = ""
         self.phase = ""
 
-    def take(self, worker: Worker, *, noted: bool) -> None:
-        """A try at this worker begins; `noted`: the route log wants to know how it stood."""
+    def take(self, door: Door, worker: Worker) -> None:
+        """A try at this worker begins."""
         self.worker = worker
-        if noted:
+        if door.route_log is not None:
             self.worker_seen = (worker.machine.state.value, worker.disabled, worker.routable)
         self.attempts += 1
         worker.in_flight += 1
         if worker.in_flight > worker.peak_in_flight:
             worker.peak_in_flight = worker.in_flight
+        if worker.machine.trial_owed:
+            self.trial = door.fleet.begin_trial(worker)
         if self.route is not None:
             worker.routed[self.route.traffic] += 1
 
-    def leave(self, *, succeeded: bool) -> None:
-        """The try at the present worker is over."""
+    def leave(self, door: Door, *, succeeded: bool) -> None:
+        """The try at the present worker is over; whoever calls it has the queue served."""
         worker, self.worker = self.worker, None
         self.last_worker = worker or self.last_worker
         if worker is not None:
             worker.in_flight -= 1
+            if self.trial:
+                door.fleet.end_trial(worker, self.trial)
+                self.trial = 0
             if self.route is not None:
                 counts = worker.succeeded if succeeded else worker.failed
                 counts[self.route.traffic] += 1
@@ -93,9 +103,11 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
     exchange.phase = exchange.phase or phase
     exchange.ended_at = door.pump.now
     completed = exchange.outcome == "completed"
-    exchange.leave(succeeded=completed and 0 < exchange.status < 400)
+    exchange.leave(door, succeeded=completed and 0 < exchange.status < 400)
     if exchange.admitted:
         door.in_flight -= 1
+    if door.queue.waiting:
+        door.queue.serve()
     door.ended[exchange.outcome or "cut_by_proxy"] += 1
     if door.access_log is not None:
         line = access_record(exchange, worker)
@@ -104,14 +116,36 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
         door.route_log.write(_encode(route_record(exchange, worker), order="sorted"))
 
 
+def report(
+    conn: Connection, mine: Exchange, worker: Worker, error: str, status: int | None = None
+) -> None:
+    """Let health know of a failure that was the worker's."""
+    conn.door.fleet.observe_request_failure(
+        worker, status=status, error=error, at=datetime.now(UTC), trial=mine.trial
+    )
+
+
 def diagnostics(mine: Exchange) -> bytes:
     """The response headers of omni-router.md 10, for answers of a worker or about one."""
     worker = mine.worker or mine.last_worker
-    return b"%bX-SGLang-Omni-Request-ID: %b\r\nX-SGLang-Omni-Route-Attempt: %d\r\n" % (
+    lines = b"%bX-SGLang-Omni-Request-ID: %b\r\nX-SGLang-Omni-Route-Attempt: %d\r\n" % (
         worker.route_line if worker is not None else b"",
         mine.request_id.encode("latin-1", "replace"),
         mine.attempts,
     )
+    if mine.tried:
+        told = ", ".join(f"{tried.display_id}={outcome}" for tried, outcome in outcomes(mine))
+        lines += b"x-omni-attempts: %b\r\n" % told.encode("latin-1", "replace")
+    return lines
+
+
+def outcomes(mine: Exchange) -> list[tuple[Worker, str]]:
+    """What each try came to, in their order: the failed ones, then the worker's answer."""
+    tried = list(mine.tried or ())
+    worker = mine.worker or mine.last_worker
+    if worker is not None and mine.wait_at and len(tried) < mine.attempts:
+        tried.append((worker, str(mine.status)))
+    return tried
 
 
 def _ms(later: float, earlier: float) -> float | None:
@@ -139,6 +173,10 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "worker": worker.url if worker else None,
         "policy": exchange.policy or None,
         "attempts": exchange.attempts,
+        "tried": [
+            {"worker": tried.url, "outcome": outcome} for tried, outcome in outcomes(exchange)
+        ],
+        "queue_ms": round(exchange.queued_secs * 1000, 3),
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
         "pieces": exchange.pieces,
@@ -155,6 +193,9 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
 def access_text(line: bytes) -> bytes:
     """The same record for people, empty fields left out."""
     record = msgspec.json.decode(line)
+    tried = record.pop("tried")
+    if len(tried) > 1:
+        record["tried"] = ",".join(f"{each['worker']}={each['outcome']}" for each in tried)
     said = " ".join(
         f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
     )

@@ -23,12 +23,13 @@ from omni_proxy.door.connection import Connection
 from omni_proxy.door.limits import limits_of
 from omni_proxy.door.listener import Listener, open_socket
 from omni_proxy.door.pump import Pump
+from omni_proxy.door.queue import Queue
 from omni_proxy.door.task import Gone
+from omni_proxy.door.timers import Timers
 from omni_proxy.door.upstream import Lane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
-from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.template import AnswerTemplates, RequestTemplates
 
 _log = logging.getLogger(__name__)
@@ -55,25 +56,29 @@ class Door:
         self.rejected = 0
         self.accepted = 0
         self.ended: Counter[str] = Counter()
+        self.queue = Queue(self)
+        self.timers = Timers(self.pump)
         self.voice_owner = ""
         self.access_log: LineSink | None = None
         self.route_log: LineSink | None = None
-        self._below = below
+        self.below = below  # chance, for policies and for pauses
         self.requests = RequestTemplates()
         self.answers = AnswerTemplates()
         self._lanes: dict[Worker, Lane] = {}
         self._listeners: list[Listener] = []
-        self.policy: Policy = build(config.routing.policy, below)
+        self.policy: Policy = build(config.routing, below, self.pump.now)
         self._take(config)
         fleet.watch(self._follow_fleet)
+        fleet.watch_forgotten(lambda worker: self.policy.forget(worker))
 
     def _take(self, config: Config) -> None:
         self.config = config
         self.limits = limits_of(config)
         self.half_close_aborts = config.server.half_close == "abort"
         self.access_json = config.server.log_format == "json"
-        if config.routing.policy != self.policy.name:
-            self.policy = build(config.routing.policy, self._below)
+        if not self.policy.tune(config.routing):
+            self.policy = build(config.routing, self.below, self.pump.now, self.policy)
+        self.queue.serve(changed=True)
 
     def prepare(self, new: Config) -> Callable[[], None]:
         """Open what `new` needs; the result puts it in force. Raises OSError, changing nothing."""
@@ -106,6 +111,7 @@ class Door:
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.pump.run)
+                nursery.start_soon(self.timers.run)
                 nursery.start_soon(clocks.run, self.pump, self._sweep)
                 task_status.started()
         finally:
@@ -122,18 +128,20 @@ class Door:
         lane.address = worker.address  # a name may resolve anew
         return lane
 
-    def admit(self, mine: Exchange, *, unread: bool) -> None:
-        """Count a model request in. Raises Refusal 503 at the bound (omni-router.md 10)."""
+    def has_slot(self) -> bool:
         bound = self.config.server.max_inflight
-        if bound and self.in_flight >= bound:
-            self.rejected += 1
-            raise Refusal(
-                503, "router overloaded: max in-flight requests reached", 503,
-                close=unread, type="overloaded_error", reason="max_inflight",
-            ).with_headers(("retry-after", "1"))  # fmt: skip
+        return not bound or self.in_flight < bound
+
+    def count_in(self, mine: Exchange) -> None:
         mine.admitted = True
         self.in_flight += 1
-        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        if self.in_flight > self.peak_in_flight:
+            self.peak_in_flight = self.in_flight
+
+    def count_out(self, mine: Exchange) -> None:
+        if mine.admitted:
+            mine.admitted = False
+            self.in_flight -= 1
 
     def begin_drain(self) -> None:
         """No new connection; idle ones close now, the others after the answer they wait for."""
@@ -154,6 +162,8 @@ class Door:
             "max_inflight": self.config.server.max_inflight,
             "peak_inflight": self.peak_in_flight,
             "rejected_total": self.rejected,
+            "waiting": self.queue.waiting,
+            "peak_waiting": self.queue.peak_waiting,
         }
 
     def addresses(self) -> list[str]:
@@ -171,6 +181,7 @@ class Door:
             "failures": self.pump.failures,
             **self.admission(),
             "voice_owner": self.voice_owner or None,
+            "policy": {"name": self.policy.name, **self.policy.facts()},
             "oldest_connections": [
                 self._shown(task) for task in oldest if isinstance(task, Connection)
             ],
@@ -193,8 +204,15 @@ class Door:
         if self.voice_owner and self.fleet.find(self.voice_owner) is None:
             _log.warning("the worker that kept the uploaded voices is gone: %s", self.voice_owner)
             self.voice_owner = ""
+        self.queue.serve(changed=True)
+
+    def keep_voices_at(self, worker: Worker) -> None:
+        """From now on it is the one that has the uploaded voices."""
+        self.voice_owner = worker.url
+        self.queue.serve(changed=True)
 
     def _sweep(self) -> None:
+        self.policy.tend(self.pump.now)
         self.front.sweep()
         for lane in self._lanes.values():
             lane.sweep()

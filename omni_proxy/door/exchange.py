@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Coroutine
-from datetime import UTC, datetime
 from math import inf
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from omni_proxy.door import speech
-from omni_proxy.door.account import Exchange
+from omni_proxy.door.account import Exchange, report
 from omni_proxy.door.ask import TryFailed, ask
 from omni_proxy.door.relay import relay
 from omni_proxy.door.task import Gone
+from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import inspect
+from omni_proxy.routing.keys import routing_key
 from omni_proxy.routing.pick import choose
-from omni_proxy.routing.retry import may_retry, tries_allowed
 from omni_proxy.routing.table import Place, WrongMethod, match
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import HINT_PREFIX, RequestHead, drop_fields
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
-
-TELLING_STATUSES = (502, 504)  # a worker that says these speaks of its own health
 
 
 def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any, Any, bool]:
@@ -55,17 +53,30 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     mine.idempotency_key = head.idempotency_key
     if route.websocket:
         return speech.session(conn, mine, head)  # admits when it can say no in its own way
-    conn.door.admit(mine, unread=bool(head.length))
-    limit = conn.door.limits.max_body
-    body = conn.body_at_hand(mine, head, limit)
+    door = conn.door
+    bound = door.config.server.max_inflight
+    if bound and door.in_flight >= bound:
+        return _when_admitted(conn, mine, head)
+    door.count_in(mine)
+    return _admitted(conn, mine, head)
+
+
+async def _when_admitted(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
+    await conn.door.queue.for_slot(conn, mine, unread=bool(head.length))
+    return await _admitted(conn, mine, head)
+
+
+def _admitted(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any, Any, bool]:
+    body = conn.body_at_hand(mine, head, conn.door.limits.max_body)
     if body is None:
         return _when_read(conn, mine, head)
     return _inspected(conn, mine, head, body)
 
 
 async def _when_read(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
-    body = await conn.read_body(mine, head, conn.door.limits.max_body)
-    return await _inspected(conn, mine, head, body)
+    limit = conn.door.limits.max_body
+    # No name for the body: this frame lives as long as the answer, and would keep it.
+    return await _inspected(conn, mine, head, await conn.read_body(mine, head, limit))
 
 
 def _inspected(
@@ -75,6 +86,8 @@ def _inspected(
     assert route is not None
     need = mine.need = inspect(route, body, head)
     mine.stream = need.stream
+    if conn.door.policy.wants_key:
+        need.key = routing_key(head.lines)
     mine.request_id = (
         head.request_id.decode("latin-1")
         or _printable(need.request_id)
@@ -99,34 +112,51 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
     mine.policy = door.policy.name
     if not need.stream and door.limits.total < inf:
         conn.deadline = conn.pump.now + door.limits.total
-    allowed = tries_allowed(door.config.routing.max_total_retries)
-    tried: set[Worker] = set()
-    last: Refusal | None = None
+    tries: Tries | None = None
+    try:
+        worker = choose(door.fleet, need, door.policy, owner=door.voice_owner)
+    except Refusal as nobody:
+        worker = await door.queue.for_worker(conn, mine, nobody)
+    else:
+        mine.take(door, worker)
     while True:
-        try:
-            worker = choose(door.fleet, need, door.policy, tried=tried, owner=door.voice_owner)
-        except Refusal as nobody:
-            raise last or nobody from None  # the failed try says more than "nobody is left"
-        mine.take(worker, noted=door.route_log is not None)
         way = (door.lane(worker), _lines_for(worker, head), body)
         try:
             first = await ask(conn, mine, head, way)
         except TryFailed as failed:
-            _report(conn, worker, None, failed.error)
-            last = Refusal(failed.status, f"upstream request failed: {failed.error}", failed.kind)
-            if not may_retry(failed.kind, mine.attempts, allowed, door.config.routing.retry_on):
-                raise last from None
-            mine.leave(succeeded=False)
-            tried.add(worker)
+            report(conn, mine, worker, failed.error)
+            told = f"upstream request failed: {failed.error}"
+            refusal = Refusal(failed.status, told, failed.kind)
+            tries = tries or Tries(conn, mine, len(body))
+            worker = await tries.after(failed.kind, refusal)
             continue
-        if first.answer.status in TELLING_STATUSES:
-            _report(conn, worker, first.answer.status, f"status={first.answer.status}")
-        keep = await relay(conn, mine, head, first)
-        if mine.error and mine.ended_by == "worker":
-            _report(conn, worker, None, mine.error)
-        if route.place is Place.VOICE_OWNER and _kept_a_voice(mine):
-            door.voice_owner = worker.url
-        return keep
+        status = first.answer.status
+        if not 502 <= status <= 504:
+            break
+        if status != 503:  # it speaks of its own health
+            report(conn, mine, worker, f"status={status}", status)
+            break
+        tries = tries or Tries(conn, mine, len(body))
+        other = await tries.after_503(first)
+        if other is None:
+            break
+        worker = other
+    del body, way
+    keep = await relay(conn, mine, head, first)
+    if mine.outcome != "completed" or worker.machine.failed_tries or route.place is not Place.ANY:
+        _learn(conn, mine, worker)
+    return keep
+
+
+def _learn(conn: Connection, mine: Exchange, worker: Worker) -> None:
+    """What the end of an answer says of its worker."""
+    door, route = conn.door, mine.route
+    if mine.error and mine.ended_by == "worker":
+        report(conn, mine, worker, mine.error)
+    elif mine.outcome == "completed" and mine.status < 500 and worker.machine.failed_tries:
+        door.fleet.observe_good_answer(worker, mine.trial)
+    if route is not None and route.place is Place.VOICE_OWNER and _kept_a_voice(mine):
+        door.keep_voices_at(worker)
 
 
 def _kept_a_voice(mine: Exchange) -> bool:
@@ -160,9 +190,3 @@ def _lines_for(worker: Worker, head: RequestHead) -> bytes:
         return head.lines
     lines = drop_fields(head.lines, frozenset((b"authorization",)))
     return lines + b"authorization: Bearer " + key.encode("latin-1", "replace") + b"\r\n"
-
-
-def _report(conn: Connection, worker: Worker, status: int | None, error: str) -> None:
-    conn.door.fleet.observe_request_failure(
-        worker, status=status, error=error, at=datetime.now(UTC)
-    )

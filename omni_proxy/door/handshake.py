@@ -7,18 +7,17 @@ connections and of the statuses 502 and 504, of nothing else. Source: omni-route
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from wsproto.utilities import generate_nonce
 
-from omni_proxy.door.account import Exchange
+from omni_proxy.door.account import Exchange, report
 from omni_proxy.door.ask import TryFailed
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import Expired
+from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.pick import choose
-from omni_proxy.routing.retry import may_retry, tries_allowed
 from omni_proxy.wire.answer import UpstreamGarbage, find_answer_end
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, with_bearer
@@ -30,31 +29,42 @@ if TYPE_CHECKING:
 
 async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> tuple[Conn, bytes]:
     """The connection to a worker that said 101, and what it sent after. Raises Refusal, Gone."""
-    door, need, routing = conn.door, mine.need, conn.door.config.routing
+    door, need = conn.door, mine.need
     assert need is not None
     mine.policy = door.policy.name
-    allowed = tries_allowed(routing.max_total_retries)
-    tried: set[Worker] = set()
-    last: Refusal | None = None
+    tries: Tries | None = None
+    try:
+        worker = choose(door.fleet, need, door.policy, owner=door.voice_owner)
+    except Refusal as nobody:
+        worker = await _waited(conn, mine, nobody)
+    else:
+        mine.take(door, worker)
     while True:
         try:
-            worker = choose(door.fleet, need, door.policy, tried=tried, owner=door.voice_owner)
-        except Refusal as nobody:
-            raise last or _numbered(nobody) from None
-        mine.take(worker, noted=door.route_log is not None)
-        try:
-            return await _open(conn, mine, head, worker)
+            reached = await _open(conn, mine, head, worker)
         except TryFailed as failed:
             _close(conn)
             if failed.status in (502, 504):
                 said = failed.status if failed.kind == "status" else None
-                blame(conn, worker, failed.error, said)
-            last = _told(failed)
-            if not may_retry(failed.kind, mine.attempts, allowed, routing.retry_on):
+                report(conn, mine, worker, failed.error, said)
+            tries = tries or Tries(conn, mine, 0)
+            kind = str(failed.status) if failed.kind == "status" else failed.kind
+            try:
+                worker = await tries.after(kind, _told(failed))
+            except Refusal:
                 mine.end("upstream_error", "worker", failed.error)
-                raise last from None
-            mine.leave(succeeded=False)
-            tried.add(worker)
+                raise
+        else:
+            if worker.machine.failed_tries:
+                door.fleet.observe_good_answer(worker, mine.trial)
+            return reached
+
+
+async def _waited(conn: Connection, mine: Exchange, nobody: Refusal) -> Worker:
+    try:
+        return await conn.door.queue.for_worker(conn, mine, nobody)
+    except Refusal as refusal:
+        raise _numbered(refusal) from None
 
 
 async def _open(
@@ -112,15 +122,10 @@ def _lines_for(worker: Worker, head: RequestHead) -> bytes:
     return with_bearer(head.lines, key.encode("latin-1", "replace")) if key else head.lines
 
 
-def blame(conn: Connection, worker: Worker, error: str, status: int | None = None) -> None:
-    """Let health know of a failure that was the worker's."""
-    conn.door.fleet.observe_request_failure(
-        worker, status=status, error=error, at=datetime.now(UTC)
-    )
-
-
 def _numbered(nobody: Refusal) -> Refusal:
     """The event's code is the number here, and the reason stands beside it."""
+    if isinstance(nobody.code, int):
+        return nobody
     return Refusal(nobody.status, nobody.message, nobody.status, reason=nobody.code)
 
 

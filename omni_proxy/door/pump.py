@@ -9,6 +9,7 @@ against 34 (82 with a scope per phase).
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from select import EPOLLET, EPOLLIN, EPOLLOUT, EPOLLRDHUP, epoll
 from time import monotonic
@@ -45,6 +46,10 @@ class Pump:
         self._again: list[Task] = []  # those that gave their turn up though they could go on
         self._last_yield = self.now
         self._polite = 0
+        self._parked = False  # in trio's hands until a socket has news, or the bell rings
+        # Rung when there is work that no socket tells of. Edge-triggered: nobody need read it.
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._set.register(self._bell, EPOLLIN | EPOLLET)
 
     def register(self, fd: int, slot: Slot) -> None:
         self._slots[fd] = slot
@@ -60,6 +65,13 @@ class Pump:
         """Resume it after everybody else had a turn."""
         task.awaits = None
         self._again.append(task)
+
+    def resume(self, task: Task) -> None:
+        """As `again`, and from outside a batch too: whoever changed what it waits for says so."""
+        self.again(task)
+        if self._parked:
+            self._parked = False
+            os.eventfd_write(self._bell, 1)
 
     def part(self, task: Task) -> None:
         """A coroutine has ended."""
@@ -86,7 +98,9 @@ class Pump:
                     events = self._set.poll(LINGER_SECS)
                 if not events and not self._again:
                     self._last_yield = monotonic()
+                    self._parked = True
                     await trio.lowlevel.wait_readable(self._set.fileno())
+                    self._parked = False
                     continue
                 self._batch(events)
                 if self._yield_due():
@@ -96,6 +110,7 @@ class Pump:
                 task.abandon()
             self.settle()
             self._set.close()
+            os.close(self._bell)
 
     def _batch(self, events: list[tuple[int, int]]) -> None:
         self.now = monotonic()

@@ -74,6 +74,8 @@ def _start(
     mine.relayed = True
     if piece:
         mine.first_at = conn.pump.now
+        if mine.trial:
+            _hear(conn, mine)
         mine.pieces = 1
         mine.bytes_out = len(piece)
         conn.clock("relay", limits.idle)
@@ -81,6 +83,13 @@ def _start(
     else:
         conn.clock("first", limits.first_byte)
     return top
+
+
+def _hear(conn: Connection, mine: Exchange) -> None:
+    """The body begins. A stream may last for minutes: its worker's trial is passed with that."""
+    mine.first_at = conn.pump.now
+    if mine.trial and mine.stream and mine.status < 500 and mine.worker is not None:
+        conn.door.fleet.observe_good_answer(mine.worker, mine.trial)
 
 
 async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape | None) -> None:
@@ -103,7 +112,7 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         piece = answer.feed(piece)
         now = pump.now
         if not mine.first_at:
-            mine.first_at = now
+            _hear(conn, mine)
             conn.phase = "relay"
         conn.due = min(now + idle, conn.deadline)
         mine.pieces += 1

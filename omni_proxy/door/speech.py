@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
-from omni_proxy.door.account import Exchange
+from omni_proxy.door.account import Exchange, report
 from omni_proxy.door.conn import Conn
-from omni_proxy.door.handshake import blame, reach_worker
+from omni_proxy.door.handshake import reach_worker
 from omni_proxy.door.task import EITHER, Expired, Gone, pause
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.routing.inspect import RequestFacts, inspect_session, names_voice
@@ -80,7 +80,7 @@ class _Session:
     async def run(self, head: RequestHead) -> None:
         """From the client's first message to an end. Raises _Over, Refusal, Gone."""
         conn, mine = self.conn, self.mine
-        conn.door.admit(mine, unread=False)
+        await conn.door.queue.for_slot(conn, mine, unread=False)
         first = await self._first_message()
         mine.body_at = conn.pump.now
         route = mine.route
@@ -233,7 +233,7 @@ class _Session:
     def _blame(self, error: str) -> None:
         worker = self.mine.worker
         assert worker is not None
-        blame(self.conn, worker, error)
+        report(self.conn, self.mine, worker, error)
 
     def _stalled(self) -> None:
         """Nothing has moved for idle_secs. Raises Refusal where the client can still be told."""

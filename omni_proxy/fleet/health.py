@@ -3,10 +3,10 @@
     unknown ──rise──> healthy ──fall──> unhealthy ──rise──> healthy    (on_threshold = "unhealthy")
        └─────fall──────┴──fall──> dead ──revive──> unknown              (on_threshold = "dead")
 
-rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row; a run
-that holds a failed probe ends in `on_threshold`, one of request failures alone in `eject`.
-Invariant: dead is left by `revive` only, and a result of an older epoch never counts. Source:
-omni-router.md 9 and the rules of config.md.
+rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row, or
+`max_worker_retries` failed requests in a row without a good answer. A run with a failed probe ends
+in `on_threshold`, one of requests alone in `eject`; back from there it owes a trial, one request at
+a time. Invariant: dead is left by `revive` only. Source: omni-router.md 9, rules of config.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+
+from omni_proxy.config.schema import Config
 
 LAST_ERROR_CHARS = 512
 
@@ -35,21 +37,39 @@ class Thresholds:
     fall: int = 3
     on_threshold: Health = Health.DEAD
     eject: Health = Health.UNHEALTHY
+    tries: int = 0  # failed requests in a row that eject; 0: only `fall` does
+
+
+def thresholds_of(config: Config) -> Thresholds:
+    eject = config.routing.eject
+    return Thresholds(
+        rise=config.health.success_threshold,
+        fall=config.health.failure_threshold,
+        on_threshold=Health(config.health.on_threshold),
+        # One that is to be removed is out at once; what takes it out of the registry comes after.
+        eject=Health.DEAD if eject == "dead" else Health.UNHEALTHY,
+        tries=config.routing.max_worker_retries,
+    )
 
 
 class HealthMachine:
     """State and counters of one worker; every method is one atom."""
 
     __slots__ = (
+        "_run",
+        "_trials",
         "consecutive_failures",
         "consecutive_successes",
         "epoch",
+        "failed_tries",
         "last_checked_at",
         "last_error",
         "last_status_code",
         "probe_failed",
         "since",
         "state",
+        "trial",
+        "trial_owed",
     )
 
     def __init__(self, now: datetime) -> None:
@@ -62,39 +82,99 @@ class HealthMachine:
         self.since = now
         self.epoch = 0  # raised by mark_dead and revive: a probe begun before is void
         self.probe_failed = False  # the present run of failures holds a failed probe
+        self.failed_tries = 0  # requests without a good answer in between; > 0 on trial
+        self.trial_owed = False  # ejected: good probes alone don't bring it back whole
+        self.trial = 0  # the number of the trial that runs, 0 while none does
+        self._trials = 0
+        self._run = 0  # failures in a row since it was ejected last: what `fall` is compared with
 
     def succeed(self, thresholds: Thresholds, at: datetime, status: int | None) -> None:
         """Count a good probe (requests never count as successes)."""
         if self.state is Health.DEAD:
             return
         self._note(at, status, None)
-        self.consecutive_failures = 0
+        self.consecutive_failures = self._run = 0
         self.probe_failed = False
         self.consecutive_successes += 1
         if self.consecutive_successes >= thresholds.rise:
             self._enter(Health.HEALTHY, at)
 
-    def fail(
-        self, thresholds: Thresholds, at: datetime, status: int | None, error: str, *, probe: bool
+    def fail_probe(
+        self, thresholds: Thresholds, at: datetime, status: int | None, error: str
     ) -> None:
-        """Count a failed probe, or a failed request that speaks of the worker's health."""
         if self.state is Health.DEAD:
             return
         self._note(at, status, error)
-        self.consecutive_successes = 0
-        self.consecutive_failures += 1
-        self.probe_failed |= probe
-        if self.consecutive_failures >= thresholds.fall:
-            self._enter(thresholds.on_threshold if self.probe_failed else thresholds.eject, at)
+        self.probe_failed = True
+        self._count()
+        if self._run >= thresholds.fall:
+            self._enter(thresholds.on_threshold, at)
+
+    def fail_request(
+        self, thresholds: Thresholds, at: datetime, status: int | None, error: str, trial: int = 0
+    ) -> bool:
+        """Count a failed request that speaks of the worker's health; whether that ejected it.
+
+        Of a worker that is out, or on trial, it is noted and no more: it began before that. Unless
+        it is the trial (`trial` is its number).
+        """
+        if self.state is Health.DEAD:
+            return False
+        self._note(at, status, error)
+        tried = self.trial_owed and trial == self.trial != 0
+        if not tried and (self.trial_owed or self.state is Health.UNHEALTHY):
+            return False
+        self._count()
+        self.failed_tries += 1
+        if not tried and self.probe_failed:
+            if self._run >= thresholds.fall:
+                self._enter(thresholds.on_threshold, at)
+            return False
+        enough = 0 < thresholds.tries <= self.failed_tries or self._run >= thresholds.fall
+        if tried or enough:
+            self._run = 0
+            self.trial_owed = True
+            self._enter(thresholds.eject, at)
+            return True
+        return False
+
+    def answer_well(self, trial: int) -> bool:
+        """A request had a good answer; `trial` is its number if it was one. True: fully in now."""
+        if self.state is not Health.HEALTHY:
+            return False
+        if self.trial_owed:
+            if not trial or trial != self.trial:
+                return False  # begun before it was ejected: that says nothing
+            self.trial_owed = False
+            self.trial = self.failed_tries = 0
+            return True
+        self.failed_tries = 0
+        if not self.probe_failed:
+            self.consecutive_failures = self._run = 0
+        return False
+
+    def begin_trial(self) -> int:
+        """One request goes to it, and until that one is over no other; its number."""
+        self._trials += 1
+        self.trial = self._trials
+        return self.trial
+
+    def end_trial(self, trial: int) -> bool:
+        """Over without a verdict: the next request is another trial. False if it is settled."""
+        if trial != self.trial:
+            return False
+        self.trial = 0
+        return True
 
     def lose(self, at: datetime, error: str) -> None:
         """Its process has ended: no threshold is needed to know that."""
         if self.state is Health.DEAD:
             return
         self._note(at, None, error)
-        self.consecutive_successes = 0
-        self.consecutive_failures += 1
+        self._count()
         self.epoch += 1
+        self.failed_tries = 0
+        self.trial_owed = False  # what comes back is another process
         self._enter(Health.UNHEALTHY, at)
 
     def kill(self, at: datetime) -> None:
@@ -104,11 +184,23 @@ class HealthMachine:
     def revive(self, at: datetime) -> None:
         """Forget the past; only a dead worker changes state (it becomes unknown)."""
         self.epoch += 1
-        self.consecutive_failures = 0
+        self.consecutive_failures = self._run = 0
         self.consecutive_successes = 0
+        self.failed_tries = 0
         self.probe_failed = False
+        self.trial_owed = False
+        self.trial = 0
         if self.state is Health.DEAD:
             self._enter(Health.UNKNOWN, at)
+
+    @property
+    def on_trial(self) -> bool:
+        return self.trial_owed and self.state is Health.HEALTHY
+
+    def _count(self) -> None:
+        self.consecutive_successes = 0
+        self.consecutive_failures += 1
+        self._run += 1
 
     def _note(self, at: datetime, status: int | None, error: str | None) -> None:
         self.last_checked_at = at
@@ -116,6 +208,8 @@ class HealthMachine:
         self.last_error = error[:LAST_ERROR_CHARS] if error is not None else None
 
     def _enter(self, state: Health, at: datetime) -> None:
+        if state is not Health.HEALTHY:
+            self.trial = 0
         if state is not self.state:
             self.state = state
             self.since = at

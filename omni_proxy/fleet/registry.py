@@ -38,10 +38,13 @@ class Fleet:
         self.revision = 0
         self.thresholds = Thresholds()
         self.limited = False  # some worker has a max_inflight, so a pick has to look at room
+        self.names_models = False  # some worker names a model, so a request's model may matter
         self._by_url: dict[str, Worker] = {}
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
         self._health_watchers: list[Callable[[Worker, Health], None]] = []
+        self._ejection_watchers: list[Callable[[Worker], None]] = []
+        self._forgetful_watchers: list[Callable[[Worker], None]] = []
 
     @property
     def workers(self) -> list[Worker]:
@@ -77,9 +80,12 @@ class Fleet:
         reordered = list(before) != list(after)
         self._by_url = after
         self.limited = any(worker.max_inflight for worker in after.values())
+        self.names_models = any(worker.model for worker in after.values())
         change = Change(tuple(added), removed, tuple(changed))
         if change or reordered:
             self._changed()
+        for worker in removed:
+            self.forgotten(worker)
         return change
 
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
@@ -109,21 +115,42 @@ class Fleet:
         if error is None:
             worker.machine.succeed(self.thresholds, at, status)
         else:
-            worker.machine.fail(self.thresholds, at, status, error, probe=True)
+            worker.machine.fail_probe(self.thresholds, at, status, error)
         self._after(worker, with_state)
 
     def observe_request_failure(
-        self, worker: Worker, *, status: int | None, error: str, at: datetime
+        self, worker: Worker, *, status: int | None, error: str, at: datetime, trial: int = 0
     ) -> None:
+        """`trial` is the request's number, if it was one."""
         before = worker.machine.state
-        worker.machine.fail(self.thresholds, at, status, error, probe=False)
+        ejected = worker.machine.fail_request(self.thresholds, at, status, error, trial)
         self._after(worker, before)
+        if ejected:
+            for callback in self._ejection_watchers:
+                callback(worker)
+
+    def observe_good_answer(self, worker: Worker, trial: int = 0) -> None:
+        """Matters only where `machine.failed_tries` is not 0; `trial` is the request's number."""
+        if worker.machine.answer_well(trial):
+            self._changed()
+
+    def begin_trial(self, worker: Worker) -> int:
+        """A request goes to a worker that owes a trial: nobody else may until it is over."""
+        trial = worker.machine.begin_trial()
+        self._changed()
+        return trial
+
+    def end_trial(self, worker: Worker, trial: int) -> None:
+        """The request is over; where nothing was learnt the next one is a trial again."""
+        if worker.machine.end_trial(trial):
+            self._changed()
 
     def lost(self, worker: Worker, error: str, at: datetime) -> None:
         """The launcher saw its process end."""
         before = worker.machine.state
         worker.machine.lose(at, error)
         self._after(worker, before)
+        self.forgotten(worker)
 
     def mark_dead(self, worker: Worker, at: datetime) -> None:
         before = worker.machine.state
@@ -131,9 +158,11 @@ class Fleet:
         self._after(worker, before)
 
     def revive(self, worker: Worker, at: datetime) -> None:
-        before = worker.machine.state
+        before, on_trial = worker.machine.state, worker.machine.trial_owed
         worker.machine.revive(at)
         self._after(worker, before)
+        if on_trial and before is worker.machine.state:
+            self._changed()
 
     def hold(self, worker: Worker, reason: str) -> None:
         """Keep a worker out of routing for a reason of ours, beside what an operator said."""
@@ -142,6 +171,11 @@ class Fleet:
 
     def release(self, worker: Worker, reason: str) -> None:
         worker.holds.discard(reason)
+        self._changed()
+
+    def versioned(self, worker: Worker, label: str | None, epoch: int) -> None:
+        """Which weights it has now."""
+        worker.weight_version, worker.weight_epoch = label, epoch
         self._changed()
 
     def counts(self) -> dict[str, int]:
@@ -161,6 +195,19 @@ class Fleet:
         """The pool summary of omni-router.md 4."""
         records = [worker.record() for worker in self._by_url.values()]
         return {"status": status, **self.counts(), "workers": records}
+
+    def watch_ejected(self, callback: Callable[[Worker], None]) -> None:
+        """`callback(worker)` after request failures alone have put it out."""
+        self._ejection_watchers.append(callback)
+
+    def watch_forgotten(self, callback: Callable[[Worker], None]) -> None:
+        """`callback(worker)` when what it had cached is gone: it may run twice for one cause."""
+        self._forgetful_watchers.append(callback)
+
+    def forgotten(self, worker: Worker) -> None:
+        """It was removed, restarted or flushed."""
+        for callback in self._forgetful_watchers:
+            callback(worker)
 
     def watch_health(self, callback: Callable[[Worker, Health], None]) -> None:
         """`callback(worker, before)` after each change of a worker's state."""

@@ -1,7 +1,8 @@
 """One worker: what was configured of it, what is known of it, what it has in flight.
 
-Invariant: `routable` is true exactly while the worker is healthy, not disabled and held by nobody.
-The door reads and counts here on its hot path; membership and health change only through `Fleet`.
+Invariant: `routable` is true exactly while the worker is healthy, not disabled, held by nobody, and
+no trial of it is under way. The door reads and counts here on its hot path; membership and health
+change only through `Fleet`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Worker:
         "holds",
         "id",
         "in_flight",
+        "instance",
         "machine",
         "mask",
         "max_inflight",
@@ -41,6 +43,8 @@ class Worker:
         "succeeded",
         "url",
         "weight",
+        "weight_epoch",
+        "weight_version",
     )
 
     def __init__(self, entry: Desired, now: datetime) -> None:
@@ -55,6 +59,9 @@ class Worker:
         self.peak_in_flight = 0
         self.holds: set[str] = set()
         self.health_body: object = None
+        self.instance = ""  # what its last good probe said of the process that answers
+        self.weight_version: str | None = None  # the label it gives its weights, if it told one
+        self.weight_epoch = 0  # our own number of them; 0: not put there by an update of ours
         self.routed: Counter[str] = Counter()
         self.succeeded: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
@@ -84,7 +91,9 @@ class Worker:
 
     @property
     def routable(self) -> bool:
-        return self.machine.state is Health.HEALTHY and not self.disabled and not self.holds
+        machine = self.machine
+        healthy = machine.state is Health.HEALTHY and not machine.trial
+        return healthy and not self.disabled and not self.holds
 
     def record(self) -> dict[str, object]:
         """The contract's record (omni-router.md 3), then our own fields."""
@@ -120,5 +129,8 @@ class Worker:
             "since": machine.since.isoformat(),
             "registered_at": self.registered_at.isoformat(),
             "held_by": sorted(self.holds),
+            "trial": machine.on_trial,
+            "weight_version": self.weight_version,
+            "weight_epoch": self.weight_epoch,
             "health": self.health_body,
         }

@@ -3,14 +3,15 @@
 Invariant: a configuration is applied whole or not at all. Everything that may fail (reading,
 judging, opening a listener) happens before the first thing changes; after that nothing may fail.
 All changes, whoever asks, go through one lock and one path; `revision` rises with each that changed
-something.
+something. While an operation on the workers has the `turn` they wait, unless they are `at_once`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from omni_proxy.config.overlay import desired, settle
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import State, read_state, render_state
-from omni_proxy.fleet.health import Health, Thresholds
+from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Keeper:
         self.revision = 0
         self.last_reload: dict[str, Any] = {}
         self.state_error = ""
+        self.turn = trio.Lock()  # before `_lock`, never inside it
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
         self._subscribers: list[Callable[[Config, Config], None]] = []
@@ -115,7 +117,7 @@ class Keeper:
 
     async def reload(self, source: str, if_match: str | None = None) -> Reloaded:
         """Read FILE and apply it. Never raises for what the file says."""
-        async with self._lock:
+        async with self._alone():
             if not self._matches(if_match):
                 return Reloaded("precondition_failed", self.revision)
             try:
@@ -124,14 +126,25 @@ class Keeper:
                 return self._refused(source, error)
             return await self._change(source, new, settle(self.state, new, self.startup.flag_urls))
 
-    async def change(self, edit: Edit, if_match: str | None = None) -> Reloaded:
+    async def change(
+        self, edit: Edit, if_match: str | None = None, *, at_once: bool = False
+    ) -> Reloaded:
         """Edit the runtime state (worker CRUD). What `edit` raises passes through, changing
         nothing."""
-        async with self._lock:
+        async with self._alone(at_once=at_once):
             if not self._matches(if_match):
                 return Reloaded("precondition_failed", self.revision)
             state = settle(edit(self.state, self.config), self.config, self.startup.flag_urls)
             return await self._change("api", self.config, state)
+
+    @asynccontextmanager
+    async def _alone(self, *, at_once: bool = False) -> AsyncIterator[None]:
+        if at_once:
+            async with self._lock:
+                yield
+            return
+        async with self.turn, self._lock:
+            yield
 
     async def _change(self, source: str, new: Config, state: State) -> Reloaded:
         told = diff(self.config, new)
@@ -156,13 +169,7 @@ class Keeper:
         old, self.config, self.state = self.config, new, state
         self.state_file = state_path(self.startup, new)
         self.revision += 1
-        health = new.health
-        self.fleet.thresholds = Thresholds(
-            rise=health.success_threshold,
-            fall=health.failure_threshold,
-            on_threshold=Health(health.on_threshold),
-            eject=Health(new.routing.eject),
-        )
+        self.fleet.thresholds = thresholds_of(new)
         self.fleet.apply(desired(new, self.startup.flag_urls, state), datetime.now(UTC))
         for commit in commits:
             commit()

@@ -1,7 +1,8 @@
 """The prober: one loop per worker that is not dead, each with a client of its own.
 
 Invariant: a dead worker is never probed, and a result is observed under the epoch its probe began
-in. A probe says good or bad; what that means for the worker is the health machine's to say.
+in. A probe says good or bad; what that means for the worker is the health machine's to say. It also
+sees when another process answers than before, and has the fleet forget what the old one had cached.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.watch.calls import build_get, open_client, read_bounded
+from omni_proxy.watch.calls import Call, build, open_client, read_bounded
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.resolver import RefusedAddress, addresses
 
 RISING_SECS = 0.5  # a good worker should not have to wait for a whole interval to be believed
 BODY_BYTES = 65536
 CLOSE_SECS = 1
+INSTANCE_FIELD = "x-omni-instance"
+INSTANCE_KEYS = ("instance", "instance_id", "start_time", "started_at")  # of a health body
 # ValueError: an endpoint or a key of the configuration that can't be written into a request.
 _FAULTS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RefusedAddress)
 
@@ -40,6 +43,14 @@ class _Loop:
     woken: trio.Event = field(default_factory=trio.Event)
     finished: trio.Event = field(default_factory=trio.Event)  # the next probe to be observed
     probing: int | None = None  # the epoch of the probe that runs now
+    refused: bool = False  # nobody listened at the last probe
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    body: bytes | None
+    instance: str  # what the field of that name says
 
 
 class Prober:
@@ -52,6 +63,7 @@ class Prober:
         self._nursery: trio.Nursery | None = None
         self._loops: dict[Worker, _Loop] = {}
         fleet.watch(self._follow_fleet)
+        fleet.watch_ejected(self._look_at)
         keeper.subscribe(self._follow_config)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -91,6 +103,12 @@ class Prober:
                 loop = self._loops[worker] = _Loop()
                 self._nursery.start_soon(self._watch, worker, loop)
 
+    def _look_at(self, worker: Worker) -> None:
+        """It was ejected for failed requests: the sooner it is probed, the sooner it is back."""
+        loop = self._loops.get(worker)
+        if loop is not None:
+            loop.woken.set()
+
     def _follow_config(self, old: Config, new: Config) -> None:
         if old.health != new.health:
             for loop in self._loops.values():
@@ -128,11 +146,16 @@ class Prober:
         error: str | None
         with trio.move_on_after(health.timeout_secs) as scope:
             try:
-                status, body = await _ask(worker, client, health)
-                worker.health_body = _parsed(body)
-                error = None if 200 <= status < 300 else _fault(status, body)
+                answer = await _ask(worker, client, health)
+                status = answer.status
+                worker.health_body = _parsed(answer.body)
+                error = None if 200 <= status < 300 else _fault(status, answer.body)
+                loop.refused = False
+                if error is None:
+                    self._compare(worker, answer.instance)
             except _FAULTS as failure:
                 error = _words(failure)
+                self._note_refusal(worker, loop, failure)
         if scope.cancelled_caught:
             error = f"no answer within {health.timeout_secs:g} s"
         loop.probing = None
@@ -143,19 +166,31 @@ class Prober:
         loop.finished = trio.Event()
         return scope.cancelled_caught
 
+    def _compare(self, worker: Worker, instance: str) -> None:
+        """Whether the process that answers is the one of the last good probe."""
+        instance = instance or _told_by(worker.health_body)
+        if worker.instance and instance and worker.instance != instance:
+            self._fleet.forgotten(worker)
+        worker.instance = instance or worker.instance
 
-async def _ask(
-    worker: Worker, client: httpx.AsyncClient, health: HealthConfig
-) -> tuple[int, bytes | None]:
+    def _note_refusal(self, worker: Worker, loop: _Loop, failure: BaseException) -> None:
+        """Where nobody listens the process is gone, and its cache with it: said once."""
+        refused = isinstance(_root(failure), ConnectionRefusedError)
+        if refused and not loop.refused:
+            self._fleet.forgotten(worker)
+        loop.refused = refused
+
+
+async def _ask(worker: Worker, client: httpx.AsyncClient, health: HealthConfig) -> _Answer:
     """Status and body from the first address that takes a connection; it becomes the worker's."""
     place = dial_address(worker.url)
     target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")
     if isinstance(place, str):
-        return await _get(client, build_get(client, worker, place, target, {}))
+        return await _get(client, build(client, worker, place, Call("GET", target)))
     found = await addresses(*place)
     for address in found:
         try:
-            answer = await _get(client, build_get(client, worker, address, target, {}))
+            answer = await _get(client, build(client, worker, address, Call("GET", target)))
         except httpx.ConnectError:
             if address is found[-1]:
                 raise
@@ -165,10 +200,11 @@ async def _ask(
     raise OSError(f"{place[0]} has no address")
 
 
-async def _get(client: httpx.AsyncClient, request: httpx.Request) -> tuple[int, bytes | None]:
+async def _get(client: httpx.AsyncClient, request: httpx.Request) -> _Answer:
     response = await client.send(request, stream=True)
     try:
-        return response.status_code, await read_bounded(response, BODY_BYTES)
+        body = await read_bounded(response, BODY_BYTES)
+        return _Answer(response.status_code, body, response.headers.get(INSTANCE_FIELD, ""))
     finally:
         await response.aclose()
 
@@ -180,10 +216,26 @@ def _parsed(body: bytes | None) -> object:
         return None
 
 
-def _words(failure: BaseException) -> str:
+def _told_by(body: object) -> str:
+    """Which process a health body speaks of; "" where it has no key for that."""
+    if not isinstance(body, dict):
+        return ""
+    for key in INSTANCE_KEYS:
+        value = body.get(key)
+        if isinstance(value, str | int | float) and value:
+            return f"{key} {value}"
+    return ""
+
+
+def _root(failure: BaseException) -> BaseException:
     """What happened below all wrappers: "Connection refused" rather than "all attempts failed"."""
     while below := failure.__cause__ or failure.__context__:  # httpcore raises "from None"
         failure = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below
+    return failure
+
+
+def _words(failure: BaseException) -> str:
+    failure = _root(failure)
     return str(failure) or type(failure).__name__
 
 

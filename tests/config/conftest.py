@@ -27,22 +27,29 @@ def values(kind, key):
         return st.lists(one, unique=True).map(tuple) if many else one
     if key in SPELLED:
         return SPELLED[key]
+    if isinstance(kind, inspect.Metadata):
+        return values(kind.type, key)
     match kind:
-        case inspect.Metadata():
-            return values(kind.type, key)
         case inspect.StructType():
             return structs(kind.cls, key + ".")
         case inspect.LiteralType():
             return st.sampled_from(kind.values)
+        case inspect.VarTupleType():
+            return st.lists(values(kind.item_type, key), unique=True).map(tuple)
         case inspect.BoolType():
             return st.booleans()
-        case inspect.IntType():
-            return st.integers(kind.ge, kind.le)
-        case inspect.FloatType():
-            return st.integers(1, 10**6).map(lambda tenths: tenths / 10)
+        case inspect.IntType() | inspect.FloatType():
+            return numbers(kind)
         case inspect.StrType():
             return NAMES if kind.min_length else WORDS
     raise AssertionError(f"no strategy for {kind} at {key}")
+
+
+def numbers(kind):
+    if isinstance(kind, inspect.IntType):
+        return st.integers(kind.ge, kind.le)
+    low = kind.gt if kind.ge is None else kind.ge
+    return st.floats(low, kind.le, exclude_min=kind.ge is None)
 
 
 def structs(cls, prefix=""):

@@ -39,7 +39,7 @@ def test_no_flag_changes_nothing(configs, data):
         ("--health-check-endpoint", "h", "must be a path"),
         ("--health-failure-threshold", "0", "must be at least 1, got 0"),
         ("--policy", "randm", "did you mean `random`?"),
-        ("--policy", "prefix_hash", "is not supported yet"),
+        ("--policy", "cache-aware", "did you mean `cache_aware`?"),
         ("--log-level", "loud", "is not one of"),
     ],
 )

@@ -236,3 +236,41 @@ def test_a_problem_elsewhere_does_not_hide_a_duplicate():
 def test_any_text_is_taken_or_refused(text):
     with suppress(ConfigError):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("routing.cache_aware.cache_threshold = 1.1", "must be at most 1, got 1.1"),
+        ("routing.cache_aware.balance_rel_threshold = 0.9", "must be at least 1, got 0.9"),
+        ("routing.cache_aware.eviction_interval_secs = 0", "must be above 0, got 0"),
+        ("routing.cache_aware.max_tree_size = 0", "must be at least 1, got 0"),
+        ("routing.cache_aware.fallback = 'smallest'", "did you mean `smallest_tree`?"),
+        ("routing.cache_aware.holders = 'any'", '"any" is not one of all, longest'),
+        ("routing.cache_aware.spill = 'choosen'", "did you mean `chosen`?"),
+        ("routing.cache_aware.warmup_share = -0.1", "must be at least 0, got -0.1"),
+        ("routing.prefix_hash.load_factor = 0.5", "must be at least 1, got 0.5"),
+        ("routing.prefix_hash.prefix_length = 0", "must be at least 1, got 0"),
+        ("routing.sticky_sessions = 'yes'", "expected true or false, got a string"),
+        ("routing.sticky_idle_secs = -1", "must be at least 0, got -1"),
+        ("routing.sticky_max = 0", "must be at least 1, got 0"),
+        ("routing.sticky_max = 100000000", "must be at most 10000000"),
+    ],
+)
+def test_what_a_policy_cannot_use_is_refused(line, reason):
+    with pytest.raises(ConfigError) as caught:
+        parse(line)
+    assert reason in str(caught.value)
+
+
+def test_every_policy_and_all_of_its_keys_load():
+    config = parse(
+        "[routing]\npolicy = 'cache_aware'\nsticky_sessions = true\nsticky_max = 5\n"
+        "[routing.cache_aware]\nholders = 'longest'\nspill = 'chosen'\nwarmup_share = 0\n"
+        "[[workers]]\nurl = 'http://a'\nweight = 7"
+    )
+    rules = config.routing.cache_aware
+    assert (rules.holders, rules.spill, rules.warmup_share) == ("longest", "chosen", 0.0)
+    assert (config.routing.sticky_max, config.workers[0].weight) == (5, 7)
+    for name in ("consistent_hashing", "prefix_hash"):
+        assert parse(f"routing.policy = '{name}'").routing.policy == name

@@ -28,12 +28,7 @@ OTHER_VALUES = {
     str: lambda value: value + "x",
 }
 CHOICES = {
-    "routing.policy": "cache_aware",
-    "routing.retry_on": ["503"],
     "routing.while_paused": "hold",
-    "routing.eject": "remove",
-    "routing.cache_aware.balance_rel_threshold": 1.5,
-    "routing.cache_aware.fallback": "least_loaded",
     "weight_sync.mode": "coordinate",
     "weight_sync.backend": "nccl",
     "weight_sync.isolation": "thread",
@@ -55,10 +50,9 @@ def test_another_value_is_refused_and_never_ignored(key):
 
 def test_the_refusal_says_what_may_stand_there_today():
     with pytest.raises(ConfigError) as caught:
-        parse('routing.policy = "prefix_hash"', "proxy.toml")
+        parse('weight_sync.mode = "both"', "proxy.toml")
     assert str(caught.value) == (
-        'proxy.toml:1: routing.policy: "prefix_hash" is not supported yet '
-        '(today: "round_robin", "least_request", "random", "power_of_two")'
+        'proxy.toml:1: weight_sync.mode: "both" is not supported yet (today: "off")'
     )
 
 

@@ -372,3 +372,21 @@ async def test_a_peer_that_always_has_more_does_not_keep_the_others_waiting(pump
             await task.ended.wait()
     assert reads.index(tasks[1]) < len(reads) - 1 - reads[::-1].index(tasks[0])
     assert [reads.count(task) for task in tasks] == [5 * READS_PER_TURN] * 2
+
+
+async def test_a_pump_that_sleeps_is_woken_from_outside(pump):
+    resumed = []
+
+    async def script(task):
+        for _ in range(3):
+            task.awaits = resumed
+            await pause()
+            resumed.append(pump._parked)
+
+    task = Scripted(pump, script)
+    task.start()
+    for count in range(1, 4):
+        await until(lambda: pump._parked)
+        pump.resume(task)
+        await until(lambda count=count: len(resumed) == count)
+    assert resumed == [False] * 3

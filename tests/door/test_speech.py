@@ -20,6 +20,7 @@ from wsproto.events import (
 )
 
 from omni_proxy.door import speech
+from tests.door.pumping import until
 from tests.door.speech_world import (
     CONFIG,
     DONE,
@@ -186,6 +187,17 @@ async def test_beyond_the_admission_bound_the_session_is_told_so_and_closed():
                 assert (error["code"], error["error_type"]) == (503, "overloaded_error")
                 assert (await second.closed())[0] == 1013
         assert setting.door.rejected == 1
+
+
+async def test_with_a_queue_a_session_waits_for_a_worker():
+    async with running(Worker(narrate), config="queue_size = 5\n") as setting:
+        (worker,) = setting.fleet.workers
+        setting.fleet.hold(worker, "launch")
+        async with setting.client() as client, trio.open_nursery() as nursery:
+            nursery.start_soon(speak, client)
+            await until(lambda: setting.door.queue.waiting)
+            setting.fleet.release(worker, "launch")
+        assert len(setting.workers[0].requests) == 1
 
 
 async def test_a_silent_client_is_told_that_its_config_did_not_come(monkeypatch):

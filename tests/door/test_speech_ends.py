@@ -34,7 +34,8 @@ from tests.door.speech_world import (
     ],
 )
 async def test_what_a_refused_handshake_becomes(status, message, error_type, code, failures):
-    async with running(Worker(listen, refuse=status)) as setting:
+    once = "[routing]\nmax_total_retries = 1\n"
+    async with running(Worker(listen, refuse=status), config=once) as setting:
         async with setting.client() as client:
             await client.say(CONFIG)
             error = await client.error()

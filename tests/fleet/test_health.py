@@ -1,126 +1,323 @@
 from datetime import timedelta
 
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from omni_proxy.fleet.health import LAST_ERROR_CHARS, Health, HealthMachine, Thresholds
 from tests.fleet.entries import NOW
 
-FAILURES = ("probe failed", "request failed", "process ended")
+OUT = (Health.UNHEALTHY, Health.DEAD)
+STATES = st.sampled_from(OUT)
 
 
-def naive(history: list[str], thresholds: Thresholds) -> tuple[Health, int, int]:
-    """State, good ones in a row, bad ones in a row: told anew from the whole history."""
-    state, run = Health.UNKNOWN, []
-    for event in history:
+class Naive:
+    """The rules one by one, on the lists of what happened since each of them began to count."""
+
+    def __init__(self, thresholds):
+        self.thresholds = thresholds
+        self.state = Health.UNKNOWN
+        self.row = []  # good probes or failures, whichever came last
+        self.since_ejected = []  # failures of that row
+        self.unanswered = 0  # failed requests without a good answer in between
+        self.owes = self.trying = False
+
+    def hear(self, event):
         if event == "revived":
-            run = []
-            state = Health.UNKNOWN if state is Health.DEAD else state
+            state = Health.UNKNOWN if self.state is Health.DEAD else self.state
+            self.__init__(self.thresholds)
+            self.state = state
         elif event == "killed":
-            state = Health.DEAD
-        elif state is not Health.DEAD:
-            if run and (run[-1] == "good") != (event == "good"):
-                run = []
-            run = [*run, event]
-            if event == "good":
-                state = Health.HEALTHY if len(run) >= thresholds.rise else state
-            elif event == "process ended":
-                state = Health.UNHEALTHY
-            elif len(run) >= thresholds.fall:
-                probed = "probe failed" in run
-                state = thresholds.on_threshold if probed else thresholds.eject
-    good = bool(run) and run[-1] == "good"
-    return state, len(run) if good else 0, 0 if good else len(run)
+            self.go(Health.DEAD)
+        elif self.state is not Health.DEAD:
+            getattr(self, event.replace(" ", "_"))()
+
+    def go(self, state):
+        self.state = state
+        self.trying = self.trying and state is Health.HEALTHY
+
+    def add(self, event):
+        good = event == "probe good"
+        if self.row and (self.row[-1] == "probe good") != good:
+            self.row = []
+        self.row.append(event)
+        self.since_ejected = [] if good else [*self.since_ejected, event]
+
+    def probe_good(self):
+        self.add("probe good")
+        if len(self.row) >= self.thresholds.rise:
+            self.go(Health.HEALTHY)
+
+    def probe_failed(self):
+        self.add("probe failed")
+        if len(self.since_ejected) >= self.thresholds.fall:
+            self.go(self.thresholds.on_threshold)
+
+    def request_failed(self):
+        if self.owes or self.state is Health.UNHEALTHY:
+            return
+        self.add("request failed")
+        self.unanswered += 1
+        enough = len(self.since_ejected) >= self.thresholds.fall
+        if "probe failed" in self.row:
+            if enough:
+                self.go(self.thresholds.on_threshold)
+        elif enough or 0 < self.thresholds.tries <= self.unanswered:
+            self.eject()
+
+    def eject(self):
+        self.owes, self.since_ejected = True, []
+        self.go(self.thresholds.eject)
+
+    def request_good(self):
+        if self.state is Health.HEALTHY and not self.owes:
+            self.unanswered = 0
+            if self.row and self.row[-1] != "probe good" and not self.probed():
+                self.row, self.since_ejected = [], []
+
+    def probed(self):
+        return "probe failed" in self.row
+
+    def trial_begins(self):
+        self.trying = True
+
+    def trial_failed(self):
+        if self.trying:
+            self.add("request failed")
+            self.unanswered += 1
+            self.eject()
+
+    def trial_good(self):
+        if self.trying:
+            self.owes, self.trying, self.unanswered = False, False, 0
+
+    def trial_without_verdict(self):
+        self.trying = False
+
+    def process_ended(self):
+        self.add("process ended")
+        self.owes, self.unanswered = False, 0
+        self.go(Health.UNHEALTHY)
+
+    @property
+    def counts(self):
+        good = bool(self.row) and self.row[-1] == "probe good"
+        return len(self.row) if good else 0, 0 if good else len(self.row)
 
 
 class HealthLife(RuleBasedStateMachine):
     @initialize(
-        rise=st.integers(1, 4),
-        fall=st.integers(1, 4),
-        on_threshold=st.sampled_from([Health.DEAD, Health.UNHEALTHY]),
-        eject=st.sampled_from([Health.DEAD, Health.UNHEALTHY]),
-    )
-    def begin(self, rise, fall, on_threshold, eject):
-        self.thresholds = Thresholds(rise, fall, on_threshold, eject)
-        self.machine, self.history, self.now = HealthMachine(NOW), [], NOW
+        rise=st.integers(1, 3), fall=st.integers(1, 4), tries=st.integers(0, 3),
+        on_threshold=STATES, eject=STATES,
+    )  # fmt: skip
+    def begin(self, rise, fall, tries, on_threshold, eject):
+        self.thresholds = Thresholds(rise, fall, on_threshold, eject, tries)
+        self.machine, self.naive, self.now = HealthMachine(NOW), Naive(self.thresholds), NOW
+        self.trial = self.old_trial = 0
+        self.last = ""
 
-    def passes(self):
+    def passes(self, event):
         self.before = self.machine.state, self.machine.epoch, self.machine.since
         self.now += timedelta(seconds=1)
+        self.last = event
+        self.naive.hear(event)
         return self.now
 
     @rule()
     def a_probe_is_good(self):
-        self.machine.succeed(self.thresholds, self.passes(), 200)
-        self.history.append("good")
+        self.machine.succeed(self.thresholds, self.passes("probe good"), 200)
 
-    @rule(probe=st.booleans())
-    def something_fails(self, probe):
-        self.machine.fail(self.thresholds, self.passes(), None, "refused", probe=probe)
-        self.history.append("probe failed" if probe else "request failed")
+    @rule()
+    def a_probe_fails(self):
+        self.machine.fail_probe(self.thresholds, self.passes("probe failed"), None, "refused")
+
+    @rule(old=st.booleans())
+    def a_request_fails(self, old):
+        trial = self.old_trial if old else 0
+        before = self.machine.state, self.machine.trial_owed
+        ejected = self.machine.fail_request(
+            self.thresholds, self.passes("request failed"), 502, "bad gateway", trial
+        )
+        assert ejected == (
+            (self.machine.state, self.machine.trial_owed) != before and (self.machine.trial_owed)
+        )
+
+    @rule(old=st.booleans())
+    def a_request_is_answered_well(self, old):
+        self.passes("request good")
+        assert not self.machine.answer_well(self.old_trial if old else 0)
+
+    @precondition(lambda self: self.machine.on_trial and not self.machine.trial)
+    @rule()
+    def a_trial_begins(self):
+        self.passes("trial begins")
+        self.trial = self.machine.begin_trial()
+
+    @precondition(lambda self: self.trial)
+    @rule(end=st.sampled_from(["trial failed", "trial good", "trial without verdict"]))
+    def a_trial_ends(self, end):
+        self.old_trial, self.trial = self.trial, 0
+        runs = self.machine.trial == self.old_trial
+        at = self.passes(end if runs else "request failed" if end == "trial failed" else "nothing")
+        if end == "trial failed":
+            told = self.machine.fail_request(self.thresholds, at, None, "reset", self.old_trial)
+        elif end == "trial good":
+            told = self.machine.answer_well(self.old_trial)
+        else:
+            told = self.machine.end_trial(self.old_trial)
+        assert told == runs or end == "trial failed"
 
     @rule()
     def its_process_ends(self):
-        self.machine.lose(self.passes(), "SIGKILL")
-        self.history.append("process ended")
+        self.machine.lose(self.passes("process ended"), "SIGKILL")
 
     @rule()
     def an_operator_buries_it(self):
         epoch = self.machine.epoch
-        self.machine.kill(self.passes())
+        self.machine.kill(self.passes("killed"))
         assert self.machine.epoch > epoch
-        self.history.append("killed")
 
     @rule()
     def an_operator_revives_it(self):
         epoch = self.machine.epoch
-        self.machine.revive(self.passes())
+        self.machine.revive(self.passes("revived"))
         assert self.machine.epoch > epoch
-        self.history.append("revived")
 
     @invariant()
     def it_is_what_its_history_says(self):
-        machine = self.machine
+        machine, naive = self.machine, self.naive
         told = machine.state, machine.consecutive_successes, machine.consecutive_failures
-        assert told == naive(self.history, self.thresholds)
+        assert told == (naive.state, *naive.counts)
+        assert machine.on_trial == (naive.owes and naive.state is Health.HEALTHY)
+        assert bool(machine.trial) == naive.trying
+        assert machine.failed_tries == naive.unanswered
+
+    @invariant()
+    def who_is_on_trial_has_something_to_make_good(self):
+        assert self.machine.failed_tries or not self.machine.on_trial
 
     @invariant()
     def since_moves_with_the_state_only(self):
-        if self.history:
+        if self.last:
             state, _, since = self.before
             moved = self.machine.state is not state
             assert self.machine.since == (self.now if moved else since)
 
     @invariant()
     def dead_is_left_by_revival_only(self):
-        if self.history and self.before[0] is Health.DEAD and self.history[-1] != "revived":
+        if self.last and self.before[0] is Health.DEAD and self.last != "revived":
             assert self.machine.state is Health.DEAD
 
 
+Naive.nothing = lambda self: None
 TestHealthLife = HealthLife.TestCase
 
 
-def test_request_failures_alone_eject_and_one_failed_probe_makes_it_the_threshold():
-    thresholds = Thresholds(fall=3, on_threshold=Health.DEAD, eject=Health.UNHEALTHY)
-    for probed, end in ((None, Health.UNHEALTHY), (0, Health.DEAD), (2, Health.DEAD)):
-        machine = HealthMachine(NOW)
-        for turn in range(3):
-            machine.fail(thresholds, NOW, 502, "bad gateway", probe=turn == probed)
-        assert machine.state is end
+def machine_of(thresholds, *events):
+    machine = HealthMachine(NOW)
+    for event in events:
+        tell(machine, thresholds, event)
+    return machine
+
+
+def tell(machine, thresholds, event):
+    match event:
+        case "good probe":
+            machine.succeed(thresholds, NOW, 200)
+        case "bad probe":
+            machine.fail_probe(thresholds, NOW, None, "refused")
+        case "bad request":
+            machine.fail_request(thresholds, NOW, 502, "bad gateway")
+        case "good request":
+            machine.answer_well(0)
+
+
+PLAIN = Thresholds(rise=2, fall=3, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, tries=3)
+UP = ("good probe", "good probe")
+
+
+@pytest.mark.parametrize("probed", [None, 0, 2])
+def test_request_failures_alone_eject_and_one_failed_probe_makes_it_the_threshold(probed):
+    events = ["bad probe" if turn == probed else "bad request" for turn in range(3)]
+    wanted = Health.UNHEALTHY if probed is None else Health.DEAD
+    assert machine_of(PLAIN, *UP, *events).state is wanted
+
+
+def test_a_good_answer_in_between_begins_the_run_anew():
+    events = ("bad request", "bad request", "good request", "bad request", "bad request")
+    machine = machine_of(PLAIN, *UP, *events)
+    assert (machine.state, machine.failed_tries) == (Health.HEALTHY, 2)
+    tell(machine, PLAIN, "bad request")
+    assert machine.state is Health.UNHEALTHY
+
+
+def test_good_probes_do_not_hide_that_every_request_fails():
+    events = ("bad request", "good probe") * 3
+    assert machine_of(PLAIN, *UP, *events[:5]).state is Health.UNHEALTHY
+
+
+def test_with_no_bound_on_tries_the_failure_threshold_still_counts():
+    never = Thresholds(fall=4, eject=Health.UNHEALTHY, tries=0)
+    machine = machine_of(never, *UP, *["bad request"] * 3)
+    assert machine.state is Health.HEALTHY
+    tell(machine, never, "bad request")
+    assert machine.state is Health.UNHEALTHY
 
 
 def test_a_good_probe_forgets_a_failed_one():
-    thresholds = Thresholds(rise=9, fall=2, on_threshold=Health.DEAD, eject=Health.UNHEALTHY)
-    machine = HealthMachine(NOW)
-    machine.fail(thresholds, NOW, None, "refused", probe=True)
-    machine.succeed(thresholds, NOW, 200)
-    for _ in range(2):
-        machine.fail(thresholds, NOW, None, "reset", probe=False)
-    assert machine.state is Health.UNHEALTHY
+    events = (*UP, "bad probe", "good probe", *["bad request"] * 3)
+    assert machine_of(PLAIN, *events).state is Health.UNHEALTHY
+
+
+def test_what_was_ejected_dies_of_failed_probes_only_after_the_whole_threshold():
+    machine = machine_of(PLAIN, *UP, *["bad request"] * 3)
+    for state in (Health.UNHEALTHY, Health.UNHEALTHY, Health.DEAD):
+        tell(machine, PLAIN, "bad probe")
+        assert machine.state is state
+
+
+def test_requests_from_before_the_ejection_say_nothing_more():
+    machine = machine_of(PLAIN, *UP, *["bad request"] * 3, "good probe")
+    for event in ("bad request", "good request", "good probe"):
+        tell(machine, PLAIN, event)
+    assert (machine.state, machine.on_trial) == (Health.HEALTHY, True)
+    for event in ("good request", "bad request"):
+        tell(machine, PLAIN, event)
+    assert (machine.state, machine.on_trial) == (Health.HEALTHY, True)
+
+
+def on_trial():
+    machine = machine_of(PLAIN, *UP, *["bad request"] * 3, *UP)
+    assert (machine.state, machine.on_trial, machine.trial) == (Health.HEALTHY, True, 0)
+    return machine
+
+
+def test_a_trial_that_fails_puts_it_out_at_once():
+    machine = on_trial()
+    trial = machine.begin_trial()
+    assert machine.fail_request(PLAIN, NOW, None, "reset", trial)
+    assert (machine.state, machine.trial, machine.trial_owed) == (Health.UNHEALTHY, 0, True)
+
+
+def test_a_trial_that_succeeds_brings_it_back_whole():
+    machine = on_trial()
+    assert machine.answer_well(machine.begin_trial())
+    assert (machine.on_trial, machine.failed_tries) == (False, 0)
+    tell(machine, PLAIN, "bad request")
+    assert machine.state is Health.HEALTHY
+
+
+def test_the_verdict_of_a_trial_from_before_a_revival_is_void():
+    machine = on_trial()
+    trial = machine.begin_trial()
+    machine.revive(NOW)
+    assert not machine.on_trial
+    assert not machine.fail_request(PLAIN, NOW, None, "reset", trial)
+    assert machine.state is Health.HEALTHY
 
 
 def test_a_long_error_is_kept_in_part():
     machine = HealthMachine(NOW)
-    machine.fail(Thresholds(), NOW, 500, "x" * 10_000, probe=True)
+    machine.fail_probe(Thresholds(), NOW, 500, "x" * 10_000)
     assert machine.last_error == "x" * LAST_ERROR_CHARS
     assert machine.last_status_code == 500

@@ -5,7 +5,7 @@ from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.fleet.capabilities import mask_of
 from omni_proxy.fleet.health import Health, Thresholds
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
-from tests.fleet.entries import NOW, entry, fleet_of
+from tests.fleet.entries import NOW, entry, fleet_of, heal
 
 names = st.sampled_from("abcde")
 models = st.sampled_from([None, "m", "n"])
@@ -28,6 +28,8 @@ class FleetLife(RuleBasedStateMachine):
         self.health = {}
         self.holds = {}
         self.objects = {}
+        self.owing = set()  # who was ejected and has not made it good
+        self.trying = {}  # the trial that runs, by URL
         self.told = 0
         self.fleet.watch(self.hear)
 
@@ -55,6 +57,13 @@ class FleetLife(RuleBasedStateMachine):
         self.entries = after
         self.health = {url: self.health.get(url, Health.UNKNOWN) for url in after}
         self.holds = {url: self.holds.get(url, set()) for url in after}
+        self.owing &= after.keys()
+        self.settle()
+
+    def settle(self):
+        """A trial is of a worker that is healthy and owes one."""
+        owing = {url for url in self.owing if self.health[url] is Health.HEALTHY}
+        self.trying = {url: trial for url, trial in self.trying.items() if url in owing}
 
     @has_workers
     @rule(data=st.data(), good=st.booleans())
@@ -66,6 +75,42 @@ class FleetLife(RuleBasedStateMachine):
         )
         if self.health[worker.url] is not Health.DEAD:
             self.health[worker.url] = Health.HEALTHY if good else Health.UNHEALTHY
+        self.settle()
+
+    @has_workers
+    @rule(data=st.data())
+    def a_request_fails(self, data):
+        worker = self.some(data)
+        trial = self.trying.get(worker.url, 0)
+        self.fleet.observe_request_failure(worker, status=502, error="x", at=NOW, trial=trial)
+        fresh = worker.url not in self.owing and self.health[worker.url] is not Health.UNHEALTHY
+        if self.health[worker.url] is not Health.DEAD and (trial or fresh):
+            self.health[worker.url] = Health.UNHEALTHY
+            self.owing.add(worker.url)
+        self.settle()
+
+    @has_workers
+    @rule(data=st.data())
+    def a_request_is_answered_well(self, data):
+        worker = self.some(data)
+        trial = self.trying.get(worker.url, 0)
+        self.fleet.observe_good_answer(worker, trial)
+        if trial:
+            self.owing.discard(worker.url)
+        self.settle()
+
+    @has_workers
+    @rule(data=st.data())
+    def a_request_is_taken_to_one_on_trial(self, data):
+        worker = self.some(data)
+        if worker.machine.on_trial and worker.routable:
+            self.trying[worker.url] = self.fleet.begin_trial(worker)
+
+    @precondition(lambda self: self.trying)
+    @rule(data=st.data())
+    def a_trial_ends_without_a_verdict(self, data):
+        url = data.draw(st.sampled_from(sorted(self.trying)))
+        self.fleet.end_trial(self.fleet.find(url), self.trying.pop(url))
 
     @has_workers
     @rule(data=st.data(), good=st.booleans(), age=st.integers(1, 3))
@@ -85,6 +130,7 @@ class FleetLife(RuleBasedStateMachine):
         worker = self.some(data)
         self.fleet.mark_dead(worker, NOW)
         self.health[worker.url] = Health.DEAD
+        self.settle()
 
     @has_workers
     @rule(data=st.data())
@@ -93,6 +139,8 @@ class FleetLife(RuleBasedStateMachine):
         self.fleet.revive(worker, NOW)
         if self.health[worker.url] is Health.DEAD:
             self.health[worker.url] = Health.UNKNOWN
+        self.owing.discard(worker.url)
+        self.settle()
 
     @has_workers
     @rule(data=st.data())
@@ -101,6 +149,8 @@ class FleetLife(RuleBasedStateMachine):
         self.fleet.lost(worker, "SIGKILL", NOW)
         if self.health[worker.url] is not Health.DEAD:
             self.health[worker.url] = Health.UNHEALTHY
+            self.owing.discard(worker.url)
+        self.settle()
 
     @has_workers
     @rule(data=st.data(), reason=st.sampled_from(["updating", "launch"]), on=st.booleans())
@@ -120,6 +170,7 @@ class FleetLife(RuleBasedStateMachine):
             if self.health[url] is Health.HEALTHY
             and not each.disabled
             and not self.holds[url]
+            and url not in self.trying
             and needs <= each.capabilities
         ]
         if model and any(each.model for each in able):
@@ -151,6 +202,7 @@ class FleetLife(RuleBasedStateMachine):
         assert counts["total_workers"] == len(states)
         assert counts["routable_workers"] == sum(w.routable for w in self.fleet.workers)
         assert self.fleet.limited == any(each.max_inflight for each in self.entries.values())
+        assert self.fleet.names_models == any(each.model for each in self.entries.values())
 
 
 TestFleetLife = FleetLife.TestCase
@@ -186,3 +238,40 @@ def test_a_summary_holds_the_counts_and_every_record():
     told = fleet.summary("ok")
     assert (told["status"], told["disabled_workers"], told["routable_workers"]) == ("ok", 1, 1)
     assert [record["url"] for record in told["workers"]] == ["http://a:1", "http://b:1"]
+
+
+def test_ejection_is_told_once_and_a_threshold_of_probes_is_none():
+    fleet = fleet_of(entry("a"), entry("b"))
+    heard = []
+    fleet.watch_ejected(heard.append)
+    ejected, probed = fleet.workers
+    for _ in range(fleet.thresholds.fall + 2):
+        fleet.observe_request_failure(ejected, status=502, error="bad", at=NOW)
+        fleet.observe_probe(probed, status=None, error="refused", at=NOW, epoch=0)
+    assert heard == [ejected]
+
+
+def test_what_is_removed_lost_or_flushed_has_forgotten_what_it_had():
+    fleet = fleet_of(entry("a"), entry("b"), entry("c"))
+    a, b, c = fleet.workers
+    heard = []
+    fleet.watch_forgotten(heard.append)
+    fleet.apply([entry("b"), entry("c", disabled=True)], NOW)
+    fleet.lost(b, "SIGKILL", NOW)
+    fleet.forgotten(c)
+    assert heard == [a, b, c]
+
+
+def test_a_record_shows_that_a_worker_is_on_trial_and_keeps_the_words_for_health():
+    fleet = fleet_of(entry("a"))
+    (worker,) = fleet.workers
+    for _ in range(fleet.thresholds.fall):
+        fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
+    told = worker.record()
+    assert (told["health_state"], told["routable"], told["trial"]) == ("unhealthy", False, False)
+    heal(fleet, worker)
+    told = worker.record()
+    assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", True, True)
+    fleet.begin_trial(worker)
+    told = worker.record()
+    assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", False, True)

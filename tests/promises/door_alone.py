@@ -18,6 +18,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import State
 from omni_proxy.door.core import Door
+from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from tests.promises.clients import Client, client_of
 from tests.promises.fakes import FakeWorker, Script, fake_workers
@@ -73,6 +74,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
     urls = [worker if isinstance(worker, str) else worker.url for worker in workers]
     made = configured(config, urls)
     fleet = Fleet()
+    fleet.thresholds = thresholds_of(made)
     now = datetime.now(UTC)
     fleet.apply(desired(made, (), State()), now)
     for worker in fleet.workers:

@@ -25,7 +25,7 @@ BAD_ENDS = {
         "[[workers]]\nurl = 'http://169.254.169.254'", "workers[1].url", "link-local", "",
     ),
     "no toml": ("[routing\npolicy = 'random'", "", "", ""),
-    "not yet": ("[routing]\npolicy = 'prefix_hash'", "routing.policy", "not supported yet", ""),
+    "not yet": ("[weight_sync]\nmode = 'receive'", "weight_sync.mode", "not supported yet", ""),
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]
 

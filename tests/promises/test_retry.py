@@ -2,6 +2,7 @@ import pytest
 import trio
 import trio.testing
 
+from omni_proxy.door import tries as trying
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
@@ -149,3 +150,127 @@ async def test_every_try_is_counted_and_none_stays_in_flight():
         assert (bad.routed["generation"], bad.failed["generation"]) == (1, 1)
         assert (good.routed["generation"], good.succeeded["generation"]) == (1, 1)
         assert opened.at_rest()
+
+
+BUSY = counted(b"busy", "Retry-After: 7", "x-mine: a", "x-mine: b", status="503 Over Full")
+
+
+def names(opened):
+    return [worker.display_id for worker in opened.fleet.workers]
+
+
+async def test_a_503_goes_to_another_worker_and_says_nothing_of_health():
+    async with door_before(answering(BUSY), GOOD) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, answer.body) == (200, b"good")
+        busy, good = names(opened)
+        assert answer.one("x-omni-attempts") == f"{busy}=503, {good}=200"
+        assert opened.last["tried"] == [
+            {"worker": f"http://{busy}", "outcome": "503"},
+            {"worker": f"http://{good}", "outcome": "200"},
+        ]
+        assert opened.failures() == [0, 0]
+        assert len(opened.door.lane(opened.fleet.workers[0]).idle) == 1  # it ended cleanly
+    assert [len(worker.requests) for worker in opened.workers] == [1, 1]
+
+
+async def test_where_all_say_503_the_answer_of_the_last_one_is_relayed_untouched():
+    config = "[routing]\nmax_total_retries = 3"
+    first = answering(counted(b"first", status="503 No"))
+    async with door_before(first, answering(BUSY), config=config) as (opened, client):
+        answer = await ask(client)
+        one, other = names(opened)
+        assert answer.one("x-omni-attempts") == f"{one}=503, {other}=503, {one}=503"
+        assert (answer.status, answer.body) == (503, b"first")
+        answer = await ask(client)  # in turn, the other one is the last
+        assert (answer.status, answer.body) == (503, b"busy")
+        assert (answer.all("x-mine"), answer.one("retry-after")) == (["a", "b"], "7")
+        assert opened.failures() == [0, 0]
+    assert sum(len(worker.requests) for worker in opened.workers) == 6
+
+
+async def test_a_503_that_may_not_be_tried_again_is_relayed_at_once():
+    config = '[routing]\nretry_on = ["connect_failure"]'
+    async with door_before(answering(BUSY), GOOD, config=config) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, answer.one("x-omni-attempts")) == (503, None)
+        assert opened.last["tried"] == [{"worker": opened.workers[0].url, "outcome": "503"}]
+    assert len(opened.workers[1].requests) == 0
+
+
+async def test_a_worker_that_went_out_meanwhile_leaves_its_503_to_the_client():
+    async def script(call):
+        (worker,) = opened.fleet.workers
+        opened.fleet.hold(worker, "launch")
+        await call.send(BUSY)
+
+    async with door_before(script) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, answer.body) == (503, b"busy")
+    assert len(opened.workers[0].requests) == 1
+
+
+async def test_a_client_error_is_never_tried_again():
+    async with door_before(answering(counted(b"no", status="429 Slow")), GOOD) as (opened, client):
+        assert (await ask(client)).status == 429
+        assert opened.failures() == [0, 0]
+    assert len(opened.workers[1].requests) == 0
+
+
+async def test_a_failure_after_failed_tries_tells_what_was_tried():
+    config = "[routing]\nmax_total_retries = 2"
+    async with (
+        refusing_url() as gone,
+        fake_workers(resetting) as (made,),
+        open_door(gone, made, config=config) as opened,
+        opened.client() as client,
+    ):
+        answer = await ask(client)
+        one, other = names(opened)
+        assert answer.status == 502
+        told = f"{one}=connect_failure, {other}=reset_before_response"
+        assert answer.one("x-omni-attempts") == told
+
+
+async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_told_why():
+    config = '[routing]\nretry_body_bytes = "1KiB"'
+    body = b'{"messages": [], "pad": "%b"}' % (b"x" * 1024)
+    async with door_before(resetting, answering(BUSY), config=config) as (opened, client):
+        answer = await ask(client, body)
+        assert answer.status == 502
+        assert b"larger than 1024 bytes" in answer.body
+        assert opened.last["attempts"] == 1
+        assert (await ask(client, body)).status == 503
+    assert [len(worker.requests) for worker in opened.workers] == [1, 1]
+
+
+async def test_the_pauses_grow_only_while_nobody_is_left_untried(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(trying, "pause_secs", lambda made, chance: pauses.append(made) or 0.0)
+    async with door_before(*[resetting] * 2) as (opened, client):
+        assert (await ask(client)).status == 502
+        # Each went out at its third failure; there was no fourth to pause before.
+        assert opened.last["attempts"] == 6
+    assert pauses == [0, 1, 2, 3]
+
+
+async def test_a_client_that_leaves_during_a_pause_ends_it_at_once(monkeypatch):
+    monkeypatch.setattr(trying, "pause_secs", lambda made, chance: 3600.0)
+    async with fake_workers(resetting) as (worker,), open_door(worker) as opened:
+        async with opened.client() as client:
+            await client.send(post(CHAT))
+            while not any(task.phase == "backoff" for task in opened.door.pump.tasks):
+                await trio.sleep(0.001)
+        await opened.door.drained()
+        assert opened.last["outcome"] == "client_disconnected"
+        assert opened.last["phase"] == "backoff"
+    assert len(worker.requests) == 1
+
+
+async def test_a_pause_ends_with_the_time_of_the_exchange(monkeypatch):
+    monkeypatch.setattr(trying, "pause_secs", lambda made, chance: 3600.0)
+    config = "[server]\nrequest_timeout_secs = 0.05"
+    async with door_before(resetting, config=config) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, b"in phase backoff" in answer.body) == (504, True)
+        assert answer.one("x-omni-attempts") == f"{names(opened)[0]}=reset_before_response"

@@ -1,6 +1,7 @@
 import httpx
 import pytest
 import trio
+import trio.lowlevel
 
 from omni_proxy.fleet.health import Thresholds
 from omni_proxy.watch import prober as prober_module
@@ -307,3 +308,57 @@ async def test_it_may_be_started_again_after_an_end(world, asked, autojump_clock
             await trio.sleep(0.1)
             nursery.cancel_scope.cancel()
         assert (len(asked), asked.closed) == (expected, expected)
+
+
+async def test_an_ejected_worker_is_probed_at_once(world, asked, nursery, autojump_clock):
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(3)
+    probes = len(asked)
+    for _ in range(3):
+        world.fleet.observe_request_failure(worker, status=502, error="bad gateway", at=NOW)
+    await trio.lowlevel.checkpoint()
+    assert worker.machine.state == "unhealthy"
+    await trio.sleep(1)
+    assert len(asked) == probes + 2
+    assert (worker.machine.state, worker.machine.on_trial) == ("healthy", True)
+
+
+@pytest.fixture
+def forgotten(world):
+    heard = []
+    world.fleet.watch_forgotten(lambda worker: heard.append(worker.url))
+    return heard
+
+
+async def probes_of(world, asked, nursery, *answers):
+    """One probe each; the worker stays in whatever they say."""
+    world.fleet.thresholds = Thresholds(rise=1, fall=99)
+    left = list(answers)
+    asked.reply = lambda request: left.pop(0)
+    world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(10 * len(answers) - 5)
+    assert left == []
+
+
+def says(**keys):
+    return httpx.Response(200, json=keys)
+
+
+@pytest.mark.parametrize("key", ["instance", "instance_id", "start_time", "started_at"])
+async def test_another_process_at_the_address_has_forgotten_everything(
+    world, asked, forgotten, nursery, autojump_clock, key
+):
+    answers = [says(**{key: 1.5}), says(**{key: 1.5}), says(**{key: 2.5}), says(**{key: 2.5})]
+    await probes_of(world, asked, nursery, *answers)
+    assert forgotten == [URL]
+
+
+async def test_a_body_without_a_sign_of_its_process_says_nothing(
+    world, asked, forgotten, nursery, autojump_clock
+):
+    bad = httpx.Response(500, json={"instance": "b"})
+    answers = [says(instance="a"), says(), bad, httpx.Response(200, text="ok"), says(instance="a")]
+    await probes_of(world, asked, nursery, *answers)
+    assert forgotten == []

@@ -144,3 +144,29 @@ async def test_a_key_that_cannot_be_sent_fails_the_probe_only(world, nursery, mo
     with trio.fail_after(10):
         await world.prober.probe_once(worker)
     assert worker.machine.consecutive_failures == 1
+
+
+async def test_a_refused_connection_means_that_its_cache_is_gone_and_is_said_once(world, nursery):
+    heard = []
+    world.fleet.watch_forgotten(heard.append)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        worker = await probed(world, nursery, "http://127.0.0.1:{1}".format(*holder.getsockname()))
+        assert heard == [worker]
+        with trio.fail_after(10):
+            await world.prober.probe_once(worker)
+        assert (heard, worker.machine.consecutive_failures) == ([worker], 2)
+
+
+async def test_the_header_of_an_instance_counts_before_the_body(world, nursery, health_server):
+    heard = []
+    world.fleet.watch_forgotten(heard.append)
+    head = "HTTP/1.1 200 OK\r\nx-omni-instance: {}\r\ncontent-length: 17\r\n\r\n"
+    same_body = '{"instance": "x"}'
+    health_server.reply = (head.format("one") + same_body).encode()
+    worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
+    assert (heard, worker.instance) == ([], "one")
+    health_server.reply = (head.format("two") + same_body).encode()
+    with trio.fail_after(10):
+        await world.prober.probe_once(worker)
+    assert (heard, worker.instance) == ([worker], "two")

@@ -1,0 +1,127 @@
+"""What follows a try that came to nothing: another worker, the same after a pause, or the end.
+
+Contract: made only once a try has failed, so that a request that goes well pays nothing. Nothing
+has left for the client. Who is tried next is taken already when a method returns it. A worker's 503
+is held, its connection open, until somebody else has been found: else it goes to the client as is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from omni_proxy.door.account import Exchange
+from omni_proxy.door.ask import First
+from omni_proxy.door.task import Gone
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.pick import able, choose
+from omni_proxy.routing.retry import may_retry, pause_secs, tries_allowed
+from omni_proxy.wire.errors import Refusal
+
+if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
+
+CHANCES: Final = 1000
+
+
+class Tries:
+    """The failed tries of one request."""
+
+    __slots__ = ("_body_bytes", "_conn", "_mine", "_pauses", "_workers")
+
+    def __init__(self, conn: Connection, mine: Exchange, body_bytes: int) -> None:
+        self._conn = conn
+        self._mine = mine
+        self._body_bytes = body_bytes
+        self._workers: set[Worker] = set()
+        self._pauses = 0
+
+    async def after(self, kind: str, refusal: Refusal) -> Worker:
+        """The worker of the next try. Raises `refusal` where there is none; Gone, Expired."""
+        mine, worker = self._mine, self._mine.worker
+        assert worker is not None
+        self._note(worker, kind)
+        if not self._allowed(kind):
+            raise refusal
+        if self._too_large():
+            keep = self._conn.door.config.routing.retry_body_bytes
+            refusal.message += f"; not tried again: its body is larger than {keep} bytes"
+            raise refusal
+        self._give_up(worker)
+        await self._pause()
+        try:
+            found = self._choose()
+        except Refusal as nobody:
+            return await self._held(nobody, refusal)
+        mine.take(self._conn.door, found)
+        return found
+
+    async def after_503(self, first: First) -> Worker | None:
+        """The same for an answer of 503; None where that is what the client shall get."""
+        conn, mine, worker = self._conn, self._mine, self._mine.worker
+        assert worker is not None
+        if not self._allowed("503") or self._too_large():
+            return None
+        self._give_up(worker)
+        await self._pause()
+        try:
+            found = self._choose()
+        except Refusal:
+            return None
+        self._note(worker, "503")
+        _let_go(conn, first)
+        mine.take(conn.door, found)
+        return found
+
+    def _allowed(self, kind: str) -> bool:
+        routing = self._conn.door.config.routing
+        allowed = tries_allowed(routing.max_total_retries)
+        return may_retry(kind, self._mine.attempts, allowed, routing.retry_on)
+
+    def _too_large(self) -> bool:
+        return self._body_bytes > self._conn.door.config.routing.retry_body_bytes
+
+    def _note(self, worker: Worker, outcome: str) -> None:
+        mine = self._mine
+        mine.tried = [*(mine.tried or ()), (worker, outcome)]
+
+    def _give_up(self, worker: Worker) -> None:
+        self._workers.add(worker)
+        self._mine.leave(self._conn.door, succeeded=False)
+        self._conn.door.queue.serve()
+
+    def _choose(self) -> Worker:
+        door, need = self._conn.door, self._mine.need
+        assert need is not None
+        return choose(door.fleet, need, door.policy, tried=self._workers, owner=door.voice_owner)
+
+    async def _pause(self) -> None:
+        """Only where all who could take it have been tried: they get a moment."""
+        conn, need = self._conn, self._mine.need
+        door = conn.door
+        assert need is not None
+        left = able(door.fleet, need, door.voice_owner)
+        if not left or not self._workers.issuperset(left):
+            return
+        if conn.client.ended and door.half_close_aborts:
+            raise Gone
+        conn.phase, conn.due = "backoff", conn.deadline
+        await door.timers.sleep(conn, pause_secs(self._pauses, door.below(CHANCES) / CHANCES))
+        self._pauses += 1
+
+    async def _held(self, nobody: Refusal, refusal: Refusal) -> Worker:
+        """Nobody is left: wait for one, if that is allowed. What failed says more than that."""
+        queue = self._conn.door.queue
+        try:
+            return await queue.for_worker(self._conn, self._mine, nobody, self._workers)
+        except Refusal:
+            raise refusal from None
+
+
+def _let_go(conn: Connection, first: First) -> None:
+    """Of an answer that nobody will see; its connection is kept where it has ended."""
+    answer, up = first.answer, first.up
+    conn.upstream = None
+    if answer.whole and answer.keep_alive and first.all_sent and not answer.excess:
+        first.lane.give_back(up)
+    else:
+        up.close()

@@ -1,0 +1,235 @@
+"""A worker whose requests fail is out after a few of them, and comes back by one trial request."""
+
+from datetime import UTC, datetime
+
+import pytest
+import trio
+
+from omni_proxy.fleet.health import Health
+from tests.promises.clients import CHAT, STREAMED, post
+from tests.promises.door_alone import door_before, open_door
+from tests.promises.fakes import (
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    resetting,
+)
+from tests.promises.fleet_program import program as running_program
+from tests.promises.fleet_program import put, toml
+
+GOOD = answering(counted(b"good"))
+BUSY = answering(counted(b"busy", status="503 Busy"))
+ONCE = "[routing]\nmax_total_retries = 1\n"
+
+
+async def ask(client, body=CHAT):
+    await client.send(post(body))
+    return await client.answer()
+
+
+def heal(opened, index=0):
+    """Good probes, as many as it takes."""
+    worker = opened.fleet.workers[index]
+    for _ in range(opened.fleet.thresholds.rise):
+        opened.fleet.observe_probe(
+            worker, status=200, error=None, at=datetime.now(UTC), epoch=worker.machine.epoch
+        )
+    return worker
+
+
+async def eject(opened, client, index=0):
+    """Three requests that its worker breaks."""
+    worker = opened.fleet.workers[index]
+    while worker.machine.state is Health.HEALTHY:
+        await ask(client)
+    return worker
+
+
+class Switched:
+    """A script that can be exchanged while the worker runs."""
+
+    def __init__(self, script):
+        self.script = script
+
+    async def __call__(self, call):
+        await self.script(call)
+
+
+@pytest.mark.parametrize(
+    ("eject_to", "state"), [("unhealthy", "unhealthy"), ("dead", "dead"), ("remove", "unhealthy")]
+)
+async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state):
+    config = f'[routing]\nmax_total_retries = 1\neject = "{eject_to}"'
+    async with door_before(resetting, config=config) as (opened, client):
+        (worker,) = opened.fleet.workers
+        told = []
+        opened.fleet.watch_ejected(told.append)
+        for turn in range(3):
+            assert (worker.routable, told) == (True, []), turn
+            assert (await ask(client)).status == 502
+        assert (worker.machine.state, told) == (state, [worker])
+        assert (await ask(client)).status == 503
+
+
+async def test_a_good_answer_in_between_keeps_it_in():
+    script = Switched(resetting)
+    async with door_before(script, config=ONCE) as (opened, client):
+        (worker,) = opened.fleet.workers
+        for _ in range(3):
+            for bad in (resetting, resetting, GOOD):
+                script.script = bad
+                await ask(client)
+        assert (worker.routable, worker.machine.failed_tries) == (True, 0)
+
+
+async def test_503_and_client_errors_never_eject():
+    script = Switched(BUSY)
+    async with door_before(script, config=ONCE) as (opened, client):
+        for status in ("503 Busy", "500 Oh", "429 Slow", "404 No"):
+            script.script = answering(counted(b"", status=status))
+            for _ in range(4):
+                assert (await ask(client)).status == int(status[:3])
+        assert (opened.failures(), opened.fleet.workers[0].routable) == ([0], True)
+
+
+async def test_back_from_ejection_one_request_alone_is_let_in_however_many_come():
+    script, gate, asked = Switched(resetting), trio.Event(), trio.Event()
+
+    async def slowly(call):
+        asked.set()
+        await gate.wait()
+        await call.send(counted(b"tried"))
+
+    async with (
+        fake_workers(script, GOOD) as made,
+        open_door(*made) as opened,
+        opened.client() as client,
+    ):
+        worker = await eject(opened, client)
+        script.script = slowly
+        heal(opened)
+        assert (worker.routable, worker.record()["trial"]) == (True, True)
+        before = len(made[0].requests)
+        answers = []
+
+        async def one():
+            async with opened.client() as other:
+                answers.append((await ask(other)).body)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                nursery.start_soon(one)
+            with trio.fail_after(10):
+                await asked.wait()
+                while len(answers) < 19:
+                    await trio.sleep(0.001)
+            assert (worker.routable, worker.in_flight) == (False, 1)
+            assert worker.record()["health_state"] == "healthy"
+            gate.set()
+        assert sorted(answers) == [b"good"] * 19 + [b"tried"]
+        assert len(made[0].requests) == before + 1
+        assert (worker.routable, worker.record()["trial"]) == (True, False)
+
+
+async def test_a_trial_that_fails_puts_it_out_at_once():
+    async with door_before(resetting, GOOD) as (opened, client):
+        worker = await eject(opened, client)
+        heal(opened)
+        while worker.machine.on_trial:
+            assert (await ask(client)).body == b"good"
+        assert worker.machine.state is Health.UNHEALTHY
+
+
+async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
+    script, asked = Switched(resetting), trio.Event()
+
+    async def never(call):
+        asked.set()
+        await call.until_left()
+
+    async with (
+        fake_workers(script) as made,
+        open_door(*made, config=ONCE) as opened,
+        opened.client() as client,
+    ):
+        worker = await eject(opened, client)
+        heal(opened)
+        script.script = BUSY
+        assert (await ask(client)).status == 503
+        assert (worker.routable, worker.machine.on_trial) == (True, True)
+        script.script = never
+        async with opened.client() as leaving:
+            await leaving.send(post(CHAT))
+            await asked.wait()
+            refused = await ask(client)
+            assert (refused.status, b"on trial" in refused.body) == (503, True)
+        with trio.fail_after(10):
+            while not worker.routable:
+                await trio.sleep(0.001)
+        script.script = GOOD
+        assert (await ask(client)).status == 200
+        assert not worker.machine.on_trial
+
+
+async def test_a_stream_has_passed_its_trial_with_its_first_byte():
+    script, gate = Switched(resetting), trio.Event()
+
+    async def stream(call):
+        await call.send(SSE_HEAD, chunk(b"data: one\n\n"))
+        await gate.wait()
+        await call.send(chunk(b""))
+
+    async with (
+        fake_workers(script) as made,
+        open_door(*made, config=ONCE) as opened,
+        opened.client() as client,
+        opened.client() as other,
+    ):
+        worker = await eject(opened, client)
+        heal(opened)
+        script.script = stream
+        await client.send(post(STREAMED))
+        await client.until(b"data: one")
+        assert (worker.routable, worker.machine.on_trial) == (True, False)
+        script.script = GOOD
+        assert (await ask(other)).status == 200
+        gate.set()
+        await client.until(b"0\r\n\r\n")
+
+
+async def test_the_program_ejects_probes_at_once_and_readmits(tmp_path):
+    """Probes every hour: only being woken can bring it back in time."""
+    script = Switched(resetting)
+    file = tmp_path / "proxy.toml"
+    more = "[routing]\nmax_total_retries = 1\n"
+    async with fake_workers(script) as made:
+        text = toml(made, more=more).replace("interval_secs = 0.2", "interval_secs = 3600")
+        put(file, text)
+        async with running_program("--config", file) as program:
+            await program.until_routable(*made)
+            for _ in range(3):
+                assert (await program.ask()).status_code == 502
+            script.script = GOOD
+            told = await program.until("/workers", lambda told: told["routable_workers"] == 1)
+            assert told["workers"][0]["trial"]
+            assert (await program.ask()).status_code == 200
+            assert not (await program.told("/workers"))["workers"][0]["trial"]
+
+
+async def test_the_program_removes_what_it_ejects_until_its_entry_changes(tmp_path):
+    file = tmp_path / "proxy.toml"
+    more = '[routing]\neject = "remove"\n'
+    async with fake_workers(resetting, GOOD) as made:
+        put(file, toml(made, more=more))
+        async with running_program("--config", file) as program:
+            await program.until_routable(*made)
+            while (await program.told("/workers"))["total_workers"] == 2:
+                assert (await program.ask()).status_code == 200
+            assert [w["url"] for w in (await program.told("/workers"))["workers"]] == [made[1].url]
+            await program.says("was removed")
+            assert (await program.client.post("/reload")).json()["outcome"] == "unchanged"
+            entry = f'[[workers]]\nurl = "{made[0].url}"\n'
+            put(file, toml(made, more=more).replace(entry, entry + 'model = "new"\n'))
+            await program.until("/workers", lambda told: told["total_workers"] == 2)

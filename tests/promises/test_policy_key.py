@@ -1,0 +1,25 @@
+"""A policy that keeps clients apart is told by what; one that does not costs nothing for it."""
+
+import pytest
+
+from tests.promises.clients import post
+from tests.promises.door_alone import door_before
+from tests.promises.fakes import answering, counted
+
+
+@pytest.mark.parametrize(("wants", "told"), [(True, "anna"), (False, "")])
+async def test_the_key_is_read_where_the_policy_wants_it(wants, told):
+    async with door_before(answering(counted(b"good"))) as (opened, client):
+        keys = []
+
+        class Keyed(type(opened.door.policy)):
+            wants_key = wants
+
+            def pick(self, candidates, need):
+                keys.append(need.key)
+                return super().pick(candidates, need)
+
+        opened.door.policy = Keyed()
+        await client.send(post(b'{"messages": []}', "X-Session-Id: anna"))
+        assert (await client.answer()).status == 200
+        assert keys == [told]

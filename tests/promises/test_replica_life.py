@@ -1,0 +1,166 @@
+"""The replica as a program: ready soon, an orderly end, and clear words where it cannot start."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import trio
+
+pytest.importorskip("torch")
+pytest.importorskip("tiktoken")
+
+
+@pytest.fixture(autouse=True)
+async def soon():
+    with trio.fail_after(60):
+        yield
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return trial.getsockname()[1]
+
+
+@asynccontextmanager
+async def replica(*words):
+    port = free_port()
+    argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port), *words]
+    process = await trio.lowlevel.open_process(argv, stderr=subprocess.PIPE)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            yield process, client
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            await process.stderr.aclose()
+
+
+async def health_until(client, wanted):
+    """The states on the way there, each once; "refused" before it listens."""
+    seen = []
+    while not seen or seen[-1] != wanted:
+        try:
+            state = (await client.get("/health")).json()["status"]
+        except httpx.TransportError:
+            state = "refused"
+        if state not in seen:
+            seen.append(state)
+        await trio.sleep(0.01)
+    return seen
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+
+
+async def test_it_listens_while_it_loads_answers_and_finishes_what_is_in_flight():
+    async with replica("--model", "tiny", "--max-in-flight", "1") as (process, client):
+        assert await health_until(client, "healthy") == ["refused", "starting", "healthy"]
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 8})
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        long = CHAT | {"max_tokens": 300, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=long) as streamed:
+            lines = streamed.aiter_lines()
+            await anext(lines)
+            full = await client.post("/v1/chat/completions", json=CHAT)
+            assert full.status_code == 503
+            assert "The request queue is full." in full.text
+            process.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in "".join(rest).replace(": ", ":")
+        assert await process.wait() == 0
+
+
+@asynccontextmanager
+async def streaming(client):
+    """A chat without an end, read byte by byte; its head and first event have come."""
+    body = json.dumps(CHAT | {"max_tokens": 8000, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with await trio.open_tcp_stream("127.0.0.1", client.base_url.port) as stream:
+        await stream.send_all(head.encode() + body)
+        got = b""
+        while b"data: " not in got:
+            got += await stream.receive_some()
+        yield stream
+
+
+async def until_refused(port):
+    while True:
+        try:
+            await (await trio.open_tcp_stream("127.0.0.1", port)).aclose()
+        except OSError:
+            return
+
+
+async def test_a_second_signal_cuts():
+    async with replica("--model", "tiny", "--drain-secs", "3600") as (process, client):
+        await health_until(client, "healthy")
+        async with streaming(client) as stream:
+            process.send_signal(signal.SIGTERM)
+            await until_refused(client.base_url.port)
+            assert await stream.receive_some()
+            assert process.returncode is None
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+
+
+ENDLESS = """
+name = "endless"
+[[stages]]
+name = "a"
+factory = "tests.replica.pipeline.stages:until_aborted"
+process = "p"
+terminal = true
+"""
+
+
+async def test_a_stage_in_a_process_of_its_own_may_be_killed(tmp_path):
+    (tmp_path / "p.toml").write_text(ENDLESS)
+    async with replica("--pipeline", str(tmp_path / "p.toml")) as (process, client):
+        await health_until(client, "healthy")
+        async with streaming(client) as stream:
+            (child,) = children_of(process.pid)
+            os.kill(child, signal.SIGKILL)
+            got = b""
+            while b"SIGKILL" not in got:
+                got += await stream.receive_some()
+            assert (await client.get("/health")).status_code == 503
+        await health_until(client, "healthy")
+        async with streaming(client):
+            assert children_of(process.pid) != {child}
+
+
+def children_of(pid):
+    found = set()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children") as file:
+            found |= set(map(int, file.read().split()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('name = "x"\n[[stages]]\nname = "a"\nfactroy = "a.b:c"\n', "unknown key; did you mean"),
+        (
+            'name = "x"\n[[stages]]\nname = "a"\nfactory = "no.such:thing"\nterminal = true\n',
+            "stage a: the package no is not installed",
+        ),
+    ],
+)
+async def test_what_keeps_it_from_starting_is_told(tmp_path, text, told):
+    (tmp_path / "p.toml").write_text(text)
+    async with replica("--pipeline", str(tmp_path / "p.toml")) as (process, _):
+        words = b""
+        async for data in process.stderr:
+            words += data
+        assert told in words.decode()
+        assert "Traceback" not in words.decode()
+        assert await process.wait() in (1, 2)
