@@ -6,12 +6,14 @@ from quart_trio import QuartTrio
 
 from omni_proxy.front.auth import KeyCheck
 from omni_proxy.front.config import ConfigRoutes
+from omni_proxy.front.engines import EngineRoutes
 from omni_proxy.front.explain import ExplainRoutes
 from omni_proxy.front.models import ModelRoutes
 from omni_proxy.front.pool import PoolRoutes
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import speak_json
 from omni_proxy.front.rooms import Rooms
+from omni_proxy.front.scaling import ScalingRoutes
 from omni_proxy.front.workers import WorkerRoutes
 
 
@@ -29,6 +31,8 @@ def create_app(rooms: Rooms) -> QuartTrio:
         WorkerRoutes(rooms, records),
         ConfigRoutes(rooms.keeper),
         ModelRoutes(rooms),
+        ScalingRoutes(rooms),
+        EngineRoutes(rooms),
         ExplainRoutes(rooms),
     ):
         routes.mount(app)

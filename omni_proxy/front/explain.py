@@ -8,6 +8,7 @@ from omni_proxy.front.replies import bad, body_bytes, reply
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect import RequestFacts, inspect
+from omni_proxy.routing.keys import routing_key
 from omni_proxy.routing.table import WrongMethod, match
 from omni_proxy.wire.head import HINT_PREFIX
 
@@ -31,7 +32,15 @@ class ExplainRoutes:
             raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
         need = inspect(route, await body_bytes(), _facts())
         door = self._rooms.door
+        if door.policy.wants_key:
+            need.key = routing_key(_lines())
         return reply(explain(self._rooms.fleet, need, door.policy, door.voice_owner))
+
+
+def _lines() -> bytes:
+    """The request's fields as the door has them of a model request."""
+    fields = (f"{name}: {value}\r\n" for name, value in request.headers)
+    return "".join(fields).encode("latin-1", "replace")
 
 
 def _facts() -> RequestFacts:

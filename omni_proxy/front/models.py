@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-import httpx
-import trio
 from quart import Quart, Response, request
 
-from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.replies import reply
 from omni_proxy.front.rooms import Rooms
-from omni_proxy.watch.calls import build_get, open_client, read_bounded
+from omni_proxy.watch.broadcast import Outcome, broadcast
+from omni_proxy.watch.calls import Call
 from omni_proxy.wire.errors import Refusal
 
 LIST_BYTES = 4 * 1024 * 1024
@@ -45,20 +43,15 @@ class ModelRoutes:
         workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
         if not workers:
             raise Refusal(503, "no routable upstream", "no_routable_worker")
-        target = _target(request.query_string)
-        headers = _passed_on(request.headers)
-        lists: dict[Worker, Cards | str] = {}
-        timeout_secs = self._rooms.keeper.config.health.timeout_secs
-
-        async def ask(worker: Worker) -> None:
-            lists[worker] = "ReadTimeout"
-            with trio.move_on_after(timeout_secs):
-                lists[worker] = await _cards_of(worker, target, headers)
-
-        async with trio.open_nursery() as nursery:
-            for worker in workers:
-                nursery.start_soon(ask, worker)
-        answers = {worker.url: lists[worker] for worker in workers}
+        call = Call(
+            "GET",
+            _target(request.query_string),
+            headers=passed_on(request.headers),
+            timeout_secs=self._rooms.keeper.config.health.timeout_secs,
+            max_bytes=LIST_BYTES,
+        )
+        found = await broadcast(workers, call)
+        answers = {outcome.worker.url: _cards_of(outcome) for outcome in found}
         merged = merge(cards for cards in answers.values() if isinstance(cards, list))
         if merged:
             return reply({"object": "list", "data": merged})
@@ -82,21 +75,13 @@ def _key(card: Mapping[str, object]) -> str:
     return json.dumps(card, sort_keys=True)
 
 
-async def _cards_of(worker: Worker, target: str, headers: Mapping[str, str]) -> Cards | str:
+def _cards_of(outcome: Outcome) -> Cards | str:
     """The worker's cards, or why there are none."""
-    try:
-        async with open_client(worker) as client:
-            wanted = build_get(client, worker, worker.address, target, headers)
-            response = await client.send(wanted, stream=True)
-            try:
-                body = await read_bounded(response, LIST_BYTES)
-            finally:
-                await response.aclose()
-    except (httpx.HTTPError, OSError) as failure:
-        return type(failure).__name__
-    if response.status_code != 200:
-        return f"status={response.status_code}"
-    return _cards(body)
+    if outcome.status is None:
+        return outcome.error
+    if outcome.status != 200:
+        return f"status={outcome.status}"
+    return _cards(None if outcome.error else outcome.body)
 
 
 def _cards(body: bytes | None) -> Cards | str:
@@ -118,7 +103,7 @@ def _target(query: bytes) -> str:
     return "/v1/models" + (f"?{query.decode('ascii', 'ignore')}" if query else "")
 
 
-def _passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     lowered = ((name.lower(), value) for name, value in headers)
     return {
         name: value

@@ -38,6 +38,9 @@ class PoolRoutes:
     def mount(self, app: Quart) -> None:
         for view in (self.live, self.ready, self.health, self.status):
             app.add_url_rule(f"/{view.__name__}", view.__name__, view)
+        # The words of other routers for the same two questions.
+        app.add_url_rule("/liveness", "liveness", self.live)
+        app.add_url_rule("/readiness", "readiness", self.ready)
 
     async def live(self) -> Response:
         return reply({"status": "alive"})

@@ -7,6 +7,7 @@ Invariant: notes live as long as their worker object and are never written to di
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -27,6 +28,7 @@ class Notes:
     priority: int = 50
     cost: float = 1.0
     labels: dict[str, object] = field(default_factory=dict)
+    asked_at: datetime | None = None  # added in the background, and not seen well since
 
 
 class Records:
@@ -51,6 +53,27 @@ class Records:
             "labels": notes.labels,
         }
 
+    def job(self, worker: Worker) -> dict[str, object]:
+        """smg's status of an addition that goes on in the background; nothing once it is done."""
+        notes = self._notes.get(worker)
+        if notes is None or notes.asked_at is None:
+            return {}
+        machine = worker.machine
+        if machine.state is Health.HEALTHY:
+            notes.asked_at = None
+            return {}
+        status = "processing" if machine.last_checked_at else "pending"
+        if machine.state is Health.DEAD:
+            status = "failed"
+        told = {
+            "job_type": "AddWorker",
+            "worker_url": worker.url,
+            "status": status,
+            "message": machine.last_error or "waiting for its first probes",
+            "timestamp": notes.asked_at.isoformat(),
+        }
+        return {"job_status": told}
+
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
         """The pool summary; `model` narrows the list of records, not the counts."""
         workers = [w for w in self._fleet.workers if model is None or w.model == model]
@@ -61,7 +84,7 @@ class Records:
         }
 
     def note(self, worker: Worker, remarks: dict[str, object]) -> None:
-        """Keep the remarks among `remarks` whose names `Notes` knows."""
+        """Keep the remarks, by the names that `Notes` has."""
         notes = self._notes.setdefault(worker, Notes())
         for name in Notes.__slots__:
             if name in remarks:

@@ -1,7 +1,7 @@
 """JSON in, JSON out: the one place where the front reads bodies and makes responses.
 
-Invariant: every answer of the front is JSON, errors of Quart and Werkzeug included; keys keep the
-order in which they were said.
+Invariant: every answer of the front is JSON, errors of Quart and Werkzeug included, but for the few
+sentences of an older dialect; keys keep the order in which they were said.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from omni_proxy.wire.errors import Refusal
 def reply(payload: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     body = msgspec.json.encode(payload)
     return Response(body, status, headers, content_type="application/json")
+
+
+def text(sentence: str) -> Response:
+    return Response(sentence, 200, content_type="text/plain; charset=utf-8")
 
 
 def bad(message: str, code: str = "invalid_request") -> Refusal:

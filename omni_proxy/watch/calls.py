@@ -10,6 +10,7 @@ import functools
 import os
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -48,21 +49,32 @@ def open_client(worker: Worker) -> httpx.AsyncClient:
     )
 
 
-def build_get(
-    client: httpx.AsyncClient,
-    worker: Worker,
-    address: tuple[str, int] | str,
-    target: str,
-    headers: Mapping[str, str],
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a worker is asked. `timeout_secs` bounds one worker's answer, `max_bytes` its body."""
+
+    method: str
+    target: str  # ASCII: a path, perhaps with a query
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_secs: float = 5.0
+    max_bytes: int = 4 * 1024 * 1024
+
+
+def build(
+    client: httpx.AsyncClient, worker: Worker, address: tuple[str, int] | str, call: Call
 ) -> httpx.Request:
-    """GET `target` (ASCII) at a literal address of the worker's, under the worker's own name."""
+    """The call at a literal address of the worker's, under the worker's own name."""
     base = httpx.URL("http://localhost" if worker.url.startswith("unix:") else worker.url)
-    own = {"host": base.netloc.decode("ascii"), **headers, **_credentials(worker)}
+    own = {"host": base.netloc.decode("ascii"), **call.headers, **_credentials(worker)}
     extensions = {"sni_hostname": base.host} if base.scheme == "https" else {}
     if not isinstance(address, str):
         base = base.copy_with(host=address[0])
-    url = base.copy_with(raw_path=target.encode("ascii"))
-    return client.build_request("GET", url, headers=own, extensions=extensions)
+    url = base.copy_with(raw_path=call.target.encode("ascii"))
+    content = call.body if call.body or call.method in ("POST", "PUT", "PATCH") else None
+    return client.build_request(
+        call.method, url, headers=own, content=content, extensions=extensions
+    )
 
 
 def _credentials(worker: Worker) -> dict[str, str]:

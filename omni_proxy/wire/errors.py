@@ -50,10 +50,15 @@ class Refusal(Exception):
 
 
 def error_body(message: str, type_: str, code: str | int, **extra: object) -> bytes:
-    """The JSON error body; `reason=` goes inside `error`, any other extra (`detail=`) beside it."""
+    """The JSON error body; `reason=` goes inside `error`, any other extra (`detail=`) beside it.
+
+    `top_code=` is a `code` beside `error`, where another router's clients look for it.
+    """
     error: dict[str, object] = {"message": message, "type": type_, "code": code}
     if "reason" in extra:
         error["reason"] = extra.pop("reason")
+    if "top_code" in extra:
+        extra["code"] = extra.pop("top_code")
     return _encode({"error": error, **extra})
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import desired
-from omni_proxy.config.schema import Admin, Config, WorkerEntry
+from omni_proxy.config.schema import Admin, Config, Routing, WorkerEntry
 from omni_proxy.config.state import State
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.front.app import create_app
@@ -73,7 +73,7 @@ class ProberStandIn:
 
 class DoorStandIn:
     def __init__(self):
-        self.policy = build("round_robin", lambda: 0.0)
+        self.policy = build(Routing(), lambda _: 0, 0.0)
         self.draining = False
         self.voice_owner = ""
 

@@ -1,5 +1,7 @@
 import pytest
 
+from omni_proxy.config.schema import Routing
+from omni_proxy.routing.policies import build
 from tests.front.house import A, B
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
@@ -43,3 +45,17 @@ async def test_what_curl_calls_a_form_is_read_as_json(house):
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = await house.client().post("/explain", data=CHAT, headers=kind)
     assert (await answer.get_json())["need"]["model"] == "m"
+
+
+async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house):
+    house.healthy(A, B)
+    house.door.policy = build(Routing(policy="consistent_hashing"), lambda n: 0, 0.0)
+    client = house.client()
+
+    async def picked(key):
+        answer = await client.post("/explain", data=CHAT, headers={"X-Session-Id": key})
+        return (await answer.get_json())["pick"]["url"]
+
+    by_key = {key: await picked(key) for key in map(str, range(40))}
+    assert set(by_key.values()) == {A, B}
+    assert {key: await picked(key) for key in by_key} == by_key

@@ -5,7 +5,8 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import Health
-from omni_proxy.front import models
+from omni_proxy.front.models import LIST_BYTES
+from omni_proxy.watch import broadcast
 from tests.front.house import A, B, build_house, entry
 
 
@@ -24,7 +25,7 @@ def replies(monkeypatch):
     def open_client(worker):
         return httpx.AsyncClient(transport=httpx.MockTransport(answer))
 
-    monkeypatch.setattr(models, "open_client", open_client)
+    monkeypatch.setattr(broadcast, "open_client", open_client)
     said["asked"] = asked
     return said
 
@@ -87,7 +88,7 @@ async def test_one_working_worker_is_enough(house, replies):
         (sent("{}"), "invalid models payload"),
         (sent('{"data": {}}'), "invalid models payload"),
         (sent("[" * 100_000), "invalid models payload"),
-        (sent(b" " * (models.LIST_BYTES + 1)), "invalid models payload"),
+        (sent(b" " * (LIST_BYTES + 1)), "invalid models payload"),
         (sent("not json"), "JSONDecodeError"),
         (sent(b"\xff\xfe\xfa"), "JSONDecodeError"),
         (httpx.ConnectError("refused"), "ConnectError"),
@@ -118,7 +119,7 @@ async def test_a_worker_that_never_answers_costs_no_more_than_the_probes_timeout
     def open_client(worker):
         return httpx.AsyncClient(transport=httpx.MockTransport(never), timeout=None)
 
-    monkeypatch.setattr(models, "open_client", open_client)
+    monkeypatch.setattr(broadcast, "open_client", open_client)
     house = build_house(entry(A), health=Health(timeout_secs=7))
     house.healthy(A)
     before = trio.current_time()

@@ -3,7 +3,7 @@ from urllib.parse import quote
 
 import pytest
 
-from omni_proxy.front import workers
+from omni_proxy.front import changes
 from omni_proxy.watch.resolver import RefusedAddress
 from tests.front.house import NOW, A, B, build_house, entry
 
@@ -126,7 +126,7 @@ async def test_a_name_that_leads_to_a_refused_address_is_refused(house, monkeypa
     async def leads_astray(host, port):
         raise RefusedAddress(f"{host}: link-local address 169.254.0.1 is not allowed")
 
-    monkeypatch.setattr(workers, "resolve", leads_astray)
+    monkeypatch.setattr(changes, "resolve", leads_astray)
     status, said = await message(house, "POST", "/workers", {"url": "http://sly.example:1"})
     assert (status, "169.254.0.1" in said) == (400, True)
     assert house.keeper.revision == 1
@@ -136,7 +136,7 @@ async def test_a_name_that_nobody_knows_yet_is_kept(house, monkeypatch):
     async def knows_nothing(host, port):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(workers, "resolve", knows_nothing)
+    monkeypatch.setattr(changes, "resolve", knows_nothing)
     status, body, _ = await call(house, "POST", "/workers", {"url": "http://later.example:1"})
     assert (status, body["worker"]["url"]) == (200, "http://later.example:1")
 
@@ -278,3 +278,38 @@ async def test_a_change_for_another_revision_is_a_412(house, method, path, body)
     assert (house.fleet.find(C), house.worker().disabled) == (None, False)
     assert house.worker().machine.state == "unknown"
     assert (await call(house, method, path, body, **{"If-Match": "1"}))[0] in (200, 202)
+
+
+async def test_an_addition_in_the_background_has_a_job_until_it_is_seen_well(house):
+    client = house.client()
+    added = await client.post("/workers", json={"url": C, "priority": 3})
+    assert added.status_code == 202
+    place = added.headers["Location"]
+    job = (await (await client.get(place)).get_json())["job_status"]
+    assert (job["job_type"], job["worker_url"], job["status"]) == ("AddWorker", C, "pending")
+    worker = house.worker(C)
+    house.fleet.observe_probe(worker, status=None, error="refused", at=NOW, epoch=0)
+    job = (await (await client.get(place)).get_json())["job_status"]
+    assert (job["status"], job["message"]) == ("processing", "refused")
+    house.healthy(C)
+    assert "job_status" not in await (await client.get(place)).get_json()
+    house.fleet.mark_dead(worker, NOW)
+    assert "job_status" not in await (await client.get(place)).get_json()
+
+
+async def test_a_job_whose_worker_died_has_failed(house):
+    client = house.client()
+    place = (await client.post("/workers", json={"url": C, "cost": 1})).headers["Location"]
+    house.fleet.mark_dead(house.worker(C), NOW)
+    assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
+
+
+async def test_refusals_carry_the_other_dialects_code_too(house):
+    client = house.client()
+    for answer, code in (
+        (await client.post("/workers", json={"url": A}), "WORKER_ALREADY_EXISTS"),
+        (await client.get("/workers/none"), "WORKER_NOT_FOUND"),
+        (await client.post("/workers", json={}), "BAD_REQUEST"),
+    ):
+        assert (await answer.get_json())["code"] == code
+        assert answer.headers["X-SMG-Error-Code"] == code

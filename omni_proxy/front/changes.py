@@ -1,0 +1,120 @@
+"""Changes of the fleet that somebody asked for over HTTP, whatever the words he used.
+
+Contract: everything is judged before anything changes; the keeper alone changes. What can't be done
+is a Refusal, and then nothing was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import trio
+from quart import request
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.overlay import Desired, State, with_added, with_deleted
+from omni_proxy.config.schema import Config
+from omni_proxy.config.supported import not_yet
+from omni_proxy.config.url import dial_address, normalize_url
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.replies import bad
+from omni_proxy.front.revisions import if_match, refuse_mismatch
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.watch.resolver import RefusedAddress, resolve
+from omni_proxy.wire.errors import Refusal
+
+Edit = Callable[[State, Config], State]
+
+
+class Changes:
+    """Asks the keeper, and says in HTTP's words what came of it."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    async def change(self, edit: Edit) -> None:
+        """Raises Refusal: 412 for If-Match, 400 for a change that the configuration refuses."""
+        changed = await self._rooms.keeper.change(edit, if_match())
+        refuse_mismatch(changed)
+        if changed.outcome == "refused":
+            raise bad(str(changed.error), "change_refused")
+
+    async def add(self, entry: Desired) -> Worker:
+        """Raises Refusal 409 where it is there already."""
+
+        def edit(state: State, _: Config) -> State:
+            # Inside the change, so that of two equal requests at once only one succeeds.
+            if self._rooms.fleet.find(entry.url):
+                raise _told(409, "worker already registered", "worker_already_exists")
+            return with_added(state, entry)
+
+        await self.change(edit)
+        return self.find(entry.url)
+
+    async def remove(self, worker: Worker) -> None:
+        """Raises Refusal 404 where somebody else was faster."""
+
+        def edit(state: State, config: Config) -> State:
+            self.find(worker.url)
+            return with_deleted(state, config, worker.url)
+
+        await self.change(edit)
+
+    def find(self, name: str) -> Worker:
+        """By URL or id. Raises Refusal 404."""
+        worker = self._rooms.fleet.get(name)
+        if worker is None:
+            raise _told(404, "worker not found", "worker_not_found")
+        return worker
+
+    async def refuse_bad_name(self, url: str) -> None:
+        """A name that can't be resolved now is no error: its worker is just not healthy yet."""
+        place = dial_address(url)
+        with trio.move_on_after(self._rooms.keeper.config.health.timeout_secs):
+            try:
+                await resolve(*place) if not isinstance(place, str) else None
+            except RefusedAddress as refused:
+                raise bad(f"url: {refused}", "worker_url_refused") from None
+            except OSError:
+                return
+
+
+def _told(status: int, message: str, code: str) -> Refusal:
+    """With smg's word for it beside ours (routers.md 1.7)."""
+    word = code.upper() if status in (404, 409) else "BAD_REQUEST"
+    refusal = Refusal(status, message, code, top_code=word)
+    return refusal.with_headers(("X-SMG-Error-Code", word))
+
+
+def judged_url(text: str) -> str:
+    """A worker's URL as somebody wrote it, normalized. Raises Refusal 400."""
+    try:
+        url = normalize_url(text, allow_unix=False)
+    except ValueError as reason:
+        raise _told(400, f"url {reason}", "worker_url_refused") from None
+    if refused := not_yet("workers.url", url):
+        raise bad(refused, "not_supported_yet")
+    return url
+
+
+def wanted_url(body: Mapping[str, object]) -> str:
+    """Query before body, `url` before `worker_url`."""
+    for source in (request.args, body):
+        for key in ("url", "worker_url"):
+            named = source.get(key)
+            if isinstance(named, str) and named:
+                return judged_url(named)
+    raise _told(400, "worker url is required", "invalid_request")
+
+
+def api_entry(url: str, model: str = "", capabilities: frozenset[str] | None = None) -> Desired:
+    """A worker that came over HTTP; without `capabilities` it can do everything."""
+    return Desired(
+        url=url,
+        model=model or None,
+        capabilities=frozenset(CAPABILITIES) if capabilities is None else capabilities,
+        disabled=False,
+        weight=1,
+        max_inflight=0,
+        origin="api",
+    )

@@ -1,0 +1,145 @@
+"""What the engines behind us say of themselves, asked of all of them and put into one answer.
+
+sglang's and smg's routes: loads, server and model info, cache flush, a health check that generates,
+metrics (routers.md 1.6, 1.7). Invariant: one worker's silence costs its own part, never the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quart import Quart, Response, request
+
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.loads import loads_answer
+from omni_proxy.front.merged_metrics import CONTENT_TYPE, merge_metrics
+from omni_proxy.front.replies import reply
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.front.server_info import merge_server_info
+from omni_proxy.watch.broadcast import Outcome, ask, broadcast
+from omni_proxy.watch.calls import Call
+from omni_proxy.wire.errors import Refusal
+
+GENERATE_SECS = 20.0  # a health check that generates waits behind what is generated already
+METRICS_BYTES = 8 * 1024 * 1024
+ABSENT = (404, 405, 501)
+
+
+class EngineRoutes:
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    def mount(self, app: Quart) -> None:
+        rule = app.add_url_rule
+        rule("/health_generate", "health_generate", self.health_generate)
+        rule("/get_model_info", "get_model_info", self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            rule(path, path[1:], self.server_info)
+        for path in ("/get_loads", "/v1/loads"):
+            rule(path, path[1:].replace("/", "_"), self.loads)
+        rule("/flush_cache", "flush_cache", self.flush_cache, methods=["GET", "POST"])
+        rule("/engine_metrics", "engine_metrics", self.metrics)
+
+    async def health_generate(self) -> Response:
+        """Some routable worker really generates; the idlest is asked first."""
+        reasons = {}
+        for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
+            found = await self._first_of(worker, ("/health_generate", "/health"), GENERATE_SECS)
+            if found.ok:
+                return reply({"status": "ok", "worker": worker.url})
+            reasons[worker.url] = found.why
+        message = "no worker generated: " + ", ".join(f"{u}: {why}" for u, why in reasons.items())
+        raise Refusal(503, message, "generation_failed")
+
+    async def model_info(self) -> Response:
+        """The first routable worker's own words: replicas of one model agree."""
+        reasons = {}
+        for worker in self._routable():
+            found = await self._first_of(worker, ("/get_model_info", "/model_info"))
+            if found.ok:
+                return Response(found.body, 200, content_type="application/json")
+            reasons[worker.url] = found.why
+        raise _nothing("model_info", reasons)
+
+    async def server_info(self) -> Response:
+        workers = self._routable()
+        found = await broadcast(workers, self._get("/server_info"))
+        old = [outcome.worker for outcome in found if outcome.status in ABSENT]
+        again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
+        found = [again.get(outcome.worker, outcome) for outcome in found]
+        merged = merge_server_info(found)
+        if merged is None:
+            raise _nothing("server_info", {o.worker.url: o.why for o in found})
+        return reply(merged)
+
+    async def loads(self) -> Response:
+        found = await broadcast(self._alive(), self._get("/v1/loads"))
+        return reply(loads_answer(found))
+
+    async def flush_cache(self) -> Response:
+        """200 when every worker flushed, 502 when one did not; its prefixes are forgotten here."""
+        alive = self._alive()
+        call = Call("POST", "/flush_cache", timeout_secs=self._secs, headers=_credentials())
+        found = await broadcast(alive, call)
+        flushed = [outcome for outcome in found if outcome.ok]
+        for outcome in flushed:
+            self._rooms.fleet.forgotten(outcome.worker)
+        all_did = len(flushed) == len(found)
+        answer = {
+            "status": "success" if all_did else "partial" if flushed else "failed",
+            "message": f"{len(flushed)} of {len(found)} workers flushed their cache",
+            "workers_flushed": len(flushed),
+            "total_http_workers": len(found),
+            "total_grpc_workers": 0,
+            "total_zmq_workers_skipped": 0,
+            "total_workers": len(self._rooms.fleet.workers),
+            "failed": {o.worker.url: o.why for o in found if not o.ok},
+        }
+        return reply(answer, 200 if all_did else 502)
+
+    async def metrics(self) -> Response:
+        workers = self._alive()
+        call = Call("GET", "/metrics", timeout_secs=self._secs, max_bytes=METRICS_BYTES)
+        merged = await merge_metrics(await broadcast(workers, call))
+        return Response(merged, 200, content_type=CONTENT_TYPE)
+
+    @property
+    def _secs(self) -> float:
+        return self._rooms.keeper.config.health.timeout_secs
+
+    def _routable(self) -> list[Worker]:
+        """Raises Refusal 503 when there is none."""
+        workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
+        if not workers:
+            raise Refusal(503, "no routable upstream", "no_routable_worker")
+        return workers
+
+    def _alive(self) -> list[Worker]:
+        return [w for w in self._rooms.fleet.workers if w.machine.state is not Health.DEAD]
+
+    def _get(self, target: str) -> Call:
+        return Call("GET", target, timeout_secs=self._secs, headers=_credentials())
+
+    async def _first_of(
+        self, worker: Worker, targets: Sequence[str], secs: float | None = None
+    ) -> Outcome:
+        """The first of these routes that the worker has."""
+        found = None
+        for target in targets:
+            call = Call("GET", target, timeout_secs=secs or self._secs, headers=_credentials())
+            found = await ask(worker, call)
+            if found.status not in ABSENT:
+                break
+        assert found is not None
+        return found
+
+
+def _credentials() -> dict[str, str]:
+    """Who asks us may be asked for a key by the worker too; the worker's own key wins."""
+    said = request.headers.get("Authorization")
+    return {"authorization": said} if said else {}
+
+
+def _nothing(what: str, reasons: Mapping[str, str]) -> Refusal:
+    return Refusal(502, f"no worker told its {what}", f"{what}_unavailable", details=dict(reasons))

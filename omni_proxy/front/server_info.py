@@ -1,0 +1,54 @@
+"""Several servers' info as that of one server with all their ranks.
+
+Contract (two-phase.md 1): a client that plans by `tp_size` sees every rank behind us. A value in
+which the workers differ is null; flags that promise something hold only where all promise it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from omni_proxy.watch.broadcast import Outcome
+
+SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
+OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
+
+
+def merge_server_info(outcomes: Iterable[Outcome]) -> dict[str, Any] | None:
+    """None where nobody told anything. `workers` holds each one's own answer."""
+    asked = list(outcomes)
+    told = {o.worker.url: info for o in asked if isinstance(info := o.parsed(), dict) and o.ok}
+    if not told:
+        return None
+    infos = list(told.values())
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for info in infos for name in info):
+        if name not in OWN:
+            merged[name] = _merged(name, infos)
+    merged["tp_size"] = sum(_ranks(info) for info in infos)
+    merged["internal_states"] = [state for info in infos for state in _states(info)]
+    merged["workers"] = [
+        {"url": o.worker.url, "info": told.get(o.worker.url), "error": None if o.ok else o.why}
+        for o in asked
+    ]
+    return merged
+
+
+def _merged(name: str, infos: Sequence[Mapping[str, Any]]) -> Any:
+    values = [info.get(name) for info in infos]
+    if name in SUMMED and all(isinstance(value, int | float) for value in values):
+        return sum(values)
+    if all(isinstance(value, bool) for value in values):
+        return all(values)
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def _ranks(info: Mapping[str, Any]) -> int:
+    size = info.get("tp_size")
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
+
+
+def _states(info: Mapping[str, Any]) -> list[Any]:
+    states = info.get("internal_states")
+    return states if isinstance(states, list) else []

@@ -1,0 +1,169 @@
+import httpx
+import pytest
+
+from tests.front.engines_at_hand import Engines
+from tests.front.house import A, B, build_house, entry
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    return Engines().install(monkeypatch)
+
+
+async def got(house, path, method="get", **headers):
+    answer = await getattr(house.client(), method)(path, headers=headers)
+    return answer.status_code, await answer.get_json()
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_server_info_shows_every_rank_behind_us(house, engines, path):
+    house.healthy(A, B)
+    engines.tell(A, "/server_info", {
+        "tp_size": 2, "model_path": "m", "radix_cache": True, "port": 1, "version": "1",
+        "internal_states": [{"a": 1}], "max_total_num_tokens": 100,
+    })  # fmt: skip
+    engines.tell(B, "/get_server_info", {
+        "model_path": "m", "radix_cache": False, "port": 2, "version": "2",
+        "internal_states": [{"b": 1}], "max_total_num_tokens": 50,
+    })  # fmt: skip
+    status, told = await got(house, path)
+    assert status == 200
+    assert told["tp_size"] == 3
+    assert (told["model_path"], told["version"]) == ("m", None)
+    assert told["radix_cache"] is False
+    assert told["max_total_num_tokens"] == 150
+    assert told["internal_states"] == [{"a": 1}, {"b": 1}]
+    assert "port" not in told
+    assert [each["url"] for each in told["workers"]] == [A, B]
+
+
+async def test_one_silent_worker_costs_only_its_own_info(house, engines):
+    house.healthy(A, B)
+    engines.says[A, "/server_info"] = httpx.ConnectError("refused")
+    engines.tell(B, "/server_info", {"tp_size": 4})
+    status, told = await got(house, "/server_info")
+    assert (status, told["tp_size"]) == (200, 4)
+    assert told["workers"][0] == {"url": A, "info": None, "error": "ConnectError"}
+
+
+async def test_no_info_at_all_is_a_502_that_names_each_reason(house, engines):
+    house.healthy(A)
+    status, told = await got(house, "/server_info")
+    assert status == 502
+    assert told["details"] == {A: "status=404"}
+    assert told["error"]["code"] == "server_info_unavailable"
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_model_info", "/health_generate"])
+async def test_without_a_routable_worker_there_is_nobody_to_ask(house, engines, path):
+    assert (await got(house, path))[0] == 503
+
+
+async def test_model_info_is_the_first_routable_workers_own(house, engines):
+    house.healthy(A, B)
+    engines.says[A, "/get_model_info"] = httpx.ConnectError("refused")
+    engines.tell(B, "/model_info", {"model_path": "m", "weight_version": "7"})
+    assert await got(house, "/get_model_info") == (200, {"model_path": "m", "weight_version": "7"})
+    assert [r.url.path for r in engines.asked][-2:] == ["/get_model_info", "/model_info"]
+
+
+async def test_loads_speak_both_dialects(house, engines):
+    house.healthy(A, B)
+    house.worker(B).in_flight = 3
+    rank = {"num_running_reqs": 2, "num_waiting_reqs": 5, "num_total_reqs": 7, "token_usage": 0.5}
+    engines.tell(A, "/v1/loads", {"loads": [rank, {"dp_rank": 1, "num_running_reqs": 1}]})
+    status, told = await got(house, "/get_loads")
+    assert status == 200
+    assert told["workers"] == [{"worker": A, "load": 0}, {"worker": B, "load": 3}]
+    shown = [
+        (each["worker"], each["dp_rank"], each["num_running_reqs"], each["source"])
+        for each in told["loads"]
+    ]
+    assert shown == [(A, 0, 2, "engine"), (A, 1, 1, "engine"), (B, 0, 3, "proxy")]
+    assert told["aggregate"]["total_running_reqs"] == 6
+    assert told["aggregate"]["total_waiting_reqs"] == 5
+
+
+async def test_a_worker_that_cannot_be_reached_has_load_minus_one(house, engines):
+    engines.says[A, "/v1/loads"] = httpx.ConnectError("refused")
+    _, told = await got(house, "/v1/loads")
+    assert told["workers"][0] == {"worker": A, "load": -1}
+
+
+@pytest.mark.parametrize("junk", [[], {"loads": 7}, {"loads": ["x"]}, b"\xff", {"loads": None}])
+async def test_junk_loads_count_as_none(house, engines, junk):
+    engines.tell(A, "/v1/loads", junk)
+    status, told = await got(house, "/get_loads")
+    assert status == 200
+    assert told["loads"][0]["source"] == "proxy"
+
+
+async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(house, engines):
+    house.healthy(A, B)
+    forgotten = []
+    house.fleet.watch_forgotten(forgotten.append)
+    engines.tell(A, "/flush_cache", b"flushed")
+    engines.tell(B, "/flush_cache", b"busy", status=400)
+    status, told = await got(house, "/flush_cache", "post", Authorization="Bearer w")
+    assert (status, told["status"], told["workers_flushed"]) == (502, "partial", 1)
+    assert told["failed"] == {B: "status=400"}
+    assert forgotten == [house.worker(A)]
+    assert {r.headers["authorization"] for r in engines.asked} == {"Bearer w"}
+    engines.tell(B, "/flush_cache", b"flushed")
+    assert (await got(house, "/flush_cache", "post"))[0] == 200
+
+
+async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_fails(
+    house, engines
+):
+    house.healthy(A, B)
+    house.worker(A).in_flight = 1
+    engines.tell(B, "/health_generate", b"", status=503)
+    engines.tell(A, "/health_generate", b"")
+    assert await got(house, "/health_generate") == (200, {"status": "ok", "worker": A})
+    assert engines.asked[0].url.port == 8012
+    engines.tell(A, "/health_generate", b"", status=500)
+    status, told = await got(house, "/health_generate")
+    assert status == 503
+    assert "status=500" in told["error"]["message"]
+
+
+async def test_a_worker_without_that_route_is_asked_for_its_health(house, engines):
+    house.healthy(A)
+    engines.tell(A, "/health", {"status": "ok"})
+    assert (await got(house, "/health_generate"))[0] == 200
+
+
+async def test_metrics_of_all_workers_become_one_text(house, engines):
+    text = (
+        b"# HELP sglang:num_running_reqs running\n# TYPE sglang:num_running_reqs gauge\n"
+        b'sglang:num_running_reqs{model_name="m"} %d\n'
+        b"# TYPE seen counter\nseen_total 4\n"
+    )
+    engines.tell(A, "/metrics", text % 1)
+    engines.tell(B, "/metrics", text % 2)
+    answer = await house.client().get("/engine_metrics")
+    told = (await answer.get_data()).decode()
+    assert answer.content_type.startswith("text/plain; version=0.0.4")
+    assert told.count("# TYPE sglang:num_running_reqs gauge") == 1
+    assert f'sglang:num_running_reqs{{model_name="m",worker="{A}"}} 1.0' in told
+    assert f'sglang:num_running_reqs{{model_name="m",worker="{B}"}} 2.0' in told
+    assert f'seen_total{{worker="{A}"}} 4.0' in told
+
+
+@pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="'])
+async def test_metrics_that_cannot_be_read_cost_that_worker_only(house, engines, junk):
+    engines.tell(A, "/metrics", junk)
+    engines.tell(B, "/metrics", b"x 1\n")
+    told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
+    assert f'omni_proxy_engine_metrics_up{{worker="{A}"}} 0.0' in told
+    assert f'x{{worker="{B}"}} 1.0' in told
+
+
+async def test_who_needs_the_key():
+    house = build_house(entry(A), key="k")
+    for path in ("/flush_cache", "/engine_metrics"):
+        assert (await got(house, path))[0] == 401
+    for path in ("/get_loads", "/liveness"):
+        assert (await got(house, path))[0] == 200
+    assert (await got(house, "/readiness"))[0] == 503

@@ -1,0 +1,93 @@
+import httpx
+import pytest
+import trio
+
+from tests.front.engines_at_hand import Engines
+from tests.front.house import A, B, build_house, entry
+
+C = "http://127.0.0.1:8013"
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    return Engines().install(monkeypatch)
+
+
+async def said(house, method, path, **headers):
+    answer = await getattr(house.client(), method)(path, headers=headers)
+    return answer.status_code, (await answer.get_data()).decode(), answer
+
+
+@pytest.mark.parametrize("query", [C, "http%3A%2F%2F127.0.0.1%3A8013"])
+async def test_a_healthy_worker_is_added_with_the_sentence_that_scripts_match(
+    house, engines, query
+):
+    engines.tell(C, "/health", {"status": "ok"})
+    status, text, answer = await said(house, "post", f"/add_worker?url={query}")
+    assert (status, text) == (200, f"Successfully added worker: {C}")
+    assert answer.content_type.startswith("text/plain")
+    assert house.worker(C).routable
+    assert house.worker(C).origin == "api"
+
+
+async def test_the_sentence_repeats_the_url_as_it_was_written(house, engines):
+    engines.tell(C, "/health", {})
+    _, text, _ = await said(house, "post", f"/add_worker?url={C}/")
+    assert text == f"Successfully added worker: {C}/"
+    assert house.fleet.find(C)
+
+
+async def test_nothing_is_added_before_it_is_healthy(house, engines, autojump_clock):
+    engines.says[C, "/health"] = [httpx.ConnectError("refused"), (503, b"loading"), (200, b"{}")]
+    before = trio.current_time()
+    status, _, _ = await said(house, "post", f"/add_worker?url={C}")
+    assert status == 200
+    assert len(engines.asked) == 3
+    assert trio.current_time() > before
+
+
+async def test_a_worker_that_stays_ill_is_refused_with_the_reason(house, engines, autojump_clock):
+    engines.tell(C, "/health", b"loading", status=503)
+    status, text, _ = await said(house, "post", f"/add_worker?url={C}&timeout_secs=3")
+    assert status == 400
+    assert "did not become healthy within 3 s: status=503" in text
+    assert house.fleet.find(C) is None
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("", "missing field `url`"),
+        ("?url=", "missing field `url`"),
+        (f"?url={A}", "Worker URL already exists"),
+        ("?url=ftp://h:1", "url "),
+        ("?url=http://169.254.169.254", "url "),
+        ("?url=https://127.0.0.1:1", "not supported yet"),
+        (f"?url={C}&timeout_secs=0", "timeout_secs must be a number"),
+        (f"?url={C}&timeout_secs=nan", "timeout_secs must be a number"),
+        (f"?url={C}&api_key=secret", "api_key is not taken over HTTP"),
+    ],
+)
+async def test_a_bad_addition_says_what_is_wrong_and_changes_nothing(house, engines, query, words):
+    status, text, _ = await said(house, "post", f"/add_worker{query}")
+    assert status == 400
+    assert words in text
+    assert "secret" not in text
+    assert [worker.url for worker in house.fleet.workers] == [A, B]
+
+
+async def test_a_removed_worker_is_gone_and_removing_again_is_no_fault(house, engines):
+    for _ in range(2):
+        status, text, _ = await said(house, "post", f"/remove_worker?url={B}")
+        assert (status, text) == (200, f"Successfully removed worker: {B}")
+    answer = await house.client().get("/list_workers")
+    assert await answer.get_json() == {"urls": [A]}
+
+
+async def test_changes_need_the_key_and_the_list_does_not(engines):
+    house = build_house(entry(A), key="k")
+    for path in ("/add_worker", "/remove_worker"):
+        assert (await said(house, "post", f"{path}?url={A}"))[0] == 401
+    assert (await said(house, "get", "/list_workers"))[0] == 200
+    wanted = f"/remove_worker?url={A}"
+    assert (await said(house, "post", wanted, Authorization="Bearer k"))[0] == 200
