@@ -19,6 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from omni_proxy.replica.command import main as replica
 
             return replica(rest)
+        case ["launch", *rest]:
+            from omni_proxy.cli.launch import main as launch
+
+            return launch(rest)
+        case ["launch-router", *rest]:
+            from omni_proxy.cli.launch import main_router as launch_router
+
+            return launch_router(rest)
         case ["serve", *rest]:
             words = rest
     from omni_proxy.cli.serve import main as serve

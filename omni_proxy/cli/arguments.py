@@ -5,17 +5,20 @@ and with the same words as it judges FILE.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from omni_proxy import __version__
-from omni_proxy.config.flags import FLAGS
+from omni_proxy.config.flags import ALIASES, FLAGS
 
 _EPILOG: Final = """\
 commands:
   omni-proxy [serve] ...     run the proxy (this page)
   omni-proxy check FILE      say whether FILE would load; binds nothing
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
+  omni-proxy launch ...      start replicas and the proxy in front of them
+  omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
 
 examples:
   omni-proxy --config config/example.toml
@@ -26,11 +29,33 @@ examples:
 A flag wins over the configuration file, also when the file is read again. SIGHUP, a change of the
 file or POST /reload read it again; SIGTERM drains, a second one cuts.
 """
+_LAUNCH_EPILOG: Final = """\
+What is no flag of this page goes to the engine as it stands; so does all that follows a bare --.
+
+examples:
+  omni-proxy launch --dp-size 2 --model-path tiny
+  omni-proxy launch --dp-size 4 --engine sglang --model-path ORG/MODEL --mem-fraction-static 0.8
+  omni-proxy launch --dp-size 2 --command 'my-server --listen {host}:{port}'
+"""
 _HELP: Final[dict[str, tuple[str, str]]] = {
     "--host": ("HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("PORT", "port to listen on; 0 takes any free one (default 30000)"),
-    "--policy": ("NAME", "round_robin, least_request, random or power_of_two"),
+    "--policy": (
+        "NAME",
+        "round_robin (default), least_request, random, power_of_two, cache_aware, "
+        "consistent_hashing or prefix_hash",
+    ),
     "--model": ("NAME", "model of every worker that names none"),
+    "--max-worker-retries": (
+        "N",
+        "failed tries in a row that eject a worker; 0: never (default 3)",
+    ),
+    "--max-total-retries": ("N", "tries of one request in all (default 6)"),
+    "--cache-threshold": ("SHARE", "cache_aware: match that decides, 0 to 1 (default 0.5)"),
+    "--balance-abs-threshold": ("N", "cache_aware: load gap of an imbalance (default 32)"),
+    "--balance-rel-threshold": ("X", "cache_aware: load ratio of an imbalance (default 1.0001)"),
+    "--eviction-interval": ("SECS", "cache_aware: between two evictions (default 60)"),
+    "--max-tree-size": ("CHARS", "cache_aware: held in all (default 16777216)"),
     "--request-timeout-secs": ("SECS", "whole non-streaming exchange; 0 is none (default 1800)"),
     "--max-payload-size": ("BYTES", 'largest request body, also as "64MiB" (default 512MiB)'),
     "--health-failure-threshold": ("N", "bad probes in a row until a worker is out (default 3)"),
@@ -52,6 +77,63 @@ def serve_parser() -> argparse.ArgumentParser:
         # A prefix that works today breaks on the day a second flag begins with it.
         allow_abbrev=False,
     )
+    _add_serving(parser)
+    return parser
+
+
+def router_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy launch-router",
+        description="Route to workers that run already; the policy is cache_aware by default.",
+        epilog="example:\n  omni-proxy launch-router --worker-urls http://HOST:8000 http://HOST:8001",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_serving(parser)
+    return parser
+
+
+def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy launch",
+        description="Start replicas, wait until they are ready, and route to them.",
+        epilog=_LAUNCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    replicas = parser.add_argument_group("replicas")
+    add = replicas.add_argument
+    add("--dp-size", "--data-parallel-size", dest="data_parallel_size", metavar="N", type=_count,
+        default=1, help="how many replicas (default 1)")  # fmt: skip
+    add("--model-path", metavar="MODEL", default="smollm2-135m",
+        help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
+    add("--engine", choices=engines, default="replica", help="what runs them (default replica)")
+    add("--command", metavar="WORDS", default="",
+        help="start each replica with these words instead; {host}, {port}, {index} and {gpus} are "
+        "filled in")  # fmt: skip
+    add("--served-model-name", metavar="NAME", default="", help="the name that clients use")
+    add("--tp-size", "--tensor-parallel-size", dest="tensor_parallel_size", metavar="N",
+        type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip
+    add("--gpus-per-replica", metavar="N", type=int,
+        help="slice of CUDA_VISIBLE_DEVICES for each (default: tp-size, with GPUs)")  # fmt: skip
+    add("--worker-host", metavar="HOST", default="127.0.0.1", help="where they listen")
+    add("--worker-base-port", "--router-dp-worker-base-port", metavar="PORT", type=_count,
+        default=31000, help="free ports are looked for from here on (default 31000)")  # fmt: skip
+    add("--worker-startup-timeout-secs", metavar="SECS", type=float, default=300.0,
+        help="until a replica is ready (default 300)")  # fmt: skip
+    _add_serving(parser, prefix="--router-")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _add_serving(parser: argparse.ArgumentParser, prefix: str = "") -> None:
+    """The proxy's own flags; with a prefix also under it, as where an engine has the same ones."""
     parser.add_argument("--version", action="version", version=f"omni-proxy {__version__}")
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="the TOML file, read again when it changes"
@@ -66,9 +148,11 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     for flag, key in FLAGS.items():
         metavar, text = _HELP[flag]
+        names = [flag, *([ALIASES[flag]] if flag in ALIASES else [])]
+        if prefix:
+            names += [prefix + name.removeprefix("--") for name in names]
         # Absent flags leave no trace: what is in the namespace under a key was asked for.
-        parser.add_argument(flag, dest=key, metavar=metavar, default=argparse.SUPPRESS, help=text)
-    return parser
+        parser.add_argument(*names, dest=key, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
 
 def check_parser() -> argparse.ArgumentParser:

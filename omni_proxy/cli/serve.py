@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from omni_proxy.cli.arguments import serve_parser
 from omni_proxy.config.flags import FLAGS, Startup, worker_urls
 from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import LaunchEntry
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,17 +27,25 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as refusal:
         print(refusal, file=sys.stderr)
         return 2
+    return start(startup)
+
+
+def start(startup: Startup) -> int:
     # Here and not above: --help should not wait for a web framework.
     from omni_proxy.root import run
 
     return run(startup)
 
 
-def startup_of(arguments: Namespace, environment_key: str) -> Startup:
+def startup_of(
+    arguments: Namespace, environment_key: str, launch: tuple[LaunchEntry, ...] = ()
+) -> Startup:
+    """Raises ConfigError for worker URLs that can't be."""
     given = vars(arguments)
     return Startup(
         config_path=arguments.config,
         overrides={key: given[key] for key in FLAGS.values() if key in given},
         flag_urls=worker_urls(arguments.worker_urls),
         admin_key=environment_key,
+        launch=launch,
     )

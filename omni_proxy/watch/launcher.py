@@ -47,6 +47,10 @@ class Launcher:
     def status(self) -> list[dict[str, object]]:
         return [place.status() for _, place in sorted(self._places.items())]
 
+    async def until_moved(self) -> None:
+        """Until some place has another state than now."""
+        await self._moved.wait()
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         leash = Leash()
         standing = Standing(self._fleet, self._keeper, self._prober, self._wake)

@@ -1,0 +1,104 @@
+"""The commands that start the engines we know: one replica each, on {host} and {port}.
+
+Nothing is looked up or started here; whether the program is there shows when it is launched.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+OWN_MODELS: Final = ("tiny", "smollm2-135m")
+_PLACE: Final = ("--host", "{host}", "--port", "{port}")
+
+
+class EngineError(Exception):
+    """The replicas can't be started like that; the text says what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says of one replica; `flags` are for the engine alone."""
+
+    model_path: str
+    tensor_parallel_size: int
+    served_model_name: str
+    flags: tuple[str, ...]
+
+
+def command_of(engine: str, asked: Asked) -> tuple[str, ...]:
+    """The words of one replica's command. Raises EngineError."""
+    command = ENGINES[engine](asked)
+    return (*command, *_PLACE, *asked.flags)
+
+
+def model_name(engine: str, asked: Asked) -> str:
+    """What the replicas serve; "" where the engine alone decides it."""
+    if asked.served_model_name:
+        return asked.served_model_name
+    own = engine == "replica" or asked.model_path in OWN_MODELS
+    return os.path.basename(asked.model_path) if own else ""
+
+
+def _replica(asked: Asked) -> tuple[str, ...]:
+    if asked.tensor_parallel_size > 1:
+        raise EngineError("--tp-size: our own replica runs on one rank; use --engine sglang")
+    return ("omni-proxy", "replica", "--model", asked.model_path, *_named("--model-name", asked))
+
+
+def _llamacpp(asked: Asked) -> tuple[str, ...]:
+    if asked.model_path in OWN_MODELS:
+        return (*_replica(asked), "--engine", "llamacpp")
+    return ("llama-server", "--model", asked.model_path, *_named("--alias", asked))
+
+
+def _sglang(asked: Asked) -> tuple[str, ...]:
+    return (
+        *("python3", "-m", "sglang.launch_server", "--model-path", _foreign(asked)),
+        *_ranks("--tp-size", asked),
+        *_named("--served-model-name", asked),
+    )
+
+
+def _vllm(asked: Asked) -> tuple[str, ...]:
+    return (
+        *("vllm", "serve", _foreign(asked)),
+        *_ranks("--tensor-parallel-size", asked),
+        *_named("--served-model-name", asked),
+    )
+
+
+def _omni(asked: Asked) -> tuple[str, ...]:
+    if asked.tensor_parallel_size > 1:
+        raise EngineError("--tp-size: say it as sgl-omni does, --STAGE.engine.tp_size N")
+    return (
+        *("sgl-omni", "serve", "--model-path", _foreign(asked)),
+        *_named("--model-name", asked),
+    )
+
+
+def _foreign(asked: Asked) -> str:
+    if asked.model_path in OWN_MODELS:
+        raise EngineError(
+            f"--model-path {asked.model_path} is a model of our own replica: name one that this "
+            "engine can load, or leave --engine out"
+        )
+    return asked.model_path
+
+
+def _ranks(flag: str, asked: Asked) -> tuple[str, ...]:
+    size = asked.tensor_parallel_size
+    return (flag, str(size)) if size > 1 else ()
+
+
+def _named(flag: str, asked: Asked) -> tuple[str, ...]:
+    return (flag, asked.served_model_name) if asked.served_model_name else ()
+
+
+ENGINES: Final[Mapping[str, Callable[[Asked], tuple[str, ...]]]] = {
+    "replica": _replica,
+    "sglang": _sglang,
+    "vllm": _vllm,
+    "llamacpp": _llamacpp,
+    "omni": _omni,
+}

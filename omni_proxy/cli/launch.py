@@ -1,0 +1,114 @@
+"""`omni-proxy launch`: replicas and the proxy in front of them, from one command line.
+
+`omni-proxy launch-router` is the same without replicas. Contract: both take the flags of
+sglang-router and default to its policy (routers.md 4 and 5); what neither knows goes to the engine.
+"""
+
+import os
+import shlex
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Final
+
+from omni_proxy.cli.arguments import launch_parser, router_parser
+from omni_proxy.cli.engines import ENGINES, Asked, EngineError, command_of, model_name
+from omni_proxy.cli.serve import start, startup_of
+from omni_proxy.config.flags import Startup
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.watch.gpus import visible
+
+POLICY: Final = "cache_aware"
+LAST_PORT: Final = 65535
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = launch_parser(tuple(ENGINES))
+    arguments, engine_flags = parser.parse_known_args(argv)
+    engine_flags = [word for word in engine_flags if word != "--"]
+    if engine_flags and arguments.command:
+        parser.error(f"with --command, say {engine_flags[0]} in the command itself")
+    try:
+        entry = _entry(arguments, engine_flags)
+        startup = _routed(arguments, (entry,))
+    except (ConfigError, EngineError) as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    return start(startup)
+
+
+def main_router(argv: Sequence[str]) -> int:
+    parser = router_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and not arguments.worker_urls:
+        parser.error("no workers: name them with --worker-urls http://HOST:PORT ...")
+    try:
+        startup = _routed(arguments, ())
+    except ConfigError as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    return start(startup)
+
+
+def _routed(arguments: Namespace, launch: tuple[LaunchEntry, ...]) -> Startup:
+    """Without a FILE, which has a word of its own, the policy is the one of that router."""
+    given = vars(arguments)
+    if arguments.config is None:
+        given.setdefault("routing.policy", POLICY)
+    return startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
+
+
+def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
+    """Raises EngineError, with the cure."""
+    size = arguments.tensor_parallel_size
+    asked = Asked(arguments.model_path, size, arguments.served_model_name, tuple(engine_flags))
+    command = (
+        tuple(shlex.split(arguments.command))
+        if arguments.command
+        else command_of(arguments.engine, asked)
+    )
+    gpus = arguments.gpus_per_replica
+    if gpus is None:
+        gpus = size if visible(os.environ) and arguments.engine in ("sglang", "vllm", "omni") else 0
+    return LaunchEntry(
+        name="launch",
+        command=command,
+        replicas=arguments.data_parallel_size,
+        host=arguments.worker_host,
+        base_port=free_ports(
+            arguments.worker_host, arguments.worker_base_port, arguments.data_parallel_size
+        ),
+        gpus_per_replica=gpus,
+        ready_timeout_secs=arguments.worker_startup_timeout_secs,
+        model="" if arguments.command else model_name(arguments.engine, asked),
+    )
+
+
+def free_ports(host: str, base: int, count: int) -> int:
+    """The first port from `base` on that begins `count` free ones in a row. Raises EngineError."""
+    first = base
+    while first + count - 1 <= LAST_PORT:
+        taken = [port for port in range(first, first + count) if not _is_free(host, port)]
+        if not taken:
+            return first
+        first = taken[-1] + 1
+    raise EngineError(
+        f"no {count} free ports in a row on {host} from {base} on: end other programs, or name "
+        "another --worker-base-port"
+    )
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            if isinstance(error, socket.gaierror):
+                raise EngineError(f"--worker-host {host}: {error.strerror}") from None
+            return False
+    return True

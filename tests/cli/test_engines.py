@@ -1,0 +1,64 @@
+import pytest
+
+from omni_proxy.cli.engines import ENGINES, Asked, EngineError, command_of, model_name
+
+PLACE = ("--host", "{host}", "--port", "{port}")
+
+
+def asked(model="org/model", size=1, name="", *flags):
+    return Asked(model, size, name, flags)
+
+
+@pytest.mark.parametrize(
+    ("engine", "of", "words"),
+    [
+        ("replica", asked("tiny"), "omni-proxy replica --model tiny"),
+        ("replica", asked("/m/a", 1, "a"), "omni-proxy replica --model /m/a --model-name a"),
+        ("llamacpp", asked("tiny"), "omni-proxy replica --model tiny --engine llamacpp"),
+        ("llamacpp", asked("/m/a.gguf", 1, "a"), "llama-server --model /m/a.gguf --alias a"),
+        ("sglang", asked(), "python3 -m sglang.launch_server --model-path org/model"),
+        ("sglang", asked("m", 2), "python3 -m sglang.launch_server --model-path m --tp-size 2"),
+        ("vllm", asked("m", 4), "vllm serve m --tensor-parallel-size 4"),
+        ("vllm", asked(name="n"), "vllm serve org/model --served-model-name n"),
+        ("omni", asked(name="m"), "sgl-omni serve --model-path org/model --model-name m"),
+    ],
+)  # fmt: skip
+def test_each_engine_is_started_by_its_own_words(engine, of, words):
+    assert command_of(engine, of) == (*words.split(), *PLACE)
+
+
+def test_the_engines_own_flags_stand_last_so_that_they_win():
+    command = command_of("vllm", asked("m", 1, "", "--port", "1", "--dtype", "half"))
+    assert command[-4:] == ("--port", "1", "--dtype", "half")
+
+
+@pytest.mark.parametrize(
+    ("engine", "of", "cure"),
+    [
+        ("sglang", asked("tiny"), "leave --engine out"),
+        ("vllm", asked("smollm2-135m"), "leave --engine out"),
+        ("replica", asked("tiny", 2), "--tp-size"),
+        ("omni", asked("m", 2), "tp_size"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_with_the_cure(engine, of, cure):
+    with pytest.raises(EngineError, match=cure):
+        command_of(engine, of)
+
+
+@pytest.mark.parametrize(
+    ("engine", "of", "name"),
+    [
+        ("replica", asked("tiny"), "tiny"),
+        ("llamacpp", asked("tiny"), "tiny"),
+        ("replica", asked("/m/a.gguf"), "a.gguf"),
+        ("sglang", asked("org/model"), ""),
+        ("sglang", asked("org/model", 1, "m"), "m"),
+    ],
+)
+def test_the_model_is_named_where_it_is_known(engine, of, name):
+    assert model_name(engine, of) == name
+
+
+def test_every_engine_has_its_words():
+    assert set(ENGINES) == {"replica", "sglang", "vllm", "llamacpp", "omni"}

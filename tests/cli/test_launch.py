@@ -1,0 +1,150 @@
+import socket
+
+import pytest
+
+from omni_proxy.cli import launch
+from omni_proxy.cli.launch import EngineError, free_ports, main, main_router
+from omni_proxy.config.schema import Config
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would be started, and what it would run with."""
+    kept = []
+
+    def start(startup):
+        kept.append(startup)
+        return 0
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch, "visible", lambda environ: [])
+    return kept
+
+
+def test_the_seeds_command_line_launches_that_many_replicas(started):
+    words = "--model-path tiny --dp-size 4 --host 0.0.0.0 --worker-base-port 41000"
+    assert main(words.split()) == 0
+    config = started[0].over(Config())
+    (entry,) = config.launch
+    assert entry.replicas == 4
+    assert entry.command[:4] == ("omni-proxy", "replica", "--model", "tiny")
+    assert entry.base_port >= 41000
+    assert config.server.host == "0.0.0.0"
+    assert config.routing.policy == "cache_aware"
+
+
+def test_router_flags_are_taken_plainly_and_under_the_engines_prefix(started):
+    main(
+        ["--policy", "random", "--router-max-total-retries", "2", "--router-cache-threshold", "0.9"]
+    )
+    routing = started[0].over(Config()).routing
+    assert routing.policy == "random"
+    assert routing.max_total_retries == 2
+    assert routing.cache_aware.cache_threshold == 0.9
+
+
+def test_all_flags_of_the_seeds_router_are_taken(started):
+    words = (
+        "--worker-urls http://127.0.0.1:1 http://127.0.0.1:2 --cache-threshold 0.3 "
+        "--balance-abs-threshold 9 --balance-rel-threshold 1.2 --eviction-interval 7 "
+        "--max-tree-size 1000 --max-worker-retries 4 --max-total-retries 5"
+    )
+    assert main_router(words.split()) == 0
+    startup = started[0]
+    routing = startup.over(Config()).routing
+    cache = routing.cache_aware
+    assert startup.flag_urls == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert (routing.policy, routing.max_worker_retries, routing.max_total_retries) == (
+        "cache_aware", 4, 5,
+    )  # fmt: skip
+    assert (cache.cache_threshold, cache.balance_abs_threshold) == (0.3, 9)
+    assert (cache.balance_rel_threshold, cache.eviction_interval_secs) == (1.2, 7)
+    assert cache.max_tree_size == 1000
+
+
+def test_later_routers_spelling_of_the_interval_is_taken_too(started):
+    main_router(["--worker-urls", "http://127.0.0.1:1", "--eviction-interval-secs", "8"])
+    assert started[0].over(Config()).routing.cache_aware.eviction_interval_secs == 8
+
+
+def test_unknown_flags_go_to_the_engine(started):
+    main(
+        [
+            "--engine",
+            "sglang",
+            "--model-path",
+            "org/m",
+            "--mem-fraction-static",
+            "0.8",
+            "--",
+            "--log-level",
+            "x",
+        ]
+    )
+    command = started[0].launch[0].command
+    assert command[-4:] == ("--mem-fraction-static", "0.8", "--log-level", "x")
+
+
+def test_any_command_can_be_given_whole(started):
+    main(["--command", "serve 'a b' --at {host}:{port}", "--dp-size", "2"])
+    assert started[0].launch[0].command == ("serve", "a b", "--at", "{host}:{port}")
+
+
+def test_a_file_keeps_its_own_policy(started, tmp_path):
+    file = tmp_path / "p.toml"
+    file.write_text("")
+    main(["--config", str(file), "--model-path", "tiny"])
+    assert started[0].over(Config()).routing.policy == "round_robin"
+
+
+def test_each_replica_has_as_many_gpus_as_ranks_where_there_are_any(started, monkeypatch):
+    monkeypatch.setattr(launch, "visible", lambda environ: ["0", "1", "2", "3"])
+    main(["--engine", "vllm", "--model-path", "org/m", "--tp-size", "2", "--dp-size", "2"])
+    assert started[0].launch[0].gpus_per_replica == 2
+    main(["--model-path", "tiny"])
+    assert started[1].launch[0].gpus_per_replica == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--dp-size 0", "--engine nobody", "--command x --unknown y", "--worker-base-port 0"],
+)
+def test_words_that_make_no_sense_are_refused(started, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert not started
+
+
+def test_a_model_that_the_engine_cannot_load_is_refused_before_anything_starts(started, capsys):
+    assert main(["--engine", "vllm", "--model-path", "tiny"]) == 2
+    assert "leave --engine out" in capsys.readouterr().err
+    assert not started
+
+
+def test_a_router_without_workers_says_so(capsys):
+    with pytest.raises(SystemExit):
+        main_router([])
+    assert "--worker-urls" in capsys.readouterr().err
+
+
+def test_a_block_with_a_taken_port_in_it_is_skipped():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        if port < 60000:
+            assert free_ports("127.0.0.1", port - 1, 3) > port
+        with pytest.raises(EngineError, match="free ports"):
+            free_ports("127.0.0.1", 65535, 2)
+
+
+def test_a_host_that_is_none_is_named():
+    with pytest.raises(EngineError, match="worker-host"):
+        free_ports("no.such.host.invalid", 31000, 1)
+
+
+def test_help_shows_how_to_pass_engine_flags(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "goes to the engine" in capsys.readouterr().out
