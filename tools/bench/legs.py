@@ -70,11 +70,12 @@ class Leg:
 
 
 @contextmanager
-def fake_worker() -> Iterator[list[int]]:
-    with running([str(build("worker")), str(WORKERS)], subprocess.PIPE) as process:
+def fake_worker(count: int = WORKERS) -> Iterator[list[int]]:
+    """The ports of so many workers, all of one process."""
+    with running([str(build("worker")), str(count)], subprocess.PIPE) as process:
         assert process.stdout is not None
         ports = [int(word) for word in process.stdout.readline().split()]
-        if len(ports) != WORKERS:
+        if len(ports) != count:
             raise LegError("the fake worker did not start")
         yield ports
 

@@ -24,7 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_PORTS = 64, MAX_STREAMS = 4096, TICK_NS = 1000000,
+enum { MAX_PORTS = 512, MAX_STREAMS = 4096, TICK_NS = 1000000,
        IN_BYTES = 65536, OUT_BYTES = 32768, EVENT_BYTES = 320, BATCH = 256 };
 enum kind { STDIN, LISTENER, CONN, TICKER };
 
@@ -274,7 +274,7 @@ int main(int argc, char **argv)
     static struct source input = {STDIN, 0, NULL}, listeners[MAX_PORTS];
     struct epoll_event batch[BATCH];
     int ports = argc == 2 ? atoi(argv[1]) : 0;
-    if (ports < 1 || ports > MAX_PORTS) { fprintf(stderr, "usage: worker PORTS (1 to 64)\n"); return 2; }
+    if (ports < 1 || ports > MAX_PORTS) { fprintf(stderr, "usage: worker PORTS (1 to 512)\n"); return 2; }
     poller = epoll_create1(EPOLL_CLOEXEC);
     watch(&input, EPOLLIN | EPOLLHUP);
     ticker.fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);

@@ -1,0 +1,244 @@
+"""Where a policy sends real work: hit rate, time to first token, and the share of a slow worker.
+
+`python -m tools.bench.placement`: real replicas behind the proxy, one run per policy over the same
+requests. Shared prefixes: several conversations' worth of long common beginnings, mixed. Uniform:
+nothing in common. Slow: stand-in workers, one of them ten times slower, for the shares alone.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import socket
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import trio
+
+from tools.bench.processes import running
+from tools.bench.stand_in import stand_in
+
+CONFIG = """\
+[server]
+port = {port}
+state_file = "off"
+log_level = "warning"
+[routing]
+policy = "{policy}"
+[routing.cache_aware]
+fallback = "{fallback}"
+[health]
+interval_secs = 2
+success_threshold = 1
+on_threshold = "unhealthy"
+"""
+LAUNCH = """\
+[[launch]]
+command = [{words}]
+replicas = {replicas}
+base_port = {base}
+model = "{model}"
+"""
+READY_SECS = 180
+SLOW_SECS = (0.2, 0.02, 0.02)
+WORDS = (
+    "river", "mountain", "copper", "lantern", "orchard", "velvet", "harbour", "saddle", "meadow",
+    "thunder", "pepper", "violin", "glacier", "marble", "cedar", "compass", "ribbon", "tunnel",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One answered request: times in seconds, tokens as the replica counted them."""
+
+    first_secs: float
+    prompt_tokens: int
+    cached_tokens: int
+    worker: str
+
+
+def shared_prompts(chance: random.Random, families: int, each: int) -> list[str]:
+    """Long common beginnings, a short tail of its own for each request, well mixed."""
+    heads = [" ".join(chance.choices(WORDS, k=220)) for _ in range(families)]
+    prompts = [
+        f"{head}\nQuestion {n}: {chance.choice(WORDS)}?" for head in heads for n in range(each)
+    ]
+    chance.shuffle(prompts)
+    return prompts
+
+
+def uniform_prompts(chance: random.Random, count: int) -> list[str]:
+    return [" ".join(chance.choices(WORDS, k=60)) for _ in range(count)]
+
+
+async def drive(base: str, model: str, prompts: Sequence[str], clients: int) -> list[Seen]:
+    """Closed loop: so many clients, each takes the next prompt when it has its answer."""
+    left, seen = list(reversed(prompts)), []
+    async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+
+        async def work() -> None:
+            while left:
+                seen.append(await _one(client, model, left.pop()))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(clients):
+                nursery.start_soon(work)
+    return seen
+
+
+async def _one(client: httpx.AsyncClient, model: str, prompt: str) -> Seen:
+    body = {
+        "model": model, "stream": True, "max_tokens": 4, "temperature": 0,
+        "stream_options": {"include_usage": True},
+        "messages": [{"role": "user", "content": prompt}],
+    }  # fmt: skip
+    began, first = trio.current_time(), 0.0
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                if not first and any(_text(choice) for choice in event["choices"]):
+                    first = trio.current_time() - began
+        worker = answer.headers["x-sglang-omni-worker"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return Seen(first, usage["prompt_tokens"], cached, worker)
+
+
+def _text(choice: dict[str, dict[str, str]]) -> str:
+    return choice["delta"].get("content") or ""
+
+
+def _port_block(count: int) -> int:
+    for base in range(34000, 60000, count + 1):
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(base, base + count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return base
+    raise RuntimeError("no free ports in a row")
+
+
+@contextlib.contextmanager
+def proxy(policy: str, fallback: str, extra: str) -> Iterator[str]:
+    """The base URL of a proxy that runs; `extra` names its workers."""
+    port = _port_block(1)
+    with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
+        file = Path(folder) / "proxy.toml"
+        file.write_text(CONFIG.format(port=port, policy=policy, fallback=fallback) + extra)
+        with (
+            (Path(folder) / "log").open("w") as log,
+            running([sys.executable, "-m", "omni_proxy", "--config", str(file)], log),
+        ):
+            yield f"http://127.0.0.1:{port}"
+
+
+async def ready(base: str, workers: int) -> None:
+    with trio.fail_after(READY_SECS):
+        async with httpx.AsyncClient(base_url=base, trust_env=False) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    told = (await client.get("/health")).json()
+                    if told["routable_workers"] >= workers:
+                        return
+                await trio.sleep(0.2)
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[str]:
+    """Each policy over new replicas with empty caches, the same prompts in the same order."""
+    words = ["omni-proxy", "replica", "--engine", arguments.engine, "--model", arguments.model]
+    words += ["--host", "{host}", "--port", "{port}"]
+    count = arguments.replicas
+    for kind in ("shared prefixes", "uniform"):
+        for policy, fallback in (
+            ("round_robin", "smallest_tree"), ("least_request", "smallest_tree"),
+            ("cache_aware", "smallest_tree"), ("cache_aware", "least_loaded"),
+        ):  # fmt: skip
+            chance = random.Random(7)
+            prompts = (
+                shared_prompts(chance, 6, arguments.each)
+                if kind == "shared prefixes"
+                else uniform_prompts(chance, 6 * arguments.each)
+            )
+            launch = LAUNCH.format(
+                words=", ".join(json.dumps(word) for word in words),
+                replicas=count, base=_port_block(count), model=arguments.model,
+            )  # fmt: skip
+            with proxy(policy, fallback, launch) as base:
+                trio.run(ready, base, count)
+                seen = trio.run(drive, base, arguments.model, prompts, arguments.clients)
+            name = policy if policy != "cache_aware" else f"{policy} ({fallback})"
+            yield f"{kind:16} {name:30} {_figures(seen)}"
+
+
+def _figures(seen: Sequence[Seen]) -> str:
+    hit = sum(each.cached_tokens for each in seen) / sum(each.prompt_tokens for each in seen)
+    firsts = sorted(each.first_secs for each in seen)
+    shares = sorted(Counter(each.worker for each in seen).values(), reverse=True)
+    return (
+        f"hit rate {hit:5.1%}  first token p50 {median(firsts) * 1000:5.0f} ms  "
+        f"p95 {firsts[int(0.95 * (len(firsts) - 1))] * 1000:5.0f} ms  shares {shares}"
+    )
+
+
+async def slow_share(policy: str, requests: int) -> float:
+    """The share of the ten times slower worker of three, twelve clients in a closed loop."""
+    async with trio.open_nursery() as nursery:
+        urls = [await nursery.start(stand_in, secs) for secs in SLOW_SECS]
+        extra = "".join(f'[[workers]]\nurl = "{url}"\n' for url in urls)
+        with proxy(policy, "least_loaded", extra) as base:
+            await ready(base, len(urls))
+            counts = await _counted(base, requests)
+        nursery.cancel_scope.cancel()
+    slow = next(key for key in counts if key.endswith(urls[0].rpartition(":")[2]))
+    return counts[slow] / counts.total()
+
+
+async def _counted(base: str, requests: int) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    left = uniform_prompts(random.Random(3), requests)
+    async with httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as client:
+
+        async def work() -> None:
+            while left:
+                body = {"messages": [{"role": "user", "content": left.pop()}]}
+                answer = await client.post("/v1/chat/completions", json=body)
+                counts[answer.headers["x-sglang-omni-worker"]] += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(12):
+                nursery.start_soon(work)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.placement", description=__doc__)
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--each", type=int, default=12, help="requests per shared prefix (12)")
+    parser.add_argument("--engine", choices=["torch", "llamacpp"], default="llamacpp")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--slow-only", action="store_true", help="only the slow worker's share")
+    arguments = parser.parse_args()
+    if not arguments.slow_only:
+        for row in rows(arguments):
+            print(row, flush=True)
+    for policy in ("round_robin", "least_request", "cache_aware"):
+        share = trio.run(slow_share, policy, 600)
+        print(f"{'slow worker':16} {policy:30} share {share:.1%}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

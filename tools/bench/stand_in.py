@@ -1,0 +1,46 @@
+"""A worker in this process that answers every request after a fixed time.
+
+Not a model: for shares of work between workers of known speed, and nothing else.
+"""
+
+import trio
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+async def stand_in(
+    delay_secs: float, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve until cancelled; starts with its URL."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        try:
+            rest = b""
+            while (found := await _next(stream, rest)) is not None:
+                head, rest = found
+                if head.startswith(b"POST"):
+                    await trio.sleep(delay_secs)
+                await stream.send_all(ANSWER)
+        except trio.BrokenResourceError:
+            pass  # the proxy has closed it
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    task_status.started(f"http://127.0.0.1:{listener.socket.getsockname()[1]}")
+    await trio.serve_listeners(serve, [listener])
+
+
+async def _next(stream: trio.SocketStream, rest: bytes) -> tuple[bytes, bytes] | None:
+    """The next request's head, its body read and dropped, and what came after it."""
+    while b"\r\n\r\n" not in rest:
+        piece = await stream.receive_some(65536)
+        if not piece:
+            return None
+        rest += piece
+    head, _, rest = rest.partition(b"\r\n\r\n")
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            size = int(line.partition(b":")[2])
+            while len(rest) < size:
+                rest += await stream.receive_some(65536)
+            rest = rest[size:]
+    return head, rest
