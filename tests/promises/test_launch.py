@@ -169,7 +169,7 @@ async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_request
 ):
     command = (
         f'["{sys.executable}", "-m", "omni_proxy", "replica", "--model", "{MODEL}",'
-        ' "--threads", "1", "--context", "512", "--host", "{host}", "--port", "{port}"]'
+        ' "--engine", "llamacpp", "--threads", "1", "--context", "512", "--host", "{host}", "--port", "{port}"]'
     )
     file = tmp_path / "proxy.toml"
     file.write_text(launch(command, base_port))

@@ -1,0 +1,88 @@
+"""The proxy with one real omni replica behind it, as processes, started once for many tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omni_proxy.replica.model_file import MODELS, cache_folder
+
+MODEL = "smollm2-135m"
+NEEDED = ("torch", "hibari", "tiktoken")
+READY_SECS = 90
+CONFIG = """\
+[server]
+port = 0
+state_file = "off"
+[health]
+interval_secs = 0.5
+success_threshold = 1
+on_threshold = "unhealthy"
+[[launch]]
+name = "omni"
+command = [{command}]
+base_port = {base_port}
+model = "{model}"
+capabilities = ["chat", "speech", "streaming", "audio_input", "audio_output"]
+"""
+
+
+def missing() -> str:
+    """Why the real models can't run here, "" where they can."""
+    for module in NEEDED:
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed: pip install 'omni-proxy[replica]'"
+    folder = cache_folder(os.environ)
+    for name in (MODEL, "whisper-tiny"):
+        if not (folder / MODELS[name].file).exists():
+            return f"{name} is not there: omni-proxy replica fetch {name}"
+    return ""
+
+
+@contextmanager
+def omni(folder: Path, base_port: int) -> Iterator[str]:
+    """The base URL, once the replica is routable."""
+    words = [sys.executable, "-m", "omni_proxy", "replica", "--host", "{host}", "--port", "{port}"]
+    words += ["--model", MODEL, "--speech", "hibari", "--transcription", "whisper-tiny"]
+    file = folder / "omni.toml"
+    command = ", ".join(json.dumps(word) for word in words)
+    file.write_text(CONFIG.format(command=command, base_port=base_port, model=MODEL))
+    log = folder / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "omni_proxy", "--config", str(file)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield _until_ready(process, log)
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    give_up_at = time.monotonic() + READY_SECS
+    while time.monotonic() < give_up_at:
+        assert process.poll() is None, log.read_text()
+        said = re.search(r"listening on (http://\S+)", log.read_text())
+        if said:
+            with urllib.request.urlopen(f"{said[1]}/workers", timeout=5) as answer:
+                if json.load(answer)["routable_workers"] == 1:
+                    return said[1]
+        _pause()
+    raise AssertionError(log.read_text())
+
+
+def _pause() -> None:
+    # Another process can only be asked again and again.
+    time.sleep(0.1)  # noqa: TID251  no event loop runs here

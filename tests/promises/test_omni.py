@@ -1,0 +1,192 @@
+"""One replica that hears, reads, writes and speaks: every client library drives it unchanged."""
+
+import base64
+import json
+import re
+import shutil
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.promises.omni_program import MODEL, missing, omni
+
+pytestmark = [
+    pytest.mark.replica,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "all is there"),
+]
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+NODE = Path(__file__).parent / "node"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with omni(tmp_path_factory.mktemp("omni"), port) as base:
+        yield base
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def plain(text: str) -> str:
+    return " ".join(re.sub(r"[^a-z' ]", " ", text.lower()).split())
+
+
+def said(client, text: str, **fields) -> bytes:
+    asked = {"model": MODEL, "voice": "alloy", "response_format": "wav", **fields}
+    return client.audio.speech.create(input=text, **asked).content
+
+
+def heard(client, audio: bytes) -> str:
+    return client.audio.transcriptions.create(model=MODEL, file=("a.wav", audio)).text
+
+
+def chat(client, content, **fields):
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 24, **fields}
+    return client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked)
+
+
+def test_a_spoken_question_is_heard_answered_and_the_answer_is_spoken(client):
+    question = said(client, QUESTION)
+    assert plain(heard(client, question)) == plain(QUESTION)
+    part = {"data": base64.b64encode(question).decode(), "format": "wav"}
+    answered = (
+        chat(
+            client,
+            [{"type": "input_audio", "input_audio": part}],
+            modalities=["text", "audio"],
+            audio={"voice": "alloy", "format": "wav"},
+        )
+        .choices[0]
+        .message
+    )
+    assert answered.content == ANSWER
+    assert answered.audio.transcript == ANSWER
+    assert plain(heard(client, base64.b64decode(answered.audio.data))) == plain(ANSWER)
+
+
+def test_a_stream_says_what_the_whole_answer_says(client):
+    whole = chat(client, QUESTION)
+    pieces = list(chat(client, QUESTION, stream=True, stream_options={"include_usage": True}))
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == whole.choices[0].message.content == ANSWER
+    assert len(pieces) > 5
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_same_seed_gives_the_same_text_and_another_one_another(client):
+    def told(seed):
+        asked = {"temperature": 1.2, "seed": seed, "max_tokens": 16}
+        return chat(client, "Tell me about the sea.", **asked).choices[0].message.content
+
+    assert told(1) == told(1)
+    assert len({told(seed) for seed in range(2, 6)}) > 1
+
+
+def test_sixteen_streams_at_once_all_complete(client):
+    def run(number):
+        pieces = list(chat(client, f"Count to {number}.", stream=True, max_tokens=12))
+        return pieces[-1].choices[0].finish_reason, len(pieces)
+
+    with ThreadPoolExecutor(16) as pool:
+        ended = list(pool.map(run, range(16)))
+    assert all(reason in ("stop", "length") for reason, _ in ended)
+    assert all(count > 1 for _, count in ended)
+
+
+def test_speech_comes_while_it_is_made_and_is_the_same_for_the_same_seed(client):
+    text = "The river is cold. The mountain is high. The harbour is quiet."
+    with client.audio.speech.with_streaming_response.create(
+        model=MODEL, voice="alloy", input=text, response_format="pcm",
+        extra_body={"stream": True, "stream_format": "audio", "seed": 5},
+    ) as streamed:  # fmt: skip
+        pieces = list(streamed.iter_bytes())
+    whole = said(client, text, response_format="pcm", extra_body={"seed": 5})
+    assert b"".join(pieces) == whole
+    assert len(whole) > 2 * 24000 * 2
+
+
+def test_a_transcription_streams_its_text(client):
+    audio = said(client, QUESTION)
+    events = list(
+        client.audio.transcriptions.create(model=MODEL, file=("a.wav", audio), stream=True)
+    )
+    assert "".join(e.delta for e in events if e.type == "transcript.text.delta").strip() == QUESTION
+    assert events[-1].text.strip() == QUESTION
+
+
+def test_a_prompt_that_was_seen_is_not_computed_again(client):
+    prompt = "Once upon a time there was a small grey cat. " * 20
+    chat(client, prompt, max_tokens=2)
+    again = chat(client, prompt, max_tokens=2).usage
+    assert again.prompt_tokens_details.cached_tokens > again.prompt_tokens * 0.9
+
+
+def test_langchain_chats_and_streams(url):
+    langchain = pytest.importorskip("langchain_openai")
+    model = langchain.ChatOpenAI(
+        base_url=f"{url}/v1", api_key="none", model=MODEL, temperature=0, max_tokens=24,
+        max_retries=0,
+    )  # fmt: skip
+    answer = model.invoke(QUESTION)
+    assert answer.content == ANSWER
+    assert answer.usage_metadata["output_tokens"] > 0
+    assert "".join(piece.content for piece in model.stream(QUESTION)) == ANSWER
+
+
+def test_openai_node_chats_streams_speaks_and_hears(url):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    if not (NODE / "node_modules" / "openai").is_dir():
+        pytest.skip("openai-node is not installed: npm install --prefix tests/promises/node")
+    words = [node, str(NODE / "drive.mjs"), f"{url}/v1", MODEL, QUESTION]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["whole"] == told["streamed"] == ANSWER
+    assert told["tokens"] == 8
+    assert told["riff"] == "RIFF"
+    assert plain(told["heard"]) == plain(QUESTION)
+
+
+def test_curl_does_all_of_it(url, tmp_path):
+    def curl(*words):
+        done = subprocess.run(
+            ["curl", "-sS", "--fail-with-body", "--noproxy", "*", *words],
+            capture_output=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    kind = ("-H", "content-type: application/json")
+    message = {"role": "user", "content": QUESTION}
+    body = {"model": MODEL, "messages": [message], "temperature": 0, "max_tokens": 24}
+    whole = json.loads(curl(f"{url}/v1/chat/completions", *kind, "-d", json.dumps(body)))
+    assert whole["choices"][0]["message"]["content"] == ANSWER
+    stream = curl(
+        "-N", f"{url}/v1/chat/completions", *kind, "-d", json.dumps({**body, "stream": True})
+    )
+    assert stream.rstrip().endswith(b"data: [DONE]")
+    wav = tmp_path / "q.wav"
+    wav.write_bytes(curl(f"{url}/v1/audio/speech", *kind, "-d", json.dumps({"input": QUESTION})))
+    told = json.loads(curl(f"{url}/v1/audio/transcriptions", "-F", f"file=@{wav}"))
+    assert plain(told["text"]) == plain(QUESTION)
+
+
+def test_models_and_capabilities_tell_what_is_really_there(client, url):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    with pytest.raises(openai.APIStatusError) as refused:
+        chat(client, [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}])
+    assert refused.value.status_code == 503
+    assert "image_input" in str(refused.value)
