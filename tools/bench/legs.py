@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,7 @@ def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
         log = place.folder / "log"
         with log.open("w") as out, running(side.command(place), out) as process:
             _wait_ready(side, place.port, process, log)
+            _wait_settled(place.port, process)
             yield place.port, process.pid
 
 
@@ -152,6 +153,24 @@ def _refusal(port: int) -> str:
         return str(error) or type(error).__name__
     finally:
         connection.close()
+
+
+def _wait_settled(port: int, process: subprocess.Popen[str]) -> None:
+    """Where the proxy tells its workers' health: until all are known, for probes cost CPU too."""
+    give_up_at = time.monotonic() + READY_SECS
+    while time.monotonic() < give_up_at:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            told = json.loads(connection.getresponse().read())
+            if told["routable_workers"] == told["total_workers"]:
+                return
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return  # a peer, whose workers are asked and answer as they like
+        finally:
+            connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
 
 
 def _wait_ready(side: Side, port: int, process: subprocess.Popen[str], log: Path) -> None:

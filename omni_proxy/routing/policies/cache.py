@@ -7,7 +7,8 @@
 
 Whoever is chosen holds the text from then on. Invariants: equals take turns; a preview changes
 nothing; one tree bounded as a whole serves all models, each below its name, which the workers and
-not the clients give. Source: routers.md 2 and the rules of the first SGLang router.
+not the clients give. Beyond `EXACT` candidates what needs a look at all of them is looked at anew
+every few picks only. Source: routers.md 2 and the rules of the first SGLang router.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from omni_proxy.routing.policies.warmth import Warmth
 from omni_proxy.routing.policies.weights import Weights, least, load_word
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.prompt import prefix_text
+
+EXACT = 64
 
 
 class _Text(NamedTuple):
@@ -51,8 +54,8 @@ class CacheAware(Policy):
     """`now` is monotonic seconds, as in `tend`."""
 
     __slots__ = (
-        "_branches", "_evict_at", "_evicting", "_matched", "_now", "_rules", "_seen", "_tree",
-        "_turn", "_warmth", "_weights", "name",
+        "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules", "_seen",
+        "_small", "_tree", "_turn", "_warmth", "_weights", "name",
     )  # fmt: skip
 
     def __init__(self, routing: Routing, now: float) -> None:
@@ -67,6 +70,10 @@ class CacheAware(Policy):
         self._now = now
         self._evict_at = now + self._rules.eviction_interval_secs
         self._evicting = False
+        # Good for so many picks among the same candidates: the verdict on their balance, and who
+        # had the smallest trees.
+        self._judged: tuple[Sequence[Worker], bool, int] = ((), False, 0)
+        self._small: tuple[Sequence[Worker], list[Worker]] = ((), [])
 
     def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
         text = _text(candidates, need)
@@ -74,7 +81,7 @@ class CacheAware(Policy):
         if choice.ties > 1:
             self._turn += 1
         if choice.branch == "smallest_tree":
-            self._warmth.chose(choice.worker, candidates, self._sizes(candidates))
+            self._chose_small(choice.worker, candidates)
         self._branches[choice.branch] += 1
         self._matched += choice.matched
         self._seen += text.length
@@ -107,6 +114,7 @@ class CacheAware(Policy):
         return super().adopt(routing)
 
     def forget(self, worker: Worker) -> None:
+        self._small = ((), [])
         self._tree.forget(worker)
         self._warmth.forget(worker)
 
@@ -161,6 +169,9 @@ class CacheAware(Policy):
         return _Choice(worker, "matched", ties, matched, tuple(holders))
 
     def _smallest_tree(self, candidates: Sequence[Worker]) -> _Choice:
+        of, small = self._small
+        if of is candidates and small:
+            return _Choice(small[-1], "smallest_tree", 0)
         sizes = self._sizes(candidates)
         spared = self._warmth.spared(candidates, sizes)
         left = [
@@ -172,6 +183,20 @@ class CacheAware(Policy):
         ties = [worker for size, worker in left if size == smallest]
         worker = ties[self._turn % len(ties)]
         return _Choice(worker, "smallest_tree", len(ties), spared=tuple(spared))
+
+    def _chose_small(self, chosen: Worker, candidates: Sequence[Worker]) -> None:
+        of, small = self._small
+        if of is candidates and small:
+            small.pop()
+            return
+        sizes = self._sizes(candidates)
+        self._warmth.chose(chosen, candidates, sizes)
+        if len(candidates) > EXACT:
+            spared = set(self._warmth.spared(candidates, sizes))
+            ranked = sorted(zip(sizes, range(len(sizes)), strict=True))
+            next_ones = [candidates[index] for _, index in ranked[: len(candidates) // EXACT]]
+            left = [each for each in next_ones if each is not chosen and each not in spared]
+            self._small = (candidates, left[::-1])
 
     def _sizes(self, candidates: Sequence[Worker]) -> list[float]:
         return [self._tree.size_of(worker) / worker.weight for worker in candidates]
@@ -191,8 +216,19 @@ class CacheAware(Policy):
         return worker.in_flight if weights.even else worker.in_flight * weights.mean / worker.weight
 
     def _imbalanced(self, candidates: Sequence[Worker]) -> bool:
-        self._weights.take(candidates)
-        loads = [self._load(worker) for worker in candidates]
+        of, verdict, picks = self._judged
+        if of is candidates and picks:
+            self._judged = (of, verdict, picks - 1)
+            return verdict
+        verdict = self._loads_differ(candidates)
+        self._judged = (candidates, verdict, len(candidates) // EXACT)
+        return verdict
+
+    def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
+        if self._weights.take(candidates):
+            loads: list[float] = [worker.in_flight for worker in candidates]
+        else:
+            loads = [self._load(worker) for worker in candidates]
         low, high = min(loads), max(loads)
         rules = self._rules
         return high - low > rules.balance_abs_threshold and high > rules.balance_rel_threshold * low

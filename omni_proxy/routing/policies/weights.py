@@ -40,8 +40,9 @@ def fill(worker: Worker) -> float:
 
 def least(candidates: Sequence[Worker], turn: int) -> tuple[Worker, int]:
     """The least full in its turn, and how many are as full as it."""
-    lowest = min(map(fill, candidates))
-    ties = [worker for worker in candidates if fill(worker) == lowest]
+    fills = [fill(worker) for worker in candidates]
+    lowest = min(fills)
+    ties = [worker for worker, full in zip(candidates, fills, strict=True) if full == lowest]
     return ties[turn % len(ties)], len(ties)
 
 

@@ -48,6 +48,24 @@ def test_unrelated_prompts_one_after_another_spread_evenly_over_idle_workers(fal
 
 
 @pytest.mark.parametrize("fallback", FALLBACKS)
+def test_unrelated_prompts_spread_evenly_over_a_large_fleet_too(fallback):
+    policy, fleet = cache_aware(fallback=fallback), workers(*[0] * 300)
+    picked = Counter(policy.pick(fleet, chat(text)).url for text in unrelated(900))
+    assert len(picked) == 300
+    assert max(picked.values()) <= 5
+
+
+def test_a_large_fleets_imbalance_shows_within_a_few_picks():
+    policy, fleet = cache_aware(), workers(*[0] * 300)
+    (text,) = unrelated(1)
+    home = policy.pick(fleet, chat(text))
+    home.in_flight = 100
+    homes = [policy.pick(fleet, chat(text)) for _ in range(8)]
+    assert homes[0] is home
+    assert homes[-1] is not home
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
 def test_short_unlike_prompts_are_not_alike_by_their_role(fallback):
     policy, fleet = cache_aware(fallback=fallback), workers(0, 0, 0, 0)
     picked = Counter(policy.pick(fleet, chat(letter)).url for letter in string.ascii_letters[:40])
