@@ -46,7 +46,8 @@ replicas = {replicas}
 base_port = {base}
 model = "{model}"
 """
-READY_SECS = 180
+READY_SECS = 60
+PROXY_PORT, WORKER_PORT = 44000, 34000  # looked for from here on, so that they never meet
 SLOW_SECS = (0.2, 0.02, 0.02)
 WORDS = (
     "river", "mountain", "copper", "lantern", "orchard", "velvet", "harbour", "saddle", "meadow",
@@ -118,8 +119,8 @@ def _text(choice: dict[str, dict[str, str]]) -> str:
     return choice["delta"].get("content") or ""
 
 
-def _port_block(count: int) -> int:
-    for base in range(34000, 60000, count + 1):
+def _port_block(count: int, first: int) -> int:
+    for base in range(first, first + 4000, count + 1):
         with contextlib.ExitStack() as held:
             try:
                 for port in range(base, base + count):
@@ -133,7 +134,7 @@ def _port_block(count: int) -> int:
 @contextlib.contextmanager
 def proxy(policy: str, fallback: str, extra: str) -> Iterator[str]:
     """The base URL of a proxy that runs; `extra` names its workers."""
-    port = _port_block(1)
+    port = _port_block(1, PROXY_PORT)
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         file = Path(folder) / "proxy.toml"
         file.write_text(CONFIG.format(port=port, policy=policy, fallback=fallback) + extra)
@@ -167,13 +168,13 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
         ):  # fmt: skip
             chance = random.Random(7)
             prompts = (
-                shared_prompts(chance, 6, arguments.each)
+                shared_prompts(chance, arguments.families, arguments.each)
                 if kind == "shared prefixes"
-                else uniform_prompts(chance, 6 * arguments.each)
+                else uniform_prompts(chance, arguments.families * arguments.each)
             )
             launch = LAUNCH.format(
                 words=", ".join(json.dumps(word) for word in words),
-                replicas=count, base=_port_block(count), model=arguments.model,
+                replicas=count, base=_port_block(count, WORKER_PORT), model=arguments.model,
             )  # fmt: skip
             with proxy(policy, fallback, launch) as base:
                 trio.run(ready, base, count)
@@ -224,9 +225,10 @@ async def _counted(base: str, requests: int) -> Counter[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.placement", description=__doc__)
-    parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--each", type=int, default=12, help="requests per shared prefix (12)")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--families", type=int, default=12, help="shared prefixes (12)")
+    parser.add_argument("--each", type=int, default=6, help="requests per shared prefix (6)")
     parser.add_argument("--engine", choices=["torch", "llamacpp"], default="llamacpp")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--slow-only", action="store_true", help="only the slow worker's share")
