@@ -1,15 +1,29 @@
 import ast
+import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from omni_proxy.cli.arguments import check_parser, serve_parser
+from omni_proxy.cli.arguments import check_parser, launch_parser, router_parser, serve_parser
+from omni_proxy.cli.engines import ENGINES
 from omni_proxy.config.parse import parse
-from omni_proxy.config.schema import Timeouts
-from omni_proxy.replica import command as replica
+from omni_proxy.config.schema import CacheAware, PolicyName, PrefixHash, Routing, Timeouts
+from omni_proxy.replica import arguments as replica
+from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.coordinator import Coordinator
+from omni_proxy.replica.pipeline.launch import _app
+from omni_proxy.replica.pipeline.load import read_pipeline
+from omni_proxy.replica.pipeline.plan import compile_plan
+from omni_proxy.replica.pipeline.runtime import Runtime
+from omni_proxy.replica.profiling import command as profile
 from omni_proxy.routing import table
 from tests.front.house import A, build_house, entry
 
@@ -17,11 +31,18 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 HTTP = (ROOT / "docs/http.md").read_text()
 DESIGN = (ROOT / "docs/design.md").read_text()
-PAGES = ("README.md", "CHANGELOG.md", "docs/design.md", "docs/http.md")
+ROUTING = (ROOT / "docs/routing.md").read_text()
+MIGRATION = (ROOT / "docs/migration.md").read_text()
+REPLICA = (ROOT / "docs/replica.md").read_text()
+GUIDES = (README, ROUTING, MIGRATION, REPLICA)
+PAGES = (
+    "README.md", "CHANGELOG.md", "docs/design.md", "docs/http.md", "docs/migration.md",
+    "docs/replica.md", "docs/routing.md",
+)  # fmt: skip
 
 # Which argument of these calls is the code of an error.
 CODE_AT = {"Refusal": 2, "bad": 1, "_bad": 1, "TryFailed": 0}
-PLACES = {"{worker_id}": A, "{request_id}": "abc", "{name}": "anna"}
+PLACES = {"{path}": "x", "{worker_id}": A, "{request_id}": "abc", "{name}": "anna"}
 
 
 def blocks(page, language):
@@ -53,22 +74,34 @@ def test_every_module_of_the_design_exists():
 
 
 @pytest.mark.parametrize(
-    "line", [line for block in blocks(README, "sh") for line in block.splitlines() if line]
+    "line",
+    [
+        line
+        for page in GUIDES
+        for block in blocks(page, "sh")
+        for line in block.splitlines()
+        if line
+    ],
 )
-def test_every_command_of_the_readme_is_one(line):
+def test_every_command_that_is_shown_is_one(line):
     match shlex.split(line, comments=True):
         case ["omni-proxy", *words]:
             accepts(words)
         case ["python", "-m", module, *_]:
             assert (ROOT / module.replace(".", "/") / "__main__.py").exists()
-        case ["pip", "install", "."]:
+        case ["pip", "install", "." | ".[replica]"]:
             pass
+        case ["curl", "-X", "POST", url]:
+            assert ("POST", re.sub(r"https?://[^/]+|[?].*", "", url)) in documented_routes()
         case [script, *_]:
             assert (ROOT / script).stat().st_mode & 0o100
 
 
-def test_the_commands_inside_the_text_are_commands():
-    for command in re.findall(r"`omni-proxy ([^`]+)`", README):
+@pytest.mark.parametrize("page", GUIDES, ids=("readme", "routing", "migration", "replica"))
+def test_the_commands_inside_the_text_are_commands(page):
+    commands = [each for each in re.findall(r"`omni-proxy ([^`]+)`", page) if "…" not in each]
+    assert commands or page is ROUTING
+    for command in commands:
         accepts(shlex.split(command))
 
 
@@ -76,19 +109,105 @@ def accepts(words):
     match words:
         case ["check", *rest]:
             check_parser().parse_args(rest)
-        case ["replica"]:
+        case [*_, "--help"]:
             pass
+        case ["launch", *rest]:
+            launch_parser(tuple(ENGINES)).parse_known_args(rest)
+        case ["launch-router", *rest]:
+            router_parser().parse_args(rest)
         case ["replica", "fetch", *rest]:
-            replica._fetch_parser().parse_args(rest)
+            replica.fetch_parser().parse_args(rest)
+        case ["replica", "profile", *rest]:
+            profile._parser().parse_args(rest)
+        case ["replica", *rest]:
+            replica.serve_parser().parse_args(rest)
         case _:
             serve_parser().parse_args(words)
 
 
-def test_the_configurations_of_the_readme_load():
-    whole = blocks(README, "toml")
-    assert len(whole) == 2
+def test_the_configurations_that_are_shown_load():
+    whole = [text for page in (README, ROUTING, MIGRATION) for text in blocks(page, "toml")]
+    assert len(whole) == 10
     for text in whole:
         parse(text)
+
+
+def test_the_pipelines_that_are_shown_load_and_show_every_key():
+    apart, omni = (tomllib.loads(text) for text in blocks(REPLICA, "toml"))
+    assert read_pipeline(apart).name == "apart"
+    read = read_pipeline(omni)
+    built = builtin_pipeline(Choices(speech="hibari", transcription="whisper-tiny"))
+    assert (read.entry, read.entries) == (built.entry, built.entries)
+    assert {s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in read.stages} == {
+        s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in built.stages
+    }
+    told = set(apart) | {key for stage in apart["stages"] for key in stage}
+    told |= set(re.findall(r"`(\w+)`", REPLICA))
+    keys = {*type(read).__dataclass_fields__, *type(read.stages[0]).__dataclass_fields__}
+    assert keys - told == set()
+
+
+def test_the_parameters_that_are_said_to_be_the_defaults_are():
+    shown = [parse(text).routing for text in blocks(ROUTING, "toml") if "[routing." in text]
+    assert [routing.policy for routing in shown] == ["prefix_hash", "cache_aware"]
+    assert shown[0].prefix_hash == PrefixHash()
+    assert shown[1].cache_aware == CacheAware()
+    text = next(text for text in blocks(ROUTING, "toml") if "cache_threshold" in text)
+    assert set(tomllib.loads(text)["routing"]["cache_aware"]) == set(CacheAware.__struct_fields__)
+
+
+def test_every_policy_and_every_key_of_routing_is_explained():
+    named = set(re.findall(r"\w+", ROUTING))
+    elsewhere = {"model", "voice_owner", "while_paused"}
+    for struct in (Routing, CacheAware, PrefixHash):
+        assert set(struct.__struct_fields__) - named - elsewhere == set()
+    overview = ROUTING.partition("### round_robin")[0]
+    table_of_policies = re.findall(r"^\| `(\w+)`.* \| .* \| .* \|$", overview, re.MULTILINE)[1:]
+    assert sorted(table_of_policies) == sorted(get_args(PolicyName))
+
+
+def test_the_flags_that_are_said_to_be_the_same_are_flags():
+    text = MIGRATION.partition("The same word")[2].partition("Where the word differs")[0]
+    flags = re.findall(r"`(--[\w-]+)`", text)
+    assert len(flags) > 25
+    for flag in flags:
+        assert flag in launch_parser(tuple(ENGINES))._option_string_actions
+    ours = re.findall(r"^\| `--[^|]*\| `(--[\w-]+)", MIGRATION, re.MULTILINE)
+    assert len(ours) > 5
+    for flag in ours:
+        assert flag in launch_parser(tuple(ENGINES))._option_string_actions
+
+
+def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_served():
+    # Nothing is started: an app asks no stage before a request comes.
+    plan = compile_plan(builtin_pipeline(Choices()))
+    client = Client(Coordinator(plan, Runtime(plan.config.stages)))
+    served = set()
+    for rule in _app(client, {"model_name": "tiny"}).url_map.iter_rules():
+        path = rule.rule.replace("<request_id>", "{request_id}").replace("<name>", "{name}")
+        served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
+    told = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
+    assert told - served == set()
+    # New weights have a page of their own.
+    unsaid = {path for _, path in served - told if "weight" not in path}
+    assert unsaid <= {"/favicon.ico"}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_programs_that_are_shown_run(number, tmp_path):
+    text = blocks(REPLICA, "python")[number]
+    compile(text, "docs/replica.md", "exec")
+    if "launch_server" in text:
+        return  # it would serve for ever
+    for module in ("torch", "tiktoken"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: pip install 'omni-proxy[replica]'")
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] in ("length 8", "tiny")
 
 
 def documented_routes():
@@ -110,7 +229,8 @@ def test_every_route_is_documented():
         for method in row.methods
     }
     for rule in build_house().app.url_map.iter_rules():
-        path = re.sub(r"<[^>]+>", "{worker_id}", rule.rule)
+        path = rule.rule.replace("<path:path>", "{path}")
+        path = re.sub(r"<[^>]+>", "{worker_id}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     assert served == set(documented_routes())
 

@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from omni_proxy.cli.launch import main_router as launch_router
 
             return launch_router(rest)
+        case ["weights", *rest]:
+            from omni_proxy.cli.weights import main as weights
+
+            return weights(rest)
         case ["serve", *rest]:
             words = rest
     from omni_proxy.cli.serve import main as serve

@@ -107,7 +107,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
         default=1, help="how many replicas (default 1)")  # fmt: skip
     add("--model-path", metavar="MODEL", default="smollm2-135m",
         help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
-    add("--engine", choices=engines, default="replica", help="what runs them (default replica)")
+    add("--engine", choices=engines,
+        help="what runs them (default: our own where it has the model, else sglang)")  # fmt: skip
     add("--command", metavar="WORDS", default="",
         help="start each replica with these words instead; {host}, {port}, {index} and {gpus} are "
         "filled in")  # fmt: skip

@@ -6,10 +6,20 @@ Nothing is looked up or started here; whether the program is there shows when it
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
+
+from omni_proxy.config.capabilities import CAPABILITIES, Capability
 
 OWN_MODELS: Final = ("tiny", "smollm2-135m")
 _PLACE: Final = ("--host", "{host}", "--port", "{port}")
+
+
+_GIVES: Final = {
+    ("--speech", "hibari"): frozenset({"speech", "audio_output"}),
+    ("--transcription", "whisper-tiny"): frozenset({"audio_input"}),
+    ("--images", "ocr"): frozenset({"image_input"}),
+}
 
 
 class EngineError(Exception):
@@ -24,6 +34,22 @@ class Asked:
     tensor_parallel_size: int
     served_model_name: str
     flags: tuple[str, ...]
+
+
+def engine_for(model_path: str) -> str:
+    """What serves a model where nobody said: ours if it can, else what the model was made for."""
+    own = model_path in OWN_MODELS or model_path.endswith(".gguf")
+    return "replica" if own else "sglang"
+
+
+def capabilities_of(engine: str, asked: Asked) -> tuple[Capability, ...]:
+    """What the replicas can do, as far as their flags tell; of other engines nothing is known."""
+    if engine != "replica" and asked.model_path not in OWN_MODELS:
+        return CAPABILITIES
+    found: set[str] = {"chat", "streaming"}
+    for flag, value in pairwise((*asked.flags, "")):
+        found |= _GIVES.get((flag, value), frozenset())
+    return tuple(name for name in CAPABILITIES if name in found)
 
 
 def command_of(engine: str, asked: Asked) -> tuple[str, ...]:

@@ -14,8 +14,17 @@ from contextlib import closing
 from typing import Final
 
 from omni_proxy.cli.arguments import launch_parser, router_parser
-from omni_proxy.cli.engines import ENGINES, Asked, EngineError, command_of, model_name
+from omni_proxy.cli.engines import (
+    ENGINES,
+    Asked,
+    EngineError,
+    capabilities_of,
+    command_of,
+    engine_for,
+    model_name,
+)
 from omni_proxy.cli.serve import start, startup_of
+from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
@@ -65,14 +74,13 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
     """Raises EngineError, with the cure."""
     size = arguments.tensor_parallel_size
     asked = Asked(arguments.model_path, size, arguments.served_model_name, tuple(engine_flags))
+    engine = arguments.engine or engine_for(arguments.model_path)
     command = (
-        tuple(shlex.split(arguments.command))
-        if arguments.command
-        else command_of(arguments.engine, asked)
+        tuple(shlex.split(arguments.command)) if arguments.command else command_of(engine, asked)
     )
     gpus = arguments.gpus_per_replica
     if gpus is None:
-        gpus = size if visible(os.environ) and arguments.engine in ("sglang", "vllm", "omni") else 0
+        gpus = size if visible(os.environ) and engine in ("sglang", "vllm", "omni") else 0
     return LaunchEntry(
         name="launch",
         command=command,
@@ -83,7 +91,8 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
         ),
         gpus_per_replica=gpus,
         ready_timeout_secs=arguments.worker_startup_timeout_secs,
-        model="" if arguments.command else model_name(arguments.engine, asked),
+        model="" if arguments.command else model_name(engine, asked),
+        capabilities=CAPABILITIES if arguments.command else capabilities_of(engine, asked),
     )
 
 

@@ -1,6 +1,15 @@
 import pytest
 
-from omni_proxy.cli.engines import ENGINES, Asked, EngineError, command_of, model_name
+from omni_proxy.cli.engines import (
+    ENGINES,
+    Asked,
+    EngineError,
+    capabilities_of,
+    command_of,
+    engine_for,
+    model_name,
+)
+from omni_proxy.config.capabilities import CAPABILITIES
 
 PLACE = ("--host", "{host}", "--port", "{port}")
 
@@ -62,3 +71,21 @@ def test_the_model_is_named_where_it_is_known(engine, of, name):
 
 def test_every_engine_has_its_words():
     assert set(ENGINES) == {"replica", "sglang", "vllm", "llamacpp", "omni"}
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [("tiny", "replica"), ("/m/a.gguf", "replica"), ("meta-llama/Llama-3.1-8B", "sglang")],
+)
+def test_where_nobody_says_the_model_tells_the_engine(model, engine):
+    assert engine_for(model) == engine
+
+
+def test_our_replicas_can_do_what_their_flags_say_and_others_may_do_anything():
+    flags = ("--speech", "hibari", "--transcription", "off", "--threads", "2")
+    assert set(capabilities_of("replica", asked("tiny", 1, "", *flags))) == {
+        "chat", "streaming", "speech", "audio_output",
+    }  # fmt: skip
+    assert capabilities_of("replica", asked("tiny")) == ("chat", "streaming")
+    assert capabilities_of("llamacpp", asked("smollm2-135m")) == ("chat", "streaming")
+    assert capabilities_of("vllm", asked()) == CAPABILITIES

@@ -1,21 +1,26 @@
-"""The torch trace of one stage's thread: operators with their times, for a trace viewer.
+"""The torch trace of a process: the operators of all its threads, for a trace viewer.
 
-Invariant: at most one trace per thread; a trace that can't be taken is logged and costs nothing
-else. torch is imported only when a trace is asked for.
+Invariant: one trace per process, taken by the stage that was told first: two profilers open at once
+end the process. A trace that can't be taken is logged and costs nothing else. torch is imported
+only when a trace is asked for.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 
+_taken = threading.Lock()  # held while some stage of this process traces
+
+
 class TorchTrace:
-    """Begin and end it in the thread whose work shall be seen: torch traces the calling one."""
+    """One stage's hold on the process's trace; begun and ended in that stage's thread."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -26,17 +31,23 @@ class TorchTrace:
     def start(self, run_id: str, template: str) -> None:
         """`template` may hold {run_id} and {stage} (api-server.md 4.1)."""
         self.stop(None)
+        if not _taken.acquire(blocking=False):
+            return  # another stage of this process sees this one's work, too
         named = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
-        stage = "" if "{stage}" in template else f"_{self._stage}"
-        self._path = Path(f"{named}{stage}_pid{os.getpid()}.json")
+        self._path = Path(f"{named}_pid{os.getpid()}.json")
         try:
+            from torch._C._profiler import _ExperimentalConfig
             from torch.profiler import ProfilerActivity, profile
 
-            self._active = profile(activities=[ProfilerActivity.CPU])
+            self._active = profile(
+                activities=[ProfilerActivity.CPU],
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
             self._active.__enter__()
             self._run_id = run_id
         except (ImportError, RuntimeError) as error:
             self._active = None
+            _taken.release()
             log.error("no torch trace of stage %s: %s", self._stage, error)
 
     def stop(self, run_id: str | None) -> None:
@@ -49,3 +60,5 @@ class TorchTrace:
             active.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
             log.error("the torch trace of stage %s was not written: %s", self._stage, error)
+        finally:
+            _taken.release()
