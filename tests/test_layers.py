@@ -65,7 +65,9 @@ def test_the_replica_and_the_proxy_know_nothing_of_each_other():
     for path in sources():
         mine = room(name_of(path))
         if mine == "replica":
-            assert used_rooms(path) <= {"replica"}, path
+            assert used_rooms(path) <= {"replica", "weights"}, path
+            shared = {used for used in imports(path) if used.startswith("omni_proxy.weights.")}
+            assert all(used.startswith("omni_proxy.weights.checksum") for used in shared), path
         elif mine != "cli":  # where the command is dispatched
             assert "replica" not in used_rooms(path), path
 

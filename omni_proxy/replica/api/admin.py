@@ -18,7 +18,7 @@ from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.auth import admin_body, require_key
 from omni_proxy.replica.api.errors import Refused, reply
-from omni_proxy.replica.api.fields import read
+from omni_proxy.replica.api.fields import MISSING, read
 from omni_proxy.replica.api.served import Served
 
 MODEL_INFO_SECS = 30.0
@@ -49,11 +49,15 @@ class Continue(Operation, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """POST `path`: the stages' action of that name, with a time limit where the body sets none."""
+    """POST `path`: the stages' action of that name, with a time limit where the body sets none.
+
+    Where no body is needed, none is as good as an empty one.
+    """
 
     path: str
     body: type[Operation]
     timeout_secs: float
+    body_needed: bool = True
 
     @property
     def action(self) -> str:
@@ -67,15 +71,21 @@ ROUTES = (
 
 
 def view_of(served: Served, route: AdminRoute) -> View:
-    async def operate() -> Response:
-        body = read(route.body, await admin_body(served))
-        limit_secs = route.timeout_secs if body.timeout_s is None else body.timeout_s
-        aggregate = await served.client.admin(route.action, body.payload(), body.stages, limit_secs)
-        if not aggregate["success"]:
-            raise Refused(400, aggregate)
-        return reply(aggregate)
+    async def view() -> Response:
+        given = await admin_body(served)
+        body = read(route.body, {} if given is MISSING and not route.body_needed else given)
+        return reply(await operate(served, route, body))
 
-    return operate
+    return view
+
+
+async def operate(served: Served, route: AdminRoute, body: Operation) -> dict[str, Any]:
+    """The aggregate of an operation that succeeded; raises Refused 400 with that of any other."""
+    limit_secs = route.timeout_secs if body.timeout_s is None else body.timeout_s
+    aggregate = await served.client.admin(route.action, body.payload(), body.stages, limit_secs)
+    if not aggregate["success"]:
+        raise Refused(400, aggregate)
+    return aggregate
 
 
 class ModelInfoRoutes:

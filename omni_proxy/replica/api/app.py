@@ -26,6 +26,7 @@ from omni_proxy.replica.api import (
     speech_socket,
     transcriptions,
     voices,
+    weights,
 )
 from omni_proxy.replica.api.served import Options, Served
 
@@ -37,6 +38,7 @@ ROUTES = (
     info,
     metrics,
     admin,
+    weights,
     chat,
     completions,
     embeddings,

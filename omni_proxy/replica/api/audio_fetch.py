@@ -1,4 +1,4 @@
-"""Audio from http(s) URLs: only from domains that the operator has named.
+"""Audio and images from http(s) URLs: only from domains that the operator has named.
 
 Invariant: the address that was checked is the address that is dialled, on every redirect anew, so
 that no name leads into a private network between the check and the call. Nothing is retried, and
@@ -35,6 +35,7 @@ class _Target:
     host: str
     address: str
     port: int
+    kind: str
 
     @property
     def head(self) -> bytes:
@@ -44,7 +45,7 @@ class _Target:
         )
         name = f"[{self.host}]" if ":" in self.host else self.host
         return (
-            f"GET {path}{query} HTTP/1.1\r\nHost: {name}:{self.port}\r\nAccept: audio/*\r\n"
+            f"GET {path}{query} HTTP/1.1\r\nHost: {name}:{self.port}\r\nAccept: {self.kind}/*\r\n"
             "Accept-Encoding: identity\r\nConnection: close\r\n\r\n"
         ).encode("ascii")
 
@@ -96,12 +97,20 @@ class _Answer:
 
 
 async def fetch(
-    url: str, allowed_domains: tuple[str, ...], most_bytes: int, allow_private: bool = False
+    url: str,
+    allowed_domains: tuple[str, ...],
+    most_bytes: int,
+    allow_private: bool = False,
+    kind: str = "audio",
 ) -> bytes:
-    """Return the body behind `url`, at most `most_bytes`. Raises FetchRefused."""
+    """Return the body behind `url`, at most `most_bytes`; `kind` is what it is asked for as.
+
+    Raises FetchRefused.
+    """
     with trio.move_on_after(FETCH_SECS):
         for _ in range(MOST_REDIRECTS + 1):
-            answer = await _ask(await _resolve(url, allowed_domains, allow_private), most_bytes)
+            target = await _resolve(url, allowed_domains, allow_private, kind)
+            answer = await _ask(target, most_bytes)
             if answer.status == 200:
                 return bytes(answer.body)
             if answer.status not in REDIRECTS:
@@ -111,7 +120,7 @@ async def fetch(
     raise FetchRefused(f"the URL gave nothing within {FETCH_SECS:g} seconds")
 
 
-async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool) -> _Target:
+async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind: str) -> _Target:
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port
@@ -121,7 +130,7 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool) -> _
         raise FetchRefused("the URL must be http(s)://host/path, without a user name")
     if not host.isascii() or not any(host == name or host.endswith(f".{name}") for name in allowed):
         raise FetchRefused(
-            f"this server fetches no audio from {host}; send a data:audio URL instead"
+            f"this server fetches no {kind} from {host}; send a data:{kind} URL instead"
         )
     port = port or (443 if parts.scheme == "https" else 80)
     try:
@@ -131,7 +140,7 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool) -> _
     addresses = [str(entry[4][0]) for entry in found]
     if not allow_private and not all(_is_public(address) for address in addresses):
         raise FetchRefused(f"the host {host} has an address that is not public")
-    return _Target(parts, host, addresses[0], port)
+    return _Target(parts, host, addresses[0], port, kind)
 
 
 def _is_public(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""Uploads in multipart forms, and the audio that a request names by URL or by path.
+"""Uploads in multipart forms, and the audio or image that a request names by URL or by path.
 
 Invariant: no more than the stated number of bytes is ever held, and nothing is read from a disk or
 a network that the operator has not opened: without rules only `data:` URLs are taken.
@@ -48,7 +48,7 @@ class FormRefused(Exception):
 
 
 class ReferenceRefused(ValueError):
-    """The audio that a request names is not read; the text says why and what is."""
+    """What a request names is not read; the text says why and what is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRules:
-    """What a request may name as reference audio besides `data:` URLs.
+    """What a request may name besides `data:` URLs as a reference of `kind` (audio or image).
 
     `allowed_domains`: hosts (and those below them) that http(s) URLs may name. `allowed_folder`:
     what file paths must lie in. `allow_private`: also addresses that are not public.
@@ -156,6 +156,7 @@ class ReferenceRules:
     allowed_folder: Path | None = None
     allow_private: bool = False
     most_bytes: int = MOST_REFERENCE_BYTES
+    kind: str = "audio"
 
 
 async def read_reference(source: str, rules: ReferenceRules) -> bytes:
@@ -165,14 +166,18 @@ async def read_reference(source: str, rules: ReferenceRules) -> bytes:
     """
     scheme = source[:12].partition(":")[0].lower()
     if scheme == "data":
-        return _data_url(source, rules.most_bytes)
+        return _data_url(source, rules)
     if scheme in ("http", "https"):
         try:
-            return await fetch(source, rules.allowed_domains, rules.most_bytes, rules.allow_private)
+            return await fetch(
+                source, rules.allowed_domains, rules.most_bytes, rules.allow_private, rules.kind
+            )
         except FetchRefused as refused:
             raise ReferenceRefused(str(refused)) from None
     if "://" in source and scheme != "file":
-        raise ReferenceRefused(f"a reference may not be a {scheme}: URL; send a data:audio URL")
+        raise ReferenceRefused(
+            f"a reference may not be a {scheme}: URL; send a data:{rules.kind} URL"
+        )
     path = _file_url(source) if scheme == "file" else source
     return await trio.to_thread.run_sync(_read_file, path, rules)
 
@@ -199,12 +204,12 @@ def as_media(samples: Samples, rate: int) -> dict[str, Any]:
     return {"audio_data": samples.astype("<f4").tobytes(), "sample_rate": rate}
 
 
-def _data_url(source: str, most_bytes: int) -> bytes:
+def _data_url(source: str, rules: ReferenceRules) -> bytes:
     head, comma, payload = source.partition(",")
     kind, *marks = head[5:].lower().split(";")
-    if not comma or not kind.strip().startswith("audio/") or "base64" not in marks:
-        raise ReferenceRefused("a data URL must read data:audio/<type>;base64,<data>")
-    return decode_base64(payload.strip(), most_bytes)
+    if not comma or not kind.strip().startswith(f"{rules.kind}/") or "base64" not in marks:
+        raise ReferenceRefused(f"a data URL must read data:{rules.kind}/<type>;base64,<data>")
+    return decode_base64(payload.strip(), rules.most_bytes)
 
 
 def _file_url(source: str) -> str:
@@ -216,7 +221,7 @@ def _file_url(source: str) -> str:
 
 def _read_file(path: str, rules: ReferenceRules) -> bytes:
     if rules.allowed_folder is None:
-        raise ReferenceRefused("this server reads no local files; send a data:audio URL")
+        raise ReferenceRefused(f"this server reads no local files; send a data:{rules.kind} URL")
     folder = os.path.realpath(rules.allowed_folder)
     try:
         # Links are followed first, so that none leads out of the folder.
@@ -230,7 +235,7 @@ def _read_file(path: str, rules: ReferenceRules) -> bytes:
     except (OSError, ValueError):
         inside, data = False, b""
     if not inside:
-        raise ReferenceRefused("there is no such file in the folder for reference audio")
+        raise ReferenceRefused(f"there is no such file in the folder for {rules.kind} files")
     if len(data) > rules.most_bytes:
         raise ReferenceRefused(f"the reference is larger than {rules.most_bytes} bytes")
     return data

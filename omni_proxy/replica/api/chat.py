@@ -16,7 +16,7 @@ from omni_proxy.replica.api.chat_answer import ChatAsk, ChatDeltas, completion
 from omni_proxy.replica.api.errors import Refused, reply
 from omni_proxy.replica.api.fields import json_body, read, value_error
 from omni_proxy.replica.api.lowering import Common, Count, Whole, new_id, sampling_of, stops_of
-from omni_proxy.replica.api.media import MediaReader, refuse_unseen
+from omni_proxy.replica.api.media import MediaReader, refuse
 from omni_proxy.replica.api.served import Served
 from omni_proxy.replica.api.sse import EventStream, stream_response
 from omni_proxy.replica.pipeline.requests import GenerateRequest
@@ -99,13 +99,12 @@ class ChatRoutes:
         )
 
     async def _lower(self, body: ChatBody, ask: ChatAsk) -> GenerateRequest:
-        if body.images:
-            refuse_unseen("image_input", "images")
         if body.videos:
-            refuse_unseen("video_input", "videos")
-        media = MediaReader(self._served)
+            refuse("video", "videos")
+        reader = MediaReader(self._served)
         given = [(message.role, message.content) for message in body.messages]
-        messages = await media.messages(given, body.audios or ())
+        listed = {"audio": body.audios or (), "image": body.images or ()}
+        messages = await reader.messages(given, listed)
         limit = body.max_completion_tokens or body.max_tokens
         talker = {name: getattr(body, name) for name in TALKER}
         return GenerateRequest(
@@ -119,7 +118,7 @@ class ChatRoutes:
             stage_sampling=body.stage_sampling or {},
             stage_params=body.stage_params or {},
             extra_params={name: value for name, value in talker.items() if value is not None},
-            media={"audios": media.audios} if media.audios else {},
+            media=reader.media,
         )
 
 

@@ -36,7 +36,7 @@ async def json_body() -> Any:
         return MISSING
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Invalid([_not_json(data)]) from None
 
 

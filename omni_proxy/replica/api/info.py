@@ -57,7 +57,7 @@ class InfoRoutes:
                 "served_model_name": served.model_name,
                 "tokenizer_path": self._model_path(facts),
                 "is_generation": True,
-                "tp_size": 1,
+                "tp_size": self._tp_size(),
                 "dp_size": 1,
                 "version": __version__,
                 "weight_version": facts["weight_version"],
@@ -138,6 +138,15 @@ class InfoRoutes:
 
     def _model_path(self, facts: dict[str, Any]) -> str:
         return facts.get("model_path") or self._served.model_path or self._served.model_name
+
+    def _tp_size(self) -> int:
+        """Over how many processes a stage's model is split."""
+        infos = self._served.client.stage_info().values()
+        return max((info.get("tp_size", 1) for info in infos), default=1)
+
+    def _tp_size(self) -> int:
+        """Over how many processes a stage's model is split."""
+        return max((info.get("tp_size", 1) for info in self._stages()), default=1)
 
     def _load(self) -> dict[str, Any]:
         client = self._served.client

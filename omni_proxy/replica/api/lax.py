@@ -1,7 +1,7 @@
 """Walks a value beside a Struct's type: mends what means the same, lists what does not fit. Pure.
 
-Invariant: the list is empty exactly if the mended value can be converted; all problems are found,
-not the first alone. Kinds, places and words are those that pydantic's clients know.
+Invariant: the list is empty exactly if the mended value can be converted; problems are found up to
+MOST_PROBLEMS, not the first alone. Kinds, places and words are those that pydantic's clients know.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from msgspec import inspect
 
 Loc: TypeAlias = tuple[str | int, ...]
 Problems: TypeAlias = list[dict[str, Any]]
+
+# A body of a million wrong elements would be answered by a hundred times its bytes.
+MOST_PROBLEMS = 100
 
 _YES = frozenset(("1", "on", "t", "true", "y", "yes"))
 _NO = frozenset(("0", "off", "f", "false", "n", "no"))
@@ -38,7 +41,8 @@ def problem(kind: str, loc: Loc, message: str, given: object, **ctx: object) -> 
 def mend(kind: type[msgspec.Struct], body: object) -> tuple[object, Problems]:
     """The value with its types set right, and what could not be set right."""
     problems: Problems = []
-    return _walk(_type_of(kind), body, ("body",), problems), problems
+    mended = _walk(_type_of(kind), body, ("body",), problems)
+    return mended, problems[:MOST_PROBLEMS]
 
 
 @cache
@@ -50,7 +54,9 @@ def _walk(kind: inspect.Type, value: object, loc: Loc, problems: Problems) -> An
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     walker = _WALKERS.get(type(kind))
-    return value if walker is None else walker(kind, value, loc, problems)
+    if walker is None or len(problems) >= MOST_PROBLEMS:
+        return value
+    return walker(kind, value, loc, problems)
 
 
 def _struct(kind: inspect.StructType, value: object, loc: Loc, problems: Problems) -> Any:

@@ -1,15 +1,16 @@
-"""What chat messages carry besides text: audio is fetched and taken out, the rest is refused.
+"""What chat messages carry besides text: audio and images are fetched and taken out.
 
 Invariant: nothing is read from a network or a disk that the operator has not opened; of a message
 only its role and content go on. Every audio has a part `{"type": "audio"}`, the k-th part for the
-k-th audio; the audios of the list beside the messages belong to the last user message.
+k-th audio, and every image a part `{"type": "image"}`; those of the lists beside the messages
+belong to the last user message. What the server cannot use is refused before it is fetched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -25,34 +26,50 @@ from omni_proxy.replica.api.errors import Refused
 from omni_proxy.replica.api.served import Served
 from omni_proxy.replica.pipeline.requests import Message
 
+MOST_MESSAGES = 10_000  # more than any model's context holds; each is walked through here
+MOST_IMAGES = 16  # of one request; reading each of them takes seconds
 TEXT_PARTS = ("text", "input_text")
-AUDIO_PARTS = ("input_audio", "audio_url")
-_REFUSED = {
-    "image_url": "image_input",
-    "image": "image_input",
-    "input_image": "image_input",
-    "video_url": "video_input",
-    "video": "video_input",
+VIDEO_PARTS = ("video_url", "video", "input_video")
+# By type of part: what it is, and the keys that lead to its URL, path or base64.
+MEDIA_PARTS = {
+    "input_audio": ("audio", "input_audio", "data"),
+    "audio_url": ("audio", "audio_url", "url"),
+    "image_url": ("image", "image_url", "url"),
+    "input_image": ("image", "image_url", "url"),
+    "image": ("image", "image", "url"),
+}
+_CANNOT = {
+    "audio": "this server takes no audio: start it with a transcription model",
+    "image": "this server takes no images: its model reads text alone; start it with --images ocr "
+    "(after pip install 'omni-proxy[ocr]') to have the text in them read",
+    "video": "this server takes no videos: its model reads text alone",
 }
 
 
 class MediaReader:
-    """Reads the audios of one chat request, in order."""
+    """Reads the audios and images of one chat request, in order, into `media`."""
 
     def __init__(self, served: Served) -> None:
         folder = served.allowed_local_media_path
         self._served = served
-        self._rules = ReferenceRules(
-            allowed_domains=served.allowed_media_domains,
-            allowed_folder=Path(folder) if folder is not None else None,
-            most_bytes=served.max_media_bytes,
-        )
-        self.audios: list[dict[str, Any]] = []
+        self._rules = {
+            kind: ReferenceRules(
+                allowed_domains=served.allowed_media_domains,
+                allowed_folder=Path(folder) if folder is not None else None,
+                most_bytes=served.max_media_bytes,
+                kind=kind,
+            )
+            for kind in ("audio", "image")
+        }
+        self.media: dict[str, list[Any]] = {"audios": [], "images": []}
 
     async def messages(
-        self, given: Sequence[tuple[str, Any]], listed: Sequence[str]
+        self, given: Sequence[tuple[str, Any]], listed: Mapping[str, Sequence[str]]
     ) -> list[Message]:
-        """From roles and contents and the list beside them. Raises Refused 400."""
+        """From roles and contents and the lists beside them, by kind. Raises Refused 400."""
+        if len(given) > MOST_MESSAGES:
+            told = f"messages has {len(given)} elements; at most {MOST_MESSAGES} are taken"
+            raise Refused(400, told)
         roles = [role for role, _ in given]
         asking = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else len(roles)
         taken = []
@@ -61,7 +78,7 @@ class MediaReader:
             if at == asking:
                 parts += await self._listed(listed)
             taken.append(_message(role, parts))
-        if asking == len(roles) and listed:
+        if asking == len(roles) and any(listed.values()):
             taken.append(_message("user", await self._listed(listed)))
         return taken
 
@@ -80,31 +97,42 @@ class MediaReader:
             if not isinstance(part.get("text"), str):
                 raise Refused(400, f"{where}.text must be a string")
             return {"type": "text", "text": part["text"]}
-        if kind in AUDIO_PARTS:
-            await self._add(_source(part, kind, where), where)
-            return {"type": "audio"}
-        if kind in _REFUSED:
-            refuse_unseen(_REFUSED[kind], where)
-        known = ", ".join((*TEXT_PARTS[:1], *AUDIO_PARTS))
+        if kind in MEDIA_PARTS:
+            medium, *keys = MEDIA_PARTS[kind]
+            await self._add(medium, _source(part, keys, where), where)
+            return {"type": medium}
+        if kind in VIDEO_PARTS:
+            refuse("video", where)
+        known = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
         raise Refused(400, f"{where}.type {kind!r} is not known; known are {known}")
 
-    async def _listed(self, audios: Sequence[str]) -> list[dict[str, Any]]:
-        for at, source in enumerate(audios):
-            await self._add(source, f"audios[{at}]")
-        return [{"type": "audio"} for _ in audios]
+    async def _listed(self, listed: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+        parts = []
+        for medium, sources in listed.items():
+            for at, source in enumerate(sources):
+                await self._add(medium, source, f"{medium}s[{at}]")
+                parts.append({"type": medium})
+        return parts
 
-    async def _add(self, source: str, where: str) -> None:
-        if not self._served.can("audio_input"):
-            refuse_unheard(where)
+    async def _add(self, medium: str, source: str, where: str) -> None:
+        if not self._served.can(f"{medium}_input"):
+            refuse(medium, where)
+        if medium == "image" and len(self.media["images"]) == MOST_IMAGES:
+            raise Refused(400, f"{where}: at most {MOST_IMAGES} images are read for one request")
         try:
-            if _is_reference(source):
-                data = await read_reference(source, self._rules)
-            else:
-                data = decode_base64(source, self._rules.most_bytes)
-            samples, rate = await trio.to_thread.run_sync(decode_samples, data)
+            data = await self._bytes(source, self._rules[medium])
+            taken: Any = data
+            if medium == "audio":
+                samples, rate = await trio.to_thread.run_sync(decode_samples, data)
+                taken = as_media(samples, rate)
         except (ReferenceRefused, ValueError) as error:
             raise Refused(400, f"{where}: {error}") from None
-        self.audios.append(as_media(samples, rate))
+        self.media[f"{medium}s"].append(taken)
+
+    async def _bytes(self, source: str, rules: ReferenceRules) -> bytes:
+        if _is_reference(source):
+            return await read_reference(source, rules)
+        return decode_base64(source, rules.most_bytes)
 
 
 def _message(role: str, parts: list[dict[str, Any]]) -> Message:
@@ -114,14 +142,9 @@ def _message(role: str, parts: list[dict[str, Any]]) -> Message:
     return Message(role, parts)
 
 
-def refuse_unseen(capability: str, where: str) -> None:
-    what = "images" if capability == "image_input" else "videos"
-    raise Refused(400, f"{where}: this server takes no {what}: its model reads text alone")
-
-
-def refuse_unheard(where: str) -> None:
-    told = f"{where}: this server takes no audio: start it with a transcription model"
-    raise Refused(400, told)
+def refuse(medium: str, where: str) -> NoReturn:
+    """Raises Refused 400 with the way to a server that takes it."""
+    raise Refused(400, f"{where}: {_CANNOT[medium]}")
 
 
 def _is_reference(source: str) -> bool:
@@ -129,11 +152,11 @@ def _is_reference(source: str) -> bool:
     return ":" in source[:16] or "." in source[:4096]
 
 
-def _source(part: Mapping[str, Any], kind: str, where: str) -> str:
-    """OpenAI's `input_audio.data` is base64; `audio_url` holds a URL, bare or under `url`."""
-    held = part.get(kind)
-    key = "data" if kind == "input_audio" else "url"
-    source = held.get(key) if isinstance(held, dict) else held
+def _source(part: Mapping[str, Any], keys: Sequence[str], where: str) -> str:
+    """OpenAI's `input_audio.data` is base64; the others hold a URL, bare or under `url`."""
+    outer, inner = keys
+    held = part.get(outer)
+    source = held.get(inner) if isinstance(held, dict) else held
     if not isinstance(source, str) or not source:
-        raise Refused(400, f"{where}.{kind}.{key} must be a string")
+        raise Refused(400, f"{where}.{outer}.{inner} must be a string")
     return source

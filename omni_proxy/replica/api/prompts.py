@@ -10,11 +10,14 @@ from typing import Any, TypeAlias, TypeGuard
 from omni_proxy.replica.api.errors import Refused
 
 MOST = 2048  # OpenAI's bound for inputs, and one of what a single body may make us compute
+MOST_IDS = 1 << 20  # of one prompt; no model here reads as many, and each is looked at
 Prompt: TypeAlias = str | list[int]
 
 
 def prompts_of(value: Any, name: str) -> tuple[list[Prompt], bool]:
     """The prompts, and whether `value` was a list of them. Raises Refused 400."""
+    if isinstance(value, list) and len(value) > MOST_IDS:
+        raise Refused(400, f"{name} has {len(value)} elements; at most {MOST_IDS} are taken")
     if isinstance(value, str) or is_ids(value):
         return [value], False
     if isinstance(value, list) and value:

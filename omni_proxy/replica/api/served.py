@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     max_media_bytes: int
     max_body_bytes: int
     cut_failed_streams: bool
+    enable_tensor_updates: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class Served:
 
     `ready` None is ready from the start. `admin_api_key` None is open. `voices_dir` None is a
     folder of the user's cache. `cut_failed_streams` ends a failed chat stream without an error
-    event and without `[DONE]`, as older servers do. A media list that is empty, or a path that is
+    event and without `[DONE]`, as older servers do. `enable_tensor_updates` takes new weights in
+    the bodies of requests. A media list that is empty, or a path that is
     None, allows nothing. `started_unix_secs` and `instance` tell one process from its successor.
     """
 
@@ -74,6 +76,7 @@ class Served:
     max_media_bytes: int = 10 * MIB
     max_body_bytes: int = 64 * MIB
     cut_failed_streams: bool = False
+    enable_tensor_updates: bool = False
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     started_unix_secs: float = field(default_factory=time.time)
     meters: Meters = field(default_factory=Meters)

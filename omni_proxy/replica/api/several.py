@@ -1,6 +1,7 @@
 """Several generations for one HTTP request, at the same time.
 
 Invariant: the first failure ends them all, and leaving early aborts every one that has not ended.
+They take turns, so that one request with many prompts does not fill the queue by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Chunks that wait while the caller reads slowly; more wait in the client.
 WAITING_CHUNKS = 16
+AT_ONCE = 16  # generations of one request that are submitted at the same time
 
 
 def ids_of(request_id: str, count: int) -> list[str]:
@@ -32,10 +34,12 @@ async def complete_all(
     """Their results in order. Raises the first failure as it is."""
     results: dict[str, CompletionResult] = {}
     failures: list[ClientError] = []
+    turns = trio.Semaphore(AT_ONCE)
 
     async def complete(request: GenerateRequest, request_id: str) -> None:
         try:
-            results[request_id] = await client.completion(request, request_id)
+            async with turns:
+                results[request_id] = await client.completion(request, request_id)
         except CLIENT_ERRORS as error:
             failures.append(error)
             nursery.cancel_scope.cancel()
@@ -57,6 +61,7 @@ class Braid:
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
         self._running = trio.open_nursery()
+        self._turns = trio.Semaphore(AT_ONCE)
 
     async def __aenter__(self) -> Self:
         nursery = await self._running.__aenter__()
@@ -95,7 +100,7 @@ class Braid:
     ) -> None:
         with out:
             try:
-                async with generation:
+                async with self._turns, generation:
                     async for chunk in generation:
                         await out.send(chunk)
             except CLIENT_ERRORS as error:

@@ -1,5 +1,7 @@
 """Operations on the stages themselves: one at a time, sent to all, their answers put together.
 
+What only asks, or ends a group whose transfer hangs, need not wait for its turn.
+
 Invariant: every chosen stage is in the aggregate once: with its answer, as skipped (it knows no
 such operations), or as failed (it is down, or ended before it answered). An answer that comes after
 its operation's timeout is only logged.
@@ -34,6 +36,7 @@ UPDATES = frozenset(
         "destroy_weights_update_group",
     }
 )
+BESIDE = frozenset({"model_info", "destroy_weights_update_group"})
 UNSUPPORTED = "stage does not support admin operations"
 NOT_DONE = "admin operation did not complete successfully"
 
@@ -44,7 +47,7 @@ class AdminDesk:
     def __init__(self, send: Callable[[str, In], None]) -> None:
         self._send = send
         self._turn = trio.Lock()
-        self._current: _Operation | None = None
+        self._open: dict[str, _Operation] = {}
 
     @staticmethod
     def chosen(stages: Sequence[str] | None, plan: Plan) -> list[str]:
@@ -59,25 +62,32 @@ class AdminDesk:
         self, order: Admin, chosen: Sequence[str], ready: Mapping[str, Mapping[str, Any]]
     ) -> Aggregate:
         """Wait for the turn, send, wait for all answers; raises RequestFailed past the timeout."""
+        if order.action in BESIDE:
+            return await self._run(order, chosen, ready)
         async with self._turn:
-            order = msgspec.structs.replace(order, op_id=str(uuid4()))
-            operation = self._current = _Operation(order)
-            try:
-                for stage in chosen:
-                    self._ask(operation, stage, ready.get(stage))
-                timeout_s = float("inf") if order.timeout_s is None else max(0.0, order.timeout_s)
-                with trio.move_on_after(timeout_s) as timing:
-                    await operation.answered()
-            finally:
-                self._current = None
+            return await self._run(order, chosen, ready)
+
+    async def _run(
+        self, order: Admin, chosen: Sequence[str], ready: Mapping[str, Mapping[str, Any]]
+    ) -> Aggregate:
+        order = msgspec.structs.replace(order, op_id=str(uuid4()))
+        operation = self._open[order.op_id] = _Operation(order)
+        try:
+            for stage in chosen:
+                self._ask(operation, stage, ready.get(stage))
+            timeout_s = float("inf") if order.timeout_s is None else max(0.0, order.timeout_s)
+            with trio.move_on_after(timeout_s) as timing:
+                await operation.answered()
+        finally:
+            del self._open[order.op_id]
         if timing.cancelled_caught:
             late = ", ".join(sorted(operation.missing))
             raise RequestFailed(f"{order.action}: no answer from {late} in {timeout_s:g} s", 504)
         return operation.aggregate()
 
     def receive(self, result: AdminResult) -> None:
-        operation = self._current
-        if operation is None or result.op_id != operation.order.op_id:
+        operation = self._open.get(result.op_id)
+        if operation is None:
             log.warning(
                 "stage %s answered %s late: %s", result.stage, result.action, result.message
             )
@@ -85,13 +95,14 @@ class AdminDesk:
         operation.add(result)
 
     def stage_ended(self, stage: str, reason: str) -> None:
-        if self._current is not None and stage in self._current.missing:
-            self._current.fail(stage, f"stage {stage} ended: {reason}")
+        for operation in self._open.values():
+            if stage in operation.missing:
+                operation.fail(stage, f"stage {stage} ended: {reason}")
 
     def stop(self, reason: str) -> None:
-        if self._current is not None:
-            for stage in sorted(self._current.missing):
-                self._current.fail(stage, reason)
+        for operation in self._open.values():
+            for stage in sorted(operation.missing):
+                operation.fail(stage, reason)
 
     def _ask(self, operation: _Operation, stage: str, info: Mapping[str, Any] | None) -> None:
         if info is not None and not info.get("supports_admin"):

@@ -48,16 +48,11 @@ class Prompt:
 
 def prompt_of(payload: StagePayload, fit: Fit, now_s: float) -> Prompt:
     """Raises PromptFault."""
-    tokens = _tokens_of(payload.data, fit)
     request = payload.request
     embedded = request.metadata.get("task") == "embed"
     # An embedding needs no room for an answer.
+    tokens = _tokens_of(payload.data, fit, fit.max_tokens if embedded else fit.max_tokens - 1)
     room = fit.max_tokens - len(tokens)
-    if room < (0 if embedded else 1):
-        raise PromptFault(
-            f"The prompt has {len(tokens)} tokens, and the model's context length is "
-            f"{fit.max_tokens} tokens for prompt and answer together: shorten the prompt"
-        )
     try:
         sampling = sampling_of(request.params, fit.stage)
     except SamplingError as error:
@@ -73,7 +68,7 @@ def prompt_of(payload: StagePayload, fit: Fit, now_s: float) -> Prompt:
     )
 
 
-def _tokens_of(data: Any, fit: Fit) -> tuple[int, ...]:
+def _tokens_of(data: Any, fit: Fit, most: int) -> tuple[int, ...]:
     tokens = data.get("token_ids") if isinstance(data, Mapping) else None
     if not isinstance(tokens, list | tuple):
         raise PromptFault(
@@ -82,6 +77,11 @@ def _tokens_of(data: Any, fit: Fit) -> tuple[int, ...]:
         )
     if not tokens:
         raise PromptFault("The prompt is empty: it needs at least one token")
+    if len(tokens) > most:
+        raise PromptFault(
+            f"The prompt has {len(tokens)} tokens, and the model's context length is "
+            f"{fit.max_tokens} tokens for prompt and answer together: shorten the prompt"
+        )
     for token in tokens:
         if type(token) is not int or not 0 <= token < fit.vocabulary:
             raise PromptFault(

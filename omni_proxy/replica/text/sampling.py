@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # The kept tokens are looked for among so many best ones before the whole vocabulary is sorted:
 # sorting 49152 logits costs 3 ms, finding the best 512 costs a tenth of that.
 NARROW = 512
+MOST_STOPS = 256  # each is looked for after every token
 # Below this temperature logits would overflow, and the likeliest token is drawn anyway.
 COLD = 1e-5
 
@@ -69,9 +70,13 @@ def _number(holds: Callable[[float], bool], wanted: str) -> Callable[[str, Any],
     def check(name: str, value: Any) -> float:
         # A bool is an int to Python, never to a caller.
         right = isinstance(value, int | float) and not isinstance(value, bool)
-        if not right or not math.isfinite(value) or not holds(value):
-            raise SamplingError(f"{name} must be a number {wanted}, not {value!r}")
-        return float(value)
+        try:
+            number = float(value) if right else math.nan
+        except OverflowError:  # a whole number may be beyond all floats
+            number = math.inf
+        if not math.isfinite(number) or not holds(number):
+            raise SamplingError(f"{name} must be a number {wanted}, not {value!r:.40}")
+        return number
 
     return check
 
@@ -88,10 +93,13 @@ def _integer(low: int, high: int, wanted: str) -> Callable[[str, Any], int]:
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else _listed(name, value)
+    strings = tuple(strings)
+    if len(strings) > MOST_STOPS:
+        raise SamplingError(f"{name} holds {len(strings)} strings; at most {MOST_STOPS} are taken")
     for each in strings:
         if not isinstance(each, str) or not each:
             raise SamplingError(f"{name} must hold strings that are not empty, not {each!r}")
-    return tuple(strings)
+    return strings
 
 
 def _ids(name: str, value: Any) -> frozenset[int]:
@@ -118,7 +126,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "min_p": _number(lambda value: 0 <= value <= 1, "within 0 and 1"),
     "repetition_penalty": _number(lambda value: value > 0, "above 0"),
     "seed": _integer(-(2**63), 2**63 - 1, "of 64 bits"),
-    "max_new_tokens": _integer(1, 2**31 - 1, "of at least 1"),
+    "max_new_tokens": _integer(1, 2**63 - 1, "of at least 1"),
     "stop": _strings,
     "stop_token_ids": _ids,
     "logprobs": _flag,

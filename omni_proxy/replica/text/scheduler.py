@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 DROPPED = "The request was dropped by an admin action."
 
+
 def tell_nobody(message: Out) -> None:
     """Stands where `run` puts the stage's way out."""
 
@@ -108,12 +109,15 @@ class TextScheduler:
         """Answer `action` with `function(payload)`, run in this thread between two steps."""
         self.admin_actions[action] = function
 
-    def register_slow_admin(self, action: str, function: SlowFunction) -> None:
+    def register_slow_admin(
+        self, action: str, function: SlowFunction, *, beside: bool = False
+    ) -> None:
         """Answer `action` with `function(order)`, whose steps run in a thread (`slow.py`).
 
-        Nothing is computed until its answer; a second such operation is refused meanwhile.
+        Nothing is computed until its answer; a second such operation is refused meanwhile, unless
+        one of the two may run `beside` others.
         """
-        self._slow.register(action, function)
+        self._slow.register(action, function, beside=beside)
 
     def knows(self, action: str) -> bool:
         return action in self.admin_actions or action in self._slow
@@ -182,13 +186,17 @@ class TextScheduler:
             if request_id in self.active_ids():
                 raise PromptFault(f"Request {request_id} already exists")
             prompt = prompt_of(payload, self._fit, self._clock())
+            if prompt.embedded:
+                self._embeds.append(prompt)
+            else:
+                self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer))
         except PromptFault as fault:
             self.emit(Failed(request_id, self._stage, str(fault), fault.kind))
             return
-        if prompt.embedded:
-            self._embeds.append(prompt)
-        else:
-            self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer))
+        except Exception as error:  # no request may end the loop that all others live on
+            log.exception("stage %s could not take a request", self._stage)
+            self._fail(request_id, error)
+            return
         self.record("scheduler_queue_enter", request_id, {"waiting": len(self.roster.waiting)})
 
     def active_ids(self) -> list[str]:

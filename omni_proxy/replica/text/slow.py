@@ -1,8 +1,9 @@
 """Operations that take long: their slow steps run in a thread, the rest in the stage's own.
 
     begin ──step──> thread ──StepDone──> advance ──step──> ... ──return──> the operation's answer
-Invariant: one at a time; while it lasts nothing is computed, but every message is heard. What an
-operation does between its steps nobody sees half done; what it raises becomes its answer.
+Invariant: one at a time, but for those registered to run beside; while any lasts nothing is
+computed, but every message is heard. What an operation does between its steps nobody sees half
+done; what it raises becomes its answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ Steps: TypeAlias = Generator[Callable[[], Any], Any, Answer]
 SlowFunction: TypeAlias = Callable[[Admin], Steps]
 
 
+class PeerFault(Exception):
+    """A step went well here, but not at another rank of the same model: it must count for none."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """What a step returned or raised; travels through the stage's inbox."""
@@ -40,6 +45,7 @@ class _Operation:
     order: Admin
     steps: Steps
     started_s: float
+    beside: bool
 
 
 class SlowOperations:
@@ -49,48 +55,55 @@ class SlowOperations:
         self._stage = stage
         self._clock = clock
         self._functions: dict[str, SlowFunction] = {}
-        self._current: _Operation | None = None
+        self._beside: set[str] = set()
+        self._live: dict[str, _Operation] = {}
 
     def __contains__(self, action: object) -> bool:
         return action in self._functions
 
-    def register(self, action: str, function: SlowFunction) -> None:
+    def register(self, action: str, function: SlowFunction, *, beside: bool = False) -> None:
+        """`beside`: it may run while another one does, as what ends that other one must."""
         self._functions[action] = function
+        if beside:
+            self._beside.add(action)
 
     @property
     def running(self) -> bool:
-        return self._current is not None
+        return bool(self._live)
 
     def begin(self, order: Admin, post: Post) -> AdminResult | None:
         """Start an operation; its answer, where there is one at once.
 
         A thread calls `post` with what `advance` is to be given.
         """
-        if self._current is not None:
-            return result_of(order, self._stage, failure(self._busy(self._current)))
+        beside = order.action in self._beside
+        for other in self._live.values():
+            if not (beside or other.beside) or other.order.op_id == order.op_id:
+                return result_of(order, self._stage, failure(self._busy(other)))
         steps = self._functions[order.action](order)
-        self._current = _Operation(order, steps, self._clock())
-        return self._drive(lambda: next(steps), post)
+        operation = _Operation(order, steps, self._clock(), beside)
+        self._live[order.op_id] = operation
+        return self._drive(operation, lambda: next(steps), post)
 
     def advance(self, done: StepDone, post: Post) -> AdminResult | None:
         """Go on after a step; the operation's answer, if that was its last."""
-        if self._current is None or self._current.order.op_id != done.op_id:
-            return None
-        steps, error = self._current.steps, done.error
+        operation = self._live[done.op_id]
+        steps, error = operation.steps, done.error
         if error is not None:
-            return self._drive(lambda: steps.throw(error), post)
-        return self._drive(lambda: steps.send(done.value), post)
+            return self._drive(operation, lambda: steps.throw(error), post)
+        return self._drive(operation, lambda: steps.send(done.value), post)
 
-    def _busy(self, current: _Operation) -> str:
-        seconds = self._clock() - current.started_s
+    def _busy(self, other: _Operation) -> str:
+        seconds = self._clock() - other.started_s
         return (
-            f"{current.order.action} is in progress on stage {self._stage} for {seconds:.1f} s: "
+            f"{other.order.action} is in progress on stage {self._stage} for {seconds:.1f} s: "
             "wait for its answer"
         )
 
-    def _drive(self, move: Callable[[], Callable[[], Any]], post: Post) -> AdminResult | None:
-        assert self._current is not None
-        order = self._current.order
+    def _drive(
+        self, operation: _Operation, move: Callable[[], Callable[[], Any]], post: Post
+    ) -> AdminResult | None:
+        order = operation.order
         try:
             step = move()
         except StopIteration as end:
@@ -105,7 +118,7 @@ class SlowOperations:
             )
             work.start()
             return None
-        self._current = None
+        del self._live[order.op_id]
         return result_of(order, self._stage, outcome)
 
 

@@ -5,16 +5,21 @@ Invariant: whatever the parameters ask for is checked before a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from omni_proxy.replica.models.text_model import load_text_model
+from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.models.text_model import TextModel, load_text_model
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.roster import Limits
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.worker import ModelWorker
+from omni_proxy.replica.weights.operations import Rank, WeightOperations
+
+SchedulerKind = TypeVar("SchedulerKind", bound=TextScheduler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,9 @@ class TextSettings:
     `model` is a name or the path of a GGUF file. `max_total_tokens` bounds the tokens of all
     running requests together, and so the length of one; `prefill_chunk` is how many tokens of
     prompts one batch may hold beside the running answers. 0 `prefix_cache_entries` turn it off.
-    `threads` 0 leaves torch as it is.
+    `threads` 0 leaves torch as it is. `tp` is over how many processes the model is split, 1 for
+    none. Weights are read from disk below `weights_root` alone; ""
+    refuses all that.
     """
 
     model: str = "tiny"
@@ -36,9 +43,11 @@ class TextSettings:
     prefix_cache_entries: int = 16
     prefix_cache_bytes: int = 256 * 2**20
     prefix_min_tokens: int = 16
+    weights_root: str = "/"
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_total_tokens", "prefill_chunk", "prefix_min_tokens"):
+        for name in ("max_running", "max_total_tokens", "prefill_chunk", "prefix_min_tokens", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("threads", "prefix_cache_entries", "prefix_cache_bytes"):
@@ -51,6 +60,19 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
 
     Raises ValueError for parameters that are unknown or out of range, and what loading raises.
     """
+    settings = settings_of(stage_name, params)
+    text = loaded(settings)
+    if settings.tp > 1:
+        # What several processes need is imported where they are wanted.
+        from omni_proxy.replica.tp.leader import lead
+
+        return lead(stage_name, text, settings)
+    scheduler = TextScheduler(stage_name, ModelWorker(text), *bounds_of(settings))
+    return with_weight_operations(scheduler, settings)
+
+
+def settings_of(stage_name: str, params: Mapping[str, Any]) -> TextSettings:
+    """Raises ValueError for parameters that are unknown or out of range."""
     known = [each.name for each in fields(TextSettings)]
     unknown = sorted(params.keys() - set(known))
     if unknown:
@@ -58,14 +80,29 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
             f"stage {stage_name} has no parameter {unknown[0]!r}; a text stage has "
             + ", ".join(known)
         )
-    settings = TextSettings(**params)
+    return TextSettings(**params)
+
+
+def loaded(settings: TextSettings) -> TextModel:
+    """The whole model, after what shall hold for the process that computes with it."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    return TextScheduler(
-        stage_name,
-        ModelWorker(load_text_model(settings.model, seed=settings.seed)),
+    return load_text_model(settings.model, seed=settings.seed)
+
+
+def bounds_of(settings: TextSettings) -> tuple[Limits, PrefixCache[SequenceKV]]:
+    return (
         Limits(settings.max_running, settings.max_total_tokens, settings.prefill_chunk),
         PrefixCache(
             settings.prefix_cache_entries, settings.prefix_cache_bytes, settings.prefix_min_tokens
         ),
     )
+
+
+def with_weight_operations(scheduler: SchedulerKind, settings: TextSettings) -> SchedulerKind:
+    """The same scheduler, which knows the admin actions on weights from now on."""
+    worker = scheduler.worker
+    WeightOperations(
+        scheduler, weights_root=settings.weights_root, rank=Rank(worker.tp_rank, worker.tp_size)
+    )
+    return scheduler

@@ -18,7 +18,10 @@ from omni_proxy.replica.models.tokenizer import Tokenizer
 
 
 class ModelWorker:
-    """Owns a text model."""
+    """Owns a text model: all of it, or what rank `tp_rank` of `tp_size` holds of each tensor."""
+
+    tp_rank = 0
+    tp_size = 1
 
     def __init__(self, text: TextModel) -> None:
         self.text = text
@@ -51,3 +54,10 @@ class ModelWorker:
         mean = self.text.model.hidden(tokens).double().mean(0)
         vector: list[float] = functional.normalize(mean, dim=0).tolist()
         return vector
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The whole tensor of which `tensor` is held here; None at all ranks but the first.
+
+        All ranks call it for the same names in the same order, from a thread of their choice.
+        """
+        return tensor

@@ -4,6 +4,7 @@ import struct
 import numpy as np
 import pytest
 
+from omni_proxy.replica.api.media import MOST_MESSAGES
 from omni_proxy.replica.audio.wav import encode_wav
 from tests.replica.api.world import MESSAGES
 
@@ -109,3 +110,9 @@ async def test_a_server_that_does_not_hear_says_so(world):
     answer = await deaf.chat(messages=MESSAGES, audios=[b64(wav(0.5))])
     assert answer.status_code == 400
     assert "transcription model" in (await answer.get_json())["detail"]
+
+
+async def test_more_messages_than_any_model_reads_are_refused_before_they_are_read(world):
+    answer = await world.chat(messages=[{"role": "user", "content": 5}] * (MOST_MESSAGES + 1))
+    assert answer.status_code == 400
+    assert f"at most {MOST_MESSAGES}" in (await answer.get_json())["detail"]

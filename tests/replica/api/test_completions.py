@@ -1,10 +1,23 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import trio
 
-from tests.replica.api.world import HELLO, HOLD, USAGE, aborted, events_of, listening, until
+from omni_proxy.replica.api.prompts import MOST_IDS
+from omni_proxy.replica.api.several import AT_ONCE
+from tests.replica.api.world import (
+    HELLO,
+    HOLD,
+    SCRIPTED,
+    USAGE,
+    aborted,
+    events_of,
+    listening,
+    opened,
+    until,
+)
 
 PATH = "/v1/completions"
 
@@ -164,3 +177,19 @@ async def test_faults_of_the_pipeline_keep_their_status_in_the_envelope(world):
 async def test_ids_of_several_prompts_are_derived_from_the_answers(world):
     body = await complete_json(world, prompt=["a", "b"])
     assert re.fullmatch(r"cmpl-[0-9a-f-]{36}", body["id"])
+
+
+async def test_more_streamed_prompts_than_may_be_in_flight_take_turns():
+    async with opened(replace(SCRIPTED, max_in_flight=AT_ONCE)) as world:
+        many = ["a"] * (2 * AT_ONCE)
+        answer = await world.ask(PATH, prompt=many, stream=True)
+        *told, done = events_of(await answer.get_data())
+        assert done == "[DONE]"
+        ends = [each["choices"][0] for each in told if each["choices"][0]["finish_reason"]]
+        assert sorted(each["index"] for each in ends) == list(range(len(many)))
+
+
+async def test_a_prompt_of_more_ids_than_any_model_reads_is_not_looked_through(world):
+    status, error = await refused(world, prompt=[7] * (MOST_IDS + 1))
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert str(MOST_IDS) in error["message"]

@@ -1,7 +1,11 @@
 import base64
 import struct
+from dataclasses import replace
 
 import pytest
+
+from omni_proxy.replica.api.several import AT_ONCE
+from tests.replica.api.world import TINY, opened
 
 PATH = "/v1/embeddings"
 TASK = "embed"
@@ -57,3 +61,9 @@ async def test_a_pipeline_without_embeddings_says_so(world):
     status, told = await embed(world)
     assert status == 400
     assert "makes no embeddings" in told["error"]["message"]
+
+
+async def test_more_inputs_than_may_be_in_flight_take_turns():
+    async with opened(replace(TINY, max_in_flight=AT_ONCE)) as world:
+        status, body = await embed(world, input=[f"text {n}" for n in range(3 * AT_ONCE)])
+        assert (status, len(body["data"])) == (200, 3 * AT_ONCE)

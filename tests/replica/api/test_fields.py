@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.replica.api.errors import Invalid
 from omni_proxy.replica.api.fields import MISSING, read
+from omni_proxy.replica.api.lax import MOST_PROBLEMS
 
 
 class Message(msgspec.Struct):
@@ -111,6 +112,7 @@ async def test_bytes_that_are_no_json_name_where_they_stop_being_it(world):
     for data, position, reason in (
         (b'{"a": ', 6, "Expecting value"),
         (b"\xff", 0, "Not UTF-8"),
+        (b'{"a": "\xff"}', 7, "Not UTF-8"),
         (b'{"a": NaN}', 0, "No JSON value"),
         (b"[" * 100_000, 0, "Nested too deeply"),
     ):
@@ -118,3 +120,11 @@ async def test_bytes_that_are_no_json_name_where_they_stop_being_it(world):
         (item,) = (await answer.get_json())["detail"]
         assert (item["type"], item["loc"]) == ("json_invalid", ["body", position])
         assert item["ctx"]["error"].startswith(reason)
+
+
+def test_of_very_many_problems_the_first_are_told():
+    for many in ([1] * 1000, [{}] * 1000):
+        with pytest.raises(Invalid) as refused:
+            read(Body, {"messages": many, "stop": [1] * 1000})
+        places = [each["loc"][:3] for each in refused.value.problems]
+        assert places == [["body", "messages", at] for at in range(MOST_PROBLEMS)]

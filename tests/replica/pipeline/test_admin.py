@@ -189,3 +189,23 @@ def test_an_unknown_stage_is_refused_with_the_nearest_name(stages):
     with pytest.raises(RequestFailed, match="named decod; did you mean decode") as refused:
         stages.desk.chosen(["decod"], PLAN)
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("action", ["model_info", "destroy_weights_update_group"])
+async def test_what_only_asks_or_frees_a_hanging_transfer_does_not_wait_its_turn(stages, action):
+    outcomes = []
+
+    async def ask(what):
+        outcomes.append(await asked(stages, what, chosen=["decode"]))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask, "update_weights_from_distributed")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(ask, action)
+        await trio.testing.wait_all_tasks_blocked()
+        stages.answer("decode")
+        await trio.testing.wait_all_tasks_blocked()
+        assert [outcome["action"] for outcome in outcomes] == [action]
+        first = stages.orders[0][1]
+        stages.desk.receive(AdminResult(first.op_id, "decode", first.action, True, "ok"))
+    assert outcomes[1]["action"] == "update_weights_from_distributed"

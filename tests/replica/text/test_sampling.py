@@ -155,3 +155,18 @@ def test_a_stages_own_sampling_has_known_fields_only():
         sampling_of({"stage_sampling": {"decode": {"warmth": 1}}}, "decode")
     with pytest.raises(SamplingError, match="must be an object"):
         sampling_of({"stage_sampling": {"decode": [1]}}, "decode")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_a_whole_number_beyond_all_floats_is_refused(name):
+    with pytest.raises(SamplingError, match=f"{name} must be a number"):
+        sampling_of({"stage_sampling": {"decode": {name: 10**400}}}, "decode")
+
+
+def test_more_stop_strings_than_can_be_looked_for_at_every_token_are_refused():
+    with pytest.raises(SamplingError, match="stop holds 257 strings; at most 256"):
+        sampling_of({"stop": [f"zz{number}" for number in range(257)]}, "decode")
+
+
+def test_a_limit_beyond_every_context_is_none():
+    assert sampling_of({"max_new_tokens": 2**40}, "decode").max_new_tokens == 2**40

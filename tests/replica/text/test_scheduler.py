@@ -404,3 +404,30 @@ def test_gauges_are_told_twice_a_second_while_busy():
         "aborted_total": 0,
         "paused": 0,
     }
+
+
+def test_a_request_that_nobody_foresaw_fails_alone():
+    desk = Desk()
+    desk.submit("sane", **GREEDY)
+    desk.submit("odd", stage_sampling=["no", "object"])
+    desk.finish()
+    (failed,) = desk.of(Failed, "odd")
+    assert failed.kind == "server"
+    assert desk.result("sane")["finish_reason"] == "length"
+
+
+def test_a_prompt_that_is_too_long_is_not_looked_through():
+    class Seen(list):
+        looked = 0
+
+        def __iter__(self):
+            for token in super().__iter__():
+                self.looked += 1
+                yield token
+
+    desk = Desk(max_total_tokens=100)
+    tokens = Seen([7] * 5000)
+    desk.submit("long", tokens)
+    (failed,) = desk.of(Failed, "long")
+    assert (failed.kind, "5000 tokens" in failed.error) == ("caller", True)
+    assert tokens.looked == 0

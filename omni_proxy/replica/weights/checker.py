@@ -1,0 +1,126 @@
+"""Proof of which weights a model has: a digest of each tensor, and one of all (api-server.md 3).
+
+Invariant: the bytes of the live tensors are hashed as they lie, without a copy where they are in
+this machine's memory. A snapshot is digests, not tensors: it costs nothing to keep.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni_proxy.replica.weights.target import Target, WeightsFault
+from omni_proxy.weights.checksum import roll_up, tensor_digest
+
+ACTIONS = ("snapshot", "reset_tensors", "compare", "checksum")
+NO_SNAPSHOT = "weights_checker compare requires snapshot first"
+
+Metadata = dict[str, dict[str, Any]]
+
+
+def digest_of(name: str, tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    data = flat.view(torch.uint8).numpy().data
+    return tensor_digest(name, str(tensor.dtype), tensor.shape, data)
+
+
+def metadata_of(target: Target) -> Metadata:
+    """Name, shape, type and digest of each tensor, all cores hashing at once."""
+    tensors = dict(target)
+    # The longest first: else one core ends with the embedding while the others have nothing left.
+    order = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores, thread_name_prefix="checksum") as pool:
+        found = dict(zip(order, pool.map(lambda n: digest_of(n, tensors[n]), order), strict=True))
+    return {
+        name: {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "sha256": found[name],
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def itself(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Checker:
+    """`layout` is told with every result: which part of the whole tensors a rank holds.
+
+    `whole` gives the whole tensor to the first rank and nothing to the others, which tell no
+    `full_checksum`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        layout: dict[str, int],
+        whole: Callable[[str, Tensor], Tensor | None] = itself,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._target = target
+        self._layout = layout
+        self._whole = whole
+        self._clock = clock
+        self._snapshot: Metadata | None = None
+
+    def require(self, action: str) -> None:
+        """Raises WeightsFault for an action that cannot be done now."""
+        if action not in ACTIONS:
+            *most, last = ACTIONS
+            raise WeightsFault(
+                f"Unsupported weights_checker action {action!r}; "
+                f"expected {', '.join(most)}, or {last}"
+            )
+        if action == "compare" and self._snapshot is None:
+            raise WeightsFault(NO_SNAPSHOT)
+
+    def check(self, action: str) -> dict[str, Any]:
+        """Hash everything and return the result's `data`; raises WeightsFault as `require`."""
+        self.require(action)
+        started_s = self._clock()
+        metadata = metadata_of(self._target)
+        checksums = {name: each["sha256"] for name, each in metadata.items()}
+        data: dict[str, Any] = {
+            "action": action,
+            "tensor_count": len(metadata),
+            "checksums": checksums,
+            "tensor_metadata": metadata,
+            "per_gpu_checksum": roll_up(checksums),
+            "full_checksum": self._full_checksum(checksums),
+            "layout": dict(self._layout),
+        }
+        if action == "compare":
+            data |= _difference(self._snapshot or {}, metadata)
+        elif action != "checksum":
+            self._snapshot = metadata
+        return data | {"elapsed_s": self._clock() - started_s}
+
+    def _full_checksum(self, checksums: dict[str, str]) -> str | None:
+        """Over whole tensors, one after another, so that no more than one is there at once."""
+        full = {}
+        for name, tensor in self._target:
+            whole = self._whole(name, tensor)
+            if whole is not None:
+                full[name] = checksums[name] if whole is tensor else digest_of(name, whole)
+        return None if self._layout["rank"] else roll_up(full)
+
+
+def _difference(before: Metadata, now: Metadata) -> dict[str, Any]:
+    changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    missing, unexpected = sorted(before.keys() - now.keys()), sorted(now.keys() - before.keys())
+    return {
+        "matched": not (changed or missing or unexpected),
+        "missing": missing,
+        "unexpected": unexpected,
+        "changed": changed,
+    }

@@ -1,0 +1,323 @@
+"""The weights-update groups that this replica is a rank of: init, destroy, receive, status, close.
+
+joining -> ready <-> receiving; any failure and every end of the owner drops the group, since a
+group that failed once only hangs later. All calls block: use a thread of your own for each.
+`destroy` and `close` may be called while another thread is inside `init` or `receive`: that one
+then raises GroupError within a tick. Nothing here knows HTTP, the model or the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from omni_proxy.replica.weights.buffers import KEEP_BYTES, Buffers
+from omni_proxy.replica.weights.errand import Abandoned, Errand
+from omni_proxy.replica.weights.receive import Progress, Reception, Surroundings
+from omni_proxy.replica.weights.rendezvous import Rendezvous, checked
+from omni_proxy.replica.weights.specs import Announced, GroupError, plan_of
+from omni_proxy.replica.weights.store_link import StoreLink, open_store_link
+from omni_proxy.replica.weights.transport import Transport, join, require_backend, told
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GroupError", "Groups", "Limits", "Rendezvous"]
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_ENDS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How patient groups are.
+
+    `stall_secs`: a receive in which nothing comes for so long is ended. `silent_secs`: how long a
+    port may accept without a store's answer. `ping_secs`: how long the owner of a group whose name
+    is wanted by another may take to show that it lives. `keep_bytes`: receive memory kept for the
+    next time.
+    """
+
+    stall_secs: float = 30.0
+    silent_secs: float = 10.0
+    ping_secs: float = 2.0
+    keep_bytes: int = KEEP_BYTES
+
+
+class State(StrEnum):
+    JOINING = "joining"
+    READY = "ready"
+    RECEIVING = "receiving"
+
+
+class _Member:
+    """One group as seen from here; its fields change under the lock of `Groups`."""
+
+    __slots__ = ("address", "link", "rendezvous", "state", "stop", "transport", "watch_of")
+
+    def __init__(self, rendezvous: Rendezvous, address: tuple[str, int]) -> None:
+        self.rendezvous = rendezvous
+        self.address = address
+        self.state = State.JOINING
+        self.transport: Transport | None = None
+        self.link: StoreLink | None = None
+        self.stop: str | None = None
+        self.watch_of: Reception | None = None
+
+    def owner(self) -> str:
+        host, port = self.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def owner_gone(self) -> bool:
+        return self.link is not None and self.link.ended()
+
+
+class Groups:
+    """All groups of one rank of a replica. Every method may be called from any thread."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._lock = threading.Lock()
+        self._members: dict[str, _Member] = {}
+        self._ends: dict[str, str] = {}
+        self._threads = Abandoned()
+        self._kept = Buffers(self._limits.keep_bytes)
+        self._closed = False
+
+    def init(self, rendezvous: Rendezvous) -> None:
+        """Joins the trainer's group; returns once all ranks are there (NCCL: once we are).
+
+        A group of this name whose trainer lives is left as it is, one whose trainer has gone is
+        replaced. Raises GroupError; then no group of this name is left behind.
+        """
+        address = checked(rendezvous)
+        require_backend(rendezvous.backend)
+        self._make_room(rendezvous.group_name)
+        member = _Member(rendezvous, address)
+        with self._lock:
+            if self._closed:
+                raise GroupError("the replica is shutting down")
+            if rendezvous.group_name in self._members:
+                raise GroupError(f"group {rendezvous.group_name!r} is just being initialized")
+            self._members[rendezvous.group_name] = member
+        joined = False
+        try:
+            self._join(member)
+            joined = True
+        finally:
+            self._leave_state(member, keep=joined)
+        if member.stop is not None:
+            raise GroupError(member.stop)
+
+    def destroy(self, group_name: str) -> None:
+        """Ends a group, whatever it is doing; raises GroupError where there is none.
+
+        One that a failure has dropped already counts as there, once.
+        """
+        with self._lock:
+            known = self._ends.pop(group_name, None) is not None
+            member = self._members.pop(group_name, None)
+            if member is not None:
+                member.stop = f"group {group_name!r} was destroyed"
+        if member is None and not known:
+            raise GroupError("The group to be destroyed does not exist.")
+        if member is not None and member.state is State.READY:
+            self._drop(member)
+
+    def receive(
+        self,
+        group_name: str,
+        specs: Iterable[Announced],
+        load_format: str | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """What the trainer broadcasts for these specs, by name, in memory of its own.
+
+        The memory is used again only after the last of these tensors was dropped. Raises
+        GroupError: with `group_dropped` false nothing was touched, else the group is gone.
+        `progress(messages_done, bytes_come)` is called in the calling thread.
+        """
+        plan = plan_of(specs, load_format)
+        member = self._claim(group_name)
+        reception: Reception | None = None
+        received: dict[str, torch.Tensor] | None = None
+        try:
+            assert member.transport is not None
+            reception = Reception(member.transport, plan, self._kept)
+            member.watch_of = reception
+            received = reception.run(self._around(member), progress)
+        except GroupError as error:
+            self._remember(member, str(error), dropped=error.group_dropped)
+            raise
+        finally:
+            member.watch_of = None
+            self._leave_state(member, keep=received is not None or reception is None)
+        return received
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready: the groups with what they do, threads that torch holds, memory kept."""
+        with self._lock:
+            groups = [_shown(member) for member in self._members.values()]
+        return {
+            "groups": groups,
+            "abandoned_threads": self._threads.names(),
+            "kept_bytes": self._kept.kept_bytes(),
+        }
+
+    def close(self) -> None:
+        """Ends all groups for good and gives memory back; blocked calls elsewhere end at once."""
+        with self._lock:
+            self._closed = True
+            names = list(self._members)
+        for name in names:
+            with suppress(GroupError):  # someone else was faster
+                self.destroy(name)
+        self._kept.clear()
+
+    def _make_room(self, group_name: str) -> None:
+        with self._lock:
+            holder = self._members.get(group_name)
+        if holder is None:
+            return
+        link = holder.link
+        if link is None or link.answers(self._limits.ping_secs):
+            raise GroupError(
+                f"group {group_name!r} is {holder.state} for the trainer at {holder.owner()}, "
+                "which is alive: destroy that group first, or use another group_name"
+            )
+        log.warning("group %r: its trainer at %s has gone; replaced", group_name, holder.owner())
+        with suppress(GroupError):  # it ended by itself meanwhile
+            self.destroy(group_name)
+
+    def _join(self, member: _Member) -> None:
+        until = time.monotonic() + member.rendezvous.timeout_s
+        links: list[StoreLink] = []
+        call = _joining(member, links, until, self._limits.silent_secs)
+        errand = Errand(f"weights-init-{member.rendezvous.group_name}", call)
+
+        def why_stop() -> str | None:
+            if member.stop is not None:
+                return member.stop
+            if links and links[0].ended():
+                return f"the trainer at {member.owner()} has gone, while {errand.step}"
+            if time.monotonic() > until:
+                return f"no group within {member.rendezvous.timeout_s:g} s, while {errand.step}"
+            member.link = links[0] if links else None
+            return None
+
+        try:
+            member.transport = self._threads.wait_for(errand, why_stop)
+        except GroupError:
+            for link in links:
+                link.close()
+            raise
+        member.link = links[0]
+
+    def _claim(self, group_name: str) -> _Member:
+        with self._lock:
+            member = self._members.get(group_name)
+            if member is None and group_name in self._ends:
+                raise GroupError(
+                    f"group {group_name!r} is gone ({self._ends[group_name]}): call "
+                    "init_weights_update_group again"
+                )
+            if member is None:
+                raise GroupError(
+                    f"group {group_name!r} is not initialized: call init_weights_update_group first"
+                )
+            if member.state is not State.READY:
+                raise GroupError(f"group {group_name!r} is {member.state}: one receive at a time")
+            member.state = State.RECEIVING
+            return member
+
+    def _around(self, member: _Member) -> Surroundings:
+        return Surroundings(
+            group_name=member.rendezvous.group_name,
+            timeout_secs=member.rendezvous.timeout_s,
+            stall_secs=self._limits.stall_secs,
+            stopped=lambda: member.stop,
+            owner_gone=member.owner_gone,
+            threads=self._threads,
+        )
+
+    def _remember(self, member: _Member, why: str, *, dropped: bool) -> None:
+        # Not of one that was destroyed: that is what its owner wanted.
+        if not dropped or member.stop is not None:
+            return
+        with self._lock:
+            self._ends[member.rendezvous.group_name] = why
+            while len(self._ends) > REMEMBERED_ENDS:
+                self._ends.pop(next(iter(self._ends)))
+
+    def _leave_state(self, member: _Member, *, keep: bool) -> None:
+        """Back to ready, or gone: when a blocking step is over, however it ended."""
+        name = member.rendezvous.group_name
+        with self._lock:
+            stays = keep and member.stop is None
+            if stays:
+                member.state = State.READY
+                self._ends.pop(name, None)
+            elif self._members.get(name) is member:
+                del self._members[name]
+        if not stays:
+            self._drop(member)
+
+    def _drop(self, member: _Member) -> None:
+        link, member.link = member.link, None
+        if link is not None:
+            link.close()
+        box: list[Transport] = []
+        if member.transport is not None:
+            box.append(member.transport)
+            member.transport = None
+            self._threads.drop(f"weights-drop-{member.rendezvous.group_name}", _end, box)
+
+
+def _joining(
+    member: _Member, links: list[StoreLink], until: float, silent_secs: float
+) -> Callable[[Errand[Transport]], Transport]:
+    rendezvous, address, owner = member.rendezvous, member.address, member.owner()
+
+    def call(errand: Errand[Transport]) -> Transport:
+        errand.step = f"waiting for the trainer's store at {owner}"
+        link = open_store_link(
+            address, silent_secs, lambda: errand.abandoned or time.monotonic() > until
+        )
+        links.append(link)
+        if errand.abandoned:
+            link.close()
+            raise GroupError("given up")
+        errand.step = f"waiting for all {rendezvous.world_size} ranks of the group"
+        try:
+            return join(rendezvous, address, max(until - time.monotonic(), 1.0))
+        except RuntimeError as error:
+            raise GroupError(f"no group, while {errand.step}: {told(error)}") from None
+
+    return call
+
+
+def _end(box: list[Transport]) -> None:
+    box[0].abort()
+    box.clear()
+
+
+def _shown(member: _Member) -> dict[str, Any]:
+    watched = member.watch_of
+    return {
+        "group_name": member.rendezvous.group_name,
+        "backend": member.rendezvous.backend,
+        "rank": member.rendezvous.rank,
+        "world_size": member.rendezvous.world_size,
+        "owner": member.owner(),
+        "owner_gone": member.owner_gone(),
+        "state": member.state.value,
+        "messages_done": watched.watch.messages_done if watched else 0,
+        "bytes_come": watched.watch.bytes_come if watched else 0,
+    }

@@ -1,0 +1,170 @@
+"""What a trainer announces before its bytes come: names, dtypes, shapes, and how they travel.
+
+Pure: no torch, no socket. A `Plan` that exists is consistent: known dtypes, sane shapes, no name
+twice, offsets that a view may start at. Whether there is memory for it is not said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+FLATTENED: Final = "flattened_bucket"
+
+# Bytes per element, by torch's names without "torch.".
+ITEM_BYTES: Final = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+MAX_DIMENSIONS: Final = 64  # torch's own bound
+MAX_ELEMENTS: Final = 1 << 56  # strides of anything larger may overflow inside torch
+# Where each tensor of a plan starts in its block: any dtype may be viewed there.
+ALIGNMENT_BYTES: Final = 64
+
+Announced = tuple[str, str, Sequence[int]]
+
+
+class GroupError(Exception):
+    """A weights-update group refused or failed; the text is meant for the trainer.
+
+    `group_dropped` says that the group is gone and has to be initialised again.
+    """
+
+    def __init__(self, message: str, *, group_dropped: bool = False) -> None:
+        super().__init__(message)
+        self.group_dropped = group_dropped
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One announced tensor; `dtype` without "torch."."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One broadcast: where it lands in the block, and what it carries in words."""
+
+    what: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything one receive expects. `offsets` has one place in the block for each tensor."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    messages: tuple[Message, ...]
+    block_bytes: int
+
+
+def specs_of(names: object, dtypes: object, shapes: object) -> list[Announced]:
+    """The three parallel lists of a request as one; raises GroupError where they do not fit."""
+    lists = {"names": names, "dtypes": dtypes, "shapes": shapes}
+    for key, value in lists.items():
+        if not isinstance(value, list | tuple):
+            raise GroupError(f"{key} must be a list, not {type(value).__name__}")
+    if len({len(value) for value in lists.values() if isinstance(value, list | tuple)}) > 1:
+        counted = ", ".join(
+            f"{len(value)} {key}" for key, value in lists.items() if isinstance(value, list | tuple)
+        )
+        raise GroupError(f"names, dtypes and shapes must have the same length: {counted}")
+    assert isinstance(names, list | tuple)
+    assert isinstance(dtypes, list | tuple)
+    assert isinstance(shapes, list | tuple)
+    return list(zip(names, dtypes, shapes, strict=True))
+
+
+def plan_of(specs: Iterable[Announced], load_format: str | None = None) -> Plan:
+    """What to expect for these specs; raises GroupError naming the first that is wrong."""
+    if load_format not in (None, FLATTENED):
+        raise GroupError(
+            f"unknown load_format {load_format!r}: this replica takes {FLATTENED!r}, or none for "
+            "one broadcast per tensor"
+        )
+    tensors = tuple(_tensor(name, dtype, shape) for name, dtype, shape in specs)
+    if not tensors:
+        raise GroupError("no tensor is announced: names, dtypes and shapes are empty")
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise GroupError(f"tensor {tensor.name!r} is announced twice")
+        seen.add(tensor.name)
+    return _flattened(tensors) if load_format == FLATTENED else _one_by_one(tensors)
+
+
+def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:
+    if not isinstance(name, str) or not name:
+        raise GroupError(f"a tensor's name must be a non-empty string, not {name!r}")
+    bare = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+    if bare not in ITEM_BYTES:
+        raise GroupError(
+            f"tensor {name!r}: unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}"
+        )
+    dims = _dimensions(name, shape)
+    return TensorSpec(name, bare, dims, prod(dims) * ITEM_BYTES[bare])
+
+
+def _dimensions(name: str, shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, list | tuple):
+        raise GroupError(f"tensor {name!r}: its shape must be a list of integers, not {shape!r}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise GroupError(f"tensor {name!r}: {len(shape)} dimensions, at most {MAX_DIMENSIONS}")
+    for size in shape:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise GroupError(
+                f"tensor {name!r}: a dimension must be an integer of 0 or more, not {size!r}"
+            )
+    # Empty dimensions count as one: torch multiplies the others into its strides all the same.
+    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise GroupError(f"tensor {name!r}: shape {list(shape)} is larger than any memory")
+    return tuple(shape)
+
+
+def _one_by_one(tensors: tuple[TensorSpec, ...]) -> Plan:
+    offsets: list[int] = []
+    end = 0
+    for tensor in tensors:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets.append(start)
+        end = start + tensor.nbytes
+    messages = tuple(
+        Message(f"tensor {tensor.name!r}", offset, tensor.nbytes)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    )
+    return Plan(tensors, tuple(offsets), messages, end)
+
+
+def _flattened(tensors: tuple[TensorSpec, ...]) -> Plan:
+    """All tensors in one message, end to end and without padding (api-server.md 9.1)."""
+    offsets: list[int] = []
+    end = 0
+    for tensor in tensors:
+        if tensor.nbytes and end % ITEM_BYTES[tensor.dtype]:
+            raise GroupError(
+                f"tensor {tensor.name!r}: it would start at byte {end} of the flattened bucket, "
+                f"which is no place for a {tensor.dtype}; send wider dtypes first, or each dtype "
+                "in a bucket of its own"
+            )
+        offsets.append(end if tensor.nbytes else 0)
+        end += tensor.nbytes
+    what = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
+    return Plan(tensors, tuple(offsets), (Message(what, 0, end),), end)

@@ -1,0 +1,173 @@
+"""Tensors of a safetensors file, wherever it lies: on a disk, or in a request as base64.
+
+Invariant: sizes are checked against what is really there before memory is asked for. Nothing is
+ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import struct
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault, quoted
+
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# What the decoder raises for what it cannot read.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+MAX_DIMENSIONS = 16
+MAX_SIZE = 2**48
+MAX_HEADER_BYTES = 100_000_000
+PICKLE = b"\x80"
+ZIP = b"PK\x03\x04"  # what torch.save writes around a pickle
+
+
+def shape_of(sizes: Any, name: str) -> tuple[int, ...]:
+    """Raises WeightsFault for anything but a few whole numbers of which memory may have as many."""
+    listed = isinstance(sizes, list | tuple) and len(sizes) <= MAX_DIMENSIONS
+    if not listed or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes):
+        raise WeightsFault(
+            f"{quoted(name)}: the shape {quoted(sizes)} must be a list of at most "
+            f"{MAX_DIMENSIONS} whole numbers within 0 and {MAX_SIZE}"
+        )
+    return tuple(sizes)
+
+
+class StoredTensor(Struct):
+    """One entry of a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class StoredTensors:
+    """The tensors of a safetensors file that is open; `title` names it in faults."""
+
+    def __init__(self, file: BinaryIO, title: str) -> None:
+        """Read and check the header; raises WeightsFault, and OSError from the file."""
+        self._file, self.title = file, title
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        start, first = file.read(8), file.read(1)
+        # Either may begin a safetensors file as well: but its header begins so too.
+        if start.startswith((PICKLE, ZIP)) and first != b"{":
+            raise self._fault("is a pickle, which is never read; send safetensors")
+        if len(start) < 8:
+            raise self._fault(f"is truncated: {size} bytes are no safetensors file")
+        (header_bytes,) = struct.unpack("<Q", start)
+        if header_bytes > MAX_HEADER_BYTES:
+            raise self._fault("is no safetensors file: its header is longer than any may be")
+        if 8 + header_bytes > size:
+            raise self._fault(f"is truncated: its header has {header_bytes} bytes, it has {size}")
+        self._data_start = 8 + header_bytes
+        self._entries = self._read_header(first + file.read(max(header_bytes - 1, 0)))
+        self._check_layout(size - self._data_start)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def form(self, name: str) -> Form:
+        """Raises WeightsFault for a name that is not in the file."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise self._fault(f"has no tensor {quoted(name)}")
+        return Form(STORED_DTYPES[entry.dtype], tuple(entry.shape))
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in memory of its own; raises WeightsFault, and OSError from the file."""
+        form = self.form(name)
+        tensor = torch.empty(form.shape, dtype=form.dtype)
+        room = tensor.view(-1).view(torch.uint8).numpy().data
+        self._file.seek(self._data_start + self._entries[name].data_offsets[0])
+        while room:
+            count = self._file.readinto(room)  # type: ignore[attr-defined]  # every real file has it
+            if not count:
+                raise self._fault(f"ended in the middle of {name}")
+            room = room[count:]
+        return tensor
+
+    def _read_header(self, header: bytes) -> dict[str, StoredTensor]:
+        try:
+            parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            parts.pop("__metadata__", None)
+            entries = {
+                name: msgspec.json.decode(part, type=StoredTensor) for name, part in parts.items()
+            }
+        except NOT_JSON as error:
+            raise self._fault(f"has a broken safetensors header: {error}") from None
+        for name, entry in entries.items():
+            shape_of(entry.shape, f"{self.title}: {name}")
+            if entry.dtype not in STORED_DTYPES:
+                raise self._fault(f"holds {quoted(name)} in the unknown type {quoted(entry.dtype)}")
+        return entries
+
+    def _check_layout(self, data_bytes: int) -> None:
+        """The tensors must fill the data without gaps, as the format has it."""
+        place = 0
+        for name, entry in sorted(self._entries.items(), key=lambda each: each[1].data_offsets):
+            begin, end = entry.data_offsets
+            nbytes = math.prod(entry.shape) * STORED_DTYPES[entry.dtype].itemsize
+            if begin != place or end - begin != nbytes:
+                raise self._fault(
+                    f"has a broken header: {quoted(name)} of {entry.dtype} {entry.shape} needs "
+                    f"{nbytes} bytes from {place} on, and is said to be at {begin} to {end}"
+                )
+            place = end
+        if place > data_bytes:
+            raise self._fault(f"is truncated: {data_bytes} of {place} bytes of data are there")
+        if place < data_bytes:
+            raise self._fault(f"has {data_bytes - place} bytes that belong to no tensor")
+
+    def _fault(self, told: str) -> WeightsFault:
+        return WeightsFault(f"{self.title} {told}")
+
+
+def staged_of_serialized(payload: dict[str, Any], target: Target, rank: int, size: int) -> Staged:
+    """Stage `serialized_named_tensors`: base64 of safetensors bytes, one for each rank or for all.
+
+    Raises WeightsFault.
+    """
+    parts = payload.get("serialized_named_tensors")
+    if not isinstance(parts, list) or len(parts) not in (1, size):
+        raise WeightsFault(
+            f"serialized_named_tensors must be a list of one text for all ranks, or of {size}"
+        )
+    load_format = payload.get("load_format")
+    if load_format not in (None, "auto", "safetensors"):
+        raise WeightsFault(f"load_format {load_format!r} is not supported here: send safetensors")
+    try:
+        raw = base64.b64decode(parts[rank % len(parts)], validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise WeightsFault("serialized_named_tensors is no base64") from None
+    stored = StoredTensors(io.BytesIO(raw), "serialized_named_tensors")
+    if not stored.names:
+        raise WeightsFault("serialized_named_tensors holds no tensor")
+    staged = Staged(target)
+    for name in stored.names:
+        staged.check(name, stored.form(name))
+    for name in stored.names:
+        staged.add(name, stored.read(name))
+    return staged

@@ -1,0 +1,193 @@
+"""A process group of our own among a trainer's ranks: gloo on the CPU, NCCL on a GPU.
+
+It is built directly over prefixed stores with the keys that torch's own group constructor uses, so
+that trainers need nothing special. It is never the default group and has no name inside torch.
+Everything here may block and belongs into an `Errand`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from omni_proxy.replica.weights.buffers import Buffers, no_room
+from omni_proxy.replica.weights.errand import Errand
+from omni_proxy.replica.weights.rendezvous import GLOO, NCCL, Rendezvous
+from omni_proxy.replica.weights.specs import GroupError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import BroadcastOptions, Store
+
+SOURCE_RANK: Final = 0
+
+# Both sides need the first (two-phase.md 1.2). Without the others torch ends the whole process
+# when a collective times out or an abort takes long: here only the group may die.
+NCCL_ENVIRONMENT: Final = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+# How long an NCCL trainer may take from joining to its first broadcast.
+FIRST_BROADCAST_SECS: Final = 24 * 3600.0
+
+
+class Transport(Protocol):
+    """The part of a group that `receive` needs."""
+
+    backend: str
+
+    def block(self, nbytes: int, kept: Buffers) -> torch.Tensor:
+        """Flat uint8 memory of `nbytes`; raises GroupError where there is not so much."""
+        ...
+
+    def receive(
+        self, parts: Sequence[torch.Tensor], landed: Callable[[int], None], timeout_secs: float
+    ) -> None:
+        """Receives one broadcast of rank 0 into each part; blocks. `landed(n)`: n are complete."""
+        ...
+
+    def abort(self) -> None:
+        """Ends what is blocked inside, where the backend can."""
+        ...
+
+
+def require_backend(backend: str) -> None:
+    """Raises GroupError where this machine or this torch cannot join such a group."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise GroupError("this torch is built without torch.distributed: it can join no group")
+    if backend == GLOO and not dist.is_gloo_available():
+        raise GroupError("this torch is built without gloo")
+    if backend == NCCL:
+        import torch
+
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise GroupError(
+                "backend 'nccl' needs a CUDA device and a torch built with NCCL, and this replica "
+                "has none: let the trainer make the group with backend 'gloo'"
+            )
+
+
+def join(rendezvous: Rendezvous, address: tuple[str, int], within_secs: float) -> Transport:
+    """Meets the other ranks; blocks until all are there. Raises what torch raises."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    # Waiting for the workers is what makes us count: a trainer whose store comes from a tcp://
+    # rendezvous sits in its constructor until every rank has been counted there.
+    store = TCPStore(
+        address[0],
+        address[1],
+        rendezvous.world_size,
+        is_master=False,
+        timeout=timedelta(seconds=within_secs),
+        wait_for_workers=True,
+    )
+    name = rendezvous.group_name
+    named = PrefixStore(f"{name}/", PrefixStore(name, store))
+    if rendezvous.backend == GLOO:
+        return Gloo(rendezvous, PrefixStore("cpu/", named), within_secs)
+    return Nccl(rendezvous, PrefixStore("cuda/", named))
+
+
+class Gloo:
+    """Bytes into CPU memory. Nothing but the peer or the timeout ends a blocked receive."""
+
+    backend = GLOO
+
+    def __init__(self, rendezvous: Rendezvous, store: Store, within_secs: float) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        # torch's own type hints leave out what both kinds of group can do.
+        self._group: Any = ProcessGroupGloo(
+            store, rendezvous.rank, rendezvous.world_size, timedelta(seconds=within_secs)
+        )
+
+    def block(self, nbytes: int, kept: Buffers) -> torch.Tensor:
+        return kept.take(nbytes)
+
+    def receive(
+        self, parts: Sequence[torch.Tensor], landed: Callable[[int], None], timeout_secs: float
+    ) -> None:
+        options = _from_source(timeout_secs)
+        works = [self._group.broadcast([part], options) for part in parts]
+        for count, work in enumerate(works, start=1):
+            work.wait()
+            landed(count)
+
+    def abort(self) -> None:
+        """Gloo has no such thing: its abort() and shutdown() do nothing (weight-sync.md 0.1)."""
+
+
+class Nccl:
+    """Bytes into GPU memory. An abort from another thread ends a blocked receive.
+
+    Trainers build the communicator at once or with their first broadcast, and we cannot know
+    which: ours is built in a thread of its own, which fits both.
+    """
+
+    backend = NCCL
+
+    def __init__(self, rendezvous: Rendezvous, store: Store) -> None:
+        import torch
+        from torch.distributed import ProcessGroupNCCL
+
+        for key, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        store.set_timeout(timedelta(seconds=FIRST_BROADCAST_SECS))
+        options = ProcessGroupNCCL.Options()
+        # torch's own deadline would end more than the group: ours has to come first.
+        options._timeout = timedelta(seconds=2 * rendezvous.timeout_s + 60)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._group: Any = ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
+        group, device = self._group, self._device
+        self._connecting: Errand[None] = Errand(
+            f"weights-connect-{rendezvous.group_name}",
+            lambda _: group.eager_connect_single_device(device),
+        )
+
+    def block(self, nbytes: int, kept: Buffers) -> torch.Tensor:
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if nbytes > free:
+            raise no_room(nbytes, free)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def receive(
+        self, parts: Sequence[torch.Tensor], landed: Callable[[int], None], timeout_secs: float
+    ) -> None:
+        import torch
+
+        self._connecting.ended(timeout_secs)
+        self._connecting.take()
+        options = _from_source(timeout_secs)
+        with torch.cuda.device(self._device):
+            works = [self._group.broadcast([part], options) for part in parts]
+            for count, work in enumerate(works, start=1):
+                work.wait()  # of the stream, not of this thread
+                torch.cuda.current_stream().synchronize()
+                landed(count)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def _from_source(timeout_secs: float) -> BroadcastOptions:
+    from torch.distributed.distributed_c10d import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank = SOURCE_RANK
+    options.timeout = timedelta(seconds=timeout_secs)
+    return options
+
+
+def told(error: RuntimeError) -> str:
+    """What torch says went wrong, without its place in torch's source, its advice and its stack."""
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    first, _, _ = first.partition(" This is typically caused by")
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first)

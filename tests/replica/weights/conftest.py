@@ -1,0 +1,13 @@
+import pytest
+import torch
+
+from tests.replica.weights.stages import running
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """A stage that may read from `tmp_path` alone."""
+    with running(weights_root=str(tmp_path)) as stage:
+        yield stage

@@ -1,0 +1,340 @@
+import base64
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from omni_proxy.replica.pipeline.messages import Failed, Streamed
+from tests.replica.weights import stages
+from tests.replica.weights.stages import checksum_of, weights_of
+from tests.replica.weights.trainer_side import Trainer, _made
+
+LAST_NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def serialized(tensors) -> list[str]:
+    return [base64.b64encode(save(tensors)).decode()]
+
+
+def from_tensor(stage, tensors, **more):
+    parts = serialized(tensors) if isinstance(tensors, dict) else tensors
+    return stage.admin("update_weights_from_tensor", serialized_named_tensors=parts, **more)
+
+
+def some(seed=1, *names):
+    weights = weights_of(seed)
+    return {name: weights[name] for name in names or (UP,)}
+
+
+# From a request
+
+
+def test_tensors_of_a_request_change_what_they_name(stage):
+    new = some(1, UP, LAST_NORM)
+    answer = from_tensor(stage, new, weight_version="v1")
+    assert (answer.success, answer.message) == (True, "Succeeded to update parameter online.")
+    assert answer.data == {
+        "num_paused_requests": 0,
+        "flush_cache": True,
+        "flush_success": True,
+        "keep_pause": False,
+        "engine_paused": False,
+        "metadata_only": False,
+    }
+    assert stage.checksum() == checksum_of(weights_of(0) | new)
+    assert stage.facts()["weight_version"] == "v1"
+
+
+def test_a_failed_tensor_update_changes_nothing_and_leaves_the_stage_paused(stage):
+    before = stage.checksum()
+    answer = from_tensor(stage, [base64.b64encode(pickle.dumps({"a": 1})).decode()])
+    assert not answer.success
+    assert "is a pickle, which is never read" in answer.message
+    assert answer.message.endswith(
+        "Nothing was changed: the weights of version 'default' are whole"
+    )
+    assert answer.data["engine_paused"] is stage.facts()["engine_paused"] is True
+    assert stage.checksum() == before
+    stage.admin("continue_generation")
+    assert stage.generate()["weight_version"] == "default"
+
+
+# Over a group
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = Trainer()
+    yield trainer
+    trainer.close()
+
+
+def joined(stage, trainer, name="g"):
+    port = trainer.tell("open", group=name)["port"]
+    answer = stage.admin(
+        "init_weights_update_group",
+        master_address="127.0.0.1",
+        master_port=port,
+        world_size=2,
+        rank_offset=1,
+        group_name=name,
+        backend="gloo",
+    )
+    assert trainer.reply() == {"joined": True}
+    return answer
+
+
+def left(stage, trainer, name="g"):
+    answer = stage.admin("destroy_weights_update_group", group_name=name)
+    assert trainer.tell("destroy", group=name) == {"destroyed": True}
+    return answer
+
+
+def announced(names, weights):
+    return {
+        "names": list(names),
+        "dtypes": ["float32"] * len(names),
+        "shapes": [list(weights[name].shape) for name in names],
+        "group_name": "g",
+    }
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_a_trainer_joins_sends_and_leaves(stage, trainer, load_format):
+    answer = joined(stage, trainer)
+    assert (answer.success, answer.message) == (
+        True,
+        "Succeeded to initialize custom process group.",
+    )
+    assert answer.data == {"group_name": "g", "world_size": 2, "rank_offset": 1}
+
+    old = weights_of(0)
+    sent = [("float32", list(old[name].shape), seed) for seed, name in enumerate((UP, LAST_NORM))]
+    trainer.order("send", group="g", tensors=sent, flattened=load_format is not None)
+    more = {} if load_format is None else {"load_format": load_format}
+    answer = stage.admin(
+        "update_weights_from_distributed",
+        announced((UP, LAST_NORM), old) | more,
+        weight_version="v7",
+    )
+    assert answer.success, answer.message
+    assert answer.message == "Succeeded to update parameter online."
+    assert (answer.data["group_name"], answer.data["names"]) == ("g", [UP, LAST_NORM])
+    trainer.reply()
+    new = {name: _made(*each) for name, each in zip((UP, LAST_NORM), sent, strict=True)}
+    assert stage.checksum() == checksum_of(old | new)
+    assert stage.facts()["weight_version"] == "v7"
+
+    answer = left(stage, trainer)
+    assert (answer.success, answer.message) == (True, "Succeeded to destroy custom process group.")
+    answer = stage.admin("destroy_weights_update_group", group_name="g")
+    assert (answer.success, answer.error) == (False, "The group to be destroyed does not exist.")
+    assert answer.data == {"group_name": "g"}
+
+
+def test_a_receive_that_never_ends_is_ended_by_destroying_its_group(stage, trainer):
+    joined(stage, trainer)
+    before = stage.checksum()
+    receiving = stage.send("update_weights_from_distributed", announced([LAST_NORM], weights_of(0)))
+    assert stage.facts()["engine_paused"] is True
+    assert stage.admin("destroy_weights_update_group", group_name="g").success
+    # Whichever was told first has been passed over by the one that waited for the other.
+    ended = [told for told in stage.seen if getattr(told, "op_id", "") == receiving]
+    answer = ended[0] if ended else stage.answer(receiving)
+    assert not answer.success
+    assert "was destroyed" in answer.message
+    assert answer.data["engine_paused"] is True
+    assert stage.checksum() == before
+    assert trainer.tell("destroy", group="g") == {"destroyed": True}
+
+
+SHAPE = [128]
+BAD = {
+    "must have the same length: 1 names, 2 dtypes": {"dtypes": ["float32"] * 2},
+    "must have the same length": {"shapes": []},
+    "no tensor is announced": {"names": [], "dtypes": [], "shapes": []},
+    "must be a list": {"names": None},
+    "unknown dtype 'float33'": {"dtypes": ["float33"]},
+    "has the shape [127]; the model's has [128]": {"shapes": [[127]]},
+    "has the shape [128, 1]": {"shapes": [[128, 1]]},
+    "an integer of 0 or more, not -128": {"shapes": [[-128]]},
+    "an integer of 0 or more, not inf": {"shapes": [[float("inf")]]},
+    "an integer of 0 or more, not 128.0": {"shapes": [[128.0]]},
+    "larger than any memory": {"shapes": [[2**62]]},
+    "at most 64": {"shapes": [[1] * 65]},
+    "cannot become torch.float32": {"dtypes": ["int64"]},
+    "has no tensor 'adapter'": {"names": ["adapter"]},
+    "announced twice": {"names": [LAST_NORM] * 2, "dtypes": ["float32"] * 2, "shapes": [SHAPE] * 2},
+    "unknown load_format 'pickle'": {"load_format": "pickle"},
+    "group 'g' is not initialized": {},
+}
+
+
+@pytest.mark.parametrize("told", BAD, ids=lambda told: told.replace(" ", "-"))
+def test_an_announcement_that_cannot_be_met_changes_nothing_but_the_pause(stage, told):
+    before = stage.checksum()
+    good = {"names": [LAST_NORM], "dtypes": ["float32"], "shapes": [SHAPE], "group_name": "g"}
+    answer = stage.admin("update_weights_from_distributed", good | BAD[told], weight_version="v9")
+    assert not answer.success
+    assert told in answer.message
+    facts = stage.facts()
+    assert (facts["weight_version"], facts["engine_paused"]) == ("default", True)
+    assert stage.checksum() == before
+
+
+def test_active_requests_refuse_a_distributed_update_and_pause_the_stage(stage):
+    stage.submit(max_new_tokens=5000, stream=True)
+    stage.next(Streamed)
+    answer = stage.admin("update_weights_from_distributed", announced([LAST_NORM], weights_of(0)))
+    assert answer.error == "active requests present during weight update"
+    assert answer.data["engine_paused"] is stage.facts()["engine_paused"] is True
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"master_address": ""}, "master_address"),
+        ({"master_address": None}, "master_address"),
+        ({"master_port": 0}, "port"),
+        ({"master_port": "x"}, "port"),
+        ({"master_port": 70000}, "port"),
+        ({"world_size": 1}, "world_size"),
+        ({"world_size": None}, "world_size"),
+        ({"rank_offset": 0}, "rank 0"),
+        ({"rank_offset": 2}, "rank 2"),
+        ({"rank_offset": -1}, "rank_offset must be a whole number"),
+        ({"rank_offset": 1.5}, "rank_offset must be a whole number"),
+        ({"backend": "mpi"}, "unknown backend 'mpi'"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_at_once(stage, changed, told):
+    good = {
+        "master_address": "127.0.0.1",
+        "master_port": 29500,
+        "world_size": 2,
+        "rank_offset": 1,
+        "backend": "gloo",
+    }
+    answer = stage.admin("init_weights_update_group", good | changed)
+    assert not answer.success
+    assert answer.message.startswith("Failed to initialize custom process group: ")
+    assert told in answer.message
+    assert answer.data["group_name"] == "weight_update_group"
+    assert stage.facts()["engine_paused"] is False
+
+
+# A sync in parts
+
+
+def test_what_comes_in_a_session_is_shown_at_its_end_all_at_once(stage):
+    old, new = weights_of(0), some(1, UP, LAST_NORM)
+    before = stage.checksum()
+    assert stage.admin("begin_weight_update", selector="all").success
+    answer = from_tensor(stage, {UP: new[UP]}, weight_version="v1")
+    assert (answer.success, answer.data["flush_success"]) == (True, None)
+    assert from_tensor(stage, {LAST_NORM: new[LAST_NORM]}).success
+    assert stage.admin("update_weight_version", new_version="v2").success
+    assert (stage.checksum(), stage.facts()["weight_version"]) == (before, "default")
+    answer = stage.admin("end_weight_update")
+    assert (answer.success, answer.data) == (True, {"tensors": 2, "weight_version": "v2"})
+    assert stage.checksum() == checksum_of(old | new)
+    assert stage.facts()["weight_version"] == "v2"
+
+
+def test_a_part_that_fails_leaves_the_session_and_the_old_weights(stage):
+    before = stage.checksum()
+    stage.admin("begin_weight_update")
+    from_tensor(stage, some(1, UP))
+    assert not from_tensor(stage, {"adapter": torch.ones(1)}).success
+    assert stage.checksum() == before
+    assert stage.admin("end_weight_update").success
+    assert stage.checksum() == checksum_of(weights_of(0) | some(1, UP))
+
+
+def test_a_session_is_opened_and_closed_once(stage):
+    answer = stage.admin("end_weight_update")
+    assert not answer.success
+    assert answer.error.startswith("no weight-update session is open; ")
+    assert stage.admin("begin_weight_update").success
+    answer = stage.admin("begin_weight_update")
+    assert not answer.success
+    assert answer.error == (
+        "a weight-update session is already open; call end_weight_update() first"
+    )
+    assert stage.admin("end_weight_update").success
+    assert not stage.admin("begin_weight_update", selector="draft").success
+
+
+def test_a_session_does_not_end_under_running_requests(stage):
+    stage.admin("begin_weight_update")
+    from_tensor(stage, some(1, UP))
+    request_id = stage.submit(max_new_tokens=300, stream=True)
+    stage.next(Streamed)
+    answer = stage.admin("end_weight_update")
+    assert answer.error == "active requests present during weight update"
+    # Paused, they are computed anew.
+    stage.admin("pause_generation", mode="in_place")
+    assert stage.admin("end_weight_update").success
+    stage.admin("continue_generation")
+    assert stage.result(request_id)["usage"]["completion_tokens"] == 300
+    assert stage.checksum() == checksum_of(weights_of(0) | some(1, UP))
+
+
+def test_whole_weights_from_disk_end_a_session_that_was_left_open(stage, tmp_path):
+    stage.admin("begin_weight_update")
+    from_tensor(stage, some(2, UP))
+    stages.save(tmp_path / "new.safetensors", weights_of(1))
+    assert stage.update("new.safetensors").success
+    assert stage.checksum() == checksum_of(weights_of(1))
+    assert not stage.admin("end_weight_update").success
+
+
+# Names and looks
+
+
+def test_a_version_is_named_and_aborts_all_unless_told_not_to(stage):
+    assert stage.facts()["weight_version"] == "default"
+    request_id = stage.submit(max_new_tokens=4000, stream=True)
+    stage.next(Streamed)
+    answer = stage.admin("update_weight_version", new_version="v3", abort_all_requests=False)
+    assert answer.success
+    assert answer.data == {"new_version": "v3", "num_paused_requests": 0}
+    answer = stage.admin("update_weight_version", new_version="v4")
+    assert answer.data == {"new_version": "v4", "num_paused_requests": 1}
+    (dropped,) = [told for told in stage.seen if isinstance(told, Failed)]
+    assert (dropped.request_id, dropped.kind) == (request_id, "dropped")
+    assert stage.generate()["weight_version"] == "v4"
+    assert not stage.admin("update_weight_version", new_version="").success
+    assert not stage.admin("update_weight_version").success
+
+
+def test_the_first_rows_of_a_tensor_can_be_seen(stage):
+    weights = weights_of(0)
+    answer = stage.admin("get_weights_by_name", name=UP, truncate_size=2)
+    assert answer.data == {"name": UP, "parameter": weights[UP][:2].tolist()}
+    answer = stage.admin("get_weights_by_name", name="lm_head.weight")
+    assert len(answer.data["parameter"]) == 100
+    assert stage.admin("get_weights_by_name", name=LAST_NORM, truncate_size=0).data[
+        "parameter"
+    ] == []  # fmt: skip
+    for bad in ({"name": "x"}, {"name": 3}, {}, {"name": UP, "truncate_size": -1}):
+        assert not stage.admin("get_weights_by_name", bad).success
+
+
+def test_the_checker_answers_for_the_live_weights(stage, tmp_path):
+    refused = stage.admin("weights_checker", action="compare")
+    assert refused.error == "weights_checker compare requires snapshot first"
+    assert stage.admin("weights_checker", action="snapshot").success
+    from_tensor(stage, some(1, UP))
+    answer = stage.admin("weights_checker", action="compare")
+    assert (answer.success, answer.data["matched"], answer.data["changed"]) == (True, False, [UP])
+    from_tensor(stage, some(0, UP))
+    assert stage.admin("weights_checker", action="compare").data["matched"] is True
+    answer = stage.admin("weights_checker", action="x")
+    assert (answer.success, answer.data) == (False, {})
+
+
+def test_a_stage_with_weights_says_what_it_supports(stage):
+    facts = stage.facts()
+    assert facts["supports_weight_update"] is facts["supports_weight_checker"] is True

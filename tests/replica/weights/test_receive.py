@@ -1,0 +1,306 @@
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from omni_proxy.replica.weights.group import GroupError, Groups, Limits, Rendezvous
+from omni_proxy.replica.weights.specs import ITEM_BYTES
+from tests.replica.weights.trainer_side import DTYPES, Pool, sha256
+
+BIG_BYTES = 384 << 20
+WIDE_FIRST = sorted(DTYPES, key=lambda dtype: -ITEM_BYTES[dtype])
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def trainer(pool):
+    return pool.trainer()
+
+
+@pytest.fixture
+def groups():
+    groups = Groups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture
+def impatient():
+    groups = Groups(Limits(stall_secs=1.5))
+    yield groups
+    groups.close()
+
+
+def joined(groups, trainer, name="g", timeout_s=30.0):
+    port = trainer.tell("open", group=name, timeout=timeout_s)["port"]
+    groups.init(Rendezvous("127.0.0.1", port, 1, 2, name, "gloo", timeout_s))
+    assert trainer.reply() == {"joined": True}
+
+
+def left(groups, trainer, name="g"):
+    groups.destroy(name)
+    trainer.tell("destroy", group=name)
+
+
+def specs_for(tensors):
+    return [(f"layer.{index}", dtype, shape) for index, (dtype, shape, _) in enumerate(tensors)]
+
+
+def sent_and_received(groups, trainer, tensors, **how):
+    """The trainer's digests, and ours of what came."""
+    flattened = how.pop("flattened", False)
+    trainer.order("send", group="g", tensors=tensors, flattened=flattened)
+    load_format = "flattened_bucket" if flattened else None
+    received = groups.receive("g", specs_for(tensors), load_format, **how)
+    return trainer.reply()["sent"], [sha256(tensor) for tensor in received.values()]
+
+
+def recovers(groups, trainer):
+    """Whether the next group of the name works as if nothing had been."""
+    joined(groups, trainer)
+    sent, came = sent_and_received(groups, trainer, [("float32", [4], 1)])
+    left(groups, trainer)
+    return sent == came
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES, WIDE_FIRST], ids=["mixed", "wide first"])
+def test_every_dtype_arrives_byte_for_byte(groups, trainer, dtypes):
+    tensors = [(dtype, [3, 5], seed) for seed, dtype in enumerate(dtypes)]
+    joined(groups, trainer)
+    sent, came = sent_and_received(groups, trainer, tensors)
+    assert came == sent
+    assert len(set(came)) == len(DTYPES)
+    left(groups, trainer)
+
+
+def test_a_flattened_bucket_of_every_dtype_arrives_byte_for_byte(groups, trainer):
+    tensors = [(dtype, [3, 5], seed) for seed, dtype in enumerate(WIDE_FIRST)]
+    joined(groups, trainer)
+    # 15 elements of 8 bytes are no multiple of 16, of 4 bytes none of 8: real alignment.
+    sent, came = sent_and_received(groups, trainer, tensors, flattened=True)
+    assert came == sent
+    left(groups, trainer)
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_scalars_and_empty_tensors_arrive_too(groups, trainer, flattened):
+    tensors = [("float32", [], 1), ("int64", [0, 7], 2), ("float32", [2, 0], 3), ("uint8", [1], 4)]
+    joined(groups, trainer)
+    sent, came = sent_and_received(groups, trainer, tensors, flattened=flattened)
+    assert came == sent
+    sent, came = sent_and_received(groups, trainer, tensors[1:3], flattened=flattened)
+    assert came == sent
+    left(groups, trainer)
+
+
+def test_dtypes_may_be_written_as_torch_prints_them(groups, trainer):
+    joined(groups, trainer)
+    trainer.order("send", group="g", tensors=[("bfloat16", [2, 2], 7)])
+    received = groups.receive("g", [("w", "torch.bfloat16", (2, 2))])
+    assert received["w"].dtype is torch.bfloat16
+    assert received["w"].shape == (2, 2)
+    trainer.reply()
+    left(groups, trainer)
+
+
+def test_progress_ends_at_all_messages_and_all_bytes(groups, trainer):
+    seen = []
+    joined(groups, trainer)
+    tensors = [("uint8", [64 << 20], 1), ("float32", [4], 2)]
+    sent_and_received(groups, trainer, tensors, progress=lambda *come: seen.append(come))
+    assert seen[-1] == (2, (64 << 20) + 16)
+    assert seen == sorted(seen)
+    left(groups, trainer)
+
+
+def test_memory_is_used_again_once_nobody_looks_into_it(groups, trainer):
+    joined(groups, trainer)
+
+    def received():
+        trainer.order("send", group="g", tensors=[("uint8", [4000], 1)])
+        (tensor,) = groups.receive("g", [("w", "uint8", [4000])]).values()
+        trainer.reply()
+        return tensor
+
+    first = received()
+    second = received()
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+    part, place = second[10:20], second.data_ptr()
+    del second
+    assert received().data_ptr() != place  # a part of it is still looked at
+    assert groups.status()["kept_bytes"] == 4000
+    del part
+    assert groups.status()["kept_bytes"] == 8000
+    places = [block.ctypes.data for block in groups._kept._kept]
+    assert place in places
+    assert received().data_ptr() in places
+    left(groups, trainer)
+
+
+@pytest.mark.parametrize(
+    ("specs", "load_format", "said"),
+    [
+        ([], None, "no tensor"),
+        ([("w", "complex64", [1])], None, "unknown dtype 'complex64'"),
+        ([("w", "float32", [-1])], None, "integer of 0 or more"),
+        ([("w", "float32", [1])], "direct_chunked:4", "unknown load_format 'direct_chunked:4'"),
+        ([("a", "uint8", [3]), ("b", "float32", [1])], "flattened_bucket", "byte 3"),
+        ([("w", "float32", [1 << 50])], None, "there is memory for"),
+        ([("w", "float32", [1 << 60])], None, "larger than any memory"),
+    ],
+)
+def test_what_is_refused_leaves_the_group_as_it_was(groups, trainer, specs, load_format, said):
+    joined(groups, trainer)
+    with pytest.raises(GroupError, match=said) as refusal:
+        groups.receive("g", specs, load_format)
+    assert not refusal.value.group_dropped
+    sent, came = sent_and_received(groups, trainer, [("float32", [4], 1)])
+    assert came == sent
+    left(groups, trainer)
+
+
+def test_a_group_that_is_not_there_receives_nothing(groups):
+    with pytest.raises(GroupError, match="'g' is not initialized"):
+        groups.receive("g", [("w", "float32", [1])])
+
+
+def test_a_trainer_that_sends_too_little_for_one_tensor_is_found_out(groups, trainer):
+    joined(groups, trainer)
+    trainer.order("send", group="g", tensors=[("float32", [8], 1), ("float32", [6], 2)])
+    with pytest.raises(GroupError, match=r"'b' was announced with 32 bytes, .* fewer") as failure:
+        groups.receive("g", [("a", "float32", [8]), ("b", "float32", [8])])
+    assert failure.value.group_dropped
+    trainer.reply()
+    assert recovers(groups, trainer)
+
+
+def test_a_flattened_bucket_that_is_too_short_is_found_out(groups, trainer):
+    joined(groups, trainer)
+    trainer.order("send", group="g", tensors=[("float32", [30], 1)], flattened=True)
+    with pytest.raises(GroupError, match="the flattened bucket of 2 tensors"):
+        groups.receive("g", [("a", "float32", [30]), ("b", "float32", [2])], "flattened_bucket")
+    trainer.reply()
+    assert recovers(groups, trainer)
+
+
+def test_a_trainer_that_dies_before_its_first_byte_is_noticed(groups, pool):
+    trainer = pool.trainer()
+    joined(groups, trainer)
+    with ThreadPoolExecutor(1) as threads:
+        receive = threads.submit(groups.receive, "g", [("w", "float32", [8])])
+        wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
+        trainer.kill()
+        said = r"the receive failed at tensor 'w', message 1 of 1: .*Connection (closed|reset)"
+        with pytest.raises(GroupError, match=said) as failure:
+            receive.result()
+    assert failure.value.group_dropped
+    with pytest.raises(GroupError, match=r"'g' is gone \(.*init_weights_update_group again"):
+        groups.receive("g", [("w", "float32", [8])])
+    groups.destroy("g")  # what a failure dropped may still be destroyed, once
+    with pytest.raises(GroupError, match="does not exist"):
+        groups.destroy("g")
+    assert recovers(groups, pool.trainer())
+
+
+def test_a_trainer_that_dies_while_bytes_move_is_noticed(groups, pool):
+    trainer = pool.trainer()
+    joined(groups, trainer, timeout_s=5.0)
+    trainer.order("big", group="g", nbytes=BIG_BYTES)
+
+    def kill(messages_done, bytes_come):
+        assert messages_done == 0, "it was too fast for this test"
+        trainer.kill()
+
+    with pytest.raises(GroupError, match=r"trainer has gone|closed by peer") as failure:
+        groups.receive("g", [("w", "uint8", [BIG_BYTES])], progress=kill)
+    assert failure.value.group_dropped
+    assert recovers(groups, pool.trainer())
+    # gloo holds its thread until the group's time is over; it is known, and it ends.
+    wait_until(lambda: not groups.status()["abandoned_threads"])
+
+
+def test_a_trainer_that_stops_while_bytes_move_is_a_stall(impatient, pool):
+    trainer = pool.trainer()
+    joined(impatient, trainer, timeout_s=5.0)
+    trainer.order("big", group="g", nbytes=BIG_BYTES)
+
+    def stop(messages_done, bytes_come):
+        assert messages_done == 0, "it was too fast for this test"
+        trainer.process.send_signal(signal.SIGSTOP)
+
+    with pytest.raises(GroupError, match=r"nothing has come for 1\.5 s"):
+        impatient.receive("g", [("w", "uint8", [BIG_BYTES])], progress=stop)
+    trainer.kill()
+    assert len(impatient.status()["abandoned_threads"]) >= 1
+    assert recovers(impatient, pool.trainer())
+
+
+def test_a_trainer_that_sends_only_some_of_the_tensors_is_a_stall(impatient, trainer):
+    tensors = [("float32", [4], 1), ("float32", [4], 2)]
+    joined(impatient, trainer)
+    trainer.order("send", group="g", tensors=tensors, stop_after=1)
+    with pytest.raises(GroupError, match=r"at tensor 'layer\.1', message 2 of 2: nothing has come"):
+        impatient.receive("g", specs_for(tensors))
+    trainer.reply()
+    trainer.tell("destroy", group="g")
+    assert recovers(impatient, trainer)
+    # Its end of the connection closed: that lets go of a thread which nothing else could.
+    wait_until(lambda: not impatient.status()["abandoned_threads"])
+
+
+def test_one_group_receives_one_thing_at_a_time(groups, trainer):
+    joined(groups, trainer)
+    with ThreadPoolExecutor(1) as threads:
+        receive = threads.submit(groups.receive, "g", [("w", "float32", [2])])
+        wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
+        with pytest.raises(GroupError, match="one receive at a time"):
+            groups.receive("g", [("w", "float32", [2])])
+        trainer.tell("send", group="g", tensors=[("float32", [2], 1)])
+        assert receive.result()["w"].shape == (2,)
+    left(groups, trainer)
+
+
+@pytest.mark.parametrize("end", [lambda groups: groups.destroy("g"), Groups.close])
+def test_a_receive_can_be_ended_from_another_thread(groups, trainer, end):
+    joined(groups, trainer, timeout_s=2.0)
+    with ThreadPoolExecutor(1) as threads:
+        receive = threads.submit(groups.receive, "g", [("w", "float32", [2])])
+        wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
+        end(groups)
+        with pytest.raises(GroupError, match="'g' was destroyed"):
+            receive.result()
+    assert groups.status()["groups"] == []
+    trainer.tell("destroy", group="g")
+    wait_until(lambda: not groups.status()["abandoned_threads"])
+
+
+def test_a_listener_that_fails_ends_the_receive_with_its_own_error(groups, trainer):
+    joined(groups, trainer, timeout_s=2.0)
+
+    def listen(messages_done, bytes_come):
+        raise LookupError("mine")
+
+    trainer.order("send", group="g", tensors=[("float32", [4], 1)])
+    with pytest.raises(LookupError, match="mine"):
+        groups.receive("g", [("w", "float32", [4])], progress=listen)
+    assert groups.status()["groups"] == []
+    trainer.reply()
+    trainer.tell("destroy", group="g")
+
+
+def wait_until(true, secs=30.0):
+    pause = threading.Event()
+    for _ in range(int(secs / 0.01)):
+        if true():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came true")

@@ -1,0 +1,194 @@
+import base64
+import io
+import json
+import pickle
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from omni_proxy.replica.models import tiny
+from omni_proxy.replica.weights.target import Target, WeightsFault
+from omni_proxy.replica.weights.tensors import STORED_DTYPES, StoredTensors, staged_of_serialized
+
+LAST_NORM = "model.norm.weight"
+
+TENSORS = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(
+        lambda name: name != "__metadata__"
+    ),
+    st.tuples(
+        st.sampled_from(list(STORED_DTYPES.values())),
+        st.lists(st.integers(0, 4), max_size=3),
+        st.integers(0, 2**31),
+    ),
+    max_size=5,
+)
+
+
+def made(form) -> torch.Tensor:
+    dtype, shape, seed = form
+    chance = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8, generator=chance)
+    return noise.view(dtype).view(shape) if noise.numel() else torch.empty(shape, dtype=dtype)
+
+
+def opened(data: bytes) -> StoredTensors:
+    return StoredTensors(io.BytesIO(data), "the file")
+
+
+def raw(tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.view(-1).view(torch.uint8).tolist()
+
+
+@given(TENSORS)
+@settings(deadline=None)
+def test_what_the_library_writes_is_read(forms):
+    tensors = {name: made(form) for name, form in forms.items()}
+    stored = opened(save(tensors, {"format": "pt"}))
+    assert set(stored.names) == set(tensors)
+    for name, tensor in tensors.items():
+        assert raw(stored.read(name)) == raw(tensor)
+        assert stored.form(name).shape == tuple(tensor.shape)
+
+
+WHOLE = save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)})
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
+@settings(deadline=None, max_examples=300)
+def test_a_byte_that_was_changed_is_refused_or_read_as_the_library_reads_it(place, byte):
+    data = bytearray(WHOLE)
+    data[place] = byte
+    try:
+        expected = load(bytes(data))
+    except (SafetensorError, KeyError):
+        expected = None
+    try:
+        stored = opened(bytes(data))
+        found = {name: stored.read(name) for name in stored.names}
+    except WeightsFault:
+        return
+    if expected is None:
+        # The library is strict about keys that say nothing, and about texts beside the tensors.
+        assert set(found) == {"a", "b"}
+        return
+    assert {name: raw(each) for name, each in found.items()} == {
+        name: raw(each) for name, each in expected.items()
+    }
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+def test_a_file_that_was_cut_is_refused_wherever_it_was(length):
+    with pytest.raises(WeightsFault, match=r"the file is (truncated|a pickle)"):
+        opened(WHOLE[:length])
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_fault_and_never_an_error(data):
+    with pytest.raises(WeightsFault, match=r"^the file "):
+        opened(data)
+
+
+def test_a_header_as_long_as_a_pickle_begins_is_none():
+    for padding in range(128):
+        data = save({"a": torch.ones(1)}, {"x": "y" * padding})
+        assert opened(data).names == ["a"]
+
+
+def header(entries, data=b"") -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2**60, 0], "data_offsets": [0, 0]}}, "within 0 and"),
+        ({"a": {"dtype": "F32", "shape": [1] * 17, "data_offsets": [0, 4]}}, "at most 16"),
+        ({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, "truncated"),
+        ({"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}}, "Expected `int`"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "from 0 on"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, "data_offsets"),
+        (
+            {
+                "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            },
+            "from 4 on, and is said to be at 0",
+        ),
+        ([1], "Expected `object`"),
+    ],
+)
+def test_a_header_that_lies_is_refused_before_memory_is_taken(entries, told):
+    with pytest.raises(WeightsFault, match=told):
+        opened(header(entries, b"1234"))
+
+
+def test_a_number_beyond_all_is_no_size():
+    text = b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'
+    with pytest.raises(WeightsFault, match="broken safetensors header"):
+        opened(struct.pack("<Q", len(text)) + text + b"1234")
+
+
+def test_a_tensor_that_is_not_there_is_named():
+    with pytest.raises(WeightsFault, match="the file has no tensor 'c'"):
+        opened(WHOLE).read("c")
+
+
+def test_a_file_that_shrinks_under_the_reader_is_a_fault():
+    file = io.BytesIO(WHOLE)
+    stored = StoredTensors(file, "the file")
+    file.truncate(len(WHOLE) - 5)
+    with pytest.raises(WeightsFault, match="ended in the middle of a"):
+        stored.read("a")
+
+
+# In a request
+
+
+def staged(*parts, rank=0, size=1, **more):
+    texts = [base64.b64encode(each).decode() if isinstance(each, bytes) else each for each in parts]
+    payload = {"serialized_named_tensors": texts} | more
+    return staged_of_serialized(payload, Target(tiny.build(0)), rank, size)
+
+
+NEW = save({LAST_NORM: torch.ones(128)})
+
+
+def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
+    assert len(staged(NEW)) == 1
+    assert len(staged(NEW, rank=1, size=2)) == 1
+    other = save({LAST_NORM: torch.zeros(128), "lm_head.weight": torch.ones(512, 128)})
+    assert [len(staged(NEW, other, rank=rank, size=2)) for rank in (0, 1)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([], "a list of one text"),
+        ([NEW, NEW], "a list of one text"),
+        (["not base64!"], "is no base64"),
+        (["a"], "is no base64"),
+        ([None], "is no base64"),
+        ([""], "is truncated"),
+        ([pickle.dumps({"a": 1})], "is a pickle, which is never read"),
+        ([b"PK\x03\x04" + b"\0" * 60], "is a pickle, which is never read"),
+        ([save({})], "holds no tensor"),
+        ([save({"adapter": torch.ones(1)})], "no tensor 'adapter'"),
+        ([save({LAST_NORM: torch.ones(127)})], "has the shape"),
+    ],
+)
+def test_what_is_no_safetensors_of_this_model_is_refused(parts, told):
+    with pytest.raises(WeightsFault, match=told):
+        staged(*parts)
+
+
+def test_a_load_format_that_means_other_bytes_is_refused():
+    with pytest.raises(WeightsFault, match="'flattened_bucket' is not supported here"):
+        staged(NEW, load_format="flattened_bucket")
+    assert len(staged(NEW, load_format="safetensors")) == 1
