@@ -62,8 +62,21 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--speech", choices=["hibari", "off"], default="off", help="what speaks")
     add("--transcription", choices=["whisper-tiny", "off"], default="off", help="what hears")
+    add("--images", choices=["ocr", "off"], default="off", help="what reads the text in images")
     add("--pipeline", type=Path, metavar="FILE.toml", help="stages from a file instead")
     add("--admin-api-key", metavar="KEY", help="else $SGLANG_OMNI_ADMIN_KEY; none is open")
+    add(
+        "--weights-root",
+        type=Path,
+        metavar="DIR",
+        help="the only folder that new weights are read from; without it any, or none at all where "
+        "--host lets others ask and there is no admin key",
+    )
+    add(
+        "--enable-tensor-updates",
+        action="store_true",
+        help="take new weights in requests, as safetensors in base64 (never as a pickle)",
+    )
     add(
         "--stream-speech-as",
         choices=["sse", "pcm", "openai-sse"],
@@ -72,9 +85,10 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-in-flight", type=count_or_0, default=256, help="requests admitted; 0: no bound")
     add("--max-running", type=count, default=16, help="requests of one batch")
+    add("--tp", type=count, default=1, metavar="N", help="processes that share the text model")
     add(
         "--own-process",
-        choices=["decode", "speak", "transcribe"],
+        choices=["decode", "look", "speak", "transcribe"],
         action="append",
         default=[],
         help="run that stage in a process of its own; may be repeated",

@@ -23,6 +23,7 @@ from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 # What the torch engine imports; of `hibari` only where speech is on.
 NEEDED = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
+NEEDED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
 
 
 class MissingPackageError(Exception):
@@ -101,6 +102,8 @@ def _serve_llamacpp(arguments: argparse.Namespace) -> int:
 
 def _serve_torch(arguments: argparse.Namespace) -> int:
     _refuse_missing(NEEDED)
+    if arguments.images != "off" and arguments.pipeline is None:
+        _refuse_missing(NEEDED_FOR_IMAGES, "ocr")
     # With OpenMP's default, waiting threads spin: any other busy process then costs a factor of 10.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -136,11 +139,11 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_missing(packages: Sequence[str]) -> None:
+def _refuse_missing(packages: Sequence[str], extra: str = "replica") -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
-            f"not installed: {', '.join(missing)}; get them by pip install 'omni-proxy[replica]'"
+            f"not installed: {', '.join(missing)}; get them by pip install 'omni-proxy[{extra}]'"
         )
 
 

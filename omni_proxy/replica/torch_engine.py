@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni_proxy.replica.api.served import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, Choices, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import PipelineConfig
@@ -15,6 +19,8 @@ from omni_proxy.replica.pipeline.load import load_pipeline
 if TYPE_CHECKING:
     from omni_proxy.replica.api.served import Options
 
+TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
+
 # Makes a model's file present; returns its path, or "" where its stage finds it by itself.
 Present = Callable[[str, Path], str]
 
@@ -22,24 +28,57 @@ Present = Callable[[str, Path], str]
 def pipeline_of(arguments: argparse.Namespace, present: Present) -> PipelineConfig:
     """The pipeline of the file, or the built-in one; raises PipelineConfigError."""
     if arguments.pipeline is not None:
-        return load_pipeline(arguments.pipeline)
+        return bounded(load_pipeline(arguments.pipeline), weights_root_of(arguments))
     model, transcription_path = arguments.model, ""
     if model in MODELS:
         model = present(model, arguments.cache) or model
     if arguments.transcription != OFF:
         transcription_path = present(arguments.transcription, arguments.cache)
-    return builtin_pipeline(
+    pipeline = builtin_pipeline(
         Choices(
             model=model,
             speech=arguments.speech,
             transcription=arguments.transcription,
             transcription_path=transcription_path,
+            images=arguments.images,
             max_in_flight=arguments.max_in_flight,
             max_running=arguments.max_running,
             threads=arguments.threads,
+            tp=arguments.tp,
             own_process=frozenset(arguments.own_process),
         )
     )
+    return bounded(pipeline, weights_root_of(arguments))
+
+
+def bounded(pipeline: PipelineConfig, weights_root: str) -> PipelineConfig:
+    """The pipeline with that root for every text stage that names none of its own."""
+    stages = (
+        replace(stage, params={"weights_root": weights_root, **stage.params})
+        if stage.factory == TEXT_FACTORY
+        else stage
+        for stage in pipeline.stages
+    )
+    return replace(pipeline, stages=tuple(stages))
+
+
+def weights_root_of(arguments: argparse.Namespace) -> str:
+    """The folder below which weights are read; "" for none.
+
+    Unless one is given, whoever may ask may name any file: so others than this machine's users
+    need the admin key.
+    """
+    if arguments.weights_root is not None:
+        return str(arguments.weights_root.absolute())
+    guarded = arguments.admin_api_key or os.environ.get(ADMIN_KEY_VARIABLE)
+    return "/" if guarded or _is_loopback(arguments.host) else ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def options_of(arguments: argparse.Namespace, pipeline: PipelineConfig) -> Options:
@@ -49,6 +88,7 @@ def options_of(arguments: argparse.Namespace, pipeline: PipelineConfig) -> Optio
         "model_name": arguments.model_name or (arguments.model if builtin else pipeline.name),
         "model_path": pipeline.model_path,
         "stream_speech_as": arguments.stream_speech_as,
+        "enable_tensor_updates": arguments.enable_tensor_updates,
         # Of a pipeline from a file it is not known: nothing is refused for want of one.
         "capabilities": capabilities(pipeline) if builtin else None,
     }

@@ -65,6 +65,7 @@ def test_the_model_is_served_under_its_own_name_unless_told_otherwise(monkeypatc
         (["--speech", "espeak"], "--speech: invalid choice: 'espeak'"),
         (["--max-in-flight", "-1"], "--max-in-flight: -1 is less than 0"),
         (["--drain-secs", "-1"], "--drain-secs: -1 is not within 0 and 3600"),
+        (["--images", "yes"], "--images: invalid choice: 'yes'"),
         (["--own-process", "prepare"], "--own-process: invalid choice: 'prepare'"),
         (["--modle", "x"], "unrecognized arguments: --modle"),
         (["fetch"], "required: model"),
@@ -124,7 +125,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(launch, "launch_server", launch_server)
     monkeypatch.setattr(command, "_leave", leave)
-    monkeypatch.setattr(command, "_refuse_missing", lambda packages: None)
+    monkeypatch.setattr(command, "_refuse_missing", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     return calls
@@ -151,14 +152,20 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "--model tiny --model-name small --speech hibari --transcription whisper-tiny --host ::1 "
         "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
         "--max-running 2 --threads 2 --own-process speak --drain-secs 1 --log-level error "
-        "--cache /c"
+        "--cache /c --weights-root /w --enable-tensor-updates --tp 2"
     )
     assert status_of(argv.split()) == 0
     ((pipeline, options),) = launched
     stages = {stage.name: stage for stage in pipeline.stages}
     assert list(stages) == ["transcribe", "prepare", "decode", "speak"]
     assert stages["speak"].process == "speak"
-    assert stages["decode"].params == {"model": "tiny", "max_running": 2, "threads": 2}
+    assert stages["decode"].params == {
+        "model": "tiny",
+        "max_running": 2,
+        "threads": 2,
+        "tp": 2,
+        "weights_root": "/w",
+    }
     assert stages["transcribe"].params == {"path": "/c/whisper-tiny.en/model.bin", "threads": 2}
     assert pipeline.max_in_flight == 3
     assert {key: options[key] for key in options if key != "capabilities"} == {
@@ -170,7 +177,45 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "model_path": "tiny",
         "stream_speech_as": "pcm",
         "admin_api_key": "secret",
+        "enable_tensor_updates": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("argv", "root"),
+    [
+        ("", "/"),
+        ("--host ::1", "/"),
+        ("--host localhost", "/"),
+        ("--host 0.0.0.0", ""),
+        ("--host 0.0.0.0 --admin-api-key secret", "/"),
+        ("--host 0.0.0.0 --weights-root /w", "/w"),
+        ("--weights-root /w/../w", "/w/../w"),
+    ],
+)
+def test_strangers_without_a_key_can_name_no_file_to_read_weights_from(launched, argv, root):
+    status_of(["--model", "tiny", *argv.split()])
+    assert launched[0][0].stages[1].params["weights_root"] == root
+
+
+def test_a_key_of_the_environment_lets_any_file_be_named(launched, monkeypatch):
+    monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "secret")
+    status_of(["--model", "tiny", "--host", "0.0.0.0"])
+    assert launched[0][0].stages[1].params["weights_root"] == "/"
+
+
+def test_a_text_stage_of_a_pipeline_file_has_the_root_that_it_names_or_that_of_all(
+    launched, tmp_path
+):
+    stage = '[[stages]]\nname = "{}"\nfactory = "omni_proxy.replica.text.stage:build"\n{}\n'
+    (tmp_path / "p.toml").write_text(
+        'name = "mine"\n'
+        + stage.format("a", 'next = ["b"]')
+        + stage.format("b", 'terminal = true\nparams = {weights_root = "/own"}')
+    )
+    assert status_of(["--pipeline", str(tmp_path / "p.toml"), "--weights-root", "/w"]) == 0
+    roots = [stage.params["weights_root"] for stage in launched[0][0].stages]
+    assert roots == ["/w", "/own"]
 
 
 def test_a_cache_folder_of_its_own_is_where_the_stages_look(launched, fetched, tmp_path):
@@ -228,12 +273,33 @@ def test_missing_packages_are_told_with_the_cure(monkeypatch, capsys):
         command._refuse_missing(command.NEEDED)
 
 
+def test_a_stage_that_looks_is_there_only_where_it_was_asked_for(launched):
+    status_of(["--model", "tiny", "--images", "ocr", "--threads", "2", "--own-process", "look"])
+    status_of(["--model", "tiny"])
+    (seeing, options), (blind, others) = launched
+    assert [stage.name for stage in seeing.stages] == ["look", "prepare", "decode"]
+    assert (seeing.stages[0].params, seeing.stages[0].process) == ({"threads": 2}, "look")
+    assert options["capabilities"] - others["capabilities"] == {"image_input"}
+    assert [stage.name for stage in blind.stages] == ["prepare", "decode"]
+
+
+def test_images_without_their_extra_end_with_1_and_the_cure(monkeypatch, capsys):
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(command, "NEEDED", ())
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
+    assert "PIL; get them by pip install 'omni-proxy[ocr]'" in capsys.readouterr().err
+
+
 def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
     def leave(status):
         raise Left(status)
 
     monkeypatch.setattr(command, "_leave", leave)
-    monkeypatch.setattr(command, "_refuse_missing", lambda packages: None)
+    monkeypatch.setattr(command, "_refuse_missing", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert status_of(["--model", "tiny", "--port", port]) == 1

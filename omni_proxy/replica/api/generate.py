@@ -102,8 +102,8 @@ class GenerateRoutes:
         if body.messages is not None:
             reader = MediaReader(self._served)
             given = [(each.role, each.content) for each in body.messages]
-            prompt = await reader.messages(given, ())
-            media = {"audios": reader.audios} if reader.audios else {}
+            prompt = await reader.messages(given, {})
+            media = reader.media
         else:
             prompt = body.prompt if body.prompt is not None else body.input_ids or []
         return GenerateRequest(

@@ -144,10 +144,6 @@ class InfoRoutes:
         infos = self._served.client.stage_info().values()
         return max((info.get("tp_size", 1) for info in infos), default=1)
 
-    def _tp_size(self) -> int:
-        """Over how many processes a stage's model is split."""
-        return max((info.get("tp_size", 1) for info in self._stages()), default=1)
-
     def _load(self) -> dict[str, Any]:
         client = self._served.client
         told = [info.get("max_running") or 0 for info in client.stage_info().values()]

@@ -52,6 +52,7 @@ class TinyTokenizer:
         self._ids = {each: FIRST_SYLLABLE + place for place, each in enumerate(written)}
         self._longest = max(map(len, written))
         self._controls = Controls({name: token_id for token_id, name in enumerate(CONTROLS)})
+        self.control_names = CONTROLS
         self.vocab_size = len(self._bytes)
         self.eos_ids = frozenset({CONTROLS.index("<|endoftext|>"), CONTROLS.index("<|im_end|>")})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import tiktoken
@@ -23,6 +23,10 @@ class Tokenizer(Protocol):
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
+
+    @property
+    def control_names(self) -> Collection[str]:
+        """What `encode` with `special` reads as control tokens."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids; with `special`, names of control tokens in the text become these."""
@@ -124,6 +128,7 @@ class BytePairTokenizer:
         )
         self.vocab_size = len(vocabulary)
         self.eos_ids = frozenset(eos_ids)
+        self.control_names = self._controls.ids.keys()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return self._controls.encode(text, self._plain) if special else self._plain(text)

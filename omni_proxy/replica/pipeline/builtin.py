@@ -1,6 +1,6 @@
 """The pipelines that come with the replica.
 
-    text:  prepare ─> decode            omni:  transcribe ─> prepare ─> decode ~~> speak
+    text:  prepare ─> decode            omni:  transcribe ─> look ─> prepare ─> decode ~~> speak
 Invariant: a request passes only the stages it needs; what a pipeline lacks is not in it.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omni_proxy.replica.pipeline.config import AUDIO_SUFFIX, PipelineConfig, StageConfig
+from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
 from omni_proxy.replica.pipeline.messages import StagePayload
 
 OFF = "off"
 SPEECH = "hibari"
 TRANSCRIPTION = "whisper-tiny"
-OWN_PROCESS = ("decode", "speak", "transcribe")  # stages that may have one
+IMAGES = "ocr"
+OWN_PROCESS = ("decode", "look", "speak", "transcribe")  # stages that may have one
 
 _HERE = "omni_proxy.replica"
 
@@ -25,22 +26,25 @@ class Choices:
 
     `transcription_path` is the file of a transcription model that is not in the cache folder.
     `max_in_flight` bounds the requests that have not ended (0: no bound), `max_running` those of
-    one batch; `threads` is torch's.
+    one batch; `threads` is torch's; `tp` is over how many processes the text model is split.
     """
 
     model: str = "tiny"
     speech: str = OFF
     transcription: str = OFF
+    images: str = OFF
     transcription_path: str = ""
     max_in_flight: int = 0
     max_running: int = 16
     threads: int = 1
+    tp: int = 1
     own_process: frozenset[str] = frozenset()
 
 
 def builtin_pipeline(choices: Choices) -> PipelineConfig:
     """The text pipeline, and before and after it what was chosen."""
     speaks, hears = choices.speech != OFF, choices.transcription != OFF
+    sees = choices.images != OFF
     stages = [
         StageConfig(
             name="prepare",
@@ -51,14 +55,17 @@ def builtin_pipeline(choices: Choices) -> PipelineConfig:
         _decode(choices, speaks),
     ]
     entries: dict[str, str] = {}
+    if sees:
+        stages.insert(0, _look(choices))
+        entries["chat+image"] = "look"
     if hears:
-        stages.insert(0, _transcribe(choices))
-        entries |= {"asr": "transcribe", f"chat{AUDIO_SUFFIX}": "transcribe"}
+        stages.insert(0, _transcribe(choices, sees))
+        entries |= {"asr": "transcribe", "chat+audio": "transcribe"}
     if speaks:
         stages.append(_speak(choices))
         entries["tts"] = "speak"
     return PipelineConfig(
-        name="omni" if speaks or hears else "text",
+        name="omni" if speaks or hears or sees else "text",
         model_path=choices.model,
         entry="prepare",
         entries=entries,
@@ -75,6 +82,8 @@ def capabilities(config: PipelineConfig) -> frozenset[str]:
         found |= {"speech", "audio_output"}
     if "transcribe" in names:
         found.add("audio_input")
+    if "look" in names:
+        found.add("image_input")
     return frozenset(found)
 
 
@@ -92,19 +101,30 @@ def _decode(choices: Choices, speaks: bool) -> StageConfig:
             "model": choices.model,
             "max_running": choices.max_running,
             "threads": choices.threads,
+            "tp": choices.tp,
         },
     )
 
 
-def _transcribe(choices: Choices) -> StageConfig:
+def _transcribe(choices: Choices, sees: bool) -> StageConfig:
     return StageConfig(
         name="transcribe",
         factory=f"{_HERE}.stages.transcribe:build",
-        next=("prepare",),
-        route=f"{_HERE}.pipeline.builtin:after_transcribe",
+        next=("look", "prepare") if sees else ("prepare",),
+        route=f"{_HERE}.pipeline.builtin:after_transcribe{'_may_look' if sees else ''}",
         terminal=True,
         process=_process("transcribe", choices),
         params={"path": choices.transcription_path, "threads": choices.threads},
+    )
+
+
+def _look(choices: Choices) -> StageConfig:
+    return StageConfig(
+        name="look",
+        factory=f"{_HERE}.stages.look:build",
+        next=("prepare",),
+        process=_process("look", choices),
+        params={"threads": choices.threads},
     )
 
 
@@ -125,6 +145,13 @@ def _process(stage: str, choices: Choices) -> str:
 def after_transcribe(payload: StagePayload) -> list[str]:
     """A transcription is an answer of its own, or what a chat goes on with."""
     return [] if payload.request.metadata.get("task") == "asr" else ["prepare"]
+
+
+def after_transcribe_may_look(payload: StagePayload) -> list[str]:
+    """The same where images may have come along."""
+    following, inputs = after_transcribe(payload), payload.request.inputs
+    seen = following and isinstance(inputs, dict) and inputs.get("images")
+    return ["look"] if seen else following
 
 
 def after_decode(payload: StagePayload) -> list[str]:

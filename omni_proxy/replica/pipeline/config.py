@@ -13,7 +13,9 @@ from difflib import get_close_matches
 from typing import Any
 
 MERGE_TERMINALS = "omni_proxy.replica.pipeline.merge:merge_terminals"
-AUDIO_SUFFIX = "+audio"  # of a task in `entries`: chosen where the request brings audio
+# What a request may bring beside its text, by the key of its inputs. A task in `entries` may be
+# followed by some of them (`chat+audio+image`): that entry is for requests that bring them all.
+MEDIA = {"audios": "audio", "images": "image", "videos": "video"}
 
 
 class PipelineConfigError(Exception):
@@ -57,6 +59,8 @@ class StageConfig:
 class PipelineConfig:
     """A pipeline. `entries` maps a task to its first stage; any other task takes `entry`.
 
+    A task may be followed by media (`chat+image`): of the entries whose media a request brings all,
+    the one with the most is taken, and of those the first in the order of `MEDIA`.
     `max_in_flight` bounds the requests that have not ended; 0 is no bound.
     """
 
@@ -98,6 +102,10 @@ def _problems(config: PipelineConfig) -> Iterator[str]:
     yield from _unknown("entry", (config.entry,), names)
     for task, name in config.entries.items():
         yield from _unknown(f"entries.{task}", (name,), names)
+        media = task.split("+")[1:]
+        if media != [each for each in MEDIA.values() if each in media]:
+            known = "".join(f"[+{each}]" for each in MEDIA.values())
+            yield f"entries.{task}: a task and its media are written TASK{known}"
     if config.max_in_flight < 0:
         yield f"max_in_flight: must be at least 0, got {config.max_in_flight}"
     yield from _dotted("terminal_merge", config.terminal_merge)

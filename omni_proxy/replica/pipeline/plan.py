@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from omni_proxy.replica.pipeline.config import (
-    AUDIO_SUFFIX,
+    MEDIA,
     PipelineConfig,
     PipelineConfigError,
     StageConfig,
@@ -61,11 +62,13 @@ class Plan:
     def entry_for(self, request: OmniRequest) -> str:
         """The first stage of a request: by task and media, by task, or the pipeline's entry."""
         task = str(request.metadata.get("task") or "chat")
-        inputs = request.inputs
-        audio = isinstance(inputs, dict) and bool(inputs.get("audios"))
-        entries = self.config.entries
-        plain = entries.get(task, self.config.entry)
-        return entries.get(task + AUDIO_SUFFIX, plain) if audio else plain
+        inputs = request.inputs if isinstance(request.inputs, dict) else {}
+        brought = [name for key, name in MEDIA.items() if inputs.get(key)]
+        for count in range(len(brought), -1, -1):
+            for media in combinations(brought, count):
+                if stage := self.config.entries.get("+".join((task, *media))):
+                    return stage
+        return self.config.entry
 
 
 def compile_plan(config: PipelineConfig) -> Plan:

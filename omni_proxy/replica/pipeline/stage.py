@@ -145,6 +145,7 @@ class FunctionScheduler:
                 with self._lock:
                     if left := self._jobs.pop(request_id, None):
                         left.aborted = True
+                self._tell(emit)
             case _:
                 pass
 

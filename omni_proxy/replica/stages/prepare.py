@@ -1,24 +1,25 @@
 """The stage that writes the prompt: messages through the chat template, text to token ids.
 
 Invariant: every token id it passes on came from this model's tokenizer, or from the caller as an
-id. What the pipeline cannot see is refused here, not left out.
+id. Of messages only the template writes control tokens; who sends a raw prompt writes its own. What
+the pipeline cannot see is refused here, not left out; so is what cannot fit, before it costs time.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models.chat_template import ChatTemplate, ChatTemplateError
 from omni_proxy.replica.models.gguf import GGUFFile
-from omni_proxy.replica.models.smollm2 import load_chat_template, load_tokenizer
+from omni_proxy.replica.models.smollm2 import config_of, load_chat_template, load_tokenizer
 from omni_proxy.replica.models.text_model import FILED
-from omni_proxy.replica.models.tiny import CHAT_TEMPLATE, TinyTokenizer
+from omni_proxy.replica.models.tiny import CHAT_TEMPLATE, CONFIG, TinyTokenizer
 from omni_proxy.replica.models.tokenizer import Tokenizer
 from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
@@ -27,13 +28,22 @@ from omni_proxy.replica.pipeline.stage import (
     EmitChunk,
     FunctionScheduler,
 )
+from omni_proxy.replica.stages.hidden import HiddenControls
 
 log = logging.getLogger(__name__)
 
 AUDIO_PARTS = frozenset({"audio", "input_audio", "audio_url"})
+IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
+READING = "[text in the image: {}]"
+NOTHING_TO_READ = "[an image without text]"
 NO_EYES = (
-    "{} cannot be used: no stage of this pipeline sees; send its text instead, or run a pipeline "
-    "with a vision stage (--pipeline FILE.toml)"
+    "{} cannot be used: no stage of this pipeline sees; send its text instead, start the server "
+    "with --images ocr, or run a pipeline with a vision stage (--pipeline FILE.toml)"
+)
+UNPLACED = "{} of the {}s have no part in a message that stands for them"
+TOO_LONG = (
+    "The prompt has {}, and the model's context length is {} tokens for prompt and answer "
+    "together: shorten the prompt"
 )
 NO_EARS = (
     "audio cannot be used: no stage of this pipeline hears; start the server with "
@@ -51,7 +61,8 @@ def build(stage_name: str, *, model: str = "tiny", concurrency: int = 1) -> Func
 def prompts_of(model: str) -> Prompts:
     """Raises ValueError for an unknown model, GGUFError or ModelFileError for an unusable file."""
     if model == "tiny":
-        return Prompts(TinyTokenizer(), ChatTemplate(CHAT_TEMPLATE))
+        context = CONFIG.max_position_embeddings
+        return Prompts(TinyTokenizer(), ChatTemplate(CHAT_TEMPLATE), context)
     if model in FILED:
         path = fetch(MODELS[model], cache_folder(os.environ), log.info)
     elif model.endswith(".gguf"):
@@ -60,15 +71,21 @@ def prompts_of(model: str) -> Prompts:
         known = ", ".join(("tiny", *FILED))
         raise ValueError(f"no text model is called {model!r}: {known}, or a path to a .gguf file")
     file = GGUFFile(path)
-    return Prompts(load_tokenizer(file), load_chat_template(file))
+    context = config_of(file).max_position_embeddings
+    return Prompts(load_tokenizer(file), load_chat_template(file), context)
 
 
-@dataclass(frozen=True, slots=True)
 class Prompts:
-    """The stage's function over one model's tokenizer and template."""
+    """The stage's function over one model's tokenizer and template; `context` counts tokens."""
 
-    tokenizer: Tokenizer
-    template: ChatTemplate
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, context: int) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.context = context
+        ids = range(tokenizer.vocab_size)
+        longest = max(len(tokenizer.token_bytes(token_id)) for token_id in ids)
+        # No token spells more, so that a longer text has more tokens than there is room for.
+        self._most_chars = context * max([longest, *map(len, tokenizer.control_names)])
 
     def prepared(
         self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
@@ -78,58 +95,90 @@ class Prompts:
         inputs = data.get("raw_inputs", payload.request.inputs)
         if isinstance(inputs, Mapping):
             for kind in ("images", "videos"):
-                if inputs.get(kind):
+                if inputs.get(kind) and not (kind == "images" and data.get("readings")):
                     raise CallerFault(NO_EYES.format(kind))
-        return {"token_ids": self._token_ids(inputs, data.get("transcripts") or ())}
+        found = _Found(data)
+        token_ids = self._token_ids(inputs, found)
+        found.check_used()
+        return {"token_ids": token_ids}
 
-    def _token_ids(self, inputs: Any, transcripts: Sequence[str]) -> list[int]:
+    def _token_ids(self, inputs: Any, found: _Found) -> list[int]:
         if isinstance(inputs, Mapping):
             if "messages" in inputs:
-                # The template's control tokens have to become control tokens.
-                text = self._text(inputs["messages"], transcripts)
-                return self.tokenizer.encode(text, special=True)
+                return self._from_messages(inputs["messages"], found)
             inputs = inputs.get("prompt")
         if isinstance(inputs, str):
+            self._check_length(len(inputs))
             return self.tokenizer.encode(inputs, special=True)
+        if isinstance(inputs, Sequence) and len(inputs) > self.context:
+            raise CallerFault(TOO_LONG.format(f"{len(inputs)} tokens", self.context))
         if isinstance(inputs, Sequence) and all(type(token) is int for token in inputs):
             return list(inputs)
         raise CallerFault("the prompt is neither text nor a list of token ids nor messages")
 
-    def _text(self, messages: Any, transcripts: Sequence[str]) -> str:
+    def _from_messages(self, messages: Any, found: _Found) -> list[int]:
         if not isinstance(messages, Sequence) or not messages:
             raise CallerFault("messages must be a list with at least one message")
-        heard = iter(transcripts)
-
-        def next_transcript() -> str:
-            try:
-                return next(heard)
-            except StopIteration:
-                raise CallerFault(NO_EARS) from None
-
-        spelled = [_spelled(message, next_transcript) for message in messages]
+        if len(messages) > self.context:  # each has one token at least
+            raise CallerFault(TOO_LONG.format(f"{len(messages)} messages", self.context))
+        spelled = [_spelled(message, found) for message in messages]
+        self._check_length(sum(len(message["content"]) for message in spelled))
+        hiding = HiddenControls(self.tokenizer)
         try:
-            return self.template.render(spelled)
+            text = self.template.render([hiding.hide(message) for message in spelled])
         except ChatTemplateError as error:
             raise CallerFault(str(error)) from error
+        self._check_length(len(text))
+        return hiding.encode(text)
+
+    def _check_length(self, characters: int) -> None:
+        if characters > self._most_chars:
+            raise CallerFault(TOO_LONG.format(f"{characters} characters", self.context))
 
 
-def _spelled(message: Any, next_transcript: Callable[[], str]) -> dict[str, Any]:
+class _Found:
+    """What earlier stages found in audio and images: each part takes the next of its kind."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._transcripts = deque(data.get("transcripts") or ())
+        self._readings = deque(data.get("readings") or ())
+
+    def transcript(self) -> str:
+        if not self._transcripts:
+            raise CallerFault(NO_EARS)
+        return str(self._transcripts.popleft())
+
+    def reading(self, kind: str) -> str:
+        if not self._readings:
+            raise CallerFault(NO_EYES.format(f"a content part of type {kind}"))
+        text = self._readings.popleft()
+        return READING.format(text) if text else NOTHING_TO_READ
+
+    def check_used(self) -> None:
+        for left, name in ((self._transcripts, "audio"), (self._readings, "image")):
+            if left:
+                raise CallerFault(UNPLACED.format(len(left), name))
+
+
+def _spelled(message: Any, found: _Found) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise CallerFault("a message must have a role and content")
     content = message.get("content")
     if content is None:
         content = ""
     elif not isinstance(content, str):
-        content = "\n".join(_part(part, next_transcript) for part in content)
+        content = "\n".join(_part(part, found) for part in content)
     return {**message, "content": content}
 
 
-def _part(part: Any, next_transcript: Callable[[], str]) -> str:
+def _part(part: Any, found: _Found) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in AUDIO_PARTS:
-        return next_transcript()
+        return found.transcript()
+    if kind in IMAGE_PARTS:
+        return found.reading(kind)
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
     raise CallerFault(NO_EYES.format(f"a content part of type {kind}"))

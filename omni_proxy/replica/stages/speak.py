@@ -107,7 +107,7 @@ class Manner:
             seed = int(asked.get("seed") or params.get("seed") or 0)
         except VoiceError as error:
             raise CallerFault(str(error)) from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CallerFault(f"speed or seed is no number: {error}") from error
         return cls(speed, seed)
 

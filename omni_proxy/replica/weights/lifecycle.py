@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -112,7 +113,9 @@ class Lifecycle:
         except PeerFault as fault:
             staged.undo()
             raise ApplyFault(str(fault)) from fault
-        yield staged.forget
+        # The swap is done at every rank: one that is late with this has it none the less.
+        with suppress(PeerFault):
+            yield staged.forget
         # Even where the caller wants no flush: what is kept there belongs to the old weights.
         scheduler.cache.flush()
         if wish.weight_version is not None:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.admin import Answer, failure

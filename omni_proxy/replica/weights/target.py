@@ -111,17 +111,6 @@ class Target:
             return tuple(live.shape)
         return self._shard.whole_shape(self.own_name(name), live.shape)
 
-    def part_of(self, name: str, tensor: Tensor) -> Tensor:
-        """What of a whole tensor is held here: the tensor itself, or a copy of a part."""
-        if self._shard is None or self._shard.cut(self.own_name(name)) is None:
-            return tensor
-        return self._shard.shard_of(self.own_name(name), tensor).clone()
-
-    def _whole_shape(self, name: str, live: Tensor) -> tuple[int, ...]:
-        if self._shard is None:
-            return tuple(live.shape)
-        return self._shard.whole_shape(self.own_name(name), live.shape)
-
     def require_all(self, names: Iterable[str]) -> None:
         """Raises WeightsFault where a tensor of the model is not among those named."""
         found = {self._aliases.get(name, name) for name in names}

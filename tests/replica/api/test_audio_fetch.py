@@ -43,6 +43,14 @@ async def test_audio_comes_from_a_named_domain():
         assert await fetch(url, OPEN, 100, allow_private=True) == b"sound"
     assert heads[0].startswith("GET /a%20b.wav?x=1 HTTP/1.1\r\n")
     assert f"Host: {HOST}:{port}\r\n" in heads[0]
+    assert "Accept: audio/*\r\n" in heads[0]
+
+
+async def test_images_are_asked_for_as_such():
+    async with server(answer(b"image")) as (port, heads):
+        url = f"http://{HOST}:{port}/a.png"
+        assert await fetch(url, OPEN, 100, allow_private=True, kind="image") == b"image"
+    assert "Accept: image/*\r\n" in heads[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from omni_proxy.replica.pipeline.flow import Flow
 from omni_proxy.replica.pipeline.messages import OmniRequest
 from omni_proxy.replica.pipeline.plan import compile_plan
 
-EVERYTHING = Choices(speech="hibari", transcription="whisper-tiny")
+EVERYTHING = Choices(speech="hibari", transcription="whisper-tiny", images="ocr")
+SEES = Choices(images="ocr")
+BOTH = {"audios": [b"x"], "images": [b"y"]}
 
 
 def way(choices, inputs, **metadata):
@@ -43,6 +45,17 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
             ["transcribe", "prepare", "decode"],
             {"decode"},
         ),
+        (EVERYTHING, CHAT | {"images": [b"y"]}, {}, ["look", "prepare", "decode"], {"decode"}),
+        (
+            EVERYTHING,
+            CHAT | BOTH,
+            {"task": "chat", "output_modalities": ["audio"]},
+            ["transcribe", "look", "prepare", "decode", "speak"],
+            {"decode", "speak"},
+        ),
+        (EVERYTHING, BOTH, {"task": "asr"}, ["transcribe"], {"transcribe"}),
+        (SEES, CHAT, {}, ["prepare", "decode"], {"decode"}),
+        (SEES, CHAT | BOTH, {}, ["look", "prepare", "decode"], {"decode"}),
         (EVERYTHING, "say it", {"task": "tts"}, ["speak"], {"speak"}),
         (EVERYTHING, b"RIFF", {"task": "asr"}, ["transcribe"], {"transcribe"}),
         (EVERYTHING, "x", {"task": "embed"}, ["prepare", "decode"], {"decode"}),
@@ -66,7 +79,7 @@ def test_what_was_chosen_reaches_the_stages():
     config = builtin_pipeline(choices)
     params = {stage.name: stage.params for stage in config.stages}
     assert config.max_in_flight == 9
-    assert params["decode"] == {"model": "m.gguf", "max_running": 3, "threads": 2}
+    assert params["decode"] == {"model": "m.gguf", "max_running": 3, "threads": 2, "tp": 1}
     assert params["prepare"] == {"model": "m.gguf"}
 
 
@@ -78,4 +91,6 @@ def test_it_can_do_what_its_stages_can():
         "speech",
         "audio_output",
         "audio_input",
+        "image_input",
     }
+    assert "image_input" not in capabilities(builtin_pipeline(Choices(transcription="x")))

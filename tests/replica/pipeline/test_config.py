@@ -54,6 +54,12 @@ def test_every_problem_is_told_at_once():
     }
 
 
+@pytest.mark.parametrize("task", ["chat+images", "chat+image+audio", "chat+", "chat+audio+audio"])
+def test_an_entry_for_media_that_no_request_brings_is_told(task):
+    (told,) = problems(stage("a", terminal=True), entries={"chat+audio+image": "a", task: "a"})
+    assert told == f"entries.{task}: a task and its media are written TASK[+audio][+image][+video]"
+
+
 def test_a_circle_over_several_stages_is_found():
     told = problems(
         stage("a", next=("b",)), stage("b", next=("c",)), stage("c", next=("a",), terminal=True)

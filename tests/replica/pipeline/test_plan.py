@@ -13,6 +13,12 @@ from tests.replica.pipeline.stages import HERE, pipeline, stage
         ("chat", {"messages": [1], "audios": []}, "a"),
         ("chat", {"messages": [1], "audios": [b"x"]}, "t"),
         ("tts", "say it", "s"),
+        ("chat", {"messages": [1], "images": [b"x"]}, "i"),
+        ("chat", {"audios": [b"x"], "images": [b"x"]}, "t"),
+        ("chat", {"images": [b"x"], "videos": [b"x"]}, "v"),
+        ("chat", {"audios": [b"x"], "images": [b"x"], "videos": [b"x"]}, "v"),
+        ("chat", {"videos": [b"x"]}, "a"),
+        ("embed", {"images": [b"x"]}, "a"),
         ("tts", {"audios": [b"x"]}, "s"),
         ("unknown", "x", "a"),
         (None, "x", "a"),
@@ -24,7 +30,9 @@ def test_the_task_and_its_media_choose_the_entry(task, inputs, entry):
             stage("a", terminal=True),
             stage("s", terminal=True),
             stage("t", terminal=True),
-            entries={"tts": "s", "chat+audio": "t"},
+            stage("i", terminal=True),
+            stage("v", terminal=True),
+            entries={"tts": "s", "chat+audio": "t", "chat+image": "i", "chat+image+video": "v"},
         )
     )
     assert plan.entry_for(OmniRequest(inputs, {}, {"task": task} if task else {})) == entry

@@ -222,3 +222,28 @@ def test_its_gauges_tell_who_runs_and_who_waits():
     thread.join(10)
     assert {"num_running_reqs": 0.0, "num_waiting_reqs": 0.0} in seen
     assert all(values["num_running_reqs"] + values["num_waiting_reqs"] <= 2 for values in seen)
+
+
+def test_what_was_aborted_counts_no_more():
+    begun, told = threading.Event(), queue.SimpleQueue()
+
+    def work(payload, emit_chunk, aborted):
+        begun.set()
+        while not aborted():
+            begun.wait(0.001)
+        return {}
+
+    inbox = queue.SimpleQueue()
+    scheduler = FunctionScheduler("s", work)
+    thread = threading.Thread(target=scheduler.run, args=(inbox, told.put))
+    thread.start()
+    for request_id in ("works", "waits"):
+        inbox.put(Submit(StagePayload(request_id, OmniRequest("x"), None)))
+    assert begun.wait(10)
+    for request_id in ("works", "waits"):
+        inbox.put(Abort(request_id))
+    inbox.put(Shutdown())
+    thread.join(10)
+    stats = [told.get_nowait() for _ in range(told.qsize())]
+    assert all(isinstance(each, StageStats) for each in stats)
+    assert stats[-1].values == {"num_running_reqs": 0, "num_waiting_reqs": 0}

@@ -1,0 +1,140 @@
+"""Text in images, by RapidOCR (PP-OCRv4 on onnxruntime), which comes with the extra `ocr`.
+
+Invariant: no image of more than MOST_PIXELS is unpacked, and what the detector sees is bounded in
+its sides and in their ratio, since its memory grows with both. Nothing of the extra is imported
+before it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_PIXELS: Final = 40_000_000
+MOST_SIDE: Final = 2000  # in pixels; beyond it the detector would scale down by itself
+MOST_RATIO: Final = 8  # of the sides; the detector brings the short one to at least 736 pixels
+LEAST_SIDE: Final = 32
+MISSING = (
+    "images cannot be read: {}; pip install 'omni-proxy[ocr]', and on a machine without libGL put "
+    "opencv-python-headless in the place of opencv-python"
+)
+
+# What Pillow raises for broken files of these forms.
+_DAMAGED = (OSError, SyntaxError, EOFError, LookupError, TypeError, ValueError, struct.error)
+
+Line: TypeAlias = tuple[str, float]
+# What RapidOCR finds: the four corners (x, y), the text, how sure it is.
+Found: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
+
+
+class ImageError(ValueError):
+    """The image cannot be read; the text says why and what can."""
+
+
+class ReaderMissingError(Exception):
+    """The packages that read images cannot be loaded; the text says how to get them."""
+
+
+class Reader:
+    """One loaded recogniser. Not for several threads at once."""
+
+    def __init__(self, threads: int = 1) -> None:
+        """Load the models that the package brings along. Raises ReaderMissingError."""
+        try:
+            from rapidocr_onnxruntime import RapidOCR
+        except ImportError as error:
+            raise ReaderMissingError(MISSING.format(error)) from error
+        self._recognise: Any = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
+
+    def read(self, image_bytes: bytes) -> list[Line]:
+        """Return the lines from top to bottom, each with how sure it is (0 to 1).
+
+        Of an animation only the first frame is read. Raises ImageError.
+        """
+        found, _ = self._recognise(framed(decoded(image_bytes)))
+        return in_lines(found or [])
+
+
+def decoded(image_bytes: bytes) -> Image.Image:
+    """Return the image upright, in RGB, its sides at most MOST_SIDE. Raises ImageError."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(image_bytes), formats=FORMATS) as file:
+            if file.width * file.height > MOST_PIXELS:
+                raise ImageError(
+                    f"the image has {file.width} x {file.height} pixels; at most "
+                    f"{MOST_PIXELS} are read"
+                )
+            file.draft("RGB", (MOST_SIDE, MOST_SIDE))
+            image = _on_white(ImageOps.exif_transpose(file))
+    except UnidentifiedImageError:
+        raise ImageError(f"this is no image of a known form: {', '.join(FORMATS)}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageError(f"the image is too large: {error}") from None
+    except ImageError:
+        raise
+    except _DAMAGED as error:
+        raise ImageError(f"the image is damaged: {error}") from None
+    image.thumbnail((MOST_SIDE, MOST_SIDE))
+    return image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    paper = Image.new("RGBA", layer.size, "white")
+    return Image.alpha_composite(paper, layer).convert("RGB")
+
+
+def framed(image: Image.Image) -> Image.Image:
+    """Return the image on white paper of sides that the detector takes."""
+    from PIL import Image
+
+    least = max(LEAST_SIDE, -(-max(image.size) // MOST_RATIO))
+    if min(image.size) >= least:
+        return image
+    paper = Image.new("RGB", (max(image.width, least), max(image.height, least)), "white")
+    paper.paste(image, (0, 0))
+    return paper
+
+
+def in_lines(found: Sequence[Found]) -> list[Line]:
+    """Join what stands side by side: a line is as sure as the least sure of its pieces.
+
+    A piece belongs to a line if its middle is within the upper and lower edge of the line's first.
+    """
+    lines: list[list[_Piece]] = []
+    for piece in sorted(map(_Piece, found), key=lambda each: each.middle):
+        if lines and lines[-1][0].top <= piece.middle <= lines[-1][0].bottom:
+            lines[-1].append(piece)
+        else:
+            lines.append([piece])
+    return [_line(sorted(pieces, key=lambda each: each.left)) for pieces in lines]
+
+
+def _line(pieces: Sequence[_Piece]) -> Line:
+    return " ".join(piece.text for piece in pieces), min(piece.confidence for piece in pieces)
+
+
+class _Piece:
+    """Some words in one place."""
+
+    __slots__ = ("bottom", "confidence", "left", "middle", "text", "top")
+
+    def __init__(self, found: Found) -> None:
+        corners, text, confidence = found
+        heights = [corner[1] for corner in corners]
+        self.top, self.bottom = min(heights), max(heights)
+        self.middle = (self.top + self.bottom) / 2
+        self.left = min(corner[0] for corner in corners)
+        self.text, self.confidence = text.strip(), float(confidence)

@@ -1,0 +1,206 @@
+"""An operation of the leader at all ranks: who hears of it, in lockstep, and one answer of all.
+
+    begin ──refused by rank 0──> its answer alone
+      └──> order to all ──> (step done by all ──> verdict to all) * ──> answers of all ──> merged
+Invariant: no rank begins a slow step before every rank has done the one before it, and where one
+failed, all are told: an operation that stages first and applies then does either at all or at none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult
+from omni_proxy.replica.text.slow import PeerFault, StepDone
+from omni_proxy.replica.tp.messages import FromFollower, Overdue, Vote, verdict
+
+COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
+NOT_COLLECTED = "failed to collect TP follower admin results"
+
+log = logging.getLogger(__name__)
+
+
+class Leading(Protocol):
+    """What the operations ask of the leader; all is called in its thread."""
+
+    def tell(self, message: Admin) -> None:
+        """Send to all followers."""
+
+    def remind(self, message: Overdue, after_secs: float) -> Callable[[], None]:
+        """Have `message` come back later, unless what is returned is called before."""
+
+    def advance(self, done: StepDone) -> None:
+        """Let rank 0 go on after its step; its answer may come before this returns."""
+
+    def answer(self, result: AdminResult) -> None:
+        """Tell the stage's one answer."""
+
+
+@dataclass(slots=True)
+class _Operation:
+    """`number` counts rank 0's slow steps, `judged` those of them whose verdict was told.
+
+    `done` is the step that waits for its verdict, `told` whether the followers have the order.
+    """
+
+    order: Admin
+    told: bool = False
+    late: bool = False
+    answered: bool = False
+    number: int = 0
+    judged: int = 0
+    done: StepDone | None = None
+    own: AdminResult | None = None
+    forget_reminder: Callable[[], None] = lambda: None
+    votes: dict[int, Vote] = field(default_factory=dict)
+    results: dict[int, AdminResult] = field(default_factory=dict)
+
+
+class FanOut:
+    """The operations that have not ended at every rank, by `op_id`."""
+
+    def __init__(self, leading: Leading, ranks: Iterable[int]) -> None:
+        self._leading = leading
+        self._ranks = sorted(ranks)
+        self._live: dict[str, _Operation] = {}
+
+    @property
+    def running(self) -> bool:
+        """Is any follower at work on an operation?"""
+        return any(each.told for each in self._live.values())
+
+    def run(self, order: Admin, begin: Callable[[], None]) -> None:
+        """Let rank 0 begin; unless it refuses at once, all others as well."""
+        operation = self._live[order.op_id] = _Operation(order)
+        begin()
+        if operation.own is None or operation.own.success:
+            operation.told = True
+            self._leading.tell(order)
+        self._go_on(operation)
+
+    def own_step(self, done: StepDone) -> None:
+        """Rank 0 has done a slow step."""
+        operation = self._live[done.op_id]
+        operation.done = done
+        operation.number += 1
+        self._go_on(operation)
+
+    def own_answer(self, result: AdminResult) -> None:
+        """Rank 0 has ended its part, or refused it."""
+        operation = self._live.get(result.op_id)
+        if operation is None:
+            self._leading.answer(result)
+            return
+        operation.own = result
+        operation.number += 1
+
+    def heard(self, rank: int, message: FromFollower) -> None:
+        """A follower has done a slow step, or ended its part; all else is passed over."""
+        if not isinstance(message, Vote | AdminResult):
+            return
+        operation = self._live.get(message.op_id)
+        if operation is None:
+            log.warning("rank %d answered an operation that nobody waits for", rank)
+            return
+        if isinstance(message, AdminResult):
+            operation.results[rank] = message
+        elif message.number > operation.judged:
+            operation.votes[rank] = message
+        self._go_on(operation)
+
+    def overdue(self, message: Overdue) -> None:
+        operation = self._live.get(message.op_id)
+        if operation is not None and operation.number == message.number:
+            operation.late = True
+            self._go_on(operation)
+
+    def _go_on(self, operation: _Operation) -> None:
+        """Do all that can be done now, and see to it that the rest is not waited for for ever."""
+        if operation.done is not None:
+            self._judge(operation, operation.done)
+        if operation.own is not None:
+            self._settle(operation, operation.own)
+        operation.forget_reminder()
+        waits = operation.done is not None or operation.own is not None
+        if waits and not operation.answered and not operation.late:
+            limit = operation.order.timeout_s
+            operation.forget_reminder = self._leading.remind(
+                Overdue(operation.order.op_id, operation.number),
+                COLLECT_SECS if limit is None else max(0.0, limit),
+            )
+
+    def _judge(self, operation: _Operation, done: StepDone) -> None:
+        """Once every rank has done the step, or no more can come, tell how it went."""
+        number = operation.number
+        voted = {rank for rank, vote in operation.votes.items() if vote.number >= number}
+        missing = [r for r in self._ranks if r not in operation.results and r not in voted]
+        if missing and not operation.late:
+            return
+        fault = _fault_of(operation, done, missing)
+        operation.done, operation.judged = None, number
+        operation.votes = {r: vote for r, vote in operation.votes.items() if vote.number > number}
+        self._leading.tell(verdict(operation.order.op_id, number, fault))
+        if fault and done.error is None:
+            done = StepDone(done.op_id, error=PeerFault(fault))
+        self._leading.advance(done)
+
+    def _settle(self, operation: _Operation, own: AdminResult) -> None:
+        """Answer, where rank 0 has ended and so have the others, or they are late."""
+        for vote in operation.votes.values():
+            # A follower that has more steps than rank 0 had would wait for ever.
+            fault = "" if own.success else f"rank 0: {own.error or own.message}"
+            self._leading.tell(verdict(own.op_id, vote.number, fault))
+            operation.judged = max(operation.judged, vote.number)
+        operation.votes.clear()
+        missing = [r for r in self._ranks if r not in operation.results] if operation.told else []
+        if not operation.answered and (operation.late or not missing):
+            operation.answered = True
+            results = [operation.results[rank] for rank in sorted(operation.results)]
+            self._leading.answer(merged(own, results, 1 + len(self._ranks), missing))
+        if not missing:
+            self._live.pop(own.op_id, None)
+
+
+def _fault_of(operation: _Operation, done: StepDone, missing: list[int]) -> str:
+    """What went wrong at any rank, "" where nothing did."""
+    faults = [] if done.error is None else [f"rank 0: {done.error}"]
+    faults += (f"rank {r}: {vote.fault}" for r, vote in operation.votes.items() if vote.fault)
+    faults += (_told(result) for result in operation.results.values() if not result.success)
+    if missing:
+        faults.append(f"{NOT_COLLECTED}: {_named(missing)}")
+    return "; ".join(faults)
+
+
+def _told(result: AdminResult) -> str:
+    return f"rank {result.rank}: {result.error or result.message}"
+
+
+def merged(
+    own: AdminResult, others: list[AdminResult], size: int, missing: list[int]
+) -> AdminResult:
+    """The stage's answer: rank 0's, with every rank's in full, and their success (2.2)."""
+    local = msgspec.structs.replace(own, rank=0, role="leader")
+    ranked = [local, *others]
+    failed = [each for each in ranked if not each.success]
+    message, error = own.message, own.error
+    if own.success and missing:
+        message, error = NOT_COLLECTED, f"{NOT_COLLECTED}: {_named(missing)}"
+    elif own.success and failed:
+        message = error = "; ".join(map(_told, failed))
+    told = {"tp_size": size, "rank_results": [msgspec.structs.asdict(each) for each in ranked]}
+    return msgspec.structs.replace(
+        local,
+        success=not failed and not missing,
+        message=message,
+        data=own.data | told,
+        error=error,
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"no answer from {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -1,0 +1,115 @@
+"""A rank of its own process that repeats what the leader does, and answers for itself.
+
+It is a text stage without requests: steps come as messages, operations are the stage's own, one
+slow step at a time as the leader's verdicts allow. The process around it ends with the leader's
+socket (`pipeline/child.py`), also in the middle of a sum. What fails here ends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from queue import SimpleQueue
+from typing import Any, cast
+
+import msgspec
+
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, In, Out
+from omni_proxy.replica.text.scheduler import TextScheduler
+from omni_proxy.replica.text.slow import PeerFault, StepDone
+from omni_proxy.replica.text.stage import (
+    TextSettings,
+    bounds_of,
+    loaded,
+    with_weight_operations,
+)
+from omni_proxy.replica.tp.group import Group, RankLost, join_store
+from omni_proxy.replica.tp.kv import Mirror
+from omni_proxy.replica.tp.messages import STEP, VERDICT, Vote
+from omni_proxy.replica.tp.ranked import RankedWorker
+from omni_proxy.replica.tp.shard import Shard
+from omni_proxy.replica.tp.sharded import ShardedLlama
+
+
+def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
+    """Load rank `rank`'s part of the model; the ranks meet at the leader's `port`."""
+    own = TextSettings(**settings)
+    text = loaded(own)
+    group = Group(rank, own.tp)
+    model = ShardedLlama(text.model, Shard(text.model.config, rank, own.tp), group.add_up)
+    worker = RankedWorker(dataclasses.replace(text, model=model), group)
+    scheduler = FollowerScheduler(stage_name, worker, *bounds_of(own))
+    scheduler.port = port
+    return with_weight_operations(scheduler, own)
+
+
+class FollowerScheduler(TextScheduler):
+    """`run` raises what makes this rank useless: then its leader has to end all of them."""
+
+    worker: RankedWorker
+    port: int
+
+    def __init__(self, stage_name: str, worker: RankedWorker, *bounds: Any) -> None:
+        super().__init__(stage_name, worker, *bounds)
+        self._mirror = Mirror(worker.new_kv)
+        self._slow_steps: dict[str, _SlowStep] = {}
+
+    def run(self, inbox: SimpleQueue[In], emit: Emit) -> None:
+        group = self.worker.group
+        group.meet(join_store(self.port, group.size))
+
+        def tell(message: Out) -> None:
+            if isinstance(message, AdminResult):
+                self._slow_steps.pop(message.op_id, None)
+                rank = self.worker.tp_rank
+                emit(msgspec.structs.replace(message, rank=rank, role="follower"))
+
+        self._vote = cast("Any", emit)
+        super().run(inbox, tell)
+
+    def take(self, message: In | StepDone) -> None:
+        match message:
+            case Admin(action=action, payload=payload) if action == STEP:
+                self._mirror.apply(payload["kv"])
+                parts = [(tokens, self._mirror.kv(number)) for number, tokens in payload["parts"]]
+                self.worker.model.follow(parts)
+            case Admin(op_id, action, payload) if action == VERDICT:
+                if op_id in self._slow_steps:
+                    self._slow_steps[op_id].verdicts[payload["number"]] = payload["fault"]
+                    self._go_on(op_id)
+            case Admin():
+                self._slow_steps[message.op_id] = _SlowStep()
+                super().take(message)
+            case StepDone(op_id):
+                self._end_step(op_id, message)
+            case _:
+                super().take(message)
+        if self.worker.group.broken:
+            raise RankLost(self.worker.group.broken)
+
+    def _end_step(self, op_id: str, done: StepDone) -> None:
+        slow = self._slow_steps[op_id]
+        slow.number += 1
+        slow.done = done
+        fault = "" if done.error is None else str(done.error) or type(done.error).__name__
+        self._vote(Vote(op_id, slow.number, fault))
+        self._go_on(op_id)
+
+    def _go_on(self, op_id: str) -> None:
+        """Go on with an operation whose step is done here and judged by the leader."""
+        slow = self._slow_steps[op_id]
+        done, fault = slow.done, slow.verdicts.get(slow.number)
+        if done is None or fault is None:
+            return
+        slow.done = None
+        if fault and done.error is None:
+            done = StepDone(op_id, error=PeerFault(fault))
+        super().take(done)
+
+
+@dataclasses.dataclass(slots=True)
+class _SlowStep:
+    """How far one operation is here: its `number`th step, and the verdicts that came."""
+
+    number: int = 0
+    done: StepDone | None = None
+    verdicts: dict[int, str] = dataclasses.field(default_factory=dict)

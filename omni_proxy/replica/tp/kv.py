@@ -1,0 +1,94 @@
+"""The KVs of a leader's sequences, which every follower has to hold as well.
+
+    leader: fork, truncate, end of life ──> Journal ──with the next step──> Mirror: the same again
+Invariant: after a step's entries and its tokens, each KV that the leader still holds has the same
+length at every rank. Memory that ended at the leader ends at the followers with the next step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from omni_proxy.replica.models.kv import KVShape, SequenceKV
+
+FORK, TRUNCATE, FREE = "fork", "truncate", "free"
+
+Entry = Sequence[Any]  # one of the words above, then the number of the KV it is about
+
+
+class Journal:
+    """What happened to the leader's KVs since the last step; any thread may let a KV go."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque()
+        self._numbers = count()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def note(self, *entry: Any) -> None:
+        self._entries.append(entry)
+
+    def take(self) -> list[Entry]:
+        return [self._entries.popleft() for _ in range(len(self._entries))]
+
+
+class MirroredKV(SequenceKV):
+    """The leader's part of a sequence's keys and values; it writes down what becomes of it."""
+
+    __slots__ = ("_journal", "number")
+
+    def __init__(self, shape: KVShape, like: Tensor, journal: Journal) -> None:
+        super().__init__(shape, like)
+        self.number = journal.number()
+        self._journal = journal
+
+    def fork(self, length: int) -> MirroredKV:
+        plain = super().fork(length)
+        copy = MirroredKV(self.shape, self._store, self._journal)
+        copy._hold(plain._store)
+        copy.length = length
+        self._journal.note(FORK, copy.number, self.number, length)
+        return copy
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._journal.note(TRUNCATE, self.number, length)
+
+    def __del__(self) -> None:
+        journal = getattr(self, "_journal", None)  # none where its memory could not be had
+        if journal is not None:
+            journal.note(FREE, self.number)
+
+
+class Mirror:
+    """A follower's part of the same KVs; one that the leader has just made begins empty."""
+
+    def __init__(self, new_kv: Callable[[], SequenceKV]) -> None:
+        self._new_kv = new_kv
+        self._held: dict[int, SequenceKV] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def apply(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            match entry:
+                case (str(word), int(copy), int(number), int(length)) if word == FORK:
+                    self._held[copy] = self.kv(number).fork(length)
+                case (str(word), int(number), int(length)) if word == TRUNCATE:
+                    self.kv(number).truncate(length)
+                case (str(word), int(number)) if word == FREE:
+                    self._held.pop(number, None)
+                case _:
+                    raise ValueError(f"a journal entry of the leader makes no sense: {entry!r}")
+
+    def kv(self, number: int) -> SequenceKV:
+        if number not in self._held:
+            self._held[number] = self._new_kv()
+        return self._held[number]

@@ -1,0 +1,191 @@
+"""Rank 0: the text stage's scheduler over a model whose other parts are its followers'.
+
+Invariant: a batch that the followers were told of is finished, or the stage ends: then every rank
+goes, its requests fail, and the stage's supervision starts all of it again, with the weights it
+once began with. An operation is over when every rank has answered; until then nothing is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, cast
+
+from torch import Tensor
+
+from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.models.llama import Batch, Llama, Part
+from omni_proxy.replica.models.text_model import TextModel
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, In, Out
+from omni_proxy.replica.text.scheduler import TextScheduler
+from omni_proxy.replica.text.slow import StepDone
+from omni_proxy.replica.text.stage import TextSettings, bounds_of, with_weight_operations
+from omni_proxy.replica.tp.fanout import FanOut
+from omni_proxy.replica.tp.followers import Followers
+from omni_proxy.replica.tp.group import Group, RankLost, open_store
+from omni_proxy.replica.tp.kv import Journal, MirroredKV
+from omni_proxy.replica.tp.messages import FromRank, Overdue, step
+from omni_proxy.replica.tp.ranked import RankedWorker
+from omni_proxy.replica.tp.shard import Shard
+from omni_proxy.replica.tp.sharded import ShardedLlama
+
+FOLLOWER = "omni_proxy.replica.tp.follower:build"
+
+FromElsewhere = StepDone | FromRank | Overdue | RankLost
+
+
+def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
+    """Start the followers and return the scheduler over all ranks.
+
+    Raises ValueError where the model cannot be split so, RankLost where a follower did not come up.
+    """
+    shard = Shard(text.model.config, 0, settings.tp)
+    store, port = open_store(settings.tp)
+    followers = Followers(stage_name)
+    group = Group(0, settings.tp, lambda: followers.lost)
+    try:
+        shared = {"port": port, "settings": dataclasses.asdict(settings)}
+        followers.start(FOLLOWER, ({"rank": rank} | shared for rank in range(1, settings.tp)))
+        model = LeaderLlama(text.model, shard, group, followers)
+        followers.await_ready()
+        group.meet(store)
+        worker = LeadingWorker(dataclasses.replace(text, model=model), group, followers)
+        scheduler = LeaderScheduler(stage_name, worker, *bounds_of(settings))
+        return with_weight_operations(scheduler, settings)
+    except BaseException:
+        followers.close()
+        raise
+
+
+class LeaderLlama(ShardedLlama):
+    """Tells the followers of every batch before it computes its own part."""
+
+    def __init__(self, whole: Llama, shard: Shard, group: Group, followers: Followers) -> None:
+        super().__init__(whole, shard, group.add_up)
+        self._followers = followers
+        self._journal = Journal()
+        self._told = False
+
+    def new_kv(self) -> SequenceKV:
+        return MirroredKV(self.kv_shape, self.model.embed_tokens.weight.data, self._journal)
+
+    def forward(self, parts: Sequence[Part], *, all_positions: bool = False) -> Tensor:
+        with self._in_step():
+            return super().forward(parts, all_positions=all_positions)
+
+    def hidden(self, tokens: Sequence[int]) -> Tensor:
+        with self._in_step():
+            return super().hidden(tokens)
+
+    def _batch(self, parts: Sequence[Part]) -> Batch:
+        batch = super()._batch(parts)  # what it refuses, the followers never hear of
+        told = [(cast("MirroredKV", kv).number, list(tokens)) for tokens, kv in parts]
+        self._told = True
+        self._followers.tell(step(self._journal.take(), told))
+        return batch
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        self._told = False
+        try:
+            yield
+        except RankLost:
+            raise
+        except Exception as error:  # whatever it was: half a step cannot be taken back
+            if not self._told:
+                raise
+            reason = f"it gave up in the middle of a step: {type(error).__name__}: {error}"
+            raise self._followers.lose(0, reason) from error
+
+
+class LeadingWorker(RankedWorker):
+    """Rank 0's worker, which has the others' processes."""
+
+    def __init__(self, text: TextModel, group: Group, followers: Followers) -> None:
+        super().__init__(text, group)
+        self.followers = followers
+
+    @property
+    def lost(self) -> str:
+        """Why nothing can be computed any more, or ""."""
+        return self.followers.lost or self.group.broken
+
+    def close(self) -> None:
+        """End the followers."""
+        self.followers.close()
+        self.group.close()
+
+
+class LeaderScheduler(TextScheduler):
+    """The stage's scheduler; `run` raises RankLost as soon as a rank is known to be lost."""
+
+    worker: LeadingWorker
+
+    def __init__(self, stage_name: str, worker: LeadingWorker, *bounds: Any) -> None:
+        super().__init__(stage_name, worker, *bounds)
+        self._fan_out = FanOut(self, worker.followers.ranks)
+        self._way_out: Emit = self.emit
+        self.info |= {"tp_size": worker.tp_size, "follower_pids": worker.followers.pids}
+
+    def run(self, inbox: SimpleQueue[In], emit: Emit) -> None:
+        self._way_out = emit
+        try:
+            self.worker.followers.listen(cast("Callable[[FromElsewhere], None]", inbox.put))
+            super().run(inbox, self._catch)
+        finally:
+            self.worker.close()
+
+    def _catch(self, message: Out) -> None:
+        """Let all out but rank 0's answers, which are a part of the stage's."""
+        if isinstance(message, AdminResult):
+            self._fan_out.own_answer(message)
+        else:
+            self._way_out(message)
+
+    @property
+    def halted(self) -> bool:
+        return super().halted or self._fan_out.running
+
+    def take(self, message: In | FromElsewhere) -> None:
+        match message:
+            case Admin():
+                self._fan_out.run(message, lambda: super(LeaderScheduler, self).take(message))
+            case StepDone():
+                self._fan_out.own_step(message)
+            case FromRank(rank, told):
+                self._fan_out.heard(rank, told)
+            case Overdue():
+                self._fan_out.overdue(message)
+            case RankLost():
+                raise message
+            case _:
+                super().take(message)
+        self._require_all()
+
+    def step(self) -> None:
+        super().step()
+        self._require_all()
+
+    def _require_all(self) -> None:
+        if self.worker.lost:
+            raise RankLost(self.worker.lost)
+
+    # What the fan-out asks
+
+    def tell(self, message: Admin) -> None:
+        self.worker.followers.tell(message)
+
+    def remind(self, message: Overdue, after_secs: float) -> Callable[[], None]:
+        reminder = threading.Timer(after_secs, self._post, (message,))
+        reminder.daemon = True
+        reminder.start()
+        return reminder.cancel
+
+    def advance(self, done: StepDone) -> None:
+        super().take(done)
+
+    def answer(self, result: AdminResult) -> None:
+        self._way_out(result)

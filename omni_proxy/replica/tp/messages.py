@@ -1,0 +1,51 @@
+"""What the leader and its followers say to each other, beside what every stage hears and says.
+
+To a follower go the stage's own messages alone: what is for its rank only is an `Admin` of an
+action that no route has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from msgspec import Struct
+
+from omni_proxy.replica.pipeline.messages import Admin, Out
+
+STEP = "tp_step"
+VERDICT = "tp_verdict"
+
+
+class Vote(Struct, frozen=True, tag="vote"):
+    """A follower is done with the slow step `number` of an operation; `fault` "" is well."""
+
+    op_id: str
+    number: int
+    fault: str
+
+
+FromFollower: TypeAlias = Out | Vote
+
+
+class FromRank(Struct, frozen=True):
+    """What a follower said, in the leader's inbox."""
+
+    rank: int
+    message: FromFollower
+
+
+class Overdue(Struct, frozen=True):
+    """The leader has waited for its followers' part of an operation for long enough."""
+
+    op_id: str
+    number: int
+
+
+def step(entries: list[Any], parts: list[tuple[int, list[int]]]) -> Admin:
+    """The next batch: what became of KVs before, then (number of the KV, its new tokens)."""
+    return Admin("", STEP, {"kv": entries, "parts": parts})
+
+
+def verdict(op_id: str, number: int, fault: str) -> Admin:
+    """How the slow step `number` went at all ranks: "" lets the operation go on."""
+    return Admin(op_id, VERDICT, {"number": number, "fault": fault})

@@ -1,0 +1,98 @@
+"""A Llama of which a part of every layer is held here; the ranks' sums make it whole.
+
+Invariant: every rank runs the same batches in the same order, and what flows between two layers is
+the same at all of them. Embedding and norms are held by all; only the leader makes logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from omni_proxy.replica.models.kv import KVShape, SequenceKV
+from omni_proxy.replica.models.llama import (
+    MLP,
+    Attention,
+    Batch,
+    Layer,
+    Llama,
+    Part,
+    Weight,
+    rows_of,
+)
+from omni_proxy.replica.tp.shard import Shard
+
+# Adds up the ranks' tensors, in place at each of them; returns the same tensor.
+Sum = Callable[[Tensor], Tensor]
+
+
+class ShardedAttention(Attention):
+    """Some of the heads, and the columns of the output that belong to them."""
+
+    def __init__(self, shard: Shard, add_up: Sum) -> None:
+        super(Attention, self).__init__()
+        hidden, self.head_size = shard.config.hidden_size, shard.config.head_size
+        self.heads, self.kv_heads = len(shard.heads), len(shard.kv_heads)
+        rows, kv_rows = self.heads * self.head_size, self.kv_heads * self.head_size
+        self.joined = torch.empty(rows + 2 * kv_rows, hidden)
+        self.q_proj, self.k_proj, self.v_proj = rows_of(self.joined, (rows, kv_rows, kv_rows))
+        self.o_proj = Weight(torch.empty(hidden, rows))
+        self._add_up = add_up
+
+    def forward(self, x: Tensor, layer: int, batch: Batch) -> Tensor:
+        return self._add_up(super().forward(x, layer, batch))
+
+
+class ShardedMLP(MLP):
+    """Some of the inner features, and the columns of the output that belong to them."""
+
+    def __init__(self, shard: Shard, add_up: Sum) -> None:
+        super(MLP, self).__init__()
+        hidden, inner = shard.config.hidden_size, len(shard.inner)
+        self.joined = torch.empty(2 * inner, hidden)
+        self.gate_proj, self.up_proj = rows_of(self.joined, (inner, inner))
+        self.down_proj = Weight(torch.empty(hidden, inner))
+        self._add_up = add_up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._add_up(super().forward(x))
+
+
+class ShardedLlama(Llama):
+    """One rank's part of `whole`, copied out of it."""
+
+    def __init__(self, whole: Llama, shard: Shard, add_up: Sum) -> None:
+        super().__init__(whole.config)
+        self.shard = shard
+        for each in self.model.layers:
+            layer = cast("Layer", each)
+            layer.self_attn = ShardedAttention(shard, add_up)
+            layer.mlp = ShardedMLP(shard, add_up)
+        values = dict(whole.named_parameters())
+        with torch.no_grad():
+            for name, held in self.named_parameters():
+                held.copy_(shard.shard_of(name, values[name]))
+
+    @property
+    def kv_shape(self) -> KVShape:
+        config = self.config
+        return KVShape(
+            layers=config.num_hidden_layers,
+            kv_heads=len(self.shard.kv_heads),
+            head_size=config.head_size,
+            limit=config.max_position_embeddings,
+        )
+
+    def new_kv(self) -> SequenceKV:
+        return SequenceKV(self.kv_shape, like=self.model.embed_tokens.weight.data)
+
+    def follow(self, parts: Sequence[Part]) -> None:
+        """Append each part's tokens to its KV, as `forward` does, without making logits."""
+        with torch.inference_mode():
+            batch = self._batch(parts)
+            self.model(batch)
+        for span in batch.spans:
+            span.kv.length += span.stop - span.start

@@ -1,0 +1,10 @@
+"""One thread for torch, here and in what is started from here: beside any other busy process its
+threads wait by spinning, and everything then takes a hundred times as long."""
+
+import os
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "torch" in sys.modules:  # a test elsewhere came first
+    sys.modules["torch"].set_num_threads(1)

@@ -1,0 +1,229 @@
+import pytest
+
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
+from omni_proxy.replica.text.slow import PeerFault, StepDone
+from omni_proxy.replica.tp.fanout import COLLECT_SECS, NOT_COLLECTED, FanOut
+from omni_proxy.replica.tp.messages import VERDICT, Overdue, Vote
+
+
+def result(success=True, message="ok", rank=0, data=None):
+    error = None if success else message
+    return AdminResult("op", "decode", "act", success, message, data or {}, error, rank)
+
+
+class Leader:
+    """Rank 0, whose operation has some slow steps and then ends as told."""
+
+    def __init__(self, ranks=(1, 2), ends=None, steps=0):
+        self.told, self.reminded, self.advanced, self.answers = [], [], [], []
+        self.ends, self.steps = ends or result(), steps
+        self.fan_out = FanOut(self, ranks)
+
+    def start(self, timeout_s=None):
+        self.fan_out.run(Admin("op", "act", {"key": 1}, timeout_s), self._go_on)
+
+    def _go_on(self):
+        if self.steps:
+            self.steps -= 1
+        else:
+            self.fan_out.own_answer(self.ends)
+
+    def step_done(self, error=None):
+        self.fan_out.own_step(StepDone("op", error=error))
+
+    def vote(self, rank, number=1, fault=""):
+        self.fan_out.heard(rank, Vote("op", number, fault))
+
+    def ended(self, rank, *how):
+        self.fan_out.heard(rank, result(*how, rank=rank))
+
+    def time_is_over(self):
+        reminder, _ = self.reminded[-1]
+        self.fan_out.overdue(reminder)
+
+    def verdicts(self):
+        payloads = [each.payload for each in self.told if each.action == VERDICT]
+        return [(each["number"], each["fault"]) for each in payloads]
+
+    def only_answer(self):
+        (answer,) = self.answers
+        return answer
+
+    # What a fan-out asks of its leader
+
+    def tell(self, message):
+        self.told.append(message)
+
+    def remind(self, message, after_secs):
+        entry = (message, after_secs)
+        self.reminded.append(entry)
+        return lambda: self.reminded.remove(entry) if entry in self.reminded else None
+
+    def advance(self, done):
+        self.advanced.append(done)
+        if done.error is not None:
+            self.steps, self.ends = 0, result(False, str(done.error))
+        self._go_on()
+
+    def answer(self, message):
+        self.answers.append(message)
+
+
+def test_what_the_first_rank_refuses_no_other_hears_of():
+    leader = Leader(ends=result(False, "no"))
+    leader.start()
+    answer = leader.only_answer()
+    assert leader.told == []
+    assert (answer.success, answer.message, answer.rank, answer.role) == (False, "no", 0, "leader")
+    assert answer.data["tp_size"] == 3
+    assert [each["rank"] for each in answer.data["rank_results"]] == [0]
+    assert not leader.fan_out.running
+
+
+def test_the_answer_is_that_of_all_ranks():
+    leader = Leader(ends=result(data={"count": 7}))
+    leader.start()
+    assert [(each.action, each.payload) for each in leader.told] == [("act", {"key": 1})]
+    assert leader.fan_out.running
+    leader.ended(2)
+    assert leader.answers == []
+    leader.ended(1)
+    answer = leader.only_answer()
+    assert (answer.success, answer.rank, answer.role) == (True, 0, "leader")
+    assert answer.data["count"] == 7
+    assert [(each["rank"], each["role"]) for each in answer.data["rank_results"]] == [
+        (0, "leader"), (1, "single"), (2, "single"),
+    ]  # fmt: skip
+    assert not leader.fan_out.running
+    assert leader.reminded == []
+
+
+def test_one_rank_that_fails_fails_all_and_is_named():
+    leader = Leader()
+    leader.start()
+    leader.ended(1, False, "disk full")
+    leader.ended(2)
+    answer = leader.only_answer()
+    assert not answer.success
+    assert answer.message == answer.error == "rank 1: disk full"
+    assert [each["success"] for each in answer.data["rank_results"]] == [True, False, True]
+
+
+def test_no_rank_goes_on_before_all_have_done_the_step():
+    leader = Leader(steps=2)
+    leader.start()
+    leader.vote(1)
+    leader.step_done()
+    assert (leader.verdicts(), leader.advanced) == ([], [])
+    leader.vote(2)
+    assert leader.verdicts() == [(1, "")]
+    leader.vote(2, 2)
+    leader.vote(1, 2)
+    assert leader.verdicts() == [(1, "")]
+    leader.step_done()
+    assert leader.verdicts() == [(1, ""), (2, "")]
+    assert [done.error for done in leader.advanced] == [None, None]
+    leader.ended(1)
+    leader.ended(2)
+    assert leader.only_answer().success
+
+
+def test_a_step_that_failed_elsewhere_has_failed_here_as_well():
+    leader = Leader(steps=2)
+    leader.start()
+    leader.step_done()
+    leader.vote(1)
+    leader.vote(2, fault="no room")
+    assert leader.verdicts() == [(1, "rank 2: no room")]
+    (done,) = leader.advanced
+    assert isinstance(done.error, PeerFault)
+    leader.ended(1, False, "rank 2: no room")
+    leader.ended(2, False, "no room")
+    assert leader.only_answer().message == "rank 2: no room"
+
+
+def test_a_step_that_failed_here_is_told_to_the_others_and_keeps_its_own_error():
+    leader = Leader(steps=2)
+    leader.start()
+    leader.vote(1)
+    leader.vote(2)
+    leader.step_done(KeyError("gone"))
+    assert leader.verdicts() == [(1, "rank 0: 'gone'")]
+    assert isinstance(leader.advanced[0].error, KeyError)
+
+
+def test_a_rank_that_refused_fails_the_step_of_the_others():
+    leader = Leader(steps=1)
+    leader.start()
+    leader.ended(1, False, "busy")
+    leader.vote(2)
+    leader.step_done()
+    assert leader.verdicts() == [(1, "rank 1: busy")]
+    leader.ended(2, False, "rank 1: busy")
+    answer = leader.only_answer()
+    assert not answer.success
+    assert not leader.fan_out.running
+
+
+def test_a_rank_with_more_steps_than_the_first_is_not_left_waiting():
+    leader = Leader()
+    leader.start()
+    leader.vote(1)
+    assert leader.verdicts() == [(1, "")]
+    leader.ended(1)
+    leader.ended(2)
+    assert leader.only_answer().success
+
+
+@pytest.mark.parametrize(("timeout_s", "secs"), [(None, COLLECT_SECS), (5.0, 5.0), (0.0, 0.0)])
+def test_a_rank_that_does_not_answer_in_time_fails_the_collection(timeout_s, secs):
+    leader = Leader()
+    leader.start(timeout_s)
+    assert [after for _, after in leader.reminded] == [secs]
+    leader.ended(1)
+    leader.time_is_over()
+    answer = leader.only_answer()
+    assert (answer.success, answer.message) == (False, NOT_COLLECTED)
+    assert answer.error == f"{NOT_COLLECTED}: no answer from rank 2"
+    assert [each["rank"] for each in answer.data["rank_results"]] == [0, 1]
+    # Until it has, nothing can be computed with it.
+    assert leader.fan_out.running
+    leader.ended(2)
+    assert not leader.fan_out.running
+    assert len(leader.answers) == 1
+
+
+def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_go_on_later():
+    leader = Leader(steps=2)
+    leader.start()
+    leader.vote(1)
+    leader.step_done()
+    leader.time_is_over()
+    told = f"{NOT_COLLECTED}: no answer from rank 2"
+    assert leader.verdicts() == [(1, told)]
+    assert isinstance(leader.advanced[0].error, PeerFault)
+    assert not leader.only_answer().success
+    leader.vote(2)
+    assert leader.verdicts() == [(1, told)]
+    leader.ended(1, False, told)
+    leader.ended(2, False, told)
+    assert not leader.fan_out.running
+
+
+def test_a_reminder_of_an_earlier_wait_means_nothing():
+    leader = Leader(steps=1)
+    leader.start()
+    leader.step_done()
+    leader.vote(1)
+    leader.vote(2)
+    leader.fan_out.overdue(Overdue("op", 1))
+    leader.fan_out.overdue(Overdue("other", 1))
+    assert leader.answers == []
+
+
+def test_what_is_no_answer_or_nobody_waits_for_is_passed_over():
+    leader = Leader()
+    leader.fan_out.heard(1, StageStats("decode", {}))
+    leader.ended(1)
+    leader.fan_out.own_answer(result())
+    assert leader.only_answer() == result()

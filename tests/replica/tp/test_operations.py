@@ -1,0 +1,197 @@
+import base64
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from omni_proxy.replica.models import tiny
+from omni_proxy.replica.pipeline.messages import AdminResult
+from omni_proxy.replica.text.slow import PeerFault
+from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.tp.shard import Shard
+from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish
+from omni_proxy.replica.weights.target import Staged, Target
+from tests.replica.text.desk import undisturbed
+from tests.replica.weights.stages import checksum_of, running, weights_of
+from tests.replica.weights.stages import save as save_to
+from tests.replica.weights.trainer_side import Trainer, _made, free_port
+
+UP = "model.layers.1.mlp.up_proj.weight"
+OUT = "model.layers.2.self_attn.o_proj.weight"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def stage(pair):
+    """The two ranks, with the first weights again."""
+    yield pair
+    pair.admin("continue_generation")
+    assert serialized(pair, weights_of(0)).success
+    pair.admin("continue_generation")
+
+
+def serialized(stage, *parts, **more):
+    texts = [part if isinstance(part, str) else packed(part) for part in parts]
+    return stage.admin("update_weights_from_tensor", serialized_named_tensors=texts, **more)
+
+
+def packed(tensors):
+    return base64.b64encode(save(tensors)).decode()
+
+
+def text_of(weights):
+    """What a process of its own writes with these weights."""
+    with running() as one:
+        assert serialized(one, weights).success
+        return one.generate()["text"]
+
+
+def rank_checksum(weights, rank):
+    shard = Shard(tiny.CONFIG, rank, 2)
+    return checksum_of({n: shard.shard_of(n, t).contiguous() for n, t in weights.items()})
+
+
+def checked(stage, weights):
+    """The checker's answer, which must be that of these weights, split over two ranks."""
+    answer = stage.admin("weights_checker")
+    assert answer.success, answer.message
+    first, second = (each["data"] for each in answer.data["rank_results"])
+    assert first["full_checksum"] == checksum_of(weights)
+    assert second["full_checksum"] is None
+    assert first["per_gpu_checksum"] == rank_checksum(weights, 0)
+    assert second["per_gpu_checksum"] == rank_checksum(weights, 1)
+    return answer
+
+
+def test_the_checksums_are_those_of_each_rank_and_of_the_whole(stage):
+    answer = checked(stage, weights_of(0))
+    assert (answer.rank, answer.role, answer.data["tp_size"]) == (0, "leader", 2)
+    assert answer.data["layout"] == {"tp_size": 2, "rank": 0}
+    first, second = answer.data["rank_results"]
+    assert [(each["rank"], each["role"]) for each in (first, second)] == [
+        (0, "leader"), (1, "follower"),
+    ]  # fmt: skip
+    assert (first["stage"], second["stage"]) == ("decode", "decode")
+    assert second["data"]["layout"] == {"tp_size": 2, "rank": 1}
+    shapes = [each["data"]["tensor_metadata"][OUT]["shape"] for each in (first, second)]
+    assert shapes == [[128, 64], [128, 64]]
+    with running() as one:
+        assert one.admin("weights_checker").data["full_checksum"] == answer.data["full_checksum"]
+
+
+def test_every_rank_tells_its_place_in_the_model_info(stage):
+    data = stage.facts()
+    places = [(each["data"]["tp_rank"], each["data"]["tp_size"]) for each in data["rank_results"]]
+    assert places == [(0, 2), (1, 2)]
+    assert data["tp_size"] == 2
+    assert data["engine_paused"] is False
+
+
+def test_weights_from_disk_are_those_of_one_process_with_the_same_file(stage, tmp_path):
+    new = weights_of(7)
+    answer = stage.update(save_to(tmp_path / "new.safetensors", new), weight_version="v7")
+    assert answer.success, answer.message
+    assert [each["data"]["weight_version"] for each in answer.data["rank_results"]] == ["v7", "v7"]
+    checked(stage, new)
+    text = stage.generate()["text"]
+    assert text == text_of(new)
+    assert text != undisturbed(temperature=0, max_new_tokens=12)["text"]
+
+
+def test_a_file_that_does_not_fit_changes_no_rank(stage, tmp_path):
+    # Of the shape that a rank holds, not of the model's.
+    save_to(tmp_path / "part.safetensors", {UP: torch.zeros(192, 128)})
+    answer = stage.admin(
+        "update_weights_from_disk",
+        model_path=str(tmp_path),
+        manifest={"tensors": {UP: "part.safetensors"}},
+    )
+    assert "has the shape [192, 128]; the model's has [384, 128]" in answer.message
+    checked(stage, weights_of(0))
+
+
+def test_what_one_rank_cannot_read_no_rank_takes(stage):
+    new = weights_of(7)
+    answer = serialized(stage, new, packed(new)[:4000], weight_version="v8")
+    assert not answer.success
+    assert "rank 1: " in answer.message
+    assert [each["success"] for each in answer.data["rank_results"]] == [False, False]
+    assert stage.facts()["weight_version"] != "v8"
+    checked(stage, weights_of(0))
+
+
+def test_a_weight_is_told_whole(stage):
+    answer = stage.admin("get_weights_by_name", name=OUT, truncate_size=2)
+    assert answer.data["parameter"] == weights_of(0)[OUT][:2].tolist()
+
+
+def test_a_trainer_reaches_every_rank(stage):
+    trainer = Trainer()
+    try:
+        port = trainer.tell("open", group="g", world=3)["port"]
+        answer = stage.admin(
+            "init_weights_update_group",
+            master_address="127.0.0.1",
+            master_port=port,
+            world_size=3,
+            rank_offset=1,
+            group_name="g",
+            backend="gloo",
+        )
+        assert answer.success, answer.message
+        assert trainer.reply() == {"joined": True}
+        old = weights_of(0)
+        names = (UP, OUT, NORM)
+        sent = [("float32", list(old[name].shape), seed) for seed, name in enumerate(names)]
+        trainer.order("send", group="g", tensors=sent, flattened=False)
+        answer = stage.admin(
+            "update_weights_from_distributed",
+            names=list(names),
+            dtypes=["float32"] * 3,
+            shapes=[shape for _, shape, _ in sent],
+            group_name="g",
+        )
+        assert answer.success, answer.message
+        trainer.reply()
+        checked(stage, old | {n: _made(*each) for n, each in zip(names, sent, strict=True)})
+        assert stage.admin("destroy_weights_update_group", group_name="g").success
+    finally:
+        trainer.close()
+
+
+def test_a_group_that_nobody_opens_is_given_up_by_every_rank_when_it_is_destroyed(stage):
+    joining = stage.send(
+        "init_weights_update_group",
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        world_size=3,
+        rank_offset=1,
+        backend="gloo",
+    )
+    destroyed = stage.send("destroy_weights_update_group")
+    answers = {}
+    while len(answers) < 2:
+        answer = stage.next(AdminResult)
+        answers[answer.op_id] = answer
+    assert not answers[joining].success
+    assert [each["rank"] for each in answers[destroyed].data["rank_results"]] == [0, 1]
+    assert stage.generate()["text"] == undisturbed(temperature=0, max_new_tokens=12)["text"]
+
+
+def test_a_swap_that_another_rank_could_not_do_is_undone(tmp_path):
+    scheduler = build("decode", model="tiny", weights_root=str(tmp_path))
+    target = Target(scheduler.worker.text.model)
+    staged = Staged(target)
+    for name, tensor in weights_of(7).items():
+        staged.add(name, tensor)
+    steps = Lifecycle(scheduler, target).update(Wish(weight_version="v7"), lambda: staged, {})
+    stage = next(steps)
+    swap = steps.send(stage())
+    swap()
+    assert checksum_of(dict(target)) == checksum_of(weights_of(7))
+    with pytest.raises(StopIteration) as ended:
+        steps.throw(PeerFault("rank 1: its device is full"))
+    success, message, _, _ = ended.value.value
+    assert not success
+    assert "undone: the weights of version 'default' are whole. rank 1: its device" in message
+    assert checksum_of(dict(target)) == checksum_of(weights_of(0))
