@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import signal
 import sys
@@ -34,7 +35,11 @@ from omni_proxy.watch.ejector import Ejector
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.launcher import Launcher
 from omni_proxy.watch.prober import Prober
+from omni_proxy.watch.progress import until_ready
 from omni_proxy.watch.reloader import Reloader
+from omni_proxy.watch.standing import HOLD
+from omni_proxy.weights.desk import WeightDesk
+from omni_proxy.weights.journal_file import JournalFile, folder_for
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +62,19 @@ def run(startup: Startup) -> int:
 
 def _log_health(worker: Worker, before: Health) -> None:
     now, why = worker.machine.state, worker.machine.last_error
+    if HOLD in worker.holds:  # its launch tells how that goes
+        _log.debug("Worker %s is not in use yet: from %s to %s", worker.url, before, now)
+        return
     level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
     reason = f": {why}" if why and level == logging.WARNING else ""
     _log.log(
         level, "Worker %s health state changed from %s to %s%s", worker.url, before, now, reason
     )
+
+
+def _tell(line: str) -> None:
+    """To whoever waits at the terminal, whatever the log's level and format."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201  see above
 
 
 class House:
@@ -78,6 +91,8 @@ class House:
         self.launcher = Launcher(fleet, keeper, self.prober)
         self.ejector = Ejector(fleet, keeper)
         self.reloader = Reloader(keeper)
+        folder = folder_for(keeper.state_file, config, os.environ)
+        self.desk = WeightDesk(fleet, keeper, JournalFile(folder))
         self.leaving = False
         self.supervisors: list[Supervisor] = []
         rooms = Rooms(
@@ -85,6 +100,7 @@ class House:
             keeper=keeper,
             prober=self.prober,
             door=self.door,
+            desk=self.desk,
             launcher=self.launcher,
             supervisors=lambda: [supervisor.status() for supervisor in self.supervisors],
             leaving=lambda: self.leaving,
@@ -97,6 +113,7 @@ class House:
             Supervisor("access_log", lambda told: self.access_log.run(task_status=told)),
             Supervisor("route_log", lambda told: self.route_log.run(task_status=told)),
             self.front,
+            Supervisor("weights", lambda told: self.desk.run(task_status=told)),
             Supervisor("prober", lambda told: self.prober.run(task_status=told)),
             Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
             Supervisor("ejector", lambda told: self.ejector.run(task_status=told)),
@@ -112,15 +129,12 @@ class House:
             # The front first: what can be reached can be answered from its first moment on.
             await root.start(self.door.run)
             await root.start(self.front.run)
+            self.door.held = bool(self.keeper.startup.launch)
             try:
                 self.keeper.start()
             except OSError as error:
-                server = self.keeper.config.server
-                _log.error(
-                    "cannot listen on %s:%d: %s", server.host, server.port, error.strerror or error
-                )
                 root.cancel_scope.cancel()
-                return CANNOT_LISTEN
+                return self._cannot_listen(error)
             root.start_soon(self._signals, root.cancel_scope)
             for supervisor in self.supervisors:
                 if supervisor is not self.front:
@@ -129,8 +143,22 @@ class House:
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
+            if self.door.held:
+                await until_ready(self.launcher.status, self.launcher.until_moved, _tell)
+                try:
+                    self.door.open()
+                except OSError as error:
+                    root.cancel_scope.cancel()
+                    return self._cannot_listen(error)
+                for address in self.door.addresses():
+                    _tell(f"serving on http://{address}")
         _log.info("omni-proxy has stopped")
         return 0
+
+    def _cannot_listen(self, error: OSError) -> int:
+        server = self.keeper.config.server
+        _log.error("cannot listen on %s:%d: %s", server.host, server.port, error.strerror or error)
+        return CANNOT_LISTEN
 
     def _follow_config(self, old: Config, new: Config) -> None:
         server = new.server

@@ -17,6 +17,7 @@ commands:
   omni-proxy [serve] ...     run the proxy (this page)
   omni-proxy check FILE      say whether FILE would load; binds nothing
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
+  omni-proxy weights ...     the weights of a running proxy's workers: status, pause, resolve, ...
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
 
@@ -127,9 +128,12 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
     return number
 
 

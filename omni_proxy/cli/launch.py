@@ -75,9 +75,7 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
     size = arguments.tensor_parallel_size
     asked = Asked(arguments.model_path, size, arguments.served_model_name, tuple(engine_flags))
     engine = arguments.engine or engine_for(arguments.model_path)
-    command = (
-        tuple(shlex.split(arguments.command)) if arguments.command else command_of(engine, asked)
-    )
+    command = _words(arguments.command) if arguments.command else command_of(engine, asked)
     gpus = arguments.gpus_per_replica
     if gpus is None:
         gpus = size if visible(os.environ) and engine in ("sglang", "vllm", "omni") else 0
@@ -94,6 +92,13 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
         model="" if arguments.command else model_name(engine, asked),
         capabilities=CAPABILITIES if arguments.command else capabilities_of(engine, asked),
     )
+
+
+def _words(command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError as error:
+        raise EngineError(f"--command: {error} in {command!r}") from None
 
 
 def free_ports(host: str, base: int, count: int) -> int:

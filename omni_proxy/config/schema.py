@@ -96,6 +96,10 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     access_log: Name = "off"
     # As access_log; one JSON line per routed request.
     route_log: Name = "off"
+    # false: exchanges are not counted; /metrics then tells of workers and configuration only.
+    metrics: bool = True
+    # true: token counts are read out of the last piece of each answer that tells its `usage`.
+    usage_metrics: bool = False
     # PEM files; both or none.
     tls_cert: str = ""
     tls_key: str = ""

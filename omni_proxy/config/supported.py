@@ -11,12 +11,8 @@ NOT_YET: Final[dict[str, tuple[object, ...]]] = {
     "server.tls_cert": ("",),
     "server.tls_key": ("",),
     "routing.voice_owner": ("",),
-    "routing.while_paused": ("pass",),
-    "admin.open_metrics": (False,),
     "admin.listen": ("",),
     "admin.listen_key": (True,),
-    "admin.lock_timeout_secs": (300,),
-    "admin.worker_timeout_secs": (600,),
     "weight_sync.mode": ("off",),
     "weight_sync.backend": ("auto",),
     "weight_sync.isolation": ("process",),
@@ -26,10 +22,7 @@ NOT_YET: Final[dict[str, tuple[object, ...]]] = {
     "weight_sync.stall_timeout_secs": (30,),
     "weight_sync.store_dir": ("",),
     "weight_sync.keep_versions": (2,),
-    "weight_sync.verify": ("checksum",),
     "weight_sync.on_failure": ("quarantine",),
-    "weight_sync.drain_secs": (0,),
-    "weight_sync.while_updating": ("hold",),
 }
 # Schemes of worker URLs, ruled by the same idea.
 SCHEMES_NOT_YET: Final = ("https",)

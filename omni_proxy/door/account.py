@@ -7,11 +7,13 @@ the route log's keys: omni-router.md 14.
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from omni_proxy.fleet.version import UNKNOWN
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.table import Route
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
     from omni_proxy.door.core import Door
 
 _encode = msgspec.json.encode
+_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Exchange:
     """One request with its answer. Times are of the pump's clock, 0.0 for a phase not reached."""
 
     __slots__ = (
-        "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "dialled_at",
-        "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key", "last_worker",
-        "method", "need",
-        "outcome", "phase", "pieces", "policy", "queued_secs", "relayed", "request_id", "route",
-        "started_at", "status", "stream", "target", "trial", "tried", "wait_at", "worker",
-        "worker_seen",
+        "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "connect_secs",
+        "dialled_at", "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key",
+        "last_worker", "longest_gap", "method", "need", "outcome", "own_secs", "phase", "pieces",
+        "policy", "queued_secs", "relayed", "request_id", "route", "started_at", "status", "stream",
+        "tail", "target", "trial", "tried", "version", "wait_at", "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, now: float, client: str) -> None:
@@ -49,11 +51,16 @@ class Exchange:
         self.policy = ""
         self.worker: Worker | None = None
         self.last_worker: Worker | None = None  # of a try that is over
+        self.version = UNKNOWN  # of its weights when the present try began
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
         self.tried: list[tuple[Worker, str]] | None = None  # failed tries and what they came to
         self.trial = 0  # the number of the trial that the present try is
         self.queued_secs = 0.0
+        self.connect_secs = 0.0  # for the newest connection that had to be opened
+        self.own_secs = 0.0  # from the events that it came with until it was on its way
+        self.longest_gap = 0.0  # between two pieces of the answer
+        self.tail = b""  # its last piece, where somebody wants to read `usage` in it
         self.admitted = False
         self.relayed = False  # bytes of an answer have left for the client
         self.stream = False
@@ -67,6 +74,7 @@ class Exchange:
     def take(self, door: Door, worker: Worker) -> None:
         """A try at this worker begins."""
         self.worker = worker
+        self.version = worker.version
         if door.route_log is not None:
             self.worker_seen = (worker.machine.state.value, worker.disabled, worker.routable)
         self.attempts += 1
@@ -104,16 +112,25 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
     exchange.ended_at = door.pump.now
     completed = exchange.outcome == "completed"
     exchange.leave(door, succeeded=completed and 0 < exchange.status < 400)
+    if worker is not None and worker.version is not exchange.version:
+        door.across_versions += _spans(exchange, worker)
     if exchange.admitted:
         door.in_flight -= 1
     if door.queue.waiting:
         door.queue.serve()
     door.ended[exchange.outcome or "cut_by_proxy"] += 1
+    if door.meters is not None:
+        door.meters.count(exchange, worker)
     if door.access_log is not None:
         line = access_record(exchange, worker)
         door.access_log.write(line if door.access_json else access_text(line))
     if door.route_log is not None and worker is not None:
         door.route_log.write(_encode(route_record(exchange, worker), order="sorted"))
+
+
+def _spans(exchange: Exchange, worker: Worker) -> bool:
+    """Whether an answer of it has begun with other weights than it ended with."""
+    return exchange.relayed and worker.version != exchange.version
 
 
 def report(
@@ -173,6 +190,9 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "worker": worker.url if worker else None,
         "policy": exchange.policy or None,
         "attempts": exchange.attempts,
+        "weight_version": exchange.version.label,
+        "weight_epoch": exchange.version.epoch or None,
+        "weight_version_end": worker.version.shown if worker and _spans(exchange, worker) else None,
         "tried": [
             {"worker": tried.url, "outcome": outcome} for tried, outcome in outcomes(exchange)
         ],
@@ -204,7 +224,12 @@ def access_text(line: bytes) -> bytes:
         for key, value in record.items()
         if value not in (None, "", 0)
     )
-    return f"{said} {rest}".encode()
+    return _UNSHOWN.sub(_escaped, f"{said} {rest}").encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A client names its model: no line of the log may be of its making."""
+    return found[0].encode("unicode_escape").decode()
 
 
 def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:

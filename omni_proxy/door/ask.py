@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from omni_proxy.door.account import Exchange
@@ -64,7 +65,9 @@ async def ask(
         up = lane.take(conn)
         reused = up is not None
         if up is None:
+            before = conn.pump.now
             up = await _dial(conn, lane)
+            mine.connect_secs = conn.pump.now - before
         conn.upstream = up
         mine.dialled_at = conn.pump.now
         try:
@@ -116,6 +119,8 @@ async def _ask_on(
     conn.clock("send", limit)
     conn.phase = "wait"
     all_sent = _send(up, request)
+    if conn.door.meters is not None and conn.exchange is not None:
+        conn.exchange.own_secs += monotonic() - conn.pump.now
     if not all_sent:
         all_sent = await _send_rest(conn, up, request)
         conn.clock("wait", limit)

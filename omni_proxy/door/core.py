@@ -20,6 +20,7 @@ from omni_proxy.config.schema import Config
 from omni_proxy.door import clocks
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.connection import Connection
+from omni_proxy.door.holding import Holding
 from omni_proxy.door.limits import limits_of
 from omni_proxy.door.listener import Listener, open_socket
 from omni_proxy.door.pump import Pump
@@ -43,6 +44,12 @@ class LineSink(Protocol):
     def write(self, record: bytes) -> None: ...
 
 
+class Meters(Protocol):
+    """Who counts the exchanges that have ended."""
+
+    def count(self, mine: Exchange, worker: Worker | None) -> None: ...
+
+
 class Door:
     """What every connection shares. `front` is the lane to the control routes."""
 
@@ -51,16 +58,20 @@ class Door:
         self.fleet = fleet
         self.front = Lane(self.pump, front_socket, "front")
         self.draining = False
+        self.held = False  # the port is taken, yet nobody is let in
         self.in_flight = 0
         self.peak_in_flight = 0
         self.rejected = 0
         self.accepted = 0
         self.ended: Counter[str] = Counter()
+        self.across_versions = 0  # answers whose worker got other weights meanwhile
         self.queue = Queue(self)
+        self.holding = Holding(self)
         self.timers = Timers(self.pump)
         self.voice_owner = ""
         self.access_log: LineSink | None = None
         self.route_log: LineSink | None = None
+        self.meters: Meters | None = None
         self.below = below  # chance, for policies and for pauses
         self.requests = RequestTemplates()
         self.answers = AnswerTemplates()
@@ -76,6 +87,7 @@ class Door:
         self.limits = limits_of(config)
         self.half_close_aborts = config.server.half_close == "abort"
         self.access_json = config.server.log_format == "json"
+        self.keeps_tail = config.server.metrics and config.server.usage_metrics
         if not self.policy.tune(config.routing):
             self.policy = build(config.routing, self.below, self.pump.now, self.policy)
         self.queue.serve(changed=True)
@@ -85,7 +97,9 @@ class Door:
         now = self.config.server
         moved = (new.server.host, new.server.port) != (now.host, now.port) or not self._listeners
         wanted = moved and not self.draining  # a reload does not open what a drain has closed
-        sock = open_socket(new.server.host, new.server.port) if wanted else None
+        sock = None
+        if wanted:
+            sock = open_socket(new.server.host, new.server.port, listening=not self.held)
 
         def commit() -> None:
             self._take(new)
@@ -100,7 +114,15 @@ class Door:
         for listener in old:
             listener.close()
         self.pump.settle()
-        _log.info("listening on http://%s", self._listeners[0].address)
+        if not self.held:
+            _log.info("listening on http://%s", self._listeners[0].address)
+
+    def open(self) -> None:
+        """Let them in where `held` kept them out. Raises OSError."""
+        self.held = False
+        for listener in self._listeners:
+            listener.listen()
+            _log.info("listening on http://%s", listener.address)
 
     def _welcome(self, sock: socket.socket, peer: str) -> None:
         self.accepted += 1
@@ -166,6 +188,16 @@ class Door:
             "peak_waiting": self.queue.peak_waiting,
         }
 
+    def counts(self) -> dict[str, object]:
+        """What costs little to tell, however many connections there are."""
+        return {
+            "accepted": self.accepted,
+            "connections": len(self.pump.tasks),
+            "ended": dict(self.ended),
+            "failures": self.pump.failures,
+            "answers_across_versions": self.across_versions,
+        }
+
     def addresses(self) -> list[str]:
         return [listener.address for listener in self._listeners]
 
@@ -174,11 +206,8 @@ class Door:
         oldest = sorted(tasks, key=lambda task: task.began)[:SHOWN_CONNECTIONS]
         return {
             "draining": self.draining,
-            "accepted": self.accepted,
-            "connections": len(tasks),
+            **self.counts(),
             "phases": dict(Counter(task.phase for task in tasks)),
-            "ended": dict(self.ended),
-            "failures": self.pump.failures,
             **self.admission(),
             "voice_owner": self.voice_owner or None,
             "policy": {"name": self.policy.name, **self.policy.facts()},
@@ -204,6 +233,7 @@ class Door:
         if self.voice_owner and self.fleet.find(self.voice_owner) is None:
             _log.warning("the worker that kept the uploaded voices is gone: %s", self.voice_owner)
             self.voice_owner = ""
+        self.holding.follow_fleet()
         self.queue.serve(changed=True)
 
     def keep_voices_at(self, worker: Worker) -> None:

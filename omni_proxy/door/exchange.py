@@ -21,11 +21,12 @@ from omni_proxy.door.task import Gone
 from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import inspect
+from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.keys import routing_key
 from omni_proxy.routing.pick import choose
 from omni_proxy.routing.table import Place, WrongMethod, match
 from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import HINT_PREFIX, RequestHead, drop_fields
+from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
@@ -85,6 +86,8 @@ def _inspected(
     route = mine.route
     assert route is not None
     need = mine.need = inspect(route, body, head)
+    if need.large:
+        settle_large(conn.door.fleet, need)
     mine.stream = need.stream
     if conn.door.policy.wants_key:
         need.key = routing_key(head.lines)
@@ -142,6 +145,7 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
             break
         worker = other
     del body, way
+    need.body = None  # nobody is picked any more: a long answer shall not hold a large body
     keep = await relay(conn, mine, head, first)
     if mine.outcome != "completed" or worker.machine.failed_tries or route.place is not Place.ANY:
         _learn(conn, mine, worker)
@@ -171,10 +175,9 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     body = conn.body_at_hand(mine, head, limit)
     if body is None:
         body = await conn.read_body(mine, head, limit)
-    hints = b"".join(b"%b%b: %b\r\n" % (HINT_PREFIX, *hint) for hint in head.hints.items())
     conn.pump.front_exchanges += 1
     try:
-        first = await ask(conn, mine, head, (door.front, head.lines + hints, body))
+        first = await ask(conn, mine, head, (door.front, head.lines + hint_lines(head.hints), body))
         return await relay(conn, mine, head, first)
     except TryFailed as failed:
         raise Refusal(

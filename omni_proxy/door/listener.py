@@ -22,8 +22,11 @@ ACCEPTS_PER_EVENT: Final = 64  # then the others get their turn
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def open_socket(host: str, port: int) -> socket.socket:
-    """Bound and listening. Raises OSError (also for a host that is no address of this machine)."""
+def open_socket(host: str, port: int, *, listening: bool = True) -> socket.socket:
+    """Bound, and listening unless that shall come later: until then connections are refused.
+
+    Raises OSError (also for a host that is no address of this machine).
+    """
     family, kind, proto, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -31,7 +34,10 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(BACKLOG)
+        if listening:
+            sock.listen(BACKLOG)
+        else:  # a port that is only bound is free for all who want to use it again
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         sock.setblocking(False)
     except OSError:
         sock.close()
@@ -52,7 +58,15 @@ class Listener:
         host, port = sock.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._fd = sock.fileno()
-        pump.register(self._fd, self)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            pump.register(self._fd, self)
+
+    def listen(self) -> None:
+        """Where the socket does not yet. Raises OSError."""
+        if not self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._sock.listen(BACKLOG)
+            self._pump.register(self._fd, self)
 
     def on_event(self, mask: int) -> None:
         for _ in range(ACCEPTS_PER_EVENT):

@@ -19,7 +19,7 @@ from omni_proxy.door.account import Exchange
 from omni_proxy.door.task import Expired, Gone, pause
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.pick import able, choose
+from omni_proxy.routing.pick import able, choose, meeting
 from omni_proxy.routing.table import Place
 from omni_proxy.wire.errors import Refusal
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from omni_proxy.door.core import Door
 
 # Why nobody can take it now, though somebody may in a moment.
-WORTH_WAITING: Final = frozenset(
-    ("all_disabled", "all_held", "none_healthy", "all_full", "no_workers")
-)
+BY_WEIGHTS: Final = frozenset(("weights_updating", "paused", "weights_uncertain"))
+WORTH_WAITING: Final = BY_WEIGHTS | {
+    "all_disabled", "all_held", "none_healthy", "all_full", "no_workers",
+    "weight_version_unavailable",
+}  # fmt: skip
 
 
 SPARE_ENTRIES: Final = 64
@@ -109,6 +111,8 @@ class Queue:
 
         Until then it gives its slot to others: it would keep it from those that could go.
         """
+        if nobody.code in BY_WEIGHTS and mine.need is not None:
+            self._door.holding.judge(mine.need, nobody)
         if not self._door.config.server.queue_size or nobody.code not in WORTH_WAITING:
             raise nobody
         self._door.count_out(mine)
@@ -193,7 +197,9 @@ class Queue:
     def _could_ever(self, ticket: _Ticket) -> bool:
         """Before the fleet changes: somebody is able, and only full."""
         need = ticket.need
-        return need is None or bool(self._door.fleet.candidates(need.model, need.mask))
+        if need is None:
+            return True
+        return bool(meeting(need, self._door.fleet.candidates(need.model, need.mask)))
 
     async def _wait(self, ticket: _Ticket, why: Refusal) -> None:
         """`why` it can't go now. Raises Refusal where there is no place or its time is over."""
@@ -268,7 +274,8 @@ def _key_of(need: Need | None, *, names_models: bool) -> Hashable:
     if need is None:
         return None
     model = need.model if names_models else None
-    return model, need.mask, need.place if need.place is not Place.ANY else "", need.worker
+    place = need.place if need.place is not Place.ANY else ""
+    return model, need.mask, place, need.worker, need.version
 
 
 def _overloaded(why: Refusal, waited: str, reason: str) -> Refusal:

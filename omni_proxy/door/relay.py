@@ -24,6 +24,7 @@ from omni_proxy.wire.head import RequestHead
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
 
+END_BYTES = 32  # what only says that a stream is over is no larger
 
 async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: First) -> bool:
     """Everything of the answer to the client; whether its connection may go on.
@@ -78,6 +79,8 @@ def _start(
             _hear(conn, mine)
         mine.pieces = 1
         mine.bytes_out = len(piece)
+        if conn.door.keeps_tail:
+            mine.tail = piece
         conn.clock("relay", limits.idle)
         top += shape.wrap(piece) if shape else piece
     else:
@@ -96,6 +99,8 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
     """The rest of the body. Raises UpstreamGarbage where it breaks, Expired, Gone."""
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
     idle = conn.door.limits.idle
+    keeps_tail = conn.door.keeps_tail
+    before = mine.first_at
     while not answer.whole:
         if conn.waits_for(up):
             await pause()
@@ -111,9 +116,14 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
             raise UpstreamGarbage("the worker closed before the answer's end")
         piece = answer.feed(piece)
         now = pump.now
-        if not mine.first_at:
+        if not before:
             _hear(conn, mine)
             conn.phase = "relay"
+        elif now - before > mine.longest_gap:
+            mine.longest_gap = now - before
+        before = now
+        if keeps_tail and len(piece) > END_BYTES:
+            mine.tail = piece
         conn.due = min(now + idle, conn.deadline)
         mine.pieces += 1
         mine.bytes_out += len(piece)
@@ -192,6 +202,9 @@ def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) 
     parts = [answer.lines if mine.route is not None else with_reason(answer)]
     if mine.route is not None:
         parts.append(diagnostics(mine))
+        parts.append(mine.version.lines)
+        if mine.worker is not None and mine.worker.version is not mine.version:
+            parts.append(mine.worker.version.end_lines(mine.version))
     if not first.bodiless and not head.http_1_0 and answer.framing is not Framing.LENGTH:
         parts.append(b"transfer-encoding: chunked\r\n")
     if not keep:

@@ -95,7 +95,7 @@ class Task(ABC):
         self.reads += 1
         if self.reads < READS_PER_TURN:
             return False
-        self.pump.again(self)
+        self.pump.resume(self)  # whoever steps us may be no part of a batch
         return True
 
     def throw(self, error: BaseException) -> None:

@@ -4,9 +4,9 @@
        └─────fall──────┴──fall──> dead ──revive──> unknown              (on_threshold = "dead")
 
 rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row, or
-`max_worker_retries` failed requests in a row without a good answer. A run with a failed probe ends
-in `on_threshold`, one of requests alone in `eject`; back from there it owes a trial, one request at
-a time. Invariant: dead is left by `revive` only. Source: omni-router.md 9, rules of config.md.
+`max_worker_retries` failed requests in a row without a good answer. The first with a failed probe
+among them ends in `on_threshold`, all else in `eject`; back from there it owes a trial, one request
+at a time. Invariant: dead is left by `revive` only. Source: omni-router.md 9, rules of config.md.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class HealthMachine:
             return False
         self._count()
         self.failed_tries += 1
-        if not tried and self.probe_failed:
-            if self._run >= thresholds.fall:
-                self._enter(thresholds.on_threshold, at)
+        whole = self._run >= thresholds.fall
+        if whole and self.probe_failed and not tried:
+            self._enter(thresholds.on_threshold, at)
             return False
-        enough = 0 < thresholds.tries <= self.failed_tries or self._run >= thresholds.fall
+        enough = whole or 0 < thresholds.tries <= self.failed_tries
         if tried or enough:
             self._run = 0
             self.trial_owed = True

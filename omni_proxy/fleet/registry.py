@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from omni_proxy.config.overlay import Desired
 from omni_proxy.fleet.health import Health, Thresholds
+from omni_proxy.fleet.version import Version
 from omni_proxy.fleet.worker import Worker
 
 CANDIDATE_LISTS = 1024  # models are named by clients: bound what they can make us remember
@@ -40,6 +41,7 @@ class Fleet:
         self.limited = False  # some worker has a max_inflight, so a pick has to look at room
         self.names_models = False  # some worker names a model, so a request's model may matter
         self._by_url: dict[str, Worker] = {}
+        self._models: set[str] = set()
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
         self._health_watchers: list[Callable[[Worker, Health], None]] = []
@@ -53,6 +55,10 @@ class Fleet:
     def watch(self, callback: Callable[[], None]) -> None:
         """`callback` runs synchronously after each change of membership, health or switch."""
         self._watchers.append(callback)
+
+    def names(self, model: str) -> bool:
+        """Whether some worker says that this is its model."""
+        return model in self._models
 
     def find(self, url: str) -> Worker | None:
         return self._by_url.get(url)
@@ -80,7 +86,8 @@ class Fleet:
         reordered = list(before) != list(after)
         self._by_url = after
         self.limited = any(worker.max_inflight for worker in after.values())
-        self.names_models = any(worker.model for worker in after.values())
+        self._models = {worker.model for worker in after.values() if worker.model}
+        self.names_models = bool(self._models)
         change = Change(tuple(added), removed, tuple(changed))
         if change or reordered:
             self._changed()
@@ -94,11 +101,15 @@ class Fleet:
         Workers that name another model drop out; where no candidate names one, the request's model
         is ignored (omni-router.md 8). The list is kept until the fleet changes.
         """
+        if model is not None and model not in self._models:
+            # All names that nobody has are one: clients choose them, as many and as long as they
+            # like.
+            model = "" if self._models else None
         key = (model, mask)
         found = self._candidates.get(key)
         if found is None:
             found = [w for w in self._by_url.values() if w.routable and w.mask & mask == mask]
-            if model and any(w.model for w in found):
+            if model is not None and any(w.model for w in found):
                 found = [w for w in found if w.model == model]
             if len(self._candidates) >= CANDIDATE_LISTS:
                 self._candidates.clear()
@@ -150,6 +161,7 @@ class Fleet:
         before = worker.machine.state
         worker.machine.lose(at, error)
         self._after(worker, before)
+        self.versioned(worker, None, 0)
         self.forgotten(worker)
 
     def mark_dead(self, worker: Worker, at: datetime) -> None:
@@ -174,9 +186,11 @@ class Fleet:
         self._changed()
 
     def versioned(self, worker: Worker, label: str | None, epoch: int) -> None:
-        """Which weights it has now."""
-        worker.weight_version, worker.weight_epoch = label, epoch
-        self._changed()
+        """Which weights it has now; None and 0 while that is not known."""
+        version = Version(label, epoch)
+        if version != worker.version:
+            worker.version = version
+            self._changed()
 
     def counts(self) -> dict[str, int]:
         workers = self._by_url.values()

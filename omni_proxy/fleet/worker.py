@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import datetime
+from typing import Final
 
 from omni_proxy.config.overlay import Desired
 from omni_proxy.config.url import dial_address, display_id, worker_id
 from omni_proxy.fleet.capabilities import mask_of, names_in
 from omni_proxy.fleet.health import Health, HealthMachine
+from omni_proxy.fleet.version import UNKNOWN, Version
+
+# Out of routing for one of these, a worker is still well: only its weights are in question.
+WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain"))
 
 
 class Worker:
@@ -42,9 +47,8 @@ class Worker:
         "routed",
         "succeeded",
         "url",
+        "version",
         "weight",
-        "weight_epoch",
-        "weight_version",
     )
 
     def __init__(self, entry: Desired, now: datetime) -> None:
@@ -60,8 +64,7 @@ class Worker:
         self.holds: set[str] = set()
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
-        self.weight_version: str | None = None  # the label it gives its weights, if it told one
-        self.weight_epoch = 0  # our own number of them; 0: not put there by an update of ours
+        self.version: Version = UNKNOWN  # of its weights
         self.routed: Counter[str] = Counter()
         self.succeeded: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
@@ -88,6 +91,16 @@ class Worker:
             and self.origin == entry.origin
             and self.api_key_env == entry.api_key_env
         )
+
+    @property
+    def weight_version(self) -> str | None:
+        """The label it gives its weights, if it told one."""
+        return self.version.label
+
+    @property
+    def weight_epoch(self) -> int:
+        """Our own number of them; 0: not put there by an update of ours."""
+        return self.version.epoch
 
     @property
     def routable(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from quart_trio import QuartTrio
 
+from omni_proxy.front.admin import AdminRoutes
 from omni_proxy.front.auth import KeyCheck
+from omni_proxy.front.chosen import Chosen
 from omni_proxy.front.config import ConfigRoutes
 from omni_proxy.front.engines import EngineRoutes
 from omni_proxy.front.explain import ExplainRoutes
@@ -12,8 +14,10 @@ from omni_proxy.front.models import ModelRoutes
 from omni_proxy.front.pool import PoolRoutes
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import speak_json
+from omni_proxy.front.rl import RlRoutes
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.front.scaling import ScalingRoutes
+from omni_proxy.front.weights import WeightRoutes
 from omni_proxy.front.workers import WorkerRoutes
 
 
@@ -24,6 +28,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
     keys = KeyCheck(rooms.keeper)
     records = Records(rooms.fleet)
+    chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
     speak_json(app)
     for routes in (
@@ -34,6 +39,9 @@ def create_app(rooms: Rooms) -> QuartTrio:
         ScalingRoutes(rooms),
         EngineRoutes(rooms),
         ExplainRoutes(rooms),
+        AdminRoutes(rooms, chosen),
+        WeightRoutes(rooms),
+        RlRoutes(rooms, records, chosen),
     ):
         routes.mount(app)
     return app

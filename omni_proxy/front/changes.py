@@ -32,9 +32,12 @@ class Changes:
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
 
-    async def change(self, edit: Edit) -> None:
-        """Raises Refusal: 412 for If-Match, 400 for a change that the configuration refuses."""
-        changed = await self._rooms.keeper.change(edit, if_match())
+    async def change(self, edit: Edit, *, at_once: bool = False) -> None:
+        """Raises Refusal: 412 for If-Match, 400 for a change that the configuration refuses.
+
+        It waits for the end of an operation on the workers, unless it is `at_once`.
+        """
+        changed = await self._rooms.keeper.change(edit, if_match(), at_once=at_once)
         refuse_mismatch(changed)
         if changed.outcome == "refused":
             raise bad(str(changed.error), "change_refused")

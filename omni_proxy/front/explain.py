@@ -9,8 +9,9 @@ from omni_proxy.front.rooms import Rooms
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect import RequestFacts, inspect
 from omni_proxy.routing.keys import routing_key
+from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.table import WrongMethod, match
-from omni_proxy.wire.head import HINT_PREFIX
+from omni_proxy.wire.head import HINTS
 
 DEFAULT_PATH = "/v1/chat/completions"
 
@@ -31,6 +32,8 @@ class ExplainRoutes:
         if route is None:
             raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
         need = inspect(route, await body_bytes(), _facts())
+        if need.large:
+            settle_large(self._rooms.fleet, need)
         door = self._rooms.door
         if door.policy.wants_key:
             need.key = routing_key(_lines())
@@ -45,13 +48,12 @@ def _lines() -> bytes:
 
 def _facts() -> RequestFacts:
     """A body of unknown type is read as JSON, for that is what people will paste here."""
-    prefix = HINT_PREFIX.decode()
     content_type = request.headers.get("Content-Type", "application/json")
     if content_type == "application/x-www-form-urlencoded":  # what curl -d says of any body
         content_type = "application/json"
     hints = {
-        name.lower().removeprefix(prefix).encode(): value.encode("latin-1", "replace")
+        HINTS[field]: value.encode("latin-1", "replace")
         for name, value in request.headers
-        if name.lower().startswith(prefix)
+        if (field := name.lower().encode("latin-1", "replace")) in HINTS
     }
     return RequestFacts(content_type.encode("latin-1", "replace"), hints)

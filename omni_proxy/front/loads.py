@@ -16,6 +16,7 @@ _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",
     "num_used_tokens", "max_total_num_tokens", "max_running_requests",
 )  # fmt: skip
+LARGEST = 1e300
 _RATES = ("token_usage", "gen_throughput", "cache_hit_rate", "utilization")
 
 
@@ -79,4 +80,6 @@ def _aggregate(records: list[dict[str, object]]) -> dict[str, object]:
 
 
 def _number(value: object) -> float:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    """JSON can spell numbers that no float holds."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if plain and -LARGEST < value < LARGEST else 0

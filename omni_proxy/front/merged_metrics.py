@@ -6,6 +6,7 @@ Invariant: a worker whose text can't be read costs its own samples only, and sho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ from prometheus_client.samples import Sample
 
 from omni_proxy.watch.broadcast import Outcome
 
+UP: Final = "omni_proxy_engine_metrics_up"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -39,7 +41,7 @@ class _Families(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         up = GaugeMetricFamily(
-            "omni_proxy_engine_metrics_up",
+            UP,
             "1 where the worker's own metrics could be read",
             labels=["worker"],
         )
@@ -47,6 +49,8 @@ class _Families(Collector):
             found = _families(outcome)
             up.add_metric([outcome.worker.url], 0 if found is None else 1)
             for family in found or ():
+                if family.name == UP:
+                    continue
                 known = families.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )
@@ -61,10 +65,15 @@ def _families(outcome: Outcome) -> list[Metric] | None:
     if not outcome.ok:
         return None
     try:
-        return list(text_string_to_metric_families(outcome.body.decode()))
+        found = list(text_string_to_metric_families(outcome.body.decode()))
     except (ValueError, KeyError, IndexError, TypeError):  # what its parser raises for junk
         return None
+    times = [float(s.timestamp or 0) for family in found for s in family.samples]
+    return found if all(map(math.isfinite, times)) else None  # no such time can be written
 
 
 def _labelled(family: Metric, worker: str) -> Iterable[Sample]:
-    return [s._replace(labels={**s.labels, "worker": worker}) for s in family.samples]
+    """A label of that name which is the worker's own goes by the name that Prometheus gives it."""
+    for sample in family.samples:
+        labels = {"exported_worker" if k == "worker" else k: v for k, v in sample.labels.items()}
+        yield sample._replace(labels={**labels, "worker": worker})

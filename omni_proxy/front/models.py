@@ -25,6 +25,7 @@ NOT_PASSED_ON = frozenset(
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
         "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
         "content-type", "accept-encoding", "remote-addr", "expect",
+        "x-omni-weight-version", "x-omni-min-weight-epoch",
     )
 )  # fmt: skip
 HINT_PREFIX = "x-sglang-omni-route-"

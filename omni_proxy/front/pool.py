@@ -13,14 +13,12 @@ from quart import Quart, Response
 
 from omni_proxy import __version__
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
 from omni_proxy.front.auth import KeyCheck
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import reply
 from omni_proxy.front.rooms import Rooms
 
-# Out of routing for one of these, a worker is still well: the fleet is not unhealthy for it.
-WEIGHT_HOLDS = frozenset(("updating", "paused", "uncertain"))
 PRIVATE = ("workers", "voice_routing")
 
 

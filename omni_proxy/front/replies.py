@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.errors import Refusal, to_json
 
 
 def reply(payload: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(payload)
-    return Response(body, status, headers, content_type="application/json")
+    return Response(to_json(payload), status, headers, content_type="application/json")
 
 
 def text(sentence: str) -> Response:
@@ -37,6 +35,8 @@ async def json_object() -> dict[str, object]:
     body = await body_bytes()
     try:
         value = json.loads(body) if body else {}
+        if b"\\u" in body:  # half a character could be kept nowhere and told to nobody
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise bad("invalid JSON body", "invalid_json") from None
     if not isinstance(value, dict):

@@ -15,6 +15,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies import Policy
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.prober import Prober
+from omni_proxy.weights.desk import WeightDesk
 
 
 class Door(Protocol):
@@ -43,6 +44,7 @@ class Rooms:
     keeper: Keeper
     prober: Prober
     door: Door
+    desk: WeightDesk
     launcher: Launcher | None
     supervisors: Callable[[], list[dict[str, object]]]
     leaving: Callable[[], bool] = lambda: False

@@ -71,7 +71,9 @@ class WorkerRoutes:
         known = self._rooms.fleet.get(name)
         judged = judge_switch(body, known.url if known else None, prefers_async=_prefers_async())
         worker = self._changes.find(name)
-        await self._changes.change(self._switching(worker, judged.switches))
+        # Taking one out, or in again, is not to wait for an update that hangs.
+        at_once = judged.switches.keys() <= {"disabled"}
+        await self._changes.change(self._switching(worker, judged.switches), at_once=at_once)
         log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
         self._records.note(worker, judged.remarks)
         if judged.is_dead:
@@ -87,7 +89,7 @@ class WorkerRoutes:
     async def patch(self, name: str) -> Response:
         judged = judge_patch(await json_object())
         worker = self._changes.find(name)
-        await self._changes.change(self._switching(worker, {}))
+        await self._changes.change(self._switching(worker, {}), at_once=True)
         self._records.note(worker, judged.remarks)
         return self._accepted(worker, judged, "worker updated")
 

@@ -48,6 +48,8 @@ def explain(fleet: Fleet, need: Need, policy: Policy, owner: str = "") -> dict[s
                 "reasons": reasons,
                 "in_flight": worker.in_flight,
                 "health_state": worker.machine.state.value,
+                "weight_version": worker.weight_version,
+                "weight_epoch": worker.weight_epoch,
             }
         )
     told: dict[str, object] = {
@@ -55,6 +57,7 @@ def explain(fleet: Fleet, need: Need, policy: Policy, owner: str = "") -> dict[s
             "model": need.model,
             "stream": need.stream,
             "capabilities": need.capabilities,
+            "weights": str(need.version) if need.version else None,
         },
         "policy": policy.name,
         "workers": verdicts,

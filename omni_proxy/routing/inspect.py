@@ -16,7 +16,9 @@ import msgspec
 
 from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
 from omni_proxy.routing.form import form_fields
+from omni_proxy.routing.large import LARGE_BYTES, read_top
 from omni_proxy.routing.table import BodyKind, Place, Route
+from omni_proxy.routing.wanted import Wanted, wanted_by
 from omni_proxy.wire.errors import Refusal
 
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
@@ -58,6 +60,9 @@ class Need:
     worker: str = ""  # id or URL, for Place.NAMED
     body: Payload | None = None  # the decoded body, for policies that read the prompt
     key: str = ""  # what keeps a client with its worker, for policies that want it
+    version: Wanted | None = None  # which weights it accepts; None: any
+    large: str = ""  # the traffic class of a body that was too large to be read whole
+    hinted: frozenset[bytes] = frozenset()  # of such a one: which hints came with it
 
     @property
     def capabilities(self) -> list[str]:
@@ -91,6 +96,7 @@ class Payload(msgspec.Struct):
     items: Any = None
 
 
+MAX_MODEL_CHARS = 1024
 _MEDIA = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
@@ -109,7 +115,11 @@ def inspect(route: Route, body: bytes, facts: Facts) -> Need:
         if not named:
             raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
         need.worker = named.decode("latin-1")
-    if _is_json(route, facts) and body:
+    if _is_json(route, facts) and len(body) > LARGE_BYTES:
+        _read_large(route, body, need)
+        need.hinted = frozenset(facts.hints)
+        _apply_hints(need, facts.hints, source="JSON body")
+    elif _is_json(route, facts) and body:
         payload = need.body = decode(body)
         _read(route, payload, need)
         if facts.hints:
@@ -119,6 +129,18 @@ def inspect(route: Route, body: bytes, facts: Facts) -> Need:
         if facts.hints:
             _apply_hints(need, facts.hints, source="multipart form" if told else None)
     return need
+
+
+def _read_large(route: Route, body: bytes, need: Need) -> None:
+    top = read_top(body)
+    need.body = Payload(
+        model=top.model, stream=top.stream, stream_format=top.stream_format,
+        request_id=top.request_id, input_ids=msgspec.Raw(top.beginning),
+    )  # fmt: skip
+    _read(route, need.body, need)
+    if route.traffic.startswith("speech"):
+        need.mask |= AUDIO  # a voice reference is what makes such a body large
+    need.large = route.traffic
 
 
 def decode(body: bytes) -> Payload:
@@ -209,9 +231,13 @@ def _read(route: Route, payload: Payload, need: Need) -> None:
 
 
 def _named(model: object) -> str | None:
-    """A model's name. JSON can spell lone surrogates, which no log and no answer could hold."""
+    """A model's name. JSON can spell lone surrogates, which no log and no answer could hold.
+
+    Nobody serves a name of such a length, and it would be told in every one of them: it is cut.
+    """
     if not isinstance(model, str) or not model:
         return None
+    model = model[:MAX_MODEL_CHARS]
     return model if model.isascii() else model.encode("utf-8", "replace").decode()
 
 
@@ -279,6 +305,7 @@ def _read_form(body: bytes, content_type: bytes, need: Need) -> bool:
 
 def _apply_hints(need: Need, hints: dict[bytes, bytes], *, source: str | None) -> None:
     """Hints complete what the body left open; against a body that spoke they are refused."""
+    need.version = wanted_by(hints)
     prefix = "x-sglang-omni-route-"
     if b"model" in hints:
         model = hints[b"model"].decode("latin-1").strip()
@@ -297,7 +324,7 @@ def _apply_hints(need: Need, hints: dict[bytes, bytes], *, source: str | None) -
         need.mask |= STREAMING if need.stream else 0
     if b"capabilities" in hints:
         mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
-        if source == "JSON body" and mask & ~need.mask:
+        if source == "JSON body" and not need.large and mask & ~need.mask:
             raise _bad(f"{prefix}capabilities conflicts with JSON body")
         need.mask |= mask
 

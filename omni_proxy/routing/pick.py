@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from omni_proxy.fleet.capabilities import names_in
+from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.table import Place
@@ -24,6 +25,8 @@ def has_room(worker: Worker) -> bool:
 def able(fleet: Fleet, need: Need, owner: str = "") -> Sequence[Worker]:
     """Who could take it now, in registration order. Raises Refusal 404 for an unknown name."""
     candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
+    if need.version is not None:
+        candidates = meeting(need, candidates)
     if need.place is not Place.ANY:
         candidates = _placed(fleet, need, candidates, owner)
     if fleet.limited:
@@ -45,6 +48,12 @@ def choose(
     if not candidates:
         raise nobody(fleet, need, owner)
     return policy.pick(candidates, need)
+
+
+def meeting(need: Need, workers: Sequence[Worker]) -> Sequence[Worker]:
+    """Those whose weights it accepts."""
+    wanted = need.version
+    return workers if wanted is None else [w for w in workers if wanted.met_by(w.version)]
 
 
 def _placed(fleet: Fleet, need: Need, candidates: Sequence[Worker], owner: str) -> Sequence[Worker]:
@@ -75,6 +84,8 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -
         reasons.append("lacks " + ", ".join(missing))
     if need.model and worker.model != need.model and _model_counts(fleet, need):
         reasons.append(f"serves the model {worker.model!r}, not {need.model!r}")
+    if need.version is not None and not need.version.met_by(worker.version):
+        reasons.append(need.version.against(worker.version))
     if not has_room(worker):
         reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
     if need.place is Place.NAMED and fleet.get(need.worker) is not worker:
@@ -89,7 +100,8 @@ def _against_as_keeper(fleet: Fleet, worker: Worker, need: Need, owner: str) -> 
         return [] if worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
         return ["lacks audio_input, which keeping voices needs"]
-    first = _placed(fleet, need, fleet.candidates(need.model, need.mask), owner)
+    candidates = meeting(need, fleet.candidates(need.model, need.mask))
+    first = _placed(fleet, need, candidates, owner)
     return ["is not the first that could keep voices"] if first and worker not in first else []
 
 
@@ -104,8 +116,45 @@ def _model_counts(fleet: Fleet, need: Need) -> bool:
 
 def nobody(fleet: Fleet, need: Need, owner: str = "") -> Refusal:
     """The 503 for a request that no worker can take, with the first reason that explains it."""
-    code, why = _first_cause(fleet, need, owner)
+    held = kept_back(fleet, need, owner)
+    code, why = _by_weights(held) if held else _first_cause(fleet, need, owner)
     return Refusal(503, f"no eligible upstream: {why}", code).with_headers(("retry-after", "1"))
+
+
+def kept_back(fleet: Fleet, need: Need, owner: str = "") -> list[Worker]:
+    """Those that could take it but for an operation on weights; none where somebody else could, or
+    where that is not what is in the way."""
+    left = _meant(fleet, need, owner)
+    for code, _, narrow in _steps(need):
+        if code == "all_held":
+            break
+        left = narrow(left)
+    well = [worker for worker in left if worker.machine.state is Health.HEALTHY] or left
+    return well if all(w.holds and w.holds <= WEIGHT_HOLDS for w in well) else []
+
+
+def _meant(fleet: Fleet, need: Need, owner: str) -> list[Worker]:
+    """Whom its place leaves: one worker, where it names one or the voices are kept."""
+    if need.place is Place.NAMED:
+        named = fleet.get(need.worker)
+        return [named] if named else []
+    if need.place is Place.VOICE_OWNER:
+        if owner:
+            return [worker for worker in fleet.workers if worker.url == owner]
+        return [worker for worker in fleet.workers if "audio_input" in worker.capabilities]
+    return fleet.workers
+
+
+def _by_weights(held: Iterable[Worker]) -> tuple[str, str]:
+    """The code names what is likely to end first."""
+    holds = {hold for worker in held for hold in worker.holds}
+    words = " or ".join(words for hold, words in _HELD_WORDS.items() if hold in holds)
+    why = f"every worker that could take it is {words}"
+    if "updating" in holds:
+        return "weights_updating", why
+    if "paused" in holds:
+        return "paused", why
+    return "weights_uncertain", why
 
 
 def _first_cause(fleet: Fleet, need: Need, owner: str) -> tuple[str, str]:
@@ -126,6 +175,11 @@ def _first_cause(fleet: Fleet, need: Need, owner: str) -> tuple[str, str]:
     return "model_not_found", f"no routable worker serves the model {need.model!r}"
 
 
+_HELD_WORDS = {
+    "updating": "being updated",
+    "paused": "paused by a trainer",
+    "uncertain": "uncertain since a weight update",
+}
 _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
@@ -145,6 +199,11 @@ def _steps(need: Need) -> Iterator[_Step]:
         "all_disabled",
         lambda left: f"all {len(left)} workers that could take it are disabled",
         lambda left: [worker for worker in left if not worker.disabled],
+    )
+    yield (
+        "weight_version_unavailable",
+        lambda _: f"no worker that could take it has weights {need.version}",
+        lambda left: list(meeting(need, left)),
     )
     yield (
         "all_held",

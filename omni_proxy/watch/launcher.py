@@ -42,6 +42,7 @@ class Launcher:
         self._chance = chance
         self._places: dict[Place, Launched] = {}
         self._moved = trio.Event()
+        self._told = trio.Event()
         keeper.subscribe(lambda _old, _new: self._wake())
 
     def status(self) -> list[dict[str, object]]:
@@ -49,7 +50,7 @@ class Launcher:
 
     async def until_moved(self) -> None:
         """Until some place has another state than now."""
-        await self._moved.wait()
+        await self._told.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         leash = Leash()
@@ -91,6 +92,9 @@ class Launcher:
 
     def _wake(self) -> None:
         self._moved.set()
+        # One of its own: `run` may be between two lives, and would leave the other one set.
+        told, self._told = self._told, trio.Event()
+        told.set()
 
 
 def _renew(places: list[Launched]) -> None:

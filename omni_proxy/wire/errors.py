@@ -6,11 +6,18 @@ never build an error body by hand.
 
 from __future__ import annotations
 
+import json
 from http import HTTPStatus
 
 import msgspec
 
-_encode = msgspec.json.encode
+
+def to_json(value: object) -> bytes:
+    """Of anything that came in as JSON too: that can spell half a character, which UTF-8 can't."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 class Refusal(Exception):
@@ -59,7 +66,7 @@ def error_body(message: str, type_: str, code: str | int, **extra: object) -> by
         error["reason"] = extra.pop("reason")
     if "top_code" in extra:
         extra["code"] = extra.pop("top_code")
-    return _encode({"error": error, **extra})
+    return to_json({"error": error, **extra})
 
 
 def answer(

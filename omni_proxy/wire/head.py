@@ -8,7 +8,7 @@ reaches a worker. llhttp judges; one regular expression finds the fields that ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import httptools
@@ -20,12 +20,20 @@ MAX_TARGET_BYTES = 16384
 CHUNKED = -1
 
 HINT_PREFIX = b"x-sglang-omni-route-"
+# What clients say of routing, and how it is keyed in a head.
+HINTS = {
+    **{HINT_PREFIX + key: key for key in (b"model", b"stream", b"capabilities", b"worker")},
+    b"x-omni-weight-version": b"weight-version",
+    b"x-omni-min-weight-epoch": b"min-weight-epoch",
+}
+_CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
 # Fields that end at us (RFC 9110 7.6.1) or are written anew; the last group is read and passed on.
 _OURS = re.compile(
     rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-authorization|proxy-connection|te"
     rb"|trailers?|transfer-encoding|upgrade|host|content-length|expect"
-    rb"|x-sglang-omni-route-(?:model|stream|capabilities|worker))"
+    rb"|x-sglang-omni-route-(?:model|stream|capabilities|worker)"
+    rb"|x-omni-(?:weight-version|min-weight-epoch))"
     rb"|(content-type|x-sglang-omni-request-id|x-request-id|x-correlation-id"
     rb"|idempotency-key|sec-websocket-key))[ \t]*:[ \t]*([^\r\n]*)"
 )
@@ -128,11 +136,7 @@ def judge(head: bytes) -> RequestHead:
         request_id=_request_id(fields),
         websocket_key=_first(fields, b"sec-websocket-key"),
         idempotency_key=b"idempotency-key" in fields,
-        hints={
-            name[len(HINT_PREFIX) :]: values[0]
-            for name, values in fields.items()
-            if name.startswith(HINT_PREFIX)
-        },
+        hints=_hints(fields),
         words=_words(method, target),
     )
 
@@ -174,6 +178,19 @@ def _split(head: bytes) -> tuple[bytes, _Fields]:
             at = found.end()
     kept.append(head[at:-2])
     return b"".join(kept)[2:], fields
+
+
+def _hints(fields: _Fields) -> dict[bytes, bytes]:
+    """Of a hint said twice the first counts; two conditions could be met by no worker."""
+    if any(len(fields.get(name, ())) > 1 for name in _CONDITIONS):
+        raise _bad("a condition on the weights is said twice")
+    return {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
+
+
+def hint_lines(hints: Mapping[bytes, bytes]) -> bytes:
+    """Hints as field lines again."""
+    told = {name: hints[key] for name, key in HINTS.items() if key in hints}
+    return b"".join(b"%b: %b\r\n" % field for field in told.items())
 
 
 def _first(fields: _Fields, name: bytes) -> bytes:

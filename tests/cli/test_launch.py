@@ -108,12 +108,25 @@ def test_each_replica_has_as_many_gpus_as_ranks_where_there_are_any(started, mon
 
 @pytest.mark.parametrize(
     "words",
-    ["--dp-size 0", "--engine nobody", "--command x --unknown y", "--worker-base-port 0"],
+    [
+        "--dp-size 0",
+        "--dp-size two",
+        "--engine nobody",
+        "--command x --unknown y",
+        "--worker-base-port 0",
+    ],
 )
 def test_words_that_make_no_sense_are_refused(started, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
+    assert not started
+    assert "_count" not in capsys.readouterr().err
+
+
+def test_a_command_with_an_open_quote_is_refused(started, capsys):
+    assert main(["--command", "it's"]) == 2
+    assert "--command: No closing quotation" in capsys.readouterr().err
     assert not started
 
 

@@ -28,13 +28,10 @@ OTHER_VALUES = {
     str: lambda value: value + "x",
 }
 CHOICES = {
-    "routing.while_paused": "hold",
     "weight_sync.mode": "coordinate",
     "weight_sync.backend": "nccl",
     "weight_sync.isolation": "thread",
-    "weight_sync.verify": "off",
     "weight_sync.on_failure": "rollback",
-    "weight_sync.while_updating": "pass",
 }
 
 

@@ -126,3 +126,25 @@ async def test_an_ipv6_address_is_shown_in_brackets(pump):
     assert listener.address.startswith("[::1]:")
     listener.close()
     pump.settle()
+
+
+async def test_one_that_is_only_bound_holds_its_port_and_lets_nobody_in_yet(pump, guests):
+    sock = open_socket("127.0.0.1", 0, listening=False)
+    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname())
+    with pytest.raises(OSError, match="in use"):
+        open_socket(*sock.getsockname(), listening=False)
+    listener.listen()
+    with socket.create_connection(sock.getsockname()):
+        await until(lambda: guests)
+    listener.close()
+    pump.settle()
+    assert sock.fileno() < 0
+
+
+async def test_one_that_never_listened_closes_as_any_other(pump):
+    sock = open_socket("127.0.0.1", 0, listening=False)
+    Listener(pump, sock, lambda *guest: None).close()
+    pump.settle()
+    assert sock.fileno() < 0

@@ -390,3 +390,23 @@ async def test_a_pump_that_sleeps_is_woken_from_outside(pump):
         pump.resume(task)
         await until(lambda count=count: len(resumed) == count)
     assert resumed == [False] * 3
+
+
+async def test_who_is_stepped_from_outside_and_gives_up_its_turn_is_resumed(pump, wires):
+    """A pause that ends, a clock that runs out: nothing of that wakes a pump that sleeps."""
+
+    async def script(task):
+        conn, _ = task.ends
+        await task.wait_for(task)
+        conn.hot = True
+        for _ in range(READS_PER_TURN):
+            if task.waits_for(conn):
+                await pause()
+
+    task = Scripted(pump, script)
+    task.ends = wires.conn(task)
+    task.start()
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    task.step()
+    with trio.fail_after(10):
+        await task.ended.wait()

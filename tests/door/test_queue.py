@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.routing.pick import able
+from omni_proxy.routing.wanted import Wanted
 from tests.door.waiters import Room
 from tests.fleet.entries import NOW, entry, heal
 
@@ -271,9 +272,9 @@ class QueueLife(RuleBasedStateMachine):
     def drop(self, waiter):
         self.all.remove(waiter)
 
-    @rule(model=st.sampled_from([None, "m", "n"]))
-    def somebody_comes(self, model):
-        came = self.room.come(model)
+    @rule(model=st.sampled_from([None, "m", "n"]), label=st.sampled_from([None, None, "v1", "v2"]))
+    def somebody_comes(self, model, label):
+        came = self.room.come(model, Wanted(label) if label else None)
         if not came.refusal:
             self.all.append(came)
         else:
@@ -312,6 +313,17 @@ class QueueLife(RuleBasedStateMachine):
         else:
             self.room.fleet.revive(worker, NOW)
             heal(self.room.fleet, worker)
+
+    @rule(data=st.data(), label=st.sampled_from(["v1", "v2"]))
+    def a_worker_gets_other_weights(self, data, label):
+        fleet = self.room.fleet
+        fleet.versioned(data.draw(st.sampled_from(fleet.workers)), label, 0)
+
+    @rule(data=st.data())
+    def an_update_of_a_worker_begins_or_ends(self, data):
+        fleet = self.room.fleet
+        worker = data.draw(st.sampled_from(fleet.workers))
+        (fleet.release if worker.holds else fleet.hold)(worker, "updating")
 
     @rule()
     def the_pump_turns(self):

@@ -19,13 +19,13 @@ from tests.fleet.entries import fleet_of
 class Waiter(Task):
     """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
 
-    def __init__(self, room, model=None):
+    def __init__(self, room, model=None, version=None):
         super().__init__(room.door.pump)
         self.room, self.door, self.model = room, room.door, model
         self.deadline = inf
         self.client = SimpleNamespace(ended=False)
         self.mine = Exchange(self.pump.now, "test")
-        self.mine.need = Need(BIT["chat"], model)
+        self.mine.need = Need(BIT["chat"], model, version=version)
         self.refusal = None
         self.wants = ""  # what it waits for, and since when
         self.joined = 0
@@ -58,7 +58,7 @@ class Waiter(Task):
             await door.queue.for_slot(self, mine, unread=False)
         else:
             door.count_in(mine)
-        self.phase, self.wants = "pick", self.model
+        self.phase, self.wants = "pick", (self.model, mine.need.version)
         try:
             worker = choose(door.fleet, mine.need, door.policy)
         except Refusal as nobody:
@@ -86,8 +86,8 @@ class Room:
         self.gone_in = []  # in the order in which they got what they wanted
         self.numbers = iter(range(10**9))
 
-    def come(self, model=None):
-        waiter = Waiter(self, model)
+    def come(self, model=None, version=None):
+        waiter = Waiter(self, model, version)
         waiter.start()
         return waiter
 

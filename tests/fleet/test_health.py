@@ -59,9 +59,8 @@ class Naive:
         self.add("request failed")
         self.unanswered += 1
         enough = len(self.since_ejected) >= self.thresholds.fall
-        if "probe failed" in self.row:
-            if enough:
-                self.go(self.thresholds.on_threshold)
+        if enough and "probe failed" in self.row:
+            self.go(self.thresholds.on_threshold)
         elif enough or 0 < self.thresholds.tries <= self.unanswered:
             self.eject()
 
@@ -241,6 +240,14 @@ def test_request_failures_alone_eject_and_one_failed_probe_makes_it_the_threshol
     events = ["bad probe" if turn == probed else "bad request" for turn in range(3)]
     wanted = Health.UNHEALTHY if probed is None else Health.DEAD
     assert machine_of(PLAIN, *UP, *events).state is wanted
+
+
+def test_one_failed_probe_does_not_save_it_from_its_failed_requests():
+    patient = Thresholds(fall=10, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, tries=3)
+    machine = machine_of(patient, *UP, "bad probe", "bad request", "bad request")
+    assert machine.state is Health.HEALTHY
+    tell(machine, patient, "bad request")
+    assert (machine.state, machine.trial_owed) == (Health.UNHEALTHY, True)
 
 
 def test_a_good_answer_in_between_begins_the_run_anew():

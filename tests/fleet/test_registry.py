@@ -211,7 +211,7 @@ TestFleetLife = FleetLife.TestCase
 def test_models_that_clients_name_do_not_fill_the_memory():
     fleet = fleet_of(entry("a"))
     for number in range(CANDIDATE_LISTS * 2):
-        fleet.candidates(f"model-{number}", 0)
+        fleet.candidates(None, number)
     assert len(fleet._candidates) <= CANDIDATE_LISTS
 
 
@@ -275,3 +275,10 @@ def test_a_record_shows_that_a_worker_is_on_trial_and_keeps_the_words_for_health
     fleet.begin_trial(worker)
     told = worker.record()
     assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", False, True)
+
+
+def test_names_that_no_worker_has_take_no_memory():
+    for fleet in (fleet_of(entry("a", model="m"), entry("b")), fleet_of(entry("a"), entry("b"))):
+        for number in range(100):
+            fleet.candidates(f"no such model {number}", 0)
+        assert len(fleet._candidates) == 1

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
+
+import trio
+import trio.testing
 
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import desired
@@ -14,9 +19,12 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.front.app import create_app
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.routing.policies import build
+from omni_proxy.weights.desk import WeightDesk
+from omni_proxy.weights.journal_file import JournalFile
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
+NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
 
 
 @dataclass
@@ -36,12 +44,13 @@ class KeeperStandIn:
         self.file = self.state_file = None
         self.state_error = ""
         self.next_reload = Outcome("unchanged", 1)
+        self.turn = trio.Lock()
         self.apply()
 
     def apply(self):
         self.fleet.apply(desired(self.config, (), self.state), NOW)
 
-    async def change(self, edit, if_match=None):
+    async def change(self, edit, if_match=None, *, at_once=False):
         if if_match is not None and if_match.strip('"') != str(self.revision):
             return Outcome("precondition_failed", self.revision)
         state = edit(self.state, self.config)
@@ -98,6 +107,13 @@ class House(SimpleNamespace):
         assert found is not None
         return found
 
+    async def settle(self):
+        """Wait for the label of every worker, which the desk asks for when one comes up."""
+        with trio.fail_after(5):
+            for worker in self.fleet.workers:
+                self.fleet.forgotten(worker)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
     def healthy(self, *urls):
         for url in urls:
             worker = self.worker(url)
@@ -111,12 +127,15 @@ def entry(url, **fields):
     return WorkerEntry(url=url, capabilities=fields.pop("capabilities", CAPABILITIES), **fields)
 
 
-def build_house(*entries, key="", **tables):
+def build_house(*entries, key="", folder=NO_FOLDER, **tables):
+    """Whoever runs its `desk` gives it a `folder` to write to."""
     fleet = Fleet()
-    config = Config(workers=entries, admin=Admin(api_key=key), **tables)
+    config = Config(workers=entries, **{"admin": Admin(api_key=key), **tables})
+    keeper = KeeperStandIn(fleet, config)
     house = House(
         fleet=fleet,
-        keeper=KeeperStandIn(fleet, config),
+        keeper=keeper,
+        desk=WeightDesk(fleet, keeper, JournalFile(folder)),
         prober=ProberStandIn(fleet),
         door=DoorStandIn(),
         leaving=False,
@@ -126,6 +145,7 @@ def build_house(*entries, key="", **tables):
         keeper=house.keeper,
         prober=house.prober,
         door=house.door,
+        desk=house.desk,
         launcher=None,
         supervisors=lambda: [{"name": "door", "state": "running"}],
         leaving=lambda: house.leaving,

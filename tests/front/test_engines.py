@@ -98,6 +98,18 @@ async def test_junk_loads_count_as_none(house, engines, junk):
     assert told["loads"][0]["source"] == "proxy"
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [b'{"dp_rank": "\\ud800"}', b'{"token_usage": 1%b}' % (b"0" * 400), b'{"token_usage": NaN}'],
+)
+async def test_loads_that_json_can_spell_and_nothing_else_can_hold_do_no_harm(house, engines, odd):
+    engines.tell(A, "/v1/loads", b'{"loads": [%b]}' % odd)
+    engines.tell(B, "/v1/loads", {"loads": [{"num_running_reqs": 3}]})
+    status, told = await got(house, "/get_loads")
+    assert (status, told["aggregate"]["total_running_reqs"]) == (200, 3)
+    assert told["loads"][0]["token_usage"] == 0
+
+
 async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(house, engines):
     house.healthy(A, B)
     forgotten = []
@@ -151,13 +163,23 @@ async def test_metrics_of_all_workers_become_one_text(house, engines):
     assert f'seen_total{{worker="{A}"}} 4.0' in told
 
 
-@pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="'])
+@pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="', b"x 1 inf\n"])
 async def test_metrics_that_cannot_be_read_cost_that_worker_only(house, engines, junk):
     engines.tell(A, "/metrics", junk)
     engines.tell(B, "/metrics", b"x 1\n")
     told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
     assert f'omni_proxy_engine_metrics_up{{worker="{A}"}} 0.0' in told
     assert f'x{{worker="{B}"}} 1.0' in told
+
+
+async def test_a_label_of_ours_that_a_worker_has_too_goes_by_another_name(house, engines):
+    engines.tell(A, "/metrics", b'x{worker="v"} 1\nx{worker="w"} 2\n')
+    engines.tell(B, "/metrics", b"omni_proxy_engine_metrics_up 7\n")
+    told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
+    assert f'x{{exported_worker="v",worker="{A}"}} 1.0' in told
+    assert f'x{{exported_worker="w",worker="{A}"}} 2.0' in told
+    assert told.count("\nomni_proxy_engine_metrics_up{") == 2
+    assert " 7.0" not in told
 
 
 async def test_who_needs_the_key():

@@ -76,7 +76,7 @@ async def test_an_added_worker_is_probed_once_and_shown(house):
 async def test_a_worker_that_the_prober_saw_already_is_not_probed_again(house, monkeypatch):
     change = house.keeper.change
 
-    async def change_slowly(edit, if_match=None):
+    async def change_slowly(edit, if_match=None, **how):
         changed = await change(edit, if_match)
         await house.prober.probe_once(house.worker(C))
         return changed
@@ -313,3 +313,19 @@ async def test_refusals_carry_the_other_dialects_code_too(house):
     ):
         assert (await answer.get_json())["code"] == code
         assert answer.headers["X-SMG-Error-Code"] == code
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize("body", [{"model": HALF}, {"labels": {"a": HALF}}, {HALF: 1}])
+async def test_half_a_character_is_refused_and_the_lists_stay_readable(house, body):
+    status, told, _ = await call(house, "POST", "/workers", {"url": C, **body})
+    assert (status, told["error"]["code"]) == (400, "invalid_json")
+    assert (await call(house, "GET", "/workers"))[0] == 200
+
+
+async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(house):
+    house.worker(A).health_body = {"name": HALF}
+    status, told, _ = await call(house, "GET", "/workers")
+    assert (status, told["workers"][0]["health"]) == (200, {"name": HALF})

@@ -182,6 +182,14 @@ def put(file: Path, text: str) -> None:
 @asynccontextmanager
 async def program(*words: str | Path) -> AsyncIterator[Program]:
     """Ready when its front answers; ended with SIGTERM, then killed if need be."""
+    async with starting(*words) as running:
+        await running.arrive()
+        yield running
+
+
+@asynccontextmanager
+async def starting(*words: str | Path) -> AsyncIterator[Program]:
+    """The same, from its first moment on."""
     command = [sys.executable, "-m", "omni_proxy", *map(str, words)]
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -191,7 +199,6 @@ async def program(*words: str | Path) -> AsyncIterator[Program]:
         running = Program(process)
         nursery.start_soon(running.listen)
         try:
-            await running.arrive()
             yield running
             if process.returncode is None:
                 assert await running.leave() == 0, running.log

@@ -2,8 +2,15 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import open_door
-from tests.promises.fakes import LAST_CHUNK, answering, chunk, counted, fake_workers
+from tests.promises.door_alone import door_before, open_door
+from tests.promises.fakes import (
+    CHUNKED_HEAD,
+    LAST_CHUNK,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+)
 
 SMALL = "[server]\nmax_payload_size = 64\n[server.timeouts]\nclient_body_secs = 0.05"
 BARE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
@@ -127,3 +134,24 @@ async def test_a_client_that_does_not_wait_for_100_is_served_too(worker):
     async with open_door(worker) as opened, opened.client() as client:
         await client.send(post(CHAT, "expect: 100-continue"))
         assert (await client.answer()).status == 200
+
+
+async def test_a_long_answer_does_not_hold_the_body_of_its_request():
+    go_on = trio.Event()
+
+    async def script(call):
+        await call.send(CHUNKED_HEAD, chunk(b"some"))
+        await go_on.wait()
+        await call.send(LAST_CHUNK)
+
+    async with door_before(script) as (opened, client):
+        await client.send(post(b'{"messages": [], "prompt": "%b"}' % (b"x" * 200_000)))
+        with trio.fail_after(15):
+            while not opened.workers[0].requests:
+                await trio.sleep(0.001)
+            (conn,) = opened.door.pump.tasks
+            while not conn.exchange.relayed:
+                await trio.sleep(0.001)
+        assert conn.exchange.need.body is None
+        go_on.set()
+        assert (await client.answer()).body == b"some"

@@ -10,22 +10,24 @@ import openai
 import pytest
 import trio
 
+from omni_proxy.door.listener import open_socket
 from omni_proxy.replica.model_file import MODELS, cache_folder
-from tests.promises.fleet_program import PROBES, Program, program
+from tests.promises.fleet_program import PROBES, Program, program, starting
 
 MODEL = "smollm2-135m"
 MODEL_FILE = cache_folder(os.environ) / MODELS[MODEL].file
 REPLICA = """
 import http.server, os, sys
+gate = sys.argv[2] if len(sys.argv) > 2 else __file__
 class Answers(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
-        self.say(b"{}")
+        self.say(b'{"loading": true}', 200 if os.path.exists(gate) else 503)
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
         self.say(b'{"pid": %d}' % os.getpid())
-    def say(self, body):
-        self.send_response(200)
+    def say(self, body, status=200):
+        self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -37,11 +39,11 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_
 
 @pytest.fixture
 def base_port() -> int:
-    """The first of two ports that are free next to each other."""
+    """The first of two ports that are free next to each other; 1000 past it is free as well."""
     for port in range(21000 + os.getpid() % 5000, 32000, 2):
         with ExitStack() as stack:
             try:
-                for each in (port, port + 1):
+                for each in (port, port + 1, port + 1000):
                     probe = stack.enter_context(socket.socket())
                     probe.bind(("127.0.0.1", each))
             except OSError:
@@ -138,6 +140,75 @@ async def test_a_group_that_leaves_the_file_is_stopped_and_one_that_comes_is_sta
         assert {place["pid"] for place in again}.isdisjoint(place["pid"] for place in places)
 
 
+@pytest.fixture
+def words(tmp_path, base_port):
+    """Of `omni-proxy launch` for two replicas; each is ready once the file of its number exists."""
+    script = tmp_path / "replica.py"
+    script.write_text(REPLICA)
+    command = f"{sys.executable} -S {script} {{port}} {tmp_path}/{{index}}"
+    return [
+        "launch", "--dp-size", "2", "--port", str(base_port + 1000),
+        "--worker-base-port", str(base_port), "--command", command,
+    ]  # fmt: skip
+
+
+async def test_launch_lets_nobody_in_before_every_replica_is_ready(words, tmp_path, base_port):
+    async with starting(*words) as running:
+        await running.says(r"starting 2 replicas\n")
+        address = ("127.0.0.1", base_port + 1000)
+        (tmp_path / "1").touch()
+        await running.says(rf"replica 1 of 2 is ready after \d+\.\d s: \S+:{base_port + 1}\n")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        with pytest.raises(OSError, match="in use"):
+            open_socket(*address)
+        (tmp_path / "0").touch()
+        await running.says(rf"replica 2 of 2 is ready after \d+\.\d s: \S+:{base_port}\n")
+        await running.says(rf"serving on http://127.0.0.1:{base_port + 1000}\n")
+        await running.arrive()
+        assert (await running.ask()).status_code == 200
+        assert len((await running.told("/status"))["launch"]) == 2
+    assert "WARNING" not in running.log
+    assert "loading" not in running.log
+
+
+async def test_launch_says_at_once_that_its_port_is_taken(words, tmp_path, base_port):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", base_port + 1000))
+        other.listen()
+        async with starting(*words) as running:
+            await running.says(f"cannot listen on 127.0.0.1:{base_port + 1000}: Address already in")
+            with trio.fail_after(15):
+                assert await running.process.wait() == 1
+    assert "replica" not in running.log
+
+
+async def test_ctrl_c_while_launch_waits_stops_everything(words, tmp_path, base_port):
+    (tmp_path / "0").touch()
+    async with starting(*words) as running:
+        await running.says("replica 1 of 2 is ready")
+        running.process.send_signal(signal.SIGINT)
+        with trio.fail_after(15):
+            assert await running.process.wait() == 0
+        for port in (base_port, base_port + 1, base_port + 1000):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+    assert "serving on" not in running.log
+
+
+async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(words, base_port):
+    script = "echo no such model >&2; exit 3"
+    async with starting(*words[:-1], f"sh -c '{script}'") as running:
+        for port in (base_port, base_port + 1):
+            await running.says(
+                rf"replica \S+:{port} is not ready: process ended with exit status 3; "
+                r"last line: no such model; it is tried again\n"
+            )
+        await running.says(r"(?s)(launch\[0\] no such model.*){2}")
+        assert await running.leave() == 0
+
+
 def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
     """The answer's text and the worker that gave it, by the client that everybody uses."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as client:
@@ -169,7 +240,8 @@ async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_request
 ):
     command = (
         f'["{sys.executable}", "-m", "omni_proxy", "replica", "--model", "{MODEL}",'
-        ' "--engine", "llamacpp", "--threads", "1", "--context", "512", "--host", "{host}", "--port", "{port}"]'
+        ' "--engine", "llamacpp", "--threads", "1", "--context", "512",'
+        ' "--host", "{host}", "--port", "{port}"]'
     )
     file = tmp_path / "proxy.toml"
     file.write_text(launch(command, base_port))

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from tests.promises.clients import STREAMED, Truncated, post
-from tests.promises.door_alone import Lines, open_door
+from tests.promises.door_alone import Lines, door_before, open_door
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -138,3 +138,19 @@ async def test_deleting_the_log_folder_fails_no_request(tmp_path, form):
             logs.mkdir()
             assert (await running.ask()).status_code == 200
             await until_lines(route, 1)
+
+
+class Written(list):
+    def write(self, record):
+        self.append(record)
+
+
+async def test_no_line_is_of_a_clients_making():
+    name, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
+    async with door_before(GOOD_STREAM) as (opened, client):
+        opened.door.access_log, opened.door.access_json = written, False
+        await client.send(post(json.dumps({"model": name, "messages": []}).encode()))
+        await client.answer()
+    (line,) = written
+    assert line.decode().isprintable()
+    assert rb"model=m\n127.0.0.1 GET /fake 200\x1b[2J\u2028" in line

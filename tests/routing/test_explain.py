@@ -1,6 +1,7 @@
 from omni_proxy.fleet.capabilities import BIT
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.wanted import Wanted
 from tests.fleet.entries import entry, fleet_of
 from tests.routing.policies.chats import build, chat
 
@@ -34,6 +35,18 @@ def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
     told = explain(fleet, Need(CHAT), build("cache_aware"))
     assert (told["pick"], told["refusal"]["code"]) == (None, "all_disabled")
     assert told["workers"][0]["reasons"] == ["disabled"]
+
+
+def test_it_shows_which_weights_are_there_and_which_were_asked_for():
+    fleet = fleet_of(entry("a"), entry("b"))
+    fleet.versioned(fleet.workers[0], "v1", 1)
+    need = Need(CHAT, version=Wanted("v1", 1))
+    told = explain(fleet, need, build("round_robin"))
+    rows = [(row["weight_version"], row["weight_epoch"], row["reasons"]) for row in told["workers"]]
+    wanted = "'v1' of epoch 1 or later"
+    assert rows == [("v1", 1, []), (None, 0, [f"has weights unknown, not {wanted}"])]
+    assert (told["need"]["weights"], told["pick"]["url"]) == (wanted, "http://a:1")
+    assert explain(fleet, Need(CHAT), build("round_robin"))["need"]["weights"] is None
 
 
 def test_asking_teaches_the_policy_nothing():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.routing.inspect import RequestFacts, inspect
+from omni_proxy.routing.inspect import MAX_MODEL_CHARS, RequestFacts, inspect
 from omni_proxy.routing.table import Place, match
 from omni_proxy.wire.errors import Refusal
 
@@ -301,3 +301,8 @@ def test_voices_belong_to_their_owner():
 def test_no_request_names_a_capability_that_does_not_exist():
     body = {"stream": True, "audio": 1, "images": [1], "videos": [1], "audios": [1]}
     assert set(look(CHAT, body).capabilities) <= set(CAPABILITIES)
+
+
+def test_a_models_name_of_any_length_is_kept_short():
+    need = look(CHAT, {"model": "x" * 1_000_000})
+    assert need.model == "x" * MAX_MODEL_CHARS

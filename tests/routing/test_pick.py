@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from omni_proxy.config.schema import Routing
 from omni_proxy.fleet.capabilities import BIT, mask_of
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import WEIGHT_HOLDS
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.pick import choose, nobody, reasons_against
+from omni_proxy.routing.pick import able, choose, kept_back, nobody, reasons_against
 from omni_proxy.routing.policies import build
 from omni_proxy.routing.table import Place
+from omni_proxy.routing.wanted import Wanted
 from omni_proxy.wire.errors import Refusal
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 
@@ -41,7 +44,8 @@ worlds = st.lists(
             "disabled": st.booleans(),
             "max_inflight": st.integers(0, 2),
             "dead": st.booleans(),
-            "held": st.booleans(),
+            "held": st.sets(st.sampled_from(["updating", "paused", "uncertain", "launch"])),
+            "version": st.sampled_from([None, "v1", "v2"]),
             "in_flight": st.integers(0, 2),
         }
     ),
@@ -53,11 +57,12 @@ needs = st.builds(
     model=st.sampled_from([None, "m", "n", "other"]),
     place=st.sampled_from(Place),
     worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
+    version=st.none() | st.builds(Wanted, st.sampled_from([None, "v1", "v3"]), st.integers(0, 2)),
 )
 
 
 def world(rows):
-    beside = ("dead", "held", "in_flight")
+    beside = ("dead", "held", "in_flight", "version")
     fleet = fleet_of(
         *(
             entry(f"w{number}", **{key: row[key] for key in row if key not in beside})
@@ -68,22 +73,39 @@ def world(rows):
         worker.in_flight = row["in_flight"]
         if row["dead"]:
             fleet.mark_dead(worker, NOW)
-        if row["held"]:
-            fleet.hold(worker, "updating")
+        for hold in row["held"]:
+            fleet.hold(worker, hold)
+        fleet.versioned(worker, row["version"], len(row["version"] or ""))
     return fleet
+
+
+@given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
+def test_whom_only_an_operation_on_weights_keeps_back_could_take_it_without(rows, need, owner):
+    fleet = world(rows)
+    held = kept_back(fleet, need, owner)
+    routable = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
+    assert not (held and routable)
+    for worker in held:
+        for hold in list(worker.holds):
+            assert hold in WEIGHT_HOLDS
+            fleet.release(worker, hold)
+    for worker in held if any(w.machine.state is Health.HEALTHY for w in held) else ():
+        against = reasons_against(fleet, worker, need, owner)
+        # Beside it, what is told of a pick that leaves the first of several, or is short of room.
+        assert all(word.startswith(("full", "is not the", "serves")) for word in against)
 
 
 @given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
 def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, need, owner):
     fleet, turns = world(rows), policy()
-    able = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
+    expected = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
     seen = set()
     for _ in range(len(rows) * 2 + 1):
         try:
             seen.add(choose(fleet, need, turns, owner=owner))
         except Refusal as refused:
             assert refused.status in (404, 503)  # noqa: PT017  both ends are right
-    assert seen == set(able)
+    assert seen == set(expected)
 
 
 @given(worlds, needs)
@@ -147,6 +169,69 @@ def test_nobody_free_of_holds_names_them():
     fleet.hold(fleet.workers[0], "launch")
     refused = refusal(fleet, Need(CHAT))
     assert (refused.code, refused.message.endswith("launch")) == ("all_held", True)
+
+
+@pytest.mark.parametrize(
+    ("holds", "code", "words"),
+    [
+        ([{"updating"}] * 2, "weights_updating", "is being updated"),
+        ([{"paused"}] * 2, "paused", "is paused by a trainer"),
+        ([{"uncertain"}] * 2, "weights_uncertain", "is uncertain since a weight update"),
+        ([{"paused"}, {"updating"}], "weights_updating", "is being updated or paused by a trainer"),
+        (
+            [{"uncertain", "paused"}] * 2,
+            "paused",
+            "is paused by a trainer or uncertain since a weight update",
+        ),
+        ([{"updating", "launch"}, {"updating"}], "all_held", "is held: launch, updating"),
+    ],
+)
+def test_nobody_names_the_operation_on_weights(holds, code, words):
+    fleet = fleet_of(entry("a"), entry("b"))
+    for worker, reasons in zip(fleet.workers, holds, strict=True):
+        for reason in reasons:
+            fleet.hold(worker, reason)
+    refused = refusal(fleet, Need(CHAT))
+    assert (refused.code, refused.headers) == (code, (("retry-after", "1"),))
+    assert refused.message == f"no eligible upstream: every worker that could take it {words}"
+
+
+def test_who_could_not_take_it_anyway_does_not_hide_that_the_others_are_being_updated():
+    fleet = fleet_of(
+        entry("a"), entry("b"), entry("c", disabled=True), entry("d", capabilities=frozenset(SOUND))
+    )
+    fleet.mark_dead(fleet.workers[1], NOW)
+    fleet.hold(fleet.workers[0], "updating")
+    assert refusal(fleet, Need(CHAT)).code == "weights_updating"
+    heal(fleet, fleet.workers[1])
+    fleet.revive(fleet.workers[1], NOW)
+    heal(fleet, fleet.workers[1])
+    assert chosen(fleet, Need(CHAT)) == "b:1"
+
+
+def test_the_owner_of_the_voices_or_a_named_worker_is_being_updated_alone():
+    fleet = fleet_of(entry("a"), entry("b"))
+    fleet.hold(fleet.workers[0], "updating")
+    voices = Need(BIT["speech"], place=Place.VOICE_OWNER)
+    assert refusal(fleet, voices, owner="http://a:1").code == "weights_updating"
+    named = Need(BIT["speech"], place=Place.NAMED, worker="http://a:1")
+    assert refusal(fleet, named).code == "weights_updating"
+
+
+def test_only_workers_with_the_wanted_weights_are_chosen():
+    fleet = fleet_of(entry("a"), entry("b"))
+    a, b = fleet.workers
+    need = Need(CHAT, version=Wanted("v2"))
+    refused = refusal(fleet, need)
+    assert (refused.status, refused.code) == (503, "weight_version_unavailable")
+    assert refused.message.endswith("no worker that could take it has weights 'v2'")
+    fleet.versioned(a, "v1", 1)
+    fleet.versioned(b, "v2", 2)
+    assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
+    assert list(able(fleet, Need(CHAT, version=Wanted(None, 1)))) == [a, b]
+    assert reasons_against(fleet, a, need) == ["has weights 'v1' (epoch 1), not 'v2'"]
+    fleet.hold(b, "updating")
+    assert refusal(fleet, need).code == "weights_updating"
 
 
 def test_nobody_with_room_says_so():

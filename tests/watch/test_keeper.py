@@ -3,6 +3,7 @@ import stat
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_added, with_deleted, with_switched
@@ -219,3 +220,31 @@ def test_the_state_files_place(file, named, kept):
 def test_an_unreadable_file_at_the_start_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         keeper_of(tmp_path / "missing.toml")
+
+
+async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not(file, keeper):
+    done = []
+
+    async def note(name, change):
+        await change
+        done.append(name)
+
+    async with trio.open_nursery() as nursery:
+        await keeper.turn.acquire()
+        file.write_text(toml(B))
+        nursery.start_soon(note, "reload", keeper.reload("file"))
+        await wait_all_tasks_blocked()
+        nursery.start_soon(note, "change", keeper.change(lambda state, _: state))
+        await wait_all_tasks_blocked()
+
+        def disable(state, _):
+            return with_switched(state, A, disabled=True)
+
+        await note("at once", keeper.change(disable, at_once=True))
+        await wait_all_tasks_blocked()
+        assert done == ["at once"]
+        assert (urls(keeper), keeper.fleet.find(A).disabled) == ([A], True)
+        keeper.turn.release()
+    assert done == ["at once", "reload", "change"]
+    assert urls(keeper) == [B]
+    assert keeper.turn.locked() is False

@@ -47,6 +47,17 @@ async def test_a_failure_is_told_once_with_its_reason(autojump_clock):
         places.set("a", "ready", "exit status 3")
 
 
+async def test_one_that_is_given_up_for_good_is_told_and_not_waited_for(autojump_clock):
+    places, said = Places("a", "b"), []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(until_ready, places.status, places.until_moved, said.append)
+        await trio.sleep(1)
+        places.set("b", "ready")
+        await trio.sleep(1)
+        places.set("a", "stopped", "exit status 2")
+    assert said[-1] == "replica a is not ready: exit status 2; it is not tried again"
+
+
 async def test_one_that_was_ready_and_fell_back_is_waited_for_again(autojump_clock):
     places, said = Places("a", "b"), []
     async with trio.open_nursery() as nursery:

@@ -66,3 +66,8 @@ def test_a_broken_stream_ends_with_an_event_of_one_line():
         "message": "upstream stream\nfailed", "type": "upstream_error", "code": 502,
         "reason": "stream_broken",
     }  # fmt: skip
+
+
+def test_what_utf8_cannot_hold_is_told_as_json_spells_it():
+    refusal = Refusal(400, "unsupported fields: \ud800", "unsupported_fields")
+    assert json.loads(refusal.body())["error"]["message"] == "unsupported fields: \ud800"

@@ -10,6 +10,7 @@ from omni_proxy.wire.head import (
     MAX_TARGET_BYTES,
     drop_fields,
     find_end,
+    hint_lines,
     judge,
     with_bearer,
 )
@@ -219,6 +220,21 @@ def test_hints_are_read_and_stripped():
     head = judge(request(b"X-SGLang-Omni-Route-Model:  m ", b"x-sglang-omni-route-stream: true"))
     assert head.hints == {b"model": b"m", b"stream": b"true"}
     assert head.lines == LINE
+
+
+def test_conditions_on_weights_are_read_and_stripped_and_may_be_written_again():
+    head = judge(request(b"X-Omni-Weight-Version: =v 1", b"x-omni-min-weight-epoch:7", b"a: 1"))
+    assert head.hints == {b"weight-version": b"=v 1", b"min-weight-epoch": b"7"}
+    assert head.lines == LINE + b"a: 1\r\n"
+    assert judge(request(hint_lines(head.hints)[:-2])).hints == head.hints
+    assert judge(request(b"x-omni-weight-version-end: v")).lines.count(b"version-end")
+
+
+@pytest.mark.parametrize("name", [b"x-omni-weight-version", b"x-omni-min-weight-epoch"])
+def test_a_condition_on_weights_is_said_once(name):
+    with pytest.raises(Refusal) as caught:
+        judge(request(name + b": =1", name + b": =1"))
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from omni_proxy.wire.template import TEMPLATES, AnswerTemplates, RequestTemplate
 
 NAMES = st.sampled_from(
     ["Content-Length", "content-length", "X-Request-Id", "traceparent", "Transfer-Encoding", "Host",
-     "Connection", "X-Correlation-Id", "x-sglang-omni-request-id", "Accept", "Expect"]
+     "Connection", "X-Correlation-Id", "x-sglang-omni-request-id", "Accept", "Expect",
+     "X-Omni-Weight-Version", "x-omni-min-weight-epoch"]
 )  # fmt: skip
 VALUES = st.sampled_from(
     [

@@ -27,6 +27,7 @@ from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.prompt import prefix_text
 
 EXACT = 64
+FEW = 8
 
 
 class _Text(NamedTuple):
@@ -204,7 +205,11 @@ class CacheAware(Policy):
     def _match(self, candidates: Sequence[Worker], text: _Text) -> tuple[int, list[Worker]]:
         """Bytes of the text, and who of the candidates holds so much."""
         length, held = self._tree.match(text.whole)
-        holders = [worker for worker in self._tree.named(held) if worker in candidates]
+        holders = self._tree.named(held)
+        if held:
+            # To look all holders up in a list would be quadratic where the whole fleet holds it.
+            among = candidates if len(holders) < FEW else frozenset(candidates)
+            holders = [worker for worker in holders if worker in among]
         if held and not holders:
             length, held = self._tree.match(text.whole, self._tree.mask_of(candidates))
             holders = self._tree.named(held)

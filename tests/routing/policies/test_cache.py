@@ -55,6 +55,23 @@ def test_unrelated_prompts_spread_evenly_over_a_large_fleet_too(fallback):
     assert max(picked.values()) <= 5
 
 
+def test_what_the_whole_fleet_holds_is_looked_up_once_per_holder():
+    class Counting(list):
+        looks = 0
+
+        def __contains__(self, worker):
+            Counting.looks += 1
+            return list.__contains__(self, worker)
+
+    policy, fleet = cache_aware(), Counting(workers(*[0] * 300))
+    (text,) = unrelated(1)
+    for worker in fleet:
+        policy.took(worker, chat(text))
+    picked = {policy.pick(fleet, chat(text)) for _ in range(300)}
+    assert picked == set(fleet)
+    assert Counting.looks <= 300
+
+
 def test_a_large_fleets_imbalance_shows_within_a_few_picks():
     policy, fleet = cache_aware(), workers(*[0] * 300)
     (text,) = unrelated(1)

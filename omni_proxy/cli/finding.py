@@ -1,0 +1,212 @@
+"""How a command finds the running proxy, and asks it.
+
+Invariant: whatever keeps a command from being answered by an omni-proxy is a `CannotAsk`, whose
+text says what to do about it; what the proxy itself says, yes or no, is an `Answer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import Config
+from omni_proxy.watch.keeper import read_file
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_URL: Final = "http://127.0.0.1:30000"
+KEY_VARIABLE: Final = "SGLANG_OMNI_ADMIN_KEY"
+ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on, not to dial
+CONNECT_SECS: Final = 5.0
+ANSWER_SECS: Final = 15.0
+NO_SUCH_PLACE: Final = 2  # exit status of every command that could not ask
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_WHERE: Final = "name it with --url URL, or the file that it runs with by --config FILE"
+
+Told = dict[str, Any]
+
+
+class CannotAsk(Exception):  # noqa: N818  as the program's other outcomes
+    """Nobody who could answer; the text tells why and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the proxy is; `key_from` says in words where its key came from."""
+
+    url: str
+    key: str = ""
+    key_from: str = ""
+    config: Config | None = None  # of --config FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an omni-proxy said; `refusal` is "" where it said yes."""
+
+    status: int
+    told: Told
+
+    @property
+    def refusal(self) -> str:
+        error = self.told.get("error")
+        if isinstance(error, dict) and "message" in error:
+            return str(error["message"])
+        return "" if self.status < 400 else f"status {self.status}"
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The words by which every command finds the proxy."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--url", metavar="URL", help=f"the proxy, or unix:PATH (default {DEFAULT_URL})"
+    )
+    where.add_argument(
+        "--config", metavar="FILE", type=Path, help="the proxy that runs with this file"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"the admin key; else the file's, else {KEY_VARIABLE}"
+    )
+
+
+def place_of(arguments: argparse.Namespace) -> Place:
+    """Raises CannotAsk."""
+    config = None
+    if arguments.config:
+        try:
+            config = read_file(arguments.config)
+        except ConfigError as refusal:
+            raise CannotAsk(str(refusal)) from None
+    url = _url_of(config, arguments.config) if config else _normal(arguments.url or DEFAULT_URL)
+    keys = (
+        (arguments.api_key or "", "--api-key"),
+        (config.admin.api_key if config else "", str(arguments.config)),
+        (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
+    )
+    key, key_from = next((found for found in keys if found[0]), ("", ""))
+    return Place(url, key, key_from, config)
+
+
+def _url_of(config: Config, file: Path) -> str:
+    host, port = config.server.host, config.server.port
+    if port == 0:
+        raise CannotAsk(
+            f"{file} lets the proxy take any free port: see its log for `listening on`, and name "
+            "that with --url URL"
+        )
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _normal(url: str) -> str:
+    """`10.0.0.1:30000` is what people type."""
+    if url.startswith("unix:"):
+        return url
+    return (url if _SCHEME.match(url) else f"http://{url}").rstrip("/")
+
+
+class Proxy:
+    """A connection to the proxy at a place; closed by its `with`."""
+
+    def __init__(self, place: Place, answer_secs: float = ANSWER_SECS) -> None:
+        """Raises CannotAsk for a URL that is none."""
+        import httpx
+
+        self.place = place
+        headers = {"authorization": f"Bearer {place.key}".encode()} if place.key else {}
+        socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None
+        try:
+            self._client = httpx.Client(
+                base_url="http://localhost" if socket else place.url,
+                transport=httpx.HTTPTransport(uds=socket) if socket else None,
+                timeout=httpx.Timeout(answer_secs, connect=CONNECT_SECS),
+                headers=headers,
+                trust_env=False,  # no HTTP_PROXY between an operator and his proxy
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise CannotAsk(f"{place.url} is no URL: {error}; {_WHERE}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
+        """Raises CannotAsk."""
+        with self._asking():
+            return self._read(self._client.get(path, params=query))
+
+    def send(
+        self, method: str, path: str, body: object = None, query: Mapping[str, str] | None = None
+    ) -> Answer:
+        """`body` goes as JSON. Raises CannotAsk."""
+        with self._asking():
+            return self._read(self._client.request(method, path, json=body, params=query))
+
+    def post_bytes(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """`path` with its query. Raises CannotAsk."""
+        with self._asking():
+            return self._read(self._client.post(path, content=body, headers=dict(headers)))
+
+    @contextmanager
+    def lines(self, path: str) -> Iterator[Iterator[str]]:
+        """The lines of an answer without an end. Raises CannotAsk, also while they are read."""
+        with self._asking(), self._client.stream("GET", path) as answer:
+            if not answer.is_success:
+                answer.read()
+                raise CannotAsk(self._read(answer).refusal)
+            yield answer.iter_lines()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        import httpx
+
+        url = self.place.url
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise CannotAsk(f"nobody listens at {url} ({error}); {_WHERE}") from None
+        except httpx.TimeoutException:
+            raise CannotAsk(f"{url} does not answer in time") from None
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            said = str(error) or type(error).__name__
+            raise CannotAsk(f"{url} can't be asked: {said}; {_WHERE}") from None
+
+    def _read(self, answer: httpx.Response) -> Answer:
+        try:
+            told = answer.json()
+        except ValueError:
+            told = None
+        refused = answer.status_code >= 400
+        error = told.get("error") if isinstance(told, dict) else None
+        if not isinstance(told, dict) or (refused and not isinstance(error, dict)):
+            raise CannotAsk(
+                f"{self.place.url} answers (status {answer.status_code}), but not as an "
+                f"omni-proxy: is it a worker? {_WHERE}"
+            )
+        code = error.get("code") if isinstance(error, dict) else None
+        if code == "admin_key_required":
+            raise CannotAsk(
+                f"{self.place.url} wants its admin key: give it by --api-key KEY, by "
+                f"{KEY_VARIABLE}, or name the proxy's file by --config FILE"
+            )
+        if code == "admin_key_invalid":
+            raise CannotAsk(
+                f"{self.place.url} has another admin key than the one from {self.place.key_from}"
+            )
+        return Answer(answer.status_code, told)

@@ -1,0 +1,183 @@
+"""What deserves a look: who is slow, who is out and why, and what the last reload did.
+
+PURE. The same words for `omni-proxy status` and `omni-proxy top`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+from typing import Any, Final
+
+from omni_proxy.cli.feed import Feed, Point, Row
+from omni_proxy.cli.tables import age, moment, plain
+
+SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
+SLOW_MS: Final = 20.0  # and at least so much longer: else 2 ms beside 1 ms would be slow
+FAILING_SHARE: Final = 0.05
+MINUTE_SECS: Final = 60
+# The most urgent first.
+OUT, SLOW, FAILING, LEAVING, WELL = "out", "slow", "failing", "leaving", "well"
+URGENCY: Final = {name: rank for rank, name in enumerate((OUT, FAILING, SLOW, LEAVING, WELL))}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one worker; `said` is "" where all is well."""
+
+    kind: str
+    state: str  # one word for a table
+    said: str
+
+
+def judge(feed: Feed) -> dict[str, Verdict]:
+    """By worker id."""
+    usual = _usual_ms(feed.fleet)
+    now = moment(feed.at)
+    return {row.id: _verdict(row, usual.get(row.id), now) for row in feed.fleet}
+
+
+def _usual_ms(fleet: Sequence[Row]) -> dict[str, float]:
+    """What the first chunk of the other workers of its model usually takes, by worker id."""
+    measured: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in fleet:
+        if row.first_p50_ms is not None:
+            measured[row.model].append(row)
+    usual = {}
+    for rows in measured.values():
+        if len(rows) < 2:
+            continue
+        times = sorted(row.first_p50_ms or 0.0 for row in rows)
+        for row in rows:
+            others = times.copy()
+            others.remove(row.first_p50_ms or 0.0)
+            usual[row.id] = median(others) if len(others) < 64 else times[len(times) // 2]
+    return usual
+
+
+def _verdict(row: Row, usual_ms: float | None, now: datetime | None) -> Verdict:
+    state = state_of(row)
+    if not row.routable:
+        said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
+        gone = row.drain is not None or row.disabled or row.trial
+        return Verdict(LEAVING if gone else OUT, state, plain(said) + _for_how_long(row, now))
+    ended = row.rate * MINUTE_SECS
+    if row.errors and row.errors >= max(1.0, FAILING_SHARE * ended):
+        return Verdict(FAILING, "failing", f"{row.errors} errors in the last minute")
+    own = row.first_p50_ms
+    if usual_ms is not None and own is not None:
+        if own >= SLOW_FACTOR * usual_ms and own - usual_ms >= SLOW_MS:
+            times = f"{own / usual_ms:.1f} times" if usual_ms else "much more than"
+            said = f"slow: first chunk after {own:.0f} ms, {times} the others' {usual_ms:.0f} ms"
+            return Verdict(SLOW, "slow", said)
+    return Verdict(WELL, state, "")
+
+
+def state_of(row: Row) -> str:
+    """One word for a table."""
+    if row.drain is not None:
+        return row.drain.state
+    if row.disabled:
+        return "disabled"
+    if row.held_by:
+        return plain(row.held_by[0])
+    if row.trial:
+        return "trial"
+    return plain(row.health) if row.health != "healthy" or not row.routable else "ok"
+
+
+def _for_how_long(row: Row, now: datetime | None) -> str:
+    since = moment(row.since)
+    if since is None or now is None:
+        return ""
+    return f" (for {age((now - since).total_seconds())})"
+
+
+def by_urgency(feed: Feed, verdicts: dict[str, Verdict]) -> list[Row]:
+    """Who needs a look first; among equals the busiest."""
+
+    def rank(row: Row) -> tuple[int, int, str]:
+        return URGENCY[verdicts[row.id].kind], -row.in_flight, row.url
+
+    return sorted(feed.fleet, key=rank)
+
+
+def last_minute(history: Sequence[Point]) -> tuple[int, int]:
+    """Requests that ended in it, and errors among them."""
+    if not history:
+        return 0, 0
+    begin = history[-1].at - MINUTE_SECS
+    points = [point for point in history if point.at > begin]
+    return sum(point.requests for point in points), sum(point.errors for point in points)
+
+
+def reload_words(told: dict[str, Any] | None, now: datetime | None) -> str:
+    """What the newest reading of the file came to, in one line."""
+    if not told:
+        return "none yet"
+    at = moment(str(told.get("at") or ""))
+    ago = f", {age((now - at).total_seconds())} ago" if at and now else ""
+    words = f"{plain(told.get('outcome', '?'))} by {plain(told.get('source', '?'))}{ago}"
+    if error := told.get("error"):
+        return f"{words}: {plain(_first_problem(error))}"
+    changes = list(_changes(told.get("diff")))
+    shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
+    return f"{words}: {shown}" if shown else words
+
+
+def _first_problem(error: object) -> str:
+    if not isinstance(error, dict):
+        return str(error)
+    problems = error.get("problems")
+    if not isinstance(problems, list) or not problems or not isinstance(problems[0], dict):
+        return str(error.get("message") or error)
+    first = problems[0]
+    line = f" line {first['line']}" if first.get("line") else ""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{error.get('file') or ''}{line} {first.get('path')}: {first.get('reason')}{more}".strip()
+
+
+def _changes(diff: object) -> Iterable[str]:
+    if not isinstance(diff, dict):
+        return
+    for key, pair in _items(diff.get("changed")):
+        if isinstance(pair, list) and len(pair) == 2:
+            yield f"{plain(key)} {plain(_short(pair[0]))} -> {plain(_short(pair[1]))}"
+    for table in ("workers", "launch"):
+        part = diff.get(table)
+        if not isinstance(part, dict):
+            continue
+        for sign, word in (("added", "+"), ("removed", "-"), ("changed", "~")):
+            names = part.get(sign)
+            for name in names if isinstance(names, list | dict) else ():
+                yield f"{word}{plain(name)}"
+
+
+def _items(table: object) -> Iterable[tuple[object, object]]:
+    return table.items() if isinstance(table, dict) else ()
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def weight_words(feed: Feed) -> str:
+    """Which versions serve, and what is being done about them; "" where nobody told any."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for row in feed.fleet:
+        if row.weight_version or row.weight_epoch:
+            epoch = f" (epoch {row.weight_epoch})" if row.weight_epoch else ""
+            counts[f"{plain(row.weight_version or '?')}{epoch}"] += 1
+    words = [f"{version} on {count}" for version, count in sorted(counts.items())]
+    if len(words) > 1:
+        words = [f"{len(words)} versions: {', '.join(words[:4])}" + ("…" if len(words) > 4 else "")]
+    told = feed.weights or {}
+    if isinstance(operation := told.get("operation"), dict):
+        words.append(f"under way: {plain(operation.get('path', '?'))}, {plain(operation.get('step', '?'))}")
+    if uncertain := told.get("uncertain"):
+        words.append(f"uncertain: {len(uncertain)}")
+    return "; ".join(words)

@@ -1,0 +1,126 @@
+"""Plain text for terminals: tables, ages, and the words of others made harmless.
+
+PURE. Invariant: nothing that a client, a worker or a file says reaches the terminal as a control
+sequence, or breaks a line.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final
+
+NOTHING: Final = "-"
+_INVISIBLE: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def plain(value: object) -> str:
+    """One line without anything that a terminal would obey."""
+    text = str(value)
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    if unicodedata.category(char) in _INVISIBLE:
+        return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return char
+
+
+def width_of(text: str) -> int:
+    """Columns of a terminal, not characters."""
+    if text.isascii():
+        return len(text)
+    return sum(_columns(char) for char in text)
+
+
+def _columns(char: str) -> int:
+    if unicodedata.combining(char) or unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def cut(text: str, width: int) -> str:
+    """At most `width` columns; what is cut ends with an ellipsis."""
+    if width_of(text) <= width:
+        return text
+    if width <= 0:
+        return ""
+    kept, room = [], width - 1
+    for char in text:
+        room -= _columns(char)
+        if room < 0:
+            break
+        kept.append(char)
+    return "".join(kept) + "…"
+
+
+def cut_in_the_middle(text: str, width: int) -> str:
+    """As `cut`; of an address both ends say the most."""
+    if width_of(text) <= width or width < 8:
+        return cut(text, width)
+    tail = ""
+    for char in reversed(text):
+        if width_of(char + tail) > width // 2:
+            break
+        tail = char + tail
+    head = cut(text, width - width_of(tail))
+    return head + tail
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: str = "") -> list[str]:
+    """Columns two spaces apart; those that `right` names by their heads, split at spaces, are
+    flush right."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    widths = [
+        max([width_of(name), *(width_of(row[at]) for row in cells)]) for at, name in enumerate(head)
+    ]
+    rightward = set(right.split())
+    lines = []
+    for row in (list(head), *cells):
+        parts = []
+        for name, cell, width in zip(head, row, widths, strict=True):
+            gap = " " * (width - width_of(cell))
+            parts.append(gap + cell if name in rightward else cell + gap)
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def age(secs: float) -> str:
+    """`59 s`, `12 min`, `3 h 5 min`, `2 d 4 h`."""
+    if not math.isfinite(secs):
+        return NOTHING
+    whole = max(0, int(secs))
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min"
+    big, small, first, second = (_HOUR, _MINUTE, "h", "min")
+    if whole >= _DAY:
+        big, small, first, second = (_DAY, _HOUR, "d", "h")
+    rest = whole % big // small
+    return f"{whole // big} {first}" + (f" {rest} {second}" if rest else "")
+
+
+def millis(value: float | None) -> str:
+    """`0.8 ms`, `118 ms`, `4.2 s`, `3 min`; nothing where nothing was measured."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    if value < 10:
+        return f"{value:.1f} ms"
+    if value < 1000:
+        return f"{value:.0f} ms"
+    return f"{value / 1000:.1f} s" if value < 100_000 else age(value / 1000)
+
+
+def moment(text: str | None) -> datetime | None:
+    """Of an ISO time; None where it is none."""
+    try:
+        at = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return at if at.tzinfo else None

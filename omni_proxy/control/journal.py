@@ -1,0 +1,68 @@
+"""What must outlive the program: the operation that is under way, and who is uncertain.
+
+    at the start        nothing is known of            because
+    operation begun     its targets                    we ended in its middle
+    uncertain workers   them                           the reason of then
+    unreadable          everybody                      anything may have been under way
+
+Invariant: a record is written before the first call of its operation leaves, and cleared only after
+every worker's fate is settled. So whatever the record does not name was not touched.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+FORMAT = 1
+
+
+class Begun(Struct, frozen=True, kw_only=True):
+    """The operation that is under way; `begun_at` is an ISO time."""
+
+    operation: str
+    path: str
+    targets: tuple[str, ...]
+    begun_at: str
+    step: str
+
+
+class Journal(Struct, frozen=True, kw_only=True):
+    """`uncertain`: worker URL to reason."""
+
+    format: int = FORMAT
+    begun: Begun | None = None
+    uncertain: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return self.begun is not None or bool(self.uncertain)
+
+    def at_start(self) -> dict[str, str]:
+        """Who is uncertain when the program starts with this record, and why."""
+        if self.begun is None:
+            return dict(self.uncertain)
+        begun = self.begun
+        reason = (
+            f"the proxy ended while {begun.path.removeprefix('/')} was under way "
+            f"(begun {begun.begun_at}, step {begun.step})"
+        )
+        return {**dict.fromkeys(begun.targets, reason), **self.uncertain}
+
+
+class UnreadableJournal(ValueError):
+    """Whoever reads on would have to guess."""
+
+
+def encode(journal: Journal) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(journal), indent=2) + b"\n"
+
+
+def decode(raw: bytes) -> Journal:
+    """Raises UnreadableJournal."""
+    try:
+        journal = msgspec.json.decode(raw, type=Journal)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableJournal(str(error)) from None
+    if journal.format != FORMAT:
+        raise UnreadableJournal(f"format {journal.format} is not known")
+    return journal

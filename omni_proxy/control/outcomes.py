@@ -1,0 +1,117 @@
+"""What workers answered, and the one answer that is made of it (omni-router.md 11.1).
+
+A worker succeeded with a 2xx whose JSON does not say `"success": false`. The whole succeeded where
+all did: 200, else 502 with every part. Invariant: `success`, `message` and `status` stand at the
+top of every answer and of every refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omni_proxy.wire.errors import Refusal
+
+FAILED = "one or more workers failed admin request"
+WHY_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """`worker` is its URL. Without a whole answer `error` says why; `body` is JSON or text."""
+
+    worker: str
+    status: int | None
+    body: object = None
+    error: str = ""
+    secs: float = 0.0
+
+    @property
+    def success(self) -> bool:
+        denied = isinstance(self.body, dict) and self.body.get("success") is False
+        return self._answered and 200 <= (self.status or 0) < 300 and not denied
+
+    @property
+    def refused(self) -> bool:
+        """It said no, and said it plainly."""
+        return self._answered and 400 <= (self.status or 0) < 500
+
+    @property
+    def why(self) -> str:
+        """Why it is no success, in a few words."""
+        if self.error:
+            return self.error
+        said = _sentence(self.body)
+        return f"status {self.status}" + (f": {said[:WHY_CHARS]}" if said else "")
+
+    @property
+    def _answered(self) -> bool:
+        return self.status is not None and not self.error
+
+    def entry(self) -> dict[str, object]:
+        told: dict[str, object] = {"worker": self.worker, "success": self.success}
+        if self.status is not None:
+            told["status_code"] = self.status
+        if self._answered:
+            told["body"] = self.body
+        if self.error:
+            told["error"] = self.error
+        return {**told, "seconds": self.secs}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the caller gets."""
+
+    status: int
+    body: Mapping[str, object]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.status < 300
+
+
+def aggregate(
+    path: str, answers: Sequence[WorkerAnswer], more: Mapping[str, Mapping[str, object]]
+) -> Answer:
+    """`more`: what is to be added to a worker's entry, by its URL."""
+    success = all(answer.success for answer in answers)
+    body = {
+        "success": success,
+        "message": "ok" if success else FAILED,
+        "status": "ok" if success else "error",
+        "path": path,
+        "worker_count": len(answers),
+        "results": [{**answer.entry(), **more.get(answer.worker, {})} for answer in answers],
+    }
+    return Answer(200 if success else 502, body)
+
+
+def refused(refusal: Refusal) -> Answer:
+    """A refusal of ours, with the keys at its top that clients of these routes read."""
+    told = json.loads(refusal.body())
+    top = {"success": False, "message": refusal.message, "status": "error"}
+    return Answer(refusal.status, {**top, **told}, dict(refusal.headers))
+
+
+def parsed(raw: bytes) -> object:
+    """A body as JSON, else as text."""
+    try:
+        return json.loads(raw) if raw else ""
+    except (ValueError, RecursionError):
+        return raw.decode("utf-8", "replace")
+
+
+def _sentence(body: object) -> str:
+    """The words in a refusal, whatever its dialect."""
+    if isinstance(body, str):
+        return body.strip()
+    if not isinstance(body, dict):
+        return ""
+    for key in ("detail", "error", "message"):
+        said = _sentence(body.get(key))
+        if said:
+            return said
+    return ""

@@ -1,0 +1,89 @@
+"""The admin routes as a table: what each does to its workers, and so what it needs.
+
+kind      turn and journal   out of routing as   afterwards
+read      no                 -                   -
+flush     no                 -                   what was cached is forgotten
+continue  no                 -                   "paused" ends where it succeeded
+pause     yes                paused              stays paused, where `while_paused` says so
+group     yes                updating            a failed init disables its worker
+update    yes                updating            failed workers are uncertain, see operation.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Kind(StrEnum):
+    """What a route does to a worker."""
+
+    READ = "read"
+    FLUSH = "flush"
+    CONTINUE = "continue"
+    PAUSE = "pause"
+    GROUP = "group"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRoute:
+    """`whole`: its success replaces all weights. `receives`: a refusal says nothing of them.
+
+    `labels` only: it touches a name and no weight.
+    """
+
+    path: str
+    kind: Kind
+    methods: tuple[str, ...] = ("POST",)
+    whole: bool = False
+    receives: bool = False
+    labels: bool = False
+
+    @property
+    def takes_turn(self) -> bool:
+        """One at a time over the fleet, written down before its first call leaves."""
+        return self.kind in (Kind.PAUSE, Kind.GROUP, Kind.UPDATE)
+
+    @property
+    def hold(self) -> str:
+        """Why its targets are out of routing while it runs; "" where they are not."""
+        if not self.takes_turn:
+            return ""
+        return "paused" if self.kind is Kind.PAUSE else "updating"
+
+    @property
+    def drains(self) -> bool:
+        """Whether what is in flight may get time to end first."""
+        return self.kind in (Kind.PAUSE, Kind.UPDATE)
+
+    @property
+    def name(self) -> str:
+        return self.path.removeprefix("/")
+
+
+INIT: Final = "/init_weights_update_group"
+FROM_DISTRIBUTED: Final = "/update_weights_from_distributed"
+FROM_TENSOR: Final = "/update_weights_from_tensor"
+MODEL_INFO: Final = "/model_info"
+_READ: Final = ("GET", "POST")
+
+ROUTES: Final = (
+    AdminRoute(MODEL_INFO, Kind.READ, _READ),
+    AdminRoute("/weights_checker", Kind.READ, _READ),
+    AdminRoute("/get_weights_by_name", Kind.READ, _READ),
+    AdminRoute("/flush_cache", Kind.FLUSH, _READ),
+    AdminRoute("/continue_generation", Kind.CONTINUE),
+    AdminRoute("/pause_generation", Kind.PAUSE),
+    AdminRoute(INIT, Kind.GROUP),
+    AdminRoute("/destroy_weights_update_group", Kind.GROUP),
+    AdminRoute("/begin_weight_update", Kind.GROUP),
+    AdminRoute("/end_weight_update", Kind.UPDATE, receives=True),
+    AdminRoute("/update_weights_from_disk", Kind.UPDATE, whole=True),
+    AdminRoute(FROM_DISTRIBUTED, Kind.UPDATE, receives=True),
+    AdminRoute(FROM_TENSOR, Kind.UPDATE, receives=True),
+    AdminRoute("/update_weight_version", Kind.UPDATE, labels=True),
+)
+BY_PATH: Final = {route.path: route for route in ROUTES}
+CONTINUE: Final = BY_PATH["/continue_generation"]

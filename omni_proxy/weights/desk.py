@@ -1,0 +1,317 @@
+"""The desk where operations on workers are asked for; `run` owns them, not whoever asks.
+
+Invariant: of those that change workers one runs at a time, first come first served, and none while
+the configuration changes the fleet. A caller who leaves stops nothing; when it asks the same again
+while that runs, it gets that one's answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import trio
+
+from omni_proxy.config.schema import Config
+from omni_proxy.control import model_info
+from omni_proxy.control.operation import Operation
+from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate, refused
+from omni_proxy.control.routes import CONTINUE, INIT, MODEL_INFO, AdminRoute, Kind
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.weights.book import Book
+from omni_proxy.weights.calling import call_all, limit_secs
+from omni_proxy.weights.journal_file import JournalFile
+from omni_proxy.weights.labels import Labels
+from omni_proxy.weights.work import PAUSED, AdminCall, Tools, Work
+from omni_proxy.wire.errors import Refusal
+
+HISTORY = 50
+RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
+ABSENT = (404, 405, 501)
+Perform = Callable[[], Awaitable[Answer]]
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One thing that was asked for; `callers` wait for it."""
+
+    key: object
+    callers: int = 0
+    answer: Answer | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class WeightDesk:
+    """Made before the fleet is filled, so that no worker is routed to that must not be."""
+
+    def __init__(self, fleet: Fleet, keeper: Keeper, file: JournalFile) -> None:
+        self.book = Book(fleet, file)
+        self.history: deque[dict[str, object]] = deque(maxlen=HISTORY)
+        self._fleet = fleet
+        self._keeper = keeper
+        self._nursery: trio.Nursery | None = None
+        self._tickets: list[_Ticket] = []
+        self._line: list[Operation] = []
+        self._current: Operation | None = None
+        self._labels = Labels(fleet, self.book, self._busy)
+        keeper.subscribe(self._follow_config)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self.book.settle_start()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = self._labels.nursery = nursery
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = self._labels.nursery = None
+
+    async def submit(self, call: AdminCall) -> Answer:
+        """Wait for the answer; who is cancelled meanwhile has only left."""
+        return await self._ask(call.key, lambda: self._perform(call))
+
+    async def resolve(self, headers: Mapping[str, str], caller: str = "") -> Answer:
+        """Uncertain workers go on where they were paused, and back into routing."""
+        return await self._ask(("resolve",), lambda: self._resolve(headers, caller))
+
+    def status(self) -> dict[str, object]:
+        now = trio.current_time()
+        return {
+            "operation": self._current.status(now) if self._current else None,
+            "waiting": [operation.status(now) for operation in self._line],
+            "weight_epoch": self.book.published.epoch,
+            "weight_version": self.book.published.label,
+            "workers": [self._row(worker) for worker in self._fleet.workers],
+            "uncertain": dict(self.book.reasons),
+            "journal": {
+                "path": self.book.where,
+                "readable": self.book.readable,
+                "error": self.book.error or None,
+            },
+            "history": list(self.history),
+        }
+
+    async def _ask(self, key: object, perform: Perform) -> Answer:
+        if self._nursery is None:
+            return refused(_not_here())
+        ticket = next((t for t in self._tickets if t.key == key and not t.callers), None)
+        if ticket is None:
+            ticket = _Ticket(key)
+            self._tickets.append(ticket)
+            self._nursery.start_soon(self._serve, ticket, perform)
+        ticket.callers += 1
+        try:
+            await ticket.done.wait()
+        finally:
+            ticket.callers -= 1
+        return ticket.answer or refused(_not_here())
+
+    async def _serve(self, ticket: _Ticket, perform: Perform) -> None:
+        try:
+            ticket.answer = await perform()
+        except Refusal as refusal:
+            ticket.answer = refused(refusal)
+        finally:
+            self._tickets.remove(ticket)
+            ticket.done.set()
+
+    async def _perform(self, call: AdminCall) -> Answer:
+        if not call.route.takes_turn:
+            return await self._at_once(call)
+        _refuse_rank_clash(call, self._targets(call))
+        operation = self._operation(call.route, call.caller)
+
+        async def work() -> Answer:
+            tools = Tools(self._fleet, self._keeper, self.book)
+            workers = self._targets(call)  # again: in the meantime some may have come or gone
+            _refuse_rank_clash(call, workers)
+            return await Work(tools, call, operation).run(workers)
+
+        return await self._in_turn(operation, work)
+
+    async def _at_once(self, call: AdminCall) -> Answer:
+        """Routes that change no weights; a second `continue` must never wait for an update."""
+        workers = self._targets(call)
+        began = trio.current_time()
+        request = call.to_workers(limit_secs(self._keeper.config.admin.worker_timeout_secs))
+        answers = await call_all(workers, request)
+        done = [w for w, answer in zip(workers, answers, strict=True) if answer.success]
+        if call.route.path == MODEL_INFO:
+            for worker, told in zip(workers, answers, strict=True):
+                if told.success:
+                    self._labels.learn(worker, model_info.version_of(told.body))
+            return model_info.merge(answers)
+        answer = aggregate(call.route.path, answers, {})
+        if call.route.kind is Kind.CONTINUE:
+            self._go_on(done)
+        elif call.route.kind is Kind.FLUSH:
+            for worker in done:
+                self._fleet.forgotten(worker)
+        if call.route.kind is not Kind.READ:
+            operation = self._operation(call.route, call.caller, asked_at=began)
+            operation.targets = tuple(worker.url for worker in workers)
+            for each in answers:
+                operation.hear(each)
+            self._note(operation, answer)
+        return answer
+
+    async def _in_turn(self, operation: Operation, work: Perform) -> Answer:
+        """Raises Refusal 503 when the others before it take too long."""
+        self._line.append(operation)
+        try:
+            await self._take_turn()
+        finally:
+            self._line.remove(operation)
+        try:
+            self._current = operation
+            answer = await work()
+            self._note(operation, answer)
+            return answer
+        finally:
+            self._current = None
+            self._keeper.turn.release()
+
+    async def _take_turn(self) -> None:
+        turn, secs = self._keeper.turn, self._keeper.config.admin.lock_timeout_secs
+        try:
+            turn.acquire_nowait()
+            return
+        except trio.WouldBlock:
+            pass
+        with trio.move_on_after(secs) as scope:
+            await turn.acquire()
+        if scope.cancelled_caught:
+            now = trio.current_time()
+            holder = self._current.in_words(now) if self._current else "a change of the fleet"
+            message = (
+                f"admin update lock not acquired within {secs:g}s; another update operation may be "
+                f"in progress: {holder}"
+            )
+            refusal = Refusal(
+                503, message, "update_in_progress", holder=_holder(self._current, now)
+            )
+            raise refusal.with_headers(("retry-after", "1"))
+
+    async def _resolve(self, headers: Mapping[str, str], caller: str) -> Answer:
+        operation = self._operation(RESOLVE, caller)
+
+        async def work() -> Answer:
+            urls = list(self.book.reasons)
+            found = [self._fleet.find(url) for url in urls]
+            alive = [w for w in found if w and w.machine.state is not Health.DEAD]
+            operation.targets = tuple(worker.url for worker in alive)
+            secs = limit_secs(self._keeper.config.admin.worker_timeout_secs)
+            call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
+            answers = await call_all(alive, call.to_workers(secs), operation.hear)
+            # Who has no such route can't have been paused.
+            stuck = {a.worker: a for a in answers if not a.success and a.status not in ABSENT}
+            readable, self.book.readable = self.book.readable, True
+            resolved = [url for url in urls if url not in stuck]
+            self.book.clear(resolved)
+            await self.book.settle()
+            self._go_on([worker for worker in alive if worker.url not in stuck])
+            for worker in alive:
+                self._labels.ask_soon(worker)
+            ids = [self._id_of(url) for url in resolved]
+            told = {"journal_readable": readable, "resolved_worker_ids": ids}
+            return _resolved(told, stuck)
+
+        return await self._in_turn(operation, work)
+
+    def _targets(self, call: AdminCall) -> list[Worker]:
+        """Raises Refusal: 503 where nobody lives, 404 where nobody is meant."""
+        alive = [w for w in self._fleet.workers if w.machine.state is not Health.DEAD]
+        if not alive:
+            raise Refusal(503, "no live upstream workers", "no_live_worker")
+        chosen = [w for w in alive if call.chosen is None or w.url in call.chosen]
+        if not chosen:
+            raise Refusal(404, "the selector matches no live worker", "no_workers_match")
+        return chosen
+
+    def _operation(
+        self, route: AdminRoute, caller: str, asked_at: float | None = None
+    ) -> Operation:
+        now = trio.current_time() if asked_at is None else asked_at
+        return Operation(uuid4().hex, route, caller, now)
+
+    def _go_on(self, workers: list[Worker]) -> None:
+        """They generate again; whom a pause is just being sent to stays as that will leave it."""
+        pausing = self._current if self._current and self._current.route.hold == PAUSED else None
+        for worker in workers:
+            if PAUSED in worker.holds and not (pausing and worker.url in pausing.targets):
+                self._fleet.release(worker, PAUSED)
+
+    def _note(self, operation: Operation, answer: Answer) -> None:
+        now = trio.current_time()
+        self.history.append(
+            {
+                "id": operation.id,
+                "path": operation.route.path,
+                "caller": operation.caller,
+                "ended_at": datetime.now(UTC).isoformat(),
+                "secs": round(now - operation.asked_at, 3),
+                "http_status": answer.status,
+                "success": answer.ok,
+                "message": answer.body.get("message"),
+                "weight_epoch": answer.body.get("weight_epoch"),
+                "workers": operation.progress(),
+            }
+        )
+
+    def _row(self, worker: Worker) -> dict[str, object]:
+        return {
+            "worker": worker.url,
+            "worker_id": worker.id,
+            "weight_version": worker.weight_version,
+            "weight_epoch": worker.weight_epoch,
+            "routable": worker.routable,
+            "held_by": sorted(worker.holds),
+            "uncertain": self.book.reasons.get(worker.url),
+        }
+
+    def _id_of(self, url: str) -> str:
+        worker = self._fleet.find(url)
+        return worker.id if worker else url
+
+    def _busy(self, worker: Worker) -> bool:
+        return self._current is not None and worker.url in self._current.targets
+
+    def _follow_config(self, _: Config, new: Config) -> None:
+        if new.routing.while_paused == "pass":
+            self._go_on(self._fleet.workers)
+
+
+def _refuse_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
+    """Raises Refusal 422: the ranks in the one body would be taken by every worker."""
+    if call.route.path == INIT and len(workers) > 1:
+        message = (
+            "distributed weight-update init currently supports a single-replica target stage, but "
+            f"{len(workers)} live workers were targeted; multi-replica refit needs a distinct "
+            "rank_offset per replica."
+        )
+        raise Refusal(422, message, "several_workers", detail=message)
+
+
+def _not_here() -> Refusal:
+    message = "operations on workers are not available now; the desk for them is being restarted"
+    return Refusal(503, message, "weights_unavailable").with_headers(("retry-after", "1"))
+
+
+def _holder(operation: Operation | None, now: float) -> dict[str, Any] | None:
+    return operation.status(now) if operation else None
+
+
+def _resolved(told: dict[str, object], stuck: Mapping[str, WorkerAnswer]) -> Answer:
+    if not stuck:
+        return Answer(200, {"status": "ok", "success": True, "message": "ok", **told})
+    message = "some workers did not take continue_generation and stay out of routing"
+    unresolved = {url: answer.why for url, answer in stuck.items()}
+    body = {"status": "error", "success": False, "message": message, "unresolved": unresolved}
+    return Answer(502, {**body, **told})

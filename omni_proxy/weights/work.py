@@ -1,0 +1,251 @@
+"""One operation that has its turn: hold, drain, write down, call, read back, compare, restore.
+
+Invariant: no call leaves before the record of it is on the disk and its targets are held; no target
+is let go before its fate is written down. A refusal before the calls leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Final
+
+import trio
+
+from omni_proxy.config.overlay import State, with_switched
+from omni_proxy.config.schema import Config
+from omni_proxy.control.agreement import Verdict
+from omni_proxy.control.journal import Begun
+from omni_proxy.control.operation import Fate, Left, Operation, Step, fates
+from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate
+from omni_proxy.control.routes import AdminRoute, Kind
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.calls import Call
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.weights.book import Book
+from omni_proxy.weights.calling import ANSWER_BYTES, call_all, limit_secs
+from omni_proxy.weights.readback import compare_checksums, labels_of
+from omni_proxy.wire.errors import Refusal
+
+IDLE_POLL_SECS = 0.05
+PAUSED: Final = "paused"
+DIFFERS = Left(Fate.UNCERTAIN, "its checksums differ from those of other workers")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdminCall:
+    """What somebody asks of the workers. `chosen`: the URLs that are meant, None for all.
+
+    `target` is the path and the query as workers get them; `caller` is how to name who asks.
+    """
+
+    route: AdminRoute
+    method: str
+    target: str
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    chosen: frozenset[str] | None = None
+    caller: str = ""
+
+    def to_workers(self, timeout_secs: float) -> Call:
+        return Call(
+            self.method,
+            self.target,
+            self.body,
+            self.headers,
+            timeout_secs=timeout_secs,
+            max_bytes=ANSWER_BYTES,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same thing asked by the same party again."""
+        return self.method, self.target, self.body, self.chosen, self.headers.get("authorization")
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """What our own questions to the workers carry."""
+        key = self.headers.get("authorization")
+        return {"authorization": key} if key else {}
+
+    def says(self, name: str) -> object:
+        """A key of its body; None where that has none."""
+        try:
+            body = json.loads(self.body) if self.body else {}
+        except (ValueError, RecursionError):
+            return None
+        return body.get(name) if isinstance(body, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What an operation works with."""
+
+    fleet: Fleet
+    keeper: Keeper
+    book: Book
+
+
+class Work:
+    """`run` once, with the turn in hand."""
+
+    def __init__(self, tools: Tools, call: AdminCall, operation: Operation) -> None:
+        self._fleet, self._keeper, self._book = tools.fleet, tools.keeper, tools.book
+        self._call = call
+        self._route = call.route
+        self._operation = operation
+        self._config: Config = self._keeper.config
+
+    async def run(self, workers: Sequence[Worker]) -> Answer:
+        """Raises Refusal 503 where it can't be written down; then nothing was sent."""
+        self._operation.target({worker.url: frozenset(worker.holds) for worker in workers})
+        self._hold(workers)
+        try:
+            await self._drain(workers)
+            await self._record()
+        except BaseException:
+            self._let_go(workers)
+            raise
+        self._enter(Step.CALLING)
+        call = self._call.to_workers(limit_secs(self._config.admin.worker_timeout_secs))
+        answers = await call_all(workers, call, self._operation.hear)
+        left = fates(self._route, answers)
+        done = [worker for worker, answer in zip(workers, answers, strict=True) if answer.success]
+        told: dict[str, object] = {}
+        if self._route.kind is Kind.UPDATE and done:
+            told, left = await self._prove(done, left)
+        self._enter(Step.RESTORING)
+        await self._settle(answers, left)
+        self._let_go(workers)
+        self._enter(Step.OVER)
+        return self._answer(answers, left, told)
+
+    def _enter(self, step: Step) -> None:
+        self._operation.enter(step, trio.current_time())
+
+    def _hold(self, workers: Sequence[Worker]) -> None:
+        if self._route.kind is Kind.PAUSE and self._config.routing.while_paused != "pass":
+            holds = True
+        else:
+            holds = self._config.weight_sync.while_updating != "pass"
+        for worker in workers if holds else ():
+            self._fleet.hold(worker, self._route.hold)
+
+    async def _drain(self, workers: Sequence[Worker]) -> None:
+        """Time for what runs; what is late is left to the caller's choice of abort or retract."""
+        secs = self._config.weight_sync.drain_secs
+        if not self._route.drains or not secs:
+            return
+        self._enter(Step.DRAINING)
+        held = [worker for worker in workers if worker.holds]
+        with trio.move_on_after(secs) as scope:
+            while any(worker.in_flight for worker in held):  # noqa: ASYNC110  # plain ints ring no bell
+                await trio.sleep(IDLE_POLL_SECS)
+        if scope.cancelled_caught:
+            left = sum(worker.in_flight for worker in held)
+            _log.info("%s does not wait for %d requests that still run", self._route.name, left)
+
+    async def _record(self) -> None:
+        self._enter(Step.RECORDING)
+        begun = Begun(
+            operation=self._operation.id,
+            path=self._route.path,
+            targets=self._operation.targets,
+            begun_at=datetime.now(UTC).isoformat(),
+            step=Step.CALLING.value,
+        )
+        try:
+            await self._book.begin(begun)
+        except OSError as error:
+            reason = error.strerror or error
+            message = f"nothing was sent: the journal {self._book.where} can't be written: {reason}"
+            raise Refusal(503, message, "journal_unwritable") from None
+
+    async def _prove(
+        self, done: Sequence[Worker], left: Mapping[str, Left]
+    ) -> tuple[dict[str, object], dict[str, Left]]:
+        """Read the versions back and compare the replicas; what comes of it."""
+        call, left = self._call, dict(left)
+        self._enter(Step.READING)
+        labels = await labels_of(done, call.credentials)
+        verdict = await self._compare(done)
+        left |= dict.fromkeys(verdict.mismatched, DIFFERS)
+        told = set(labels.values())
+        published = await self._book.publish(told.pop() if len(told) == 1 else None)
+        for worker, label in labels.items():
+            self._fleet.versioned(worker, label, published.epoch)
+            if call.says("flush_cache") is not False:
+                self._fleet.forgotten(worker)
+        return {
+            "weight_epoch": published.epoch,
+            "weight_versions": {worker.url: label for worker, label in labels.items()},
+            "verification": verdict.told(),
+        }, left
+
+    async def _compare(self, done: Sequence[Worker]) -> Verdict:
+        """One replica that took a part of its weights has nobody to agree with."""
+        if self._config.weight_sync.verify != "checksum" or self._route.labels:
+            return Verdict()
+        if len(done) < 2 and not self._route.whole:
+            return Verdict(unverified={done[0].url: "no other worker was updated with it"})
+        self._enter(Step.VERIFYING)
+        secs = limit_secs(self._config.admin.worker_timeout_secs)
+        return await compare_checksums(done, self._call.credentials, secs)
+
+    async def _settle(self, answers: Sequence[WorkerAnswer], left: Mapping[str, Left]) -> None:
+        """Everything that keeps a worker out is in force before the record is cleared."""
+        for url, what in left.items():
+            if what.fate is Fate.DISABLED:
+                await self._disable(url, what.reason)
+        uncertain = {u: what.reason for u, what in left.items() if what.fate is Fate.UNCERTAIN}
+        self._book.mark(uncertain)
+        if self._route.whole:
+            whole = (answer.worker for answer in answers if answer.success)
+            self._book.clear(url for url in whole if url not in uncertain)
+        await self._book.settle()
+
+    async def _disable(self, url: str, reason: str) -> None:
+        def edit(state: State, _: Config) -> State:
+            return with_switched(state, url, disabled=True)
+
+        await self._keeper.change(edit, at_once=True)
+        _log.warning("Worker %s is disabled until somebody enables it: %s", url, reason)
+
+    def _let_go(self, workers: Sequence[Worker]) -> None:
+        """Each back to the holds that it had, and "paused" beside where it is and should stay."""
+        for worker in workers:
+            was = self._operation.was[worker.url]
+            answer = self._operation.answers.get(worker.url)
+            if answer is not None and answer.success and self._stays_paused():
+                self._fleet.hold(worker, PAUSED)
+                was |= {PAUSED}
+            if self._route.hold not in was:
+                self._fleet.release(worker, self._route.hold)
+
+    def _stays_paused(self) -> bool:
+        paused = self._route.kind is Kind.PAUSE or self._call.says("keep_pause") is True
+        return paused and self._keeper.config.routing.while_paused != "pass"
+
+    def _answer(
+        self,
+        answers: Sequence[WorkerAnswer],
+        left: Mapping[str, Left],
+        told: Mapping[str, object],
+    ) -> Answer:
+        more: dict[str, dict[str, object]] = {}
+        for url, what in left.items():
+            reason = {"reason": what.reason} if what.reason else {}
+            more[url] = {"standing": what.fate.value, **reason}
+        answer = aggregate(self._route.path, answers, more)
+        body = {**answer.body, **told}
+        if self._book.error:
+            body["journal_error"] = self._book.error
+        if answer.ok and any(what is DIFFERS for what in left.values()):
+            message = "the workers took the update, but their checksums differ"
+            return Answer(502, {**body, "success": False, "status": "error", "message": message})
+        return replace(answer, body=body)

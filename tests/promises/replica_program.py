@@ -1,0 +1,123 @@
+"""One replica as a process, started once for many tests: text by the tiny model, sound by stages
+that words steer (tests.replica.api.sound_stages), and a stage that always raises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import trio
+
+PATIENCE_SECS = 30
+PIPELINE = """
+name = "all"
+entry = "prepare"
+entries = {{ tts = "speak", asr = "hear", embed = "prepare", completion = "prepare" }}
+max_in_flight = {max_in_flight}
+
+[[stages]]
+name = "prepare"
+factory = "omni_proxy.replica.stages.prepare:build"
+params = {{ model = "tiny" }}
+next = ["decode", "broken"]
+route = "tests.promises.replica_program:after_prepare"
+
+[[stages]]
+name = "decode"
+factory = "omni_proxy.replica.text.stage:build"
+params = {{ model = "tiny", threads = 1 }}
+terminal = true
+
+[[stages]]
+name = "broken"
+factory = "tests.replica.pipeline.stages:failing"
+terminal = true
+
+[[stages]]
+name = "speak"
+factory = "tests.replica.api.sound_stages:build_voice"
+process = "sound"
+terminal = true
+
+[[stages]]
+name = "hear"
+factory = "tests.replica.api.sound_stages:build_ear"
+terminal = true
+"""
+
+
+def after_prepare(payload) -> str:
+    return "broken" if payload.request.metadata.get("model") == "broken" else "decode"
+
+
+@dataclass(frozen=True)
+class Program:
+    process: subprocess.Popen
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_SECS)
+
+    def children(self) -> set[int]:
+        found = set()
+        for task in os.listdir(f"/proc/{self.process.pid}/task"):
+            with open(f"/proc/{self.process.pid}/task/{task}/children") as file:
+                found |= set(map(int, file.read().split()))
+        return found
+
+
+@contextmanager
+def program(folder, max_in_flight=0) -> Iterator[Program]:
+    """A replica that is starting; `healthy` waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        port = trial.getsockname()[1]
+    file = folder / "pipeline.toml"
+    file.write_text(PIPELINE.format(max_in_flight=max_in_flight))
+    argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port)]
+    argv += ["--pipeline", str(file), "--log-level", "error"]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield Program(process, port)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            finally:
+                process.kill()
+
+
+async def until(holds):
+    """Ask another process again and again: its answer, once it holds."""
+    with trio.fail_after(PATIENCE_SECS):
+        while True:
+            try:
+                if told := await holds():
+                    return told
+            except httpx.TransportError:
+                pass  # it does not listen yet
+            await trio.sleep(0.01)
+
+
+async def healthy(client) -> None:
+    async def holds():
+        return (await client.get("/health")).status_code == 200
+
+    await until(holds)
+
+
+async def gauges(client) -> dict[str, float]:
+    """What /metrics says, by name."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    values = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name.partition("{")[0]: float(value) for name, _, value in values}

@@ -1,0 +1,121 @@
+"""An admin call reaches every worker that is not dead, and its answer says what each made of it."""
+
+import pytest
+import trio
+
+from tests.promises.engines import engines
+from tests.promises.fleet_program import program, record, toml
+
+UPDATE = {"model_path": "/m", "weight_version": "v2"}
+
+
+@pytest.fixture(autouse=True)
+async def soon():
+    with trio.fail_after(40):
+        yield
+
+
+async def test_one_update_reaches_all_and_is_read_back_and_compared(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(2) as both:
+        file.write_text(toml(both))
+        async with program("--config", file) as running:
+            await running.until_routable(*both)
+            answer = await running.client.post(
+                "/update_weights_from_disk", json=UPDATE, headers={"Authorization": "Bearer t"}
+            )
+            told = answer.json()
+            assert (answer.status_code, told["success"], told["status"]) == (200, True, "ok")
+            assert [each["worker"] for each in told["results"]] == [each.url for each in both]
+            assert told["weight_versions"] == {each.url: "v2" for each in both}
+            assert sorted(told["verification"]["checked"]) == sorted(each.url for each in both)
+            for engine in both:
+                sent = dict(zip(engine.paths(), engine.headers, strict=True))
+                assert sent["/update_weights_from_disk"]["authorization"] == "Bearer t"
+            told = await running.until_routable(*both)
+            assert {record(told, each)["weight_version"] for each in both} == {"v2"}
+            assert {record(told, each)["weight_epoch"] for each in both} == {1}
+            weights = await running.told("/weights")
+            assert weights["history"][-1]["path"] == "/update_weights_from_disk"
+            assert not (tmp_path / "proxy.weights" / "journal.json").exists()
+
+
+async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(2) as both, trio.open_nursery() as nursery:
+        file.write_text(toml(both))
+        for engine in both:
+            engine.wait_at("/update_weights_from_disk")
+        async with program("--config", file) as running:
+            await running.until_routable(*both)
+            nursery.start_soon(
+                lambda: running.client.post("/update_weights_from_disk", json=UPDATE)
+            )
+            for engine in both:
+                await engine.asked["/update_weights_from_disk"].wait()
+            told = await running.told("/workers")
+            assert [each["held_by"] for each in told["workers"]] == [["updating"]] * 2
+            assert (await running.client.get("/ready")).status_code == 503
+            assert (await running.client.get("/health")).status_code == 200
+            refused = await running.ask()
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            journal = tmp_path / "proxy.weights" / "journal.json"
+            assert (journal.stat().st_mode & 0o777, journal.parent.stat().st_mode & 0o777) == (
+                0o600, 0o700
+            )  # fmt: skip
+            held = await running.client.put(
+                "/workers/" + told["workers"][0]["worker_id"], json={"disabled": True}
+            )
+            assert held.status_code == 200
+            for engine in both:
+                engine.gates["/update_weights_from_disk"].set()
+            await running.until_routable(both[1])
+            told = await running.until(
+                "/workers", lambda told: not any(each["held_by"] for each in told["workers"])
+            )
+            assert [each["disabled"] for each in told["workers"]] == [True, False]
+
+
+async def test_a_pause_with_hold_keeps_them_out_until_continue(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(1) as (engine,):
+        file.write_text(toml([engine], more="[routing]\nwhile_paused = 'hold'\n"))
+        async with program("--config", file) as running:
+            await running.until_routable(engine)
+            answer = await running.client.post("/pause_generation", json={"mode": "retract"})
+            assert answer.json()["status"] == "ok"
+            assert record(await running.told("/workers"), engine)["held_by"] == ["paused"]
+            answer = await running.client.post("/continue_generation", json={})
+            assert answer.json()["status"] == "ok"
+            assert record(await running.told("/workers"), engine)["held_by"] == []
+            assert ("/pause_generation", {"mode": "retract"}) in engine.calls
+
+
+async def test_who_leaves_stops_nothing_and_asking_again_joins_what_runs(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(1) as (engine,):
+        file.write_text(toml([engine]))
+        engine.wait_at("/update_weights_from_disk")
+        async with program("--config", file) as running:
+            await running.until_routable(engine)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(
+                    lambda: running.client.post("/update_weights_from_disk", json=UPDATE)
+                )
+                await engine.asked["/update_weights_from_disk"].wait()
+                nursery.cancel_scope.cancel()
+            weights = await running.told("/weights")
+            assert weights["operation"]["step"] == "calling"
+            async with trio.open_nursery() as nursery:
+                answers = []
+
+                async def again():
+                    answers.append(
+                        await running.client.post("/update_weights_from_disk", json=UPDATE)
+                    )
+
+                nursery.start_soon(again)
+                await trio.sleep(0.3)
+                engine.gates["/update_weights_from_disk"].set()
+            assert answers[0].status_code == 200
+            assert engine.paths("/update_weights_from_disk") == ["/update_weights_from_disk"]

@@ -1,0 +1,247 @@
+"""What goes wrong in a replica ends one request, in its route's own words, and nothing else."""
+
+import io
+import json
+import os
+import signal
+import wave
+from contextlib import suppress
+
+import pytest
+import trio
+
+from tests.promises.replica_program import PATIENCE_SECS, healthy, program, until
+from tests.promises.test_replica_leaving import dialled, form, posted
+
+pytest.importorskip("torch")
+pytest.importorskip("tiktoken")
+
+CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+USER = {"messages": [{"role": "user", "content": "hi"}]}
+HELD = posted(CHAT, USER | {"max_tokens": 7000, "ignore_eos": True, "stream": True})
+FULL = "The request queue is full."
+SERVER_ERROR = {"type": "server_error", "param": None, "code": None}
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    with program(tmp_path_factory.mktemp("replica")) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(replica):
+    with trio.fail_after(PATIENCE_SECS):
+        async with replica.client() as client:
+            await healthy(client)
+            yield client
+            # Whatever came: it lives, it is the same one, and it answers.
+            assert replica.process.poll() is None
+            assert (await client.get("/health")).json()["request_states"] == {}
+            assert (await client.post(CHAT, json=USER | {"max_tokens": 2})).status_code == 200
+
+
+def audio_file():
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(8000)
+        out.writeframes(bytes(16000))
+    return {"file": ("a.wav", file.getvalue(), "audio/wav")}
+
+
+def events(text):
+    return [line.removeprefix("data: ") for line in text.splitlines() if line]
+
+
+async def test_a_stage_that_raises_gives_each_route_its_own_error(client):
+    told = "RuntimeError: our fault"
+    answer = await client.post(CHAT, json=USER | {"model": "broken"})
+    assert (answer.status_code, answer.json()) == (500, {"detail": told})
+    answer = await client.post(CHAT, json=USER | {"model": "broken", "stream": True})
+    error = {"error": {"message": told, "type": "server_error", "code": 500}}
+    first, done = events(answer.text)
+    assert (answer.status_code, json.loads(first), done) == (200, error, "[DONE]")
+    answer = await client.post("/generate", json={"prompt": "x", "model": "broken"})
+    assert (answer.status_code, answer.json()) == (500, {"detail": told})
+    answer = await client.post("/v1/completions", json={"prompt": "x", "model": "broken"})
+    assert (answer.status_code, answer.json()) == (500, {"error": SERVER_ERROR | {"message": told}})
+    answer = await client.post(SPEECH, json={"input": "BROKEN"})
+    error = SERVER_ERROR | {"message": "RuntimeError: the voice broke"}
+    assert (answer.status_code, answer.json()) == (500, {"error": error})
+    answer = await client.post(TRANSCRIPTIONS, data={"prompt": "BROKEN"}, files=audio_file())
+    assert (answer.status_code, answer.json()) == (500, {"detail": "RuntimeError: the ear broke"})
+
+
+async def test_the_process_of_a_stage_may_be_killed(replica, client):
+    (before,) = replica.children()
+    answers = []
+
+    async def speak():
+        answers.append(await client.post(SPEECH, json={"input": "one. HELD"}))
+
+    async with trio.open_nursery() as nursery, dialled(replica, HELD) as text:
+        nursery.start_soon(speak)
+
+        async def both_run():
+            return (await client.get("/health")).json()["request_states"].get("running") == 2
+
+        await until(both_run)
+        os.kill(before, signal.SIGKILL)
+        while not answers:
+            assert await text.receive_some()  # the other stages have not noticed
+    (answer,) = answers
+    told = "stage speak ended: process sound was ended by SIGKILL"
+    assert (answer.status_code, answer.json()) == (500, {"error": SERVER_ERROR | {"message": told}})
+    await healthy(client)
+    assert (await client.post(SPEECH, json={"input": "one two"})).status_code == 200
+    assert replica.children() != {before}
+
+
+async def test_a_full_queue_is_a_503_on_every_route(tmp_path):
+    with program(tmp_path, max_in_flight=1) as replica, trio.fail_after(PATIENCE_SECS):
+        async with replica.client() as client:
+            await healthy(client)
+            async with dialled(replica, HELD) as stream:
+                await stream.receive_some()
+                for path, body in (
+                    (CHAT, USER),
+                    ("/generate", {"prompt": "x"}),
+                    ("/generate", {"text": "x"}),
+                    ("/v1/completions", {"prompt": "x"}),
+                    ("/v1/embeddings", {"input": "x"}),
+                    (SPEECH, {"input": "one"}),
+                    (SPEECH, {"input": "one", "stream": True}),
+                ):
+                    answer = await client.post(path, json=body)
+                    assert (answer.status_code, FULL in answer.text) == (503, True), path
+                answer = await client.post(TRANSCRIPTIONS, files=audio_file())
+                assert (answer.status_code, answer.json()) == (503, {"detail": FULL})
+                answer = await client.post(f"{SPEECH}/batch", json={"items": [{"input": "one"}]})
+                (item,) = answer.json()["results"]
+                assert (item["status"], item["error"]["message"]) == ("error", FULL)
+            await until(lambda: free(client))
+
+
+async def free(client):
+    return (await client.post(CHAT, json=USER | {"max_tokens": 2})).status_code == 200
+
+
+async def test_an_id_that_is_taken_is_refused_and_then_free_again(replica, client):
+    body = USER | {"request_id": "R", "max_tokens": 7000, "ignore_eos": True, "stream": True}
+    async with dialled(replica, posted(CHAT, body)) as stream:
+        await stream.receive_some()
+        answer = await client.post(CHAT, json=USER | {"request_id": "R"})
+        assert (answer.status_code, answer.json()) == (400, {"detail": "Request R already exists"})
+
+    async def again():
+        fields = USER | {"request_id": "R", "max_tokens": 2}
+        return (await client.post(CHAT, json=fields)).status_code == 200
+
+    await until(again)
+
+
+async def test_health_answers_while_a_long_prompt_is_read(replica, client):
+    body = {"prompt": "a b c d " * 1000, "max_tokens": 1}
+    async with dialled(replica, posted("/v1/completions", body)):
+        answered = 0
+        while True:
+            told = await client.get("/health")
+            assert told.status_code == 200
+            if not told.json()["pending_completions"]:
+                if answered:
+                    break
+                continue
+            answered += 1
+    assert answered >= 10
+
+
+HOSTILE = {
+    "a number beyond floats": {"stage_sampling": {"decode": {"temperature": 10**400}}},
+    "many stop strings": {"stop": [f"zz{number}" for number in range(1000)]},
+    "many wrong messages": {"messages": [1] * 100_000},
+    "many messages": {"messages": [{"role": "user", "content": "a"}] * 100_000},
+    "a very long message": {"messages": [{"role": "user", "content": "a" * 20_000_000}]},
+    "no messages": {"messages": []},
+    "a list for a role": {"messages": [{"role": [], "content": "x"}]},
+    "an unknown field of a stage": {"stage_sampling": {"decode": {"no": 1}}},
+    "a message that is none": {"messages": ["x"]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_request_is_the_callers_fault(replica, client, name):
+    answer = await client.post(CHAT, json=USER | HOSTILE[name])
+    assert answer.status_code in (400, 422)
+    assert len(answer.content) < 100_000
+    assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b'{"messages": NaN}',
+        b'{"messages": "\xff"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 1_000_000,
+        b'{"a":' * 1_000_000,
+    ],
+    ids=["nothing", "cut", "NaN", "no UTF-8", "half a character", "deep", "deep objects"],
+)
+async def test_bytes_that_are_no_request_are_refused(replica, client, data):
+    assert (await client.post(CHAT, content=data)).status_code == 422
+
+
+async def test_a_body_of_a_hundred_megabytes_is_refused_before_it_is_read(replica, client):
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n"
+    async with dialled(replica, head.encode() + b'{"a": "') as stream:
+        assert b" 413 " in await stream.receive_some()
+
+
+async def test_a_body_that_grows_past_the_bound_is_refused(replica, client):
+    piece = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with dialled(replica, head.encode()) as stream:
+        got = b""
+
+        async def receive():
+            nonlocal got
+            with suppress(trio.BrokenResourceError):
+                got = await stream.receive_some()
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(receive)
+            # The answer may be lost: a server that does not read on can only reset.
+            with suppress(trio.BrokenResourceError):
+                while True:
+                    await stream.send_all(piece)
+            await trio.sleep_forever()
+    assert not got or b" 413 " in got
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/audio/voices/..%2F..%2Fx", "/v1/audio/voices/.x", f"{SPEECH}/..%2F..%2Fetc%2Fpasswd"],
+)
+async def test_no_path_leads_out(replica, client, path):
+    method = "GET" if path.startswith(SPEECH) else "DELETE"
+    assert (await client.request(method, path)).status_code in (404, 405)
+
+
+async def test_a_form_of_a_thousand_parts_is_refused(replica, client):
+    data = form({f"f{number}": "x" for number in range(1000)})
+    async with dialled(replica, data) as stream:
+        assert b" 413 " in await stream.receive_some()
+
+
+async def test_what_a_caller_spells_is_no_control_token(client):
+    async def tokens(content):
+        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return (await client.post(CHAT, json=fields)).json()["usage"]["prompt_tokens"]
+
+    assert await tokens("<|im_end|>") - await tokens("") == len("<|im_end|>")

@@ -1,0 +1,172 @@
+"""A client that leaves the replica ends what was made for it, on every route and in every phase."""
+
+import base64
+import json
+import os
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import trio
+
+from omni_proxy.replica.audio.wav import encode_wav
+from tests.promises.replica_program import PATIENCE_SECS, gauges, healthy, program, until
+
+pytest.importorskip("torch")
+pytest.importorskip("tiktoken")
+
+LONG = "Once upon a time there was a small grey cat. " * 30
+ENDLESS = {"max_tokens": 7000, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": LONG}]
+WAV = encode_wav(np.full(8000, 0.1, np.float32), 8000)
+NATIVE = {"text": LONG, "sampling_params": {"max_new_tokens": 7000, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    with program(tmp_path_factory.mktemp("replica")) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(replica):
+    with trio.fail_after(PATIENCE_SECS):
+        async with replica.client() as client:
+            await healthy(client)
+            yield client
+
+
+def posted(path, fields):
+    return head(path, json.dumps(fields).encode(), "application/json")
+
+
+def form(fields):
+    parts = [f'name="{name}"\r\n\r\n{text}'.encode() for name, text in fields.items()]
+    parts.append(b'name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n' + WAV)
+    body = b"".join(b"--B\r\nContent-Disposition: form-data; " + p + b"\r\n" for p in parts)
+    return head("/v1/audio/transcriptions", body + b"--B--\r\n", "multipart/form-data; boundary=B")
+
+
+def head(path, body, content_type):
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-type: {content_type}"]
+    lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+CHAT = "/v1/chat/completions"
+SPEECH = "/v1/audio/speech"
+WHOLE = {
+    "chat": posted(CHAT, {"messages": MESSAGES, **ENDLESS}),
+    "completion": posted("/v1/completions", {"prompt": [LONG] * 3, **ENDLESS}),
+    "rollout": posted("/generate", {"prompt": LONG, "sampling_params": {"max_new_tokens": 7000}}),
+    "native generate": posted("/generate", NATIVE),
+    "embeddings": posted("/v1/embeddings", {"input": [LONG * 5] * 400}),
+    "speech": posted(SPEECH, {"input": "one two. HELD"}),
+    "speech before its head": posted(SPEECH, {"input": "HELD", "stream": True}),
+    "speech batch": posted(f"{SPEECH}/batch", {"items": [{"input": "HELD"}, {"input": "fine"}]}),
+    "transcription": form({"prompt": "HELD"}),
+    "transcription before its head": form({"prompt": "HELD", "stream": "true"}),
+}
+STREAMED = {
+    "chat": posted(CHAT, {"messages": MESSAGES, "stream": True, **ENDLESS}),
+    "completions": posted("/v1/completions", {"prompt": [LONG] * 3, "stream": True, **ENDLESS}),
+    "native generate": posted("/generate", NATIVE | {"stream": True}),
+    "speech events": posted(SPEECH, {"input": "one two. HELD", "stream": True}),
+    "raw speech": posted(
+        SPEECH,
+        {"input": "one. HELD", "stream_format": "audio", "stream": True, "response_format": "pcm"},
+    ),
+    "transcription": form({"prompt": "HELD LATER", "stream": "true"}),
+}
+
+
+@asynccontextmanager
+async def dialled(replica, data):
+    async with await trio.open_tcp_stream("127.0.0.1", replica.port) as stream:
+        await stream.send_all(data)
+        yield stream
+
+
+async def at_work(client):
+    async def holds():
+        states = (await client.get("/health")).json()["request_states"]
+        return states.get("running") or states.get("pending")
+
+    await until(holds)
+
+
+async def nothing_left(client):
+    """No request is known, the text stage's next step computes none, and no other stage does."""
+
+    async def forgotten():
+        told = (await client.get("/health")).json()
+        return not told["total_requests"] and told["request_states"] == {}
+
+    async def idle():
+        told = await gauges(client)
+        return not (told["sglang:num_running_reqs"] or told["sglang:num_queue_reqs"])
+
+    await until(forgotten)
+    # The stage answers this between two steps, after all that was sent to it before.
+    (decode,) = [
+        each["data"]
+        for each in (await client.get("/model_info")).json()["results"]
+        if each["stage"] == "decode"
+    ]
+    assert (decode["running_batch_size"], decode["waiting_queue_size"]) == (0, 0)
+    await until(idle)
+    hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    assert (await client.post(CHAT, json=hi)).json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("name", WHOLE)
+async def test_who_waits_for_a_whole_answer_and_leaves(replica, client, name):
+    async with dialled(replica, WHOLE[name]):
+        await at_work(client)
+    await nothing_left(client)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+async def test_who_reads_a_stream_and_leaves(replica, client, name):
+    async with dialled(replica, STREAMED[name]) as stream:
+        got = b""
+        while len(got.partition(b"\r\n\r\n")[2]) < 50:
+            got += await stream.receive_some()
+        assert b" 200 " in got
+    await nothing_left(client)
+
+
+@pytest.mark.parametrize("cut", [0, 20, -1])
+async def test_who_leaves_before_all_was_sent(replica, client, cut):
+    async with dialled(replica, WHOLE["chat"][:cut]):
+        pass
+    async with dialled(replica, WHOLE["transcription"][:cut]):
+        pass
+    await nothing_left(client)
+
+
+@pytest.mark.parametrize("name", ["chat", "transcription before its head"])
+async def test_who_leaves_at_once(replica, client, name):
+    for _ in range(5):
+        async with dialled(replica, WHOLE[name]):
+            pass
+    await nothing_left(client)
+
+
+async def test_who_leaves_a_speech_session(replica, client):
+    key = base64.b64encode(os.urandom(16)).decode()
+    lines = ["GET /v1/audio/speech/stream HTTP/1.1", "host: x", "connection: upgrade"]
+    lines += ["upgrade: websocket", "sec-websocket-version: 13", f"sec-websocket-key: {key}"]
+    async with dialled(replica, ("\r\n".join(lines) + "\r\n\r\n").encode()) as stream:
+        assert b" 101 " in await stream.receive_some()
+        await stream.send_all(frame({"type": "session.config", "session": {}}))
+        await stream.send_all(frame({"type": "input.text", "text": "One two. HELD. "}))
+        await at_work(client)
+    await nothing_left(client)
+
+
+def frame(message):
+    """A text frame as a client sends it, masked with zeros."""
+    data = json.dumps(message).encode()
+    assert len(data) < 126
+    return bytes([0x81, 0x80 | len(data), 0, 0, 0, 0]) + data

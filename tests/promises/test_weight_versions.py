@@ -1,0 +1,353 @@
+"""Answers say which weights they came from, requests may ask for some, and updates hold them up."""
+
+import json
+
+import pytest
+import trio
+
+from tests.promises.clients import CHAT, STREAMED, post
+from tests.promises.door_alone import door_before, open_door
+from tests.promises.engines import engines
+from tests.promises.fakes import (
+    LAST_CHUNK,
+    PATIENCE_SECS,
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    resetting,
+)
+from tests.promises.fleet_program import program, toml
+
+GOOD = answering(counted(b"good"))
+QUEUED = "[server]\nqueue_size = 9\n"
+UPDATE = {"model_path": "/m", "weight_version": "v2"}
+VERSION, END = "x-omni-weight-version", "x-omni-weight-version-end"
+
+
+@pytest.fixture(autouse=True)
+async def soon():
+    with trio.fail_after(40):
+        yield
+
+
+async def ask(client, *fields, body=CHAT):
+    await client.send(post(body, *fields))
+    return await client.answer()
+
+
+async def until(holds):
+    with trio.fail_after(PATIENCE_SECS):
+        while not holds():
+            await trio.sleep(0.001)
+
+
+class Stepwise:
+    """A worker that says the first part of an answer when it is asked, and the rest when it may."""
+
+    def __init__(self, first, rest):
+        self.first, self.rest = first, rest
+        self.asked, self.go_on = trio.Event(), trio.Event()
+
+    async def __call__(self, call):
+        await call.send(self.first)
+        self.asked.set()
+        await self.go_on.wait()
+        await call.send(self.rest)
+
+
+async def test_an_answer_tells_the_weights_of_its_worker_while_they_are_known():
+    async with door_before(GOOD) as (opened, client):
+        (worker,) = opened.fleet.workers
+        answer = await ask(client)
+        assert not [name for name, _ in answer.fields if name.startswith("x-omni-weight")]
+        opened.fleet.versioned(worker, "step-7", 0)
+        answer = await ask(client)
+        assert (answer.one(VERSION), answer.one("x-omni-weight-epoch")) == ("step-7", None)
+        opened.fleet.versioned(worker, "step 8\r\n", 2)
+        answer = await ask(client)
+        assert (answer.one(VERSION), answer.one("x-omni-weight-epoch")) == ("step%208%0D%0A", "2")
+        assert answer.one(END) is None
+        opened.fleet.versioned(worker, None, 0)
+        assert (await ask(client)).one(VERSION) is None
+
+
+async def test_a_failure_of_ours_claims_no_weights():
+    async with door_before(resetting, config="[routing]\nmax_total_retries = 1") as (
+        opened,
+        client,
+    ):
+        opened.fleet.versioned(opened.fleet.workers[0], "v1", 1)
+        answer = await ask(client)
+        assert (answer.status, answer.one(VERSION)) == (502, None)
+
+
+@pytest.mark.parametrize(
+    ("label", "epoch", "told"),
+    [("v2", 2, "v2"), ("v1", 2, "v1"), (None, 0, "")],
+    ids=["another", "the same name again", "not known yet"],
+)
+async def test_an_answer_that_was_asked_for_before_a_change_tells_both(label, epoch, told):
+    worker = Stepwise(b"", counted(b"good"))
+    async with door_before(worker) as (opened, client):
+        (known,) = opened.fleet.workers
+        opened.fleet.versioned(known, "v1", 1)
+        await client.send(post(CHAT))
+        await worker.asked.wait()
+        opened.fleet.versioned(known, label, epoch)
+        worker.go_on.set()
+        answer = await client.answer()
+        assert (answer.one(VERSION), answer.one(END)) == ("v1", told)
+        assert answer.one("x-omni-weight-epoch-end") == (str(epoch) if epoch else None)
+        await until(lambda: opened.log.records)
+        assert (opened.last["weight_version"], opened.last["weight_version_end"]) == ("v1", told)
+        assert opened.door.status()["answers_across_versions"] == 1
+
+
+async def test_a_stream_that_spans_a_change_is_told_in_the_log_and_counted():
+    worker = Stepwise(SSE_HEAD + chunk(b"data: a\n\n"), chunk(b"data: [DONE]\n\n") + LAST_CHUNK)
+    async with door_before(worker) as (opened, client):
+        (known,) = opened.fleet.workers
+        opened.fleet.versioned(known, "v1", 1)
+        await client.send(post(STREAMED))
+        await client.until(b"data: a\n\n")
+        opened.fleet.versioned(known, "v2", 2)
+        worker.go_on.set()
+        await client.until(LAST_CHUNK)
+        await until(lambda: opened.log.records)
+        line = opened.last
+        assert (line["weight_version"], line["weight_epoch"]) == ("v1", 1)
+        assert line["weight_version_end"] == "v2"
+        assert opened.door.status()["answers_across_versions"] == 1
+        worker.go_on = trio.Event()
+        worker.go_on.set()
+        await ask(client, body=STREAMED)
+        await until(lambda: len(opened.log.records) == 2)
+        assert (opened.last["weight_version"], opened.last["weight_version_end"]) == ("v2", None)
+        assert opened.door.status()["answers_across_versions"] == 1
+
+
+async def test_a_retry_tells_the_weights_of_whoever_answered():
+    async with door_before(resetting, GOOD) as (opened, client):
+        for number, worker in enumerate(opened.fleet.workers, 1):
+            opened.fleet.versioned(worker, f"v{number}", number)
+        answer = await ask(client)
+        assert (answer.one("x-sglang-omni-route-attempt"), answer.one(VERSION)) == ("2", "v2")
+        assert answer.one(END) is None
+
+
+async def test_conditions_narrow_the_choice_and_stay_with_us():
+    async with door_before(GOOD, GOOD, GOOD) as (opened, client):
+        for number, worker in enumerate(opened.fleet.workers, 1):
+            opened.fleet.versioned(worker, f"v{number}", number)
+        for _ in range(3):
+            assert (await ask(client, f"{VERSION}: =v2")).one(VERSION) == "v2"
+            both = await ask(client, "X-Omni-Min-Weight-Epoch: 2", f"{VERSION}: =v3")
+            assert both.one(VERSION) == "v3"
+        seen = {
+            (await ask(client, "x-omni-min-weight-epoch: 2")).one("x-omni-weight-epoch")
+            for _ in range(4)
+        }
+        assert seen == {"2", "3"}
+        assert not opened.workers[0].requests
+        for worker in opened.workers:
+            for call in worker.calls:
+                assert not [name for name, _ in call.fields if name.startswith("x-omni-")]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        f"{VERSION}: v1",
+        f"{VERSION}: =",
+        "x-omni-min-weight-epoch: v1",
+        "x-omni-min-weight-epoch: -1",
+        "x-omni-min-weight-epoch: 1\r\nx-omni-min-weight-epoch: 2",
+    ],
+)
+async def test_a_condition_that_can_not_be_read_is_refused(field):
+    async with door_before(GOOD) as (opened, client):
+        assert (await ask(client, field)).status == 400
+        assert not opened.workers[0].requests
+
+
+async def test_without_a_queue_nobody_waits_for_weights():
+    async with door_before(GOOD) as (_, client):
+        answer = await ask(client, f"{VERSION}: =v2")
+        assert (answer.status, answer.one("retry-after")) == (503, "1")
+        error = json.loads(answer.body)["error"]
+        assert error["code"] == "weight_version_unavailable"
+        assert "no eligible upstream" in error["message"]
+
+
+async def test_with_a_queue_it_waits_until_somebody_has_them():
+    async with door_before(GOOD, config=QUEUED) as (opened, client):
+        (worker,) = opened.fleet.workers
+        await client.send(post(CHAT, "x-omni-min-weight-epoch: 3"))
+        await until(lambda: opened.door.queue.waiting)
+        for epoch in (1, 2, 3):
+            assert opened.door.queue.waiting == 1
+            opened.fleet.versioned(worker, f"v{epoch}", epoch)
+        answer = await client.answer()
+        assert (answer.status, answer.one("x-omni-weight-epoch")) == (200, "3")
+
+
+async def test_who_waited_too_long_for_weights_is_told_what_was_missing():
+    config = f"{QUEUED}queue_timeout_secs = 0.05"
+    async with door_before(GOOD, config=config) as (_, client):
+        answer = await ask(client, f"{VERSION}: =v2")
+        error = json.loads(answer.body)["error"]
+        assert (answer.status, answer.one("retry-after")) == (503, "1")
+        assert (error["code"], error["reason"]) == (503, "weight_version_unavailable")
+
+
+@pytest.mark.parametrize(
+    ("hold", "rules", "code"),
+    [
+        ("updating", "[weight_sync]\nwhile_updating = 'shed'", "weights_updating"),
+        ("uncertain", "[weight_sync]\nwhile_updating = 'shed'", "weights_uncertain"),
+        ("paused", "[routing]\nwhile_paused = 'shed'", "paused"),
+    ],
+)
+async def test_shedding_answers_at_once_though_there_is_a_queue(hold, rules, code):
+    async with door_before(GOOD, config=QUEUED + rules) as (opened, client):
+        (worker,) = opened.fleet.workers
+        opened.fleet.hold(worker, hold)
+        answer = await ask(client)
+        error = json.loads(answer.body)["error"]
+        assert (answer.status, answer.one("retry-after"), error["code"]) == (503, "1", code)
+        assert "s so far" in error["message"]
+        opened.fleet.release(worker, hold)
+        assert (await ask(client)).status == 200
+
+
+async def test_holding_costs_no_error():
+    async with fake_workers(GOOD, GOOD) as made, open_door(*made, config=QUEUED) as opened:
+        answers = []
+
+        async def one():
+            async with opened.client() as client:
+                answers.append(await ask(client))
+
+        async with trio.open_nursery() as nursery:
+            for worker in opened.fleet.workers:
+                opened.fleet.hold(worker, "updating")
+            for _ in range(5):
+                nursery.start_soon(one)
+            await until(lambda: opened.door.queue.waiting == 5)
+            for worker in opened.fleet.workers:
+                opened.fleet.versioned(worker, "v2", 1)
+                opened.fleet.release(worker, "updating")
+        assert [(answer.status, answer.one(VERSION)) for answer in answers] == [(200, "v2")] * 5
+
+
+async def update(running):
+    answer = await running.client.post("/update_weights_from_disk", json=UPDATE)
+    assert answer.status_code == 200
+
+
+def config_of(fleet, rules, policy="round_robin"):
+    more = f"queue_size = 9\n{rules}[routing]\npolicy = '{policy}'\n"
+    return toml(fleet, more=more)
+
+
+async def test_an_update_holds_requests_and_lets_them_go_to_the_new_weights(tmp_path):
+    file, answers = tmp_path / "proxy.toml", []
+    async with engines(2) as both:
+        file.write_text(config_of(both, ""))
+        for engine in both:
+            engine.wait_at("/update_weights_from_disk")
+        async with program("--config", file) as running:
+            await running.until_routable(*both)
+            await running.until(
+                "/workers",
+                lambda told: {e["weight_version"] for e in told["workers"]} == {"default"},
+            )
+            assert (await running.ask()).headers[VERSION] == "default"
+
+            async def one(**headers):
+                answers.append(
+                    await running.client.post(
+                        "/v1/chat/completions", content=CHAT,
+                        headers={"content-type": "application/json", **headers},
+                    )
+                )  # fmt: skip
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(update, running)
+                for engine in both:
+                    await engine.asked["/update_weights_from_disk"].wait()
+                for _ in range(3):
+                    nursery.start_soon(one)
+                told = await running.until(
+                    "/health", lambda told: told["admission"]["waiting"] == 3
+                )
+                assert told["status"] == "healthy"
+                for engine in both:
+                    engine.gates["/update_weights_from_disk"].set()
+            told = [(each.status_code, each.headers[VERSION]) for each in answers]
+            assert told == [(200, "v2")] * 3
+            assert [each.headers["x-omni-weight-epoch"] for each in answers] == ["1"] * 3
+
+
+async def test_an_update_that_sheds_says_so_and_pass_lets_them_through(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(1) as (engine,):
+        for rule in ("shed", "pass"):
+            file.write_text(config_of([engine], f"[weight_sync]\nwhile_updating = '{rule}'\n"))
+            engine.wait_at("/update_weights_from_disk")
+            async with program("--config", file) as running, trio.open_nursery() as nursery:
+                await running.until_routable(engine)
+                nursery.start_soon(update, running)
+                await engine.asked["/update_weights_from_disk"].wait()
+                answer = await running.ask()
+                if rule == "shed":
+                    assert answer.headers["retry-after"] == "1"
+                    assert answer.json()["error"]["code"] == "weights_updating"
+                    told = (await running.client.post("/explain", content=CHAT)).json()
+                    assert told["refusal"]["code"] == "weights_updating"
+                    assert told["workers"][0]["reasons"] == ["held: updating"]
+                else:
+                    assert answer.status_code == 200
+                engine.gates["/update_weights_from_disk"].set()
+
+
+async def test_a_request_waits_for_the_epoch_that_it_asks_for(tmp_path):
+    file, answers = tmp_path / "proxy.toml", []
+    least = {"x-omni-min-weight-epoch": "1", "content-type": "application/json"}
+    async with engines(1) as (engine,):
+        file.write_text(config_of([engine], ""))
+        async with program("--config", file) as running:
+            await running.until_routable(engine)
+            told = (await running.client.post("/explain", content=CHAT, headers=least)).json()
+            assert told["refusal"]["code"] == "weight_version_unavailable"
+            assert "epoch 1 or later" in told["workers"][0]["reasons"][0]
+
+            async def one():
+                path = "/v1/chat/completions"
+                answers.append(await running.client.post(path, content=CHAT, headers=least))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one)
+                await running.until("/health", lambda told: told["admission"]["waiting"] == 1)
+                await update(running)
+            assert answers[0].headers["x-omni-weight-epoch"] == "1"
+
+
+async def test_what_a_worker_flushes_with_an_update_is_forgotten(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(1) as (engine,):
+        file.write_text(config_of([engine], "", policy="cache_aware"))
+        async with program("--config", file) as running:
+            await running.until_routable(engine)
+            await running.ask()
+
+            async def held_after(**wish):
+                path = "/update_weights_from_disk"
+                answer = await running.client.post(path, json=UPDATE | wish)
+                assert answer.status_code == 200
+                return (await running.told("/status"))["door"]["policy"]["tree_size_by_worker"]
+
+            assert list(await held_after(flush_cache=False)) == [engine.url]
+            assert await held_after() == {}
