@@ -21,8 +21,8 @@ from omni_proxy.door.task import Gone
 from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import inspect
-from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.keys import routing_key
+from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.pick import choose
 from omni_proxy.routing.table import Place, WrongMethod, match
 from omni_proxy.wire.errors import Refusal

@@ -1,4 +1,4 @@
-"""JSON bodies too large to be decoded: what stands on top of them, and what the fleet lets us assume.
+"""JSON bodies too large to be decoded: what stands on top of them, and what may be assumed then.
 
 Contract (omni-router.md 7): past `LARGE_BYTES` only the routing fields are read, the rest is walked
 over undecoded; what the body would have told must come in hints wherever the workers differ in it.
