@@ -28,9 +28,11 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.app import create_app
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.front.serving import serve
+from omni_proxy.observe.instruments import Instruments
 from omni_proxy.observe.lines import LineLog
 from omni_proxy.observe.logs import configure
 from omni_proxy.supervise import Supervisor
+from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.ejector import Ejector
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.launcher import Launcher
@@ -90,6 +92,12 @@ class House:
         self.prober = Prober(fleet, keeper, jitter=random.random)
         self.launcher = Launcher(fleet, keeper, self.prober)
         self.ejector = Ejector(fleet, keeper)
+        self.drains = Drains(fleet, keeper)
+        self.instruments = Instruments(
+            fleet,
+            lambda: (self.door.in_flight, self.door.queue.waiting),
+            {"access_log": self.access_log, "route_log": self.route_log},
+        )
         self.reloader = Reloader(keeper)
         folder = folder_for(keeper.state_file, config, os.environ)
         self.desk = WeightDesk(fleet, keeper, JournalFile(folder))
@@ -102,6 +110,8 @@ class House:
             door=self.door,
             desk=self.desk,
             launcher=self.launcher,
+            instruments=self.instruments,
+            drains=self.drains,
             supervisors=lambda: [supervisor.status() for supervisor in self.supervisors],
             leaving=lambda: self.leaving,
         )
@@ -117,6 +127,8 @@ class House:
             Supervisor("prober", lambda told: self.prober.run(task_status=told)),
             Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
             Supervisor("ejector", lambda told: self.ejector.run(task_status=told)),
+            Supervisor("drains", lambda told: self.drains.run(task_status=told)),
+            Supervisor("pulse", lambda told: self.instruments.pulse.run(task_status=told)),
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
         ]
         fleet.watch_health(_log_health)
@@ -167,6 +179,7 @@ class House:
         self.route_log.retarget(server.route_log)
         self.door.access_log = self.access_log if self.access_log.on else None
         self.door.route_log = self.route_log if self.route_log.on else None
+        self.door.meters = self.instruments.meters if server.metrics else None
 
     async def _signals(self, everything: trio.CancelScope) -> None:
         async with trio.open_nursery() as nursery:

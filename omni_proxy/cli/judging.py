@@ -122,7 +122,7 @@ def reload_words(told: dict[str, Any] | None, now: datetime | None) -> str:
     ago = f", {age((now - at).total_seconds())} ago" if at and now else ""
     words = f"{plain(told.get('outcome', '?'))} by {plain(told.get('source', '?'))}{ago}"
     if error := told.get("error"):
-        return f"{words}: {plain(_first_problem(error))}"
+        return f"REFUSED: {plain(_first_problem(error))}; before it: {words}"
     changes = list(_changes(told.get("diff")))
     shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
     return f"{words}: {shown}" if shown else words
@@ -137,7 +137,8 @@ def _first_problem(error: object) -> str:
     first = problems[0]
     line = f" line {first['line']}" if first.get("line") else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{error.get('file') or ''}{line} {first.get('path')}: {first.get('reason')}{more}".strip()
+    file = f"{error['file']}{line} " if error.get("file") else ""
+    return f"{file}{first.get('path')}: {first.get('reason')}{more}"
 
 
 def _changes(diff: object) -> Iterable[str]:
@@ -177,7 +178,8 @@ def weight_words(feed: Feed) -> str:
         words = [f"{len(words)} versions: {', '.join(words[:4])}" + ("…" if len(words) > 4 else "")]
     told = feed.weights or {}
     if isinstance(operation := told.get("operation"), dict):
-        words.append(f"under way: {plain(operation.get('path', '?'))}, {plain(operation.get('step', '?'))}")
+        path, step = (plain(operation.get(key, "?")) for key in ("path", "step"))
+        words.append(f"under way: {path}, {step}")
     if uncertain := told.get("uncertain"):
         words.append(f"uncertain: {len(uncertain)}")
     return "; ".join(words)

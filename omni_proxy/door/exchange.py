@@ -176,15 +176,19 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     if body is None:
         body = await conn.read_body(mine, head, limit)
     conn.pump.front_exchanges += 1
+    hurries = True
     try:
         first = await ask(conn, mine, head, (door.front, head.lines + hint_lines(head.hints), body))
+        if first.answer.sse:  # an event a second: others need not pay to have it sooner
+            conn.pump.front_exchanges -= 1
+            hurries = False
         return await relay(conn, mine, head, first)
     except TryFailed as failed:
         raise Refusal(
             503, f"the control routes are not answering: {failed.error}", "front_unavailable"
         ) from None
     finally:
-        conn.pump.front_exchanges -= 1
+        conn.pump.front_exchanges -= hurries
 
 
 def _lines_for(worker: Worker, head: RequestHead) -> bytes:

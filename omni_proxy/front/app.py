@@ -8,8 +8,10 @@ from omni_proxy.front.admin import AdminRoutes
 from omni_proxy.front.auth import KeyCheck
 from omni_proxy.front.chosen import Chosen
 from omni_proxy.front.config import ConfigRoutes
+from omni_proxy.front.draining import DrainRoutes
 from omni_proxy.front.engines import EngineRoutes
 from omni_proxy.front.explain import ExplainRoutes
+from omni_proxy.front.feed import FeedRoutes
 from omni_proxy.front.models import ModelRoutes
 from omni_proxy.front.pool import PoolRoutes
 from omni_proxy.front.records import Records
@@ -27,13 +29,15 @@ def create_app(rooms: Rooms) -> QuartTrio:
     app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
     keys = KeyCheck(rooms.keeper)
-    records = Records(rooms.fleet)
+    records = Records(rooms.fleet, rooms.drains)
     chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
     speak_json(app)
     for routes in (
         PoolRoutes(rooms, keys, records),
-        WorkerRoutes(rooms, records),
+        WorkerRoutes(rooms, records, drains := DrainRoutes(rooms, records)),
+        drains,
+        FeedRoutes(rooms),
         ConfigRoutes(rooms.keeper),
         ModelRoutes(rooms),
         ScalingRoutes(rooms),

@@ -12,6 +12,7 @@ from datetime import datetime
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.drains import Drains
 
 STATUS = {
     Health.UNKNOWN: "pending",
@@ -34,14 +35,16 @@ class Notes:
 class Records:
     """Reads the fleet; holds nothing but notes."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, drains: Drains) -> None:
         self._fleet = fleet
+        self._drains = drains
         self._notes: dict[Worker, Notes] = {}
 
     def one(self, worker: Worker) -> dict[str, object]:
         notes = self._notes.get(worker, Notes())
         return {
             **worker.record(),
+            "draining": self._drains.of(worker),
             "model_id": worker.model,
             "worker_type": "regular",
             "connection_mode": "http",

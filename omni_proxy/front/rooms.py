@@ -12,7 +12,9 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.observe.instruments import Instruments
 from omni_proxy.routing.policies import Policy
+from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.prober import Prober
 from omni_proxy.weights.desk import WeightDesk
@@ -28,6 +30,7 @@ class Door(Protocol):
     @property
     def voice_owner(self) -> str: ...
     def status(self) -> dict[str, object]: ...
+    def counts(self) -> dict[str, object]: ...
     def admission(self) -> dict[str, int]: ...
     def addresses(self) -> list[str]: ...
 
@@ -47,6 +50,8 @@ class Rooms:
     desk: WeightDesk
     launcher: Launcher | None
     supervisors: Callable[[], list[dict[str, object]]]
+    instruments: Instruments
+    drains: Drains
     leaving: Callable[[], bool] = lambda: False
     # The program's, not the front's: that one may be restarted.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))

@@ -17,6 +17,7 @@ from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.bodies import WorkerBody, judge_add, judge_patch, judge_switch
 from omni_proxy.front.changes import Changes, Edit, api_entry, wanted_url
+from omni_proxy.front.draining import DrainRoutes, asked_to_drain
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import json_object, reply
 from omni_proxy.front.revisions import etag
@@ -26,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerRoutes:
-    def __init__(self, rooms: Rooms, records: Records) -> None:
+    def __init__(self, rooms: Rooms, records: Records, drains: DrainRoutes) -> None:
         self._rooms = rooms
         self._records = records
+        self._drains = drains
         self._changes = Changes(rooms)
 
     def mount(self, app: Quart) -> None:
@@ -95,10 +97,13 @@ class WorkerRoutes:
 
     async def delete(self, name: str) -> Response:
         worker = self._changes.find(name)
-        await self._changes.remove(worker)
+        told: dict[str, object] = {"status": "ok", "worker_id": worker.id}
+        if asked_to_drain():
+            told["drained"] = await self._drains.remove(worker)
+        else:
+            await self._changes.remove(worker)
         log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
-        headers = etag(self._rooms.keeper.revision)
-        return reply({"status": "ok", "worker_id": worker.id}, headers=headers)
+        return reply(told, headers=etag(self._rooms.keeper.revision))
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
         def edit(state: State, _: Config) -> State:

@@ -18,7 +18,9 @@ from omni_proxy.config.state import State
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.front.app import create_app
 from omni_proxy.front.rooms import Rooms
+from omni_proxy.observe.instruments import Instruments
 from omni_proxy.routing.policies import build
+from omni_proxy.watch.drains import Drains
 from omni_proxy.weights.desk import WeightDesk
 from omni_proxy.weights.journal_file import JournalFile
 
@@ -89,6 +91,9 @@ class DoorStandIn:
     def status(self):
         return {"connections": 0}
 
+    def counts(self):
+        return {"accepted": 0, "connections": 0, "ended": {}, "failures": 0}
+
     def admission(self):
         return {"inflight": 0, "max_inflight": 0, "peak_inflight": 0, "rejected_total": 0}
 
@@ -138,6 +143,8 @@ def build_house(*entries, key="", folder=NO_FOLDER, **tables):
         desk=WeightDesk(fleet, keeper, JournalFile(folder)),
         prober=ProberStandIn(fleet),
         door=DoorStandIn(),
+        drains=Drains(fleet, keeper),
+        instruments=Instruments(fleet, lambda: (0, 0), {}),
         leaving=False,
     )
     rooms = Rooms(
@@ -147,6 +154,8 @@ def build_house(*entries, key="", folder=NO_FOLDER, **tables):
         door=house.door,
         desk=house.desk,
         launcher=None,
+        instruments=house.instruments,
+        drains=house.drains,
         supervisors=lambda: [{"name": "door", "state": "running"}],
         leaving=lambda: house.leaving,
     )

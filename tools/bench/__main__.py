@@ -19,7 +19,11 @@ PROFILED = {"unary": "unary c=32", "stream": "stream 17k/s"}
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench",
+        description=__doc__,
+        epilog="`python -m tools.bench --replica` measures the replica instead.",
+    )
     parser.add_argument("what", choices=["unary", "stream", "all", "profile"])
     parser.add_argument("profiled", nargs="?", choices=list(PROFILED), help="for profile: the load")
     parser.add_argument(
@@ -139,6 +143,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
+    if "--replica" in sys.argv[1:]:
+        from tools.bench.replica import main as replica
+
+        return replica([word for word in sys.argv[1:] if word != "--replica"])
     arguments = _arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # so that what was started is ended

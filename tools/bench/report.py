@@ -60,7 +60,7 @@ def cpu_table(loads: dict[str, list[Round]], ours: str | None, peer: str | None)
         if ours is not None and peer is not None:
             row.append(spread(ratios(rounds, ours, peer), 2))
         rows.append(row)
-    return _columns(rows)
+    return columns(rows)
 
 
 def seen_table(loads: dict[str, list[Round]]) -> list[str]:
@@ -85,7 +85,7 @@ def seen_table(loads: dict[str, list[Round]]) -> list[str]:
                     str(sum(leg.errors for leg in legs)),
                 ]
             )
-    return _columns(rows)
+    return columns(rows)
 
 
 def faults(loads: dict[str, list[Round]]) -> list[str]:
@@ -98,7 +98,7 @@ def faults(loads: dict[str, list[Round]]) -> list[str]:
     ]
 
 
-def _columns(rows: list[list[str]]) -> list[str]:
+def columns(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
