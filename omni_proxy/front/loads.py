@@ -81,5 +81,6 @@ def _aggregate(records: list[dict[str, object]]) -> dict[str, object]:
 
 def _number(value: object) -> float:
     """JSON can spell numbers that no float holds."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if plain and -LARGEST < value < LARGEST else 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0
+    return value if -LARGEST < value < LARGEST else 0
