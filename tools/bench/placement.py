@@ -47,6 +47,7 @@ base_port = {base}
 model = "{model}"
 """
 READY_SECS = 60
+SHARED, UNIFORM, SLOW = KINDS = ("shared", "uniform", "slow")
 PROXY_PORT, WORKER_PORT = 44000, 34000  # looked for from here on, so that they never meet
 SLOW_SECS = (0.2, 0.02, 0.02)
 WORDS = (
@@ -161,7 +162,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
     words = ["omni-proxy", "replica", "--engine", arguments.engine, "--model", arguments.model]
     words += ["--host", "{host}", "--port", "{port}"]
     count = arguments.replicas
-    for kind in ("shared prefixes", "uniform"):
+    for kind in arguments.kinds:
         for policy, fallback in (
             ("round_robin", "smallest_tree"), ("least_request", "smallest_tree"),
             ("cache_aware", "smallest_tree"), ("cache_aware", "least_loaded"),
@@ -169,7 +170,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
             chance = random.Random(7)
             prompts = (
                 shared_prompts(chance, arguments.families, arguments.each)
-                if kind == "shared prefixes"
+                if kind == SHARED
                 else uniform_prompts(chance, arguments.families * arguments.each)
             )
             launch = LAUNCH.format(
@@ -231,14 +232,19 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=6, help="requests per shared prefix (6)")
     parser.add_argument("--engine", choices=["torch", "llamacpp"], default="llamacpp")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--slow-only", action="store_true", help="only the slow worker's share")
+    parser.add_argument(
+        "--only", choices=KINDS, action="append", dest="kinds", help="may be repeated; default all"
+    )
     arguments = parser.parse_args()
-    if not arguments.slow_only:
-        for row in rows(arguments):
-            print(row, flush=True)
+    kinds = arguments.kinds or KINDS
+    arguments.kinds = [kind for kind in kinds if kind != SLOW]
+    for row in rows(arguments):
+        print(row, flush=True)
+    if SLOW not in kinds:
+        return 0
     for policy in ("round_robin", "least_request", "cache_aware"):
         share = trio.run(slow_share, policy, 600)
-        print(f"{'slow worker':16} {policy:30} share {share:.1%}", flush=True)
+        print(f"{SLOW:16} {policy:30} share {share:.1%}", flush=True)
     return 0
 
 
