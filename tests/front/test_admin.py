@@ -39,7 +39,7 @@ async def test_the_callers_own_bytes_query_and_key_go_to_every_worker(house, eng
     )  # fmt: skip
     assert (status, told["path"], told["worker_count"]) == (200, UPDATE, 2)
     sent = [r for r in engines.asked if r.url.path == UPDATE]
-    assert [r.url.port for r in sent] == [8011, 8012]
+    assert sorted(r.url.port for r in sent) == [8011, 8012]
     for request in sent:
         assert request.content == body
         assert request.url.raw_path == b"/update_weights_from_disk?a=1&b=%20"
@@ -139,3 +139,25 @@ async def test_the_checker_of_a_get_has_its_query(house, engines):
     status, told, _ = await said(house, "/weights_checker?action=checksum", "get")
     assert (status, told["worker_count"]) == (200, 2)
     assert engines.asked[-1].url.query == b"action=checksum"
+
+
+async def test_rows_that_all_workers_have_are_told_as_one_engine_tells_them(house, engines):
+    path = "/get_weights_by_name"
+    for url in (A, B):
+        engines.tell(url, path, [[1.0, 2.0]])
+    asked = {"name": "w", "truncate_size": 1}
+    assert (await said(house, path, json=asked))[:2] == (200, [[1.0, 2.0]])
+    status, told, _ = await said(
+        house, "/v1/rl/engine/get_weights_by_name?selector=id!=x", json=asked
+    )
+    assert (status, told["succeeded"]) == (200, 2)
+    engines.tell(B, path, [[1.0, 2.5]])
+    status, told, _ = await said(house, path, json=asked)
+    assert (status, told["success"], len(told["results"])) == (409, False, 2)
+    for url in (A, B):
+        engines.says[url, path] = (400, b'{"error": {"message": "no such tensor"}}')
+    status, told, _ = await said(house, path, json=asked)
+    assert (status, told["error"], told["status"]) == (400, {"message": "no such tensor"}, "error")
+    engines.tell(B, path, [[1.0, 2.5]])
+    status, told, _ = await said(house, path, json=asked)
+    assert (status, told["success"]) == (502, False)

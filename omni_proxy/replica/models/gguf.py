@@ -243,6 +243,7 @@ def _tensor(cursor: _Cursor, name: str) -> StoredTensor:
     if packing is None:
         known = ", ".join(each.name for each in PACKINGS.values())
         cursor.fail(f"{what} has the type {kind}; only {known} can be read")
-    if math.prod(sizes[:1]) % packing.block_elements:
-        cursor.fail(f"{what} has rows of {sizes[0]}, no multiple of {packing.block_elements}")
+    row = math.prod(sizes[:1])  # one where there are no dimensions
+    if row % packing.block_elements:
+        cursor.fail(f"{what} has rows of {row}, no multiple of {packing.block_elements}")
     return StoredTensor(tuple(reversed(sizes)), packing, offset)
