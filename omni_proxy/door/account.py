@@ -130,7 +130,7 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
 
 def _spans(exchange: Exchange, worker: Worker) -> bool:
     """Whether an answer of it has begun with other weights than it ended with."""
-    return exchange.relayed and worker.version != exchange.version
+    return exchange.relayed and worker.version.changed_since(exchange.version)
 
 
 def report(

@@ -118,9 +118,7 @@ async def _ask_on(
     limit = conn.door.limits.response_head if lane is not conn.door.front else inf
     conn.clock("send", limit)
     conn.phase = "wait"
-    all_sent = _send(up, request)
-    if conn.door.meters is not None and conn.exchange is not None:
-        conn.exchange.own_secs += monotonic() - conn.pump.now
+    all_sent = _begin(conn, up, request)
     if not all_sent:
         all_sent = await _send_rest(conn, up, request)
         conn.clock("wait", limit)
@@ -157,6 +155,14 @@ def _first(lane: Lane, up: Conn, answer: Answer, came: bytes, *, all_sent: bool)
     elif came:
         came = answer.feed(came)
     return First(lane, up, answer, came, all_sent, bodiless)
+
+
+def _begin(conn: Connection, up: Conn, request: list[bytes]) -> bool:
+    """As `_send`; what the request took until now, within its batch, was our own time."""
+    all_sent = _send(up, request)
+    if conn.exchange is not None:
+        conn.exchange.own_secs += monotonic() - conn.pump.now
+    return all_sent
 
 
 def _send(up: Conn, request: list[bytes]) -> bool:

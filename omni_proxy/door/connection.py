@@ -11,6 +11,7 @@ import socket
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from omni_proxy.control.routes import TOPPED
 from omni_proxy.door import exchange as exchanges
 from omni_proxy.door.account import Exchange, diagnostics, settle
 from omni_proxy.door.conn import CUT, LEFT, Conn
@@ -207,6 +208,8 @@ class Connection(Task):
     async def _refuse(self, mine: Exchange, error: Refusal | Expired) -> bool:
         """Answer it ourselves; the connection goes on where the request was read to its end."""
         refusal = error if isinstance(error, Refusal) else _late(str(error))
+        if mine.route is None and mine.target.partition("?")[0] in TOPPED:
+            refusal.topped()
         worker_lines = diagnostics(mine) if mine.attempts else b""
         mine.status = refusal.status
         outcome = "upstream_error" if mine.attempts else "refused"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 END_BYTES = 32  # what only says that a stream is over is no larger
 
+
 async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: First) -> bool:
     """Everything of the answer to the client; whether its connection may go on.
 
@@ -111,9 +112,7 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         if piece is None:
             continue
         if not piece:
-            if answer.framing is Framing.CLOSE:
-                return await _say_end(conn, shape)
-            raise UpstreamGarbage("the worker closed before the answer's end")
+            return await _say_end(conn, answer, shape)
         piece = answer.feed(piece)
         now = pump.now
         if not before:
@@ -122,8 +121,7 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         elif now - before > mine.longest_gap:
             mine.longest_gap = now - before
         before = now
-        if keeps_tail and len(piece) > END_BYTES:
-            mine.tail = piece
+        mine.tail = piece if keeps_tail and len(piece) > END_BYTES else mine.tail
         conn.due = min(now + idle, conn.deadline)
         mine.pieces += 1
         mine.bytes_out += len(piece)
@@ -143,8 +141,11 @@ def _put(client: Conn, piece: bytes) -> int:
         raise Gone from None
 
 
-async def _say_end(conn: Connection, shape: _Shape | None) -> None:
-    """The worker said its answer's end by closing; the client is told as its framing has it."""
+async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> None:
+    """The worker closed. Where that says the answer's end, the client is told as its framing has
+    it; elsewhere UpstreamGarbage is raised."""
+    if answer.framing is not Framing.CLOSE:
+        raise UpstreamGarbage("the worker closed before the answer's end")
     if shape is not None and shape.last:
         sent = _put(conn.client, shape.last)
         if sent < len(shape.last):

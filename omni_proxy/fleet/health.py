@@ -194,6 +194,11 @@ class HealthMachine:
             self._enter(Health.UNKNOWN, at)
 
     @property
+    def trials(self) -> int:
+        """How many it has been given so far."""
+        return self._trials
+
+    @property
     def on_trial(self) -> bool:
         return self.trial_owed and self.state is Health.HEALTHY
 

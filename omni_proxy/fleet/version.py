@@ -37,12 +37,17 @@ class Version:
 
         Without a label the field stands all the same, empty: changed, to what is not known yet.
         """
-        if self == start:
+        if not self.changed_since(start):
             return b""
         lines = f"x-omni-weight-version-end: {self.shown}\r\n"
         if self.epoch and self.epoch != start.epoch:
             lines += f"x-omni-weight-epoch-end: {self.epoch}\r\n"
         return lines.encode("ascii")
+
+    def changed_since(self, start: Version) -> bool:
+        """A label that was only learnt meanwhile is no change of the weights."""
+        learnt = start == UNKNOWN and not self.epoch
+        return self != start and not learnt
 
     def __str__(self) -> str:
         label = "unknown" if self.label is None else repr(self.label)

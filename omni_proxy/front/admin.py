@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from quart import Quart, Response, request
 
+from omni_proxy.control import look
 from omni_proxy.control.outcomes import Answer
 from omni_proxy.control.routes import (
-    BY_PATH,
     FROM_DISTRIBUTED,
     FROM_TENSOR,
     ROUTES,
+    TOPPED,
     AdminRoute,
 )
 from omni_proxy.front.chosen import Chosen
@@ -34,7 +35,6 @@ NO_TENSORS = {
         "code": "not_implemented",
     }
 }
-OWN_TOP = (*BY_PATH, "/weights/resolve", "/weight_update_journal/resolve")
 ELSEWHERE = ("/flush_cache",)  # served in its own dialect, see engines.py
 View = Callable[[], Awaitable[Response]]
 
@@ -53,7 +53,7 @@ class AdminRoutes:
 
     async def with_top_keys(self, response: Response) -> Response:
         """Refusals that came from elsewhere get our top keys here, whoever made them."""
-        if response.status_code < 400 or request.path not in OWN_TOP:
+        if response.status_code < 400 or request.path not in TOPPED:
             return response
         told = json.loads(await response.get_data())
         error = told.get("error", {})
@@ -67,7 +67,10 @@ class AdminRoutes:
         async def operate() -> Response:
             if route.path == FROM_TENSOR:
                 return reply(NO_TENSORS, 501)
-            return shown(await self._rooms.desk.submit(await self.call(route)))
+            answer = await self._rooms.desk.submit(await self.call(route))
+            if route.path == look.PATH:
+                return reply(*look.merge(answer), dict(answer.headers))
+            return shown(answer)
 
         return operate
 

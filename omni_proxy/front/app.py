@@ -8,10 +8,12 @@ from omni_proxy.front.admin import AdminRoutes
 from omni_proxy.front.auth import KeyCheck
 from omni_proxy.front.chosen import Chosen
 from omni_proxy.front.config import ConfigRoutes
+from omni_proxy.front.dashboard import DashboardRoutes
 from omni_proxy.front.draining import DrainRoutes
 from omni_proxy.front.engines import EngineRoutes
 from omni_proxy.front.explain import ExplainRoutes
 from omni_proxy.front.feed import FeedRoutes
+from omni_proxy.front.metrics import MetricsRoutes
 from omni_proxy.front.models import ModelRoutes
 from omni_proxy.front.pool import PoolRoutes
 from omni_proxy.front.records import Records
@@ -38,11 +40,13 @@ def create_app(rooms: Rooms) -> QuartTrio:
         WorkerRoutes(rooms, records, drains := DrainRoutes(rooms, records)),
         drains,
         FeedRoutes(rooms),
+        MetricsRoutes(rooms),
         ConfigRoutes(rooms.keeper),
         ModelRoutes(rooms),
         ScalingRoutes(rooms),
         EngineRoutes(rooms),
         ExplainRoutes(rooms),
+        DashboardRoutes(),
         AdminRoutes(rooms, chosen),
         WeightRoutes(rooms),
         RlRoutes(rooms, records, chosen),

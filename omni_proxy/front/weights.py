@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from quart import Quart, Response, request
 
+from omni_proxy.control.routes import RESOLVES
 from omni_proxy.front.admin import caller, shown
 from omni_proxy.front.models import passed_on
 from omni_proxy.front.replies import json_object, reply
@@ -20,7 +21,7 @@ class WeightRoutes:
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/weights", "weights", self.show)
-        for path in ("/weights/resolve", "/weight_update_journal/resolve"):
+        for path in RESOLVES:
             name = path[1:].replace("/", "_")
             app.add_url_rule(path, name, self.resolve, methods=["POST"])
 

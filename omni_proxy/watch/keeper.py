@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ class Keeper:
             self.state = _read_state_file(self.state_file)
         self.revision = 0
         self.last_reload: dict[str, Any] = {}
+        self.reloads: Counter[tuple[str, str]] = Counter()  # outcome, source
         self.state_error = ""
         self.turn = trio.Lock()  # before `_lock`, never inside it
         self._lock = trio.Lock()
@@ -205,6 +207,7 @@ class Keeper:
         keep_refusal: bool = False,
     ) -> None:
         """What HTTP changed is no reading of FILE, so it doesn't clear a refusal of it."""
+        self.reloads[outcome, source] += 1
         if not keep_refusal:
             at = datetime.now(UTC).isoformat()
             self.last_reload = {"outcome": outcome, "source": source, "diff": told or {}, "at": at}

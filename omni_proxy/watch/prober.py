@@ -2,7 +2,8 @@
 
 Invariant: a dead worker is never probed, and a result is observed under the epoch its probe began
 in. A probe says good or bad; what that means for the worker is the health machine's to say. It also
-sees when another process answers than before, and has the fleet forget what the old one had cached.
+sees when another process answers than before, and has the fleet forget what the old one had: what
+it had cached, and which weights it said it had.
 """
 
 from __future__ import annotations
@@ -150,9 +151,8 @@ class Prober:
                 status = answer.status
                 worker.health_body = _parsed(answer.body)
                 error = None if 200 <= status < 300 else _fault(status, answer.body)
-                loop.refused = False
                 if error is None:
-                    self._compare(worker, answer.instance)
+                    self._compare(worker, loop, answer.instance)
             except _FAULTS as failure:
                 error = _words(failure)
                 self._note_refusal(worker, loop, failure)
@@ -166,19 +166,26 @@ class Prober:
         loop.finished = trio.Event()
         return scope.cancelled_caught
 
-    def _compare(self, worker: Worker, instance: str) -> None:
+    def _compare(self, worker: Worker, loop: _Loop, instance: str) -> None:
         """Whether the process that answers is the one of the last good probe."""
         instance = instance or _told_by(worker.health_body)
-        if worker.instance and instance and worker.instance != instance:
-            self._fleet.forgotten(worker)
+        another = worker.instance and instance and worker.instance != instance
+        # One that listens again is told once more: while nobody did, nobody could be asked.
+        if another or loop.refused:
+            self._restarted(worker)
         worker.instance = instance or worker.instance
+        loop.refused = False
 
     def _note_refusal(self, worker: Worker, loop: _Loop, failure: BaseException) -> None:
         """Where nobody listens the process is gone, and its cache with it: said once."""
         refused = isinstance(_root(failure), ConnectionRefusedError)
         if refused and not loop.refused:
-            self._fleet.forgotten(worker)
-        loop.refused = refused
+            self._restarted(worker)
+        loop.refused = loop.refused or refused
+
+    def _restarted(self, worker: Worker) -> None:
+        self._fleet.versioned(worker, None, 0)
+        self._fleet.forgotten(worker)
 
 
 async def _ask(worker: Worker, client: httpx.AsyncClient, health: HealthConfig) -> _Answer:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from omni_proxy.config.schema import LaunchEntry
+
+OURSELVES: Final = "omni-proxy"
+ARCHIVE: Final = ".pyz"
+# Where a single-file build finds its own libraries, and where it keeps what was there before.
+LIBRARIES: Final = "LD_LIBRARY_PATH"
+BEFORE: Final = "LD_LIBRARY_PATH_ORIG"
 
 
 def recipe(entry: LaunchEntry) -> tuple[object, ...]:
@@ -23,16 +31,28 @@ def environment_of(
     """`environ`, then our slice of GPUs, then what the entry says: the person has the last word."""
     # What it prints into a pipe shall come when it is printed.
     env = {"PYTHONUNBUFFERED": "1", **environ}
+    if getattr(sys, "frozen", False) and entry.command[0] != OURSELVES:
+        env = _as_it_was(env)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return env | {name: _filled(text, entry, index, gpus) for name, text in entry.env.items()}
 
 
+def _as_it_was(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what a single-file build sets for itself: its libraries suit no other program."""
+    kept = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
+    before = kept.pop(BEFORE, None)
+    kept.pop(LIBRARIES, None)
+    return kept if before is None else kept | {LIBRARIES: before}
+
+
 def _program(command: tuple[str, ...]) -> list[str]:
-    if command[0] != "omni-proxy":
+    if command[0] != OURSELVES:
         return list(command)
     if getattr(sys, "frozen", False):  # a single-file build is its own interpreter
         return [sys.executable, *command[1:]]
+    if sys.argv[0].endswith(ARCHIVE):  # what it unpacked is on no other interpreter's path
+        return [sys.executable, os.path.abspath(sys.argv[0]), *command[1:]]
     return [sys.executable, "-m", "omni_proxy", *command[1:]]
 
 

@@ -42,6 +42,11 @@ class Refusal(Exception):
         self.headers += headers
         return self
 
+    def topped(self) -> Refusal:
+        """With what clients of the admin routes read beside `error` (api-server.md 9.1)."""
+        self.extra |= {"success": False, "message": self.message, "status": "error"}
+        return self
+
     @property
     def type(self) -> str:
         explicit = self.extra.get("type")
@@ -56,7 +61,7 @@ class Refusal(Exception):
         return error_body(self.message, self.type, self.code, **extra)
 
 
-def error_body(message: str, type_: str, code: str | int, **extra: object) -> bytes:
+def error_body(message: str, type_: str, code: str | int, /, **extra: object) -> bytes:
     """The JSON error body; `reason=` goes inside `error`, any other extra (`detail=`) beside it.
 
     `top_code=` is a `code` beside `error`, where another router's clients look for it.

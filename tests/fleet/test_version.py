@@ -58,7 +58,8 @@ def test_whatever_the_label_the_lines_are_fields_of_ours_and_nothing_else(start,
     assert all(len(value) <= LABEL_BYTES for value in told.values())
     changed = fields(end.end_lines(start))
     assert set(changed) <= ENDS
-    assert (b"x-omni-weight-version-end" in changed) == (start != end)
+    learnt = start == UNKNOWN and end.epoch == 0
+    assert (b"x-omni-weight-version-end" in changed) == (start != end and not learnt)
 
 
 def test_the_end_names_what_has_changed():
@@ -94,3 +95,9 @@ def test_of_a_process_that_is_gone_the_weights_are_not_known():
     fleet.versioned(worker, "v1", 1)
     fleet.lost(worker, "SIGKILL", NOW)
     assert worker.version == UNKNOWN
+
+
+def test_a_label_that_is_learnt_is_no_change_and_one_that_we_put_there_is():
+    assert Version("v1").end_lines(UNKNOWN) == b""
+    assert fields(Version("v1", 1).end_lines(UNKNOWN))[b"x-omni-weight-version-end"] == b"v1"
+    assert fields(Version("v2").end_lines(Version("v1")))[b"x-omni-weight-version-end"] == b"v2"

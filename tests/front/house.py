@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +44,7 @@ class KeeperStandIn:
     def __init__(self, fleet, config):
         self.fleet, self.config, self.state = fleet, config, State()
         self.revision, self.last_reload = 1, {"outcome": "applied"}
+        self.reloads = Counter()
         self.file = self.state_file = None
         self.state_error = ""
         self.next_reload = Outcome("unchanged", 1)

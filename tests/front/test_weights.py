@@ -33,7 +33,7 @@ async def test_the_page_shows_holder_progress_versions_and_history(house, engine
     assert [each["progress"] for each in running["workers"]] == ["asked", "done"]
     assert [each["caller"] for each in told["waiting"]] == ["next"]
     assert (told["weight_epoch"], told["weight_version"]) == (1, "v1")
-    assert [(w["weight_version"], w["weight_epoch"]) for w in told["workers"]] == [("v1", 1)] * 2
+    assert [(w["weight_version"], w["weight_epoch"]) for w in told["workers"]] == [(None, 0)] * 2
     assert [w["held_by"] for w in told["workers"]] == [["updating"]] * 2
     (past,) = told["history"]
     assert (past["path"], past["http_status"], past["caller"]) == (UPDATE, 200, "before")

@@ -362,3 +362,37 @@ async def test_a_body_without_a_sign_of_its_process_says_nothing(
     answers = [says(instance="a"), says(), bad, httpx.Response(200, text="ok"), says(instance="a")]
     await probes_of(world, asked, nursery, *answers)
     assert forgotten == []
+
+
+@pytest.mark.parametrize(
+    "between",
+    [httpx.ConnectError("refused"), None],
+    ids=["nobody listened meanwhile", "another name"],
+)
+async def test_what_a_restarted_worker_said_of_its_weights_is_no_longer_believed(
+    world, asked, forgotten, nursery, autojump_clock, between
+):
+    if between is not None:
+        between.__cause__ = ConnectionRefusedError(111, "Connection refused")
+
+    def answer(request):
+        (worker,) = world.fleet.workers
+        number = len(asked)
+        if number == 1:
+            world.fleet.versioned(worker, "v1", 3)
+            return says(instance="a")
+        assert (worker.weight_version, worker.weight_epoch) == (
+            ("v1", 3) if number == 2 else (None, 0)
+        )
+        if number == 2 and between is not None:
+            raise between
+        return says(instance="a" if between else "b")
+
+    world.fleet.thresholds = Thresholds(rise=1, fall=99)
+    asked.reply = answer
+    world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(35)
+    assert len(asked) >= 3
+    # Told when it was gone, and again when it could be asked.
+    assert forgotten == [URL] * (2 if between else 1)

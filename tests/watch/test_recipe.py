@@ -42,6 +42,26 @@ def test_a_single_file_build_is_its_own_interpreter(monkeypatch):
     assert argv_of(entry, 0, ()) == [sys.executable, "replica"]
 
 
+def test_an_archive_is_started_again_as_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["./omni-proxy.pyz", "--config", "x"])
+    argv = argv_of(LaunchEntry(command=("omni-proxy", "replica")), 0, ())
+    assert argv == [sys.executable, f"{tmp_path}/omni-proxy.pyz", "replica"]
+
+
+def test_a_single_file_builds_libraries_are_for_itself_alone(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    unpacked = {"LD_LIBRARY_PATH": "/tmp/_MEI1", "_PYI_ARCHIVE_FILE": "/bin/omni-proxy"}
+    env = {"HOME": "/here", **unpacked}
+    other, ours = LaunchEntry(command=("vllm",)), LaunchEntry(command=("omni-proxy", "replica"))
+    assert environment_of(other, 0, (), env) == {"PYTHONUNBUFFERED": "1", "HOME": "/here"}
+    assert environment_of(ours, 0, (), env) == {"PYTHONUNBUFFERED": "1", **env}
+    before = {**env, "LD_LIBRARY_PATH_ORIG": "/opt/cuda"}
+    assert environment_of(other, 0, (), before)["LD_LIBRARY_PATH"] == "/opt/cuda"
+    monkeypatch.setattr(sys, "frozen", False)
+    assert environment_of(other, 0, (), env)["LD_LIBRARY_PATH"] == "/tmp/_MEI1"
+
+
 def test_only_what_a_process_is_started_from_is_in_its_recipe():
     same = LaunchEntry(command=("x",), replicas=5, model="m", restart="never")
     assert recipe(same) == recipe(LaunchEntry(command=("x",)))

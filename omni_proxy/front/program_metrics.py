@@ -1,0 +1,112 @@
+"""The rest of the program as metric families: admission, configuration, policy, weights, itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+
+from omni_proxy import __version__
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.observe.families import counters, gauges, histograms, one, total
+
+
+def of_program(rooms: Rooms) -> Iterator[Metric]:
+    yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
+    leaving = rooms.door.draining or rooms.leaving()
+    ready = not leaving and any(worker.routable for worker in rooms.fleet.workers)
+    yield one("ready", "1 while /ready says so", ready)
+    yield one("leaving", "1 from the first sign of shutdown on", leaving)
+    yield from _door(rooms)
+    yield from _config(rooms)
+    yield from _policy(rooms.door.policy.name, rooms.door.policy.facts())
+    yield from _weights(rooms)
+    yield from _itself(rooms)
+    yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
+
+
+def _door(rooms: Rooms) -> Iterator[Metric]:
+    admission, counts = rooms.door.admission(), rooms.door.counts()
+    in_flight = one("requests_in_flight", "Model requests being served", admission["inflight"])
+    yield in_flight
+    yield one("requests_in_flight_limit", "[server] max_inflight", admission["max_inflight"])
+    yield one("queue_waiting", "Requests in the queue", admission.get("waiting", 0))
+    refused = admission["rejected_total"]
+    yield total("requests_shed", "Requests refused for want of room or time", refused)
+    yield one("connections", "Client connections that are open", _number(counts, "connections"))
+    accepted = _number(counts, "accepted")
+    yield total("connections_accepted", "Client connections ever taken", accepted)
+    broken = _number(counts, "failures")
+    yield total("connection_failures", "Connections ended by a fault of the proxy", broken)
+    spans = _number(counts, "answers_across_versions")
+    yield total("answers_across_weights", "Answers during which weights changed", spans)
+
+
+def _config(rooms: Rooms) -> Iterator[Metric]:
+    keeper = rooms.keeper
+    yield one("config_revision", "Changes applied since the start", keeper.revision)
+    text = "How the configuration was read"
+    yield from counters("config_reloads", text, ("outcome", "source"), keeper.reloads.items())
+    last = keeper.last_reload
+    well = last.get("outcome") != "refused"
+    yield one("config_last_reload_successful", "0 where the last reading was refused", well)
+    at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
+    yield one("config_last_reload_timestamp_seconds", "When that was", at)
+    yield one("state_saved", "0 while the state file can't be written", not keeper.state_error)
+
+
+def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
+    yield from gauges("policy_info", "The routing policy; always 1", ("policy",), [((name,), 1)])
+    picks = [((branch,), count) for branch, count in _table(facts, "picks").items()]
+    text = "Which rule of the policy chose the worker"
+    yield from counters("policy_picks", text, ("branch",), picks)
+    yield one("prefix_tree_bytes", "Text in the prefix tree", _number(facts, "tree_size"))
+    yield one("prefix_tree_limit_bytes", "max_tree_size", _number(facts, "max_tree_size"))
+    yield one("prefix_tree_nodes", "Nodes of that tree", _number(facts, "tree_nodes"))
+    matched = _number(facts, "matched_ratio")
+    yield one("prefix_match_ratio", "Share of all text that was in the tree", matched)
+    sticky = _table(facts, "sticky")
+    yield one("sticky_sessions", "Sessions remembered", sticky.get("sessions", 0))
+    kept = [((result,), sticky.get(result, 0)) for result in ("kept", "begun")]
+    text = "Requests that stayed, or began anew"
+    yield from counters("sticky_picks", text, ("result",), kept)
+
+
+def _weights(rooms: Rooms) -> Iterator[Metric]:
+    desk = rooms.desk
+    yield one("weight_epoch", "Our number of the newest weights", desk.book.published.epoch)
+    done = [((path, "ok" if ok else "failed"), count) for (path, ok), count in desk.ended.items()]
+    text = "Operations that have ended"
+    yield from counters("weight_operations", text, ("operation", "outcome"), done)
+    secs = [((path,), spent) for path, spent in desk.spent_secs.items()]
+    text = "Time that they took, waiting too"
+    yield from counters("weight_operation_seconds", text, ("operation",), secs)
+    yield one("weight_operations_waiting", "Operations that wait for their turn", desk.waiting)
+    uncertain = len(desk.book.reasons)
+    yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
+
+
+def _itself(rooms: Rooms) -> Iterator[Metric]:
+    pulse = rooms.instruments.pulse
+    text = "How late the event loop wakes a task"
+    yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
+    lost = [
+        ((name, reason), count)
+        for name, log in rooms.instruments.logs.items()
+        for reason, count in (("too_fast", log.dropped), ("unwritable", log.failed))
+    ]
+    text = "Lines of a log that were not written"
+    yield from counters("log_lines_lost", text, ("log", "reason"), lost)
+    restarts = [((str(row["name"]),), _number(row, "restarts")) for row in rooms.supervisors()]
+    yield from counters("task_restarts", "Restarts of a task beside the door", ("task",), restarts)
+
+
+def _number(facts: Mapping[str, object], key: str) -> float:
+    value = facts.get(key)
+    return value if isinstance(value, int | float) else 0
+
+
+def _table(facts: Mapping[str, object], key: str) -> dict[str, int]:
+    value = facts.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,155 @@
+"""What the program is doing now, as one JSON value: the feed's events are made of it.
+
+Invariant: however many follow it, it is made for them at most twice a second; it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.rooms import Rooms
+from omni_proxy.observe.recent import End, Point
+from omni_proxy.wire.errors import to_json
+
+FRESH_SECS = 0.5
+
+
+class Snapshots:
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._made_at = float("-inf")
+        self._made = b""
+
+    def now(self) -> bytes:
+        """One JSON object, made at this moment, with all the history there is."""
+        self._made_at = float("-inf")
+        return self.with_history(0)[0]
+
+    def with_history(self, after: int) -> tuple[bytes, int]:
+        """One JSON object with the points after that second of Unix time; the newest of them."""
+        points = list(self._rooms.instruments.recent.since(after))
+        head = b'{"history":' + to_json([_point(point) for point in points]) + b","
+        return head + self._whole()[1:], points[-1].at if points else after
+
+    def _whole(self) -> bytes:
+        now = trio.current_time()
+        if now - self._made_at >= FRESH_SECS:
+            self._made, self._made_at = to_json(self._now()), now
+        return self._made
+
+    def _now(self) -> dict[str, object]:
+        rooms, keeper = self._rooms, self._rooms.keeper
+        door, instruments = rooms.door, rooms.instruments
+        leaving = door.draining or rooms.leaving()
+        launch = rooms.launcher.status() if rooms.launcher else []
+        places = {row["url"]: row for row in launch}
+        now = time.time()
+        return {
+            "at": _iso(now),
+            "version": __version__,
+            "pid": os.getpid(),
+            "started_at": rooms.started_at.isoformat(),
+            "uptime_secs": round(time.monotonic() - rooms.started, 3),
+            "revision": keeper.revision,
+            "ready": not leaving and any(worker.routable for worker in rooms.fleet.workers),
+            "leaving": leaving,
+            "metrics": keeper.config.server.metrics,
+            "config_file": str(keeper.file) if keeper.file else None,
+            "admission": door.admission(),
+            "door": {**door.counts(), "loop_lag_ms": round(instruments.pulse.worst_secs * 1000, 2)},
+            "policy": {"name": door.policy.name, **door.policy.facts()},
+            "fleet": [
+                {**self._row(worker, now), "launch": places.get(worker.url)}
+                for worker in rooms.fleet.workers
+            ],
+            "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
+            "last_reload": keeper.last_reload,
+            "launch": launch,
+            "supervisors": rooms.supervisors(),
+            "weights": rooms.desk.status(),
+        }
+
+    def _row(self, worker: Worker, now: float) -> dict[str, object]:
+        machine = worker.machine
+        return {
+            "id": worker.id,
+            "url": worker.url,
+            "display_id": worker.display_id,
+            "model": worker.model,
+            "health": machine.state.value,
+            "routable": worker.routable,
+            "disabled": worker.disabled,
+            "trial": machine.on_trial,
+            "held_by": sorted(worker.holds),
+            "why": why_out(worker, self._rooms.drains.secs_left),
+            "since": machine.since.isoformat(),
+            "last_error": machine.last_error,
+            "in_flight": worker.in_flight,
+            "max_inflight": worker.max_inflight,
+            **self._rooms.instruments.recent.of(worker, now)._asdict(),
+            "routed": worker.routed.total(),
+            "failed": worker.failed.total(),
+            "weight_version": worker.weight_version,
+            "weight_epoch": worker.weight_epoch,
+            "origin": worker.origin,
+            "weight": worker.weight,
+            "drain": self._rooms.drains.of(worker),
+        }
+
+
+def why_out(worker: Worker, secs_left: Callable[[Worker], float | None]) -> str | None:
+    """Why it gets no request, in a sentence; None while it gets some."""
+    machine = worker.machine
+    if worker.routable:
+        return None
+    if machine.state in (Health.DEAD, Health.UNHEALTHY):
+        return f"{machine.state.value}: {machine.last_error or 'no reason known'}"
+    if worker.disabled:
+        if not worker.in_flight:
+            return "disabled by an operator"
+        left = secs_left(worker)
+        until = f", {left:.0f} s left" if left else ""
+        return f"draining: {worker.in_flight} in flight{until}"
+    if machine.state is Health.UNKNOWN:
+        return f"waiting for good probes: {machine.last_error or 'none was answered so far'}"
+    if worker.holds:
+        return f"held: {', '.join(sorted(worker.holds))}"
+    return "on trial: one request at a time until one goes well"
+
+
+def _point(point: Point) -> dict[str, object]:
+    return point._asdict()
+
+
+def _ends(ends: list[End], offset: float) -> list[dict[str, object]]:
+    """`offset`: what makes Unix time of the pump's clock."""
+    return [
+        {
+            "at": _iso(end.at + offset),
+            "route": end.route,
+            "model": end.model,
+            "worker": end.worker or None,
+            "status": end.status,
+            "end": end.end,
+            "ended_by": end.ended_by,
+            "phase": end.phase,
+            "error": end.error,
+            "attempts": end.attempts,
+            "first_ms": None if end.first_secs is None else round(end.first_secs * 1000, 1),
+            "total_ms": round(end.total_secs * 1000, 1),
+            "request_id": end.request_id,
+        }
+        for end in ends
+    ]
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")

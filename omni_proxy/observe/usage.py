@@ -1,0 +1,43 @@
+"""The token counts that an answer tells of itself, read out of its last bytes.
+
+Best effort: what is compressed, or has its `usage` elsewhere than at the end, tells nothing.
+Never raises, whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+TAIL_BYTES: Final = 8192
+# By the names that engines use; the first one that is there counts.
+NAMES: Final = {
+    "input": ("prompt_tokens", "input_tokens"),
+    "output": ("completion_tokens", "output_tokens"),
+}
+_LARGEST: Final = 2**53
+_decoder = json.JSONDecoder()
+
+
+def tokens_in(tail: bytes) -> dict[str, int]:
+    """`input` and `output`, as far as they are told."""
+    at = tail.rfind(b'"usage"')
+    if at < 0:
+        return {}
+    text = tail[at + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
+    try:
+        usage, _ = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(usage, dict):
+        return {}
+    found = {}
+    for kind, names in NAMES.items():
+        counts = [usage[name] for name in names if _is_count(usage.get(name))]
+        if counts:
+            found[kind] = counts[0]
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST

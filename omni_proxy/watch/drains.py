@@ -1,0 +1,144 @@
+"""Drains: workers that get no new request until what they have in flight has ended.
+
+Invariant: a drain ends by itself, at the latest at its deadline, and cuts nothing. Whoever enables
+the worker again has ended it; whoever asked for its removal and left gets it all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from math import inf
+from typing import Final
+
+import trio
+
+from omni_proxy.config.overlay import State, with_deleted
+from omni_proxy.config.schema import Config
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.keeper import Keeper
+
+_log = logging.getLogger(__name__)
+
+LOOK_SECS: Final = 0.05
+RUNS, DRAINED, OVERDUE, CANCELLED, REMOVED = (
+    "draining", "drained", "overdue", "cancelled", "removed",
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Drain:
+    """One worker's. `ends_at` is trio's time; `in_time`: it was empty before that."""
+
+    worker: Worker
+    since: datetime
+    ends_at: float = inf
+    deadline: datetime | None = None
+    remove: bool = False
+    state: str = RUNS
+    in_time: bool = False
+    refused: str = ""  # why it could not be removed
+    over: trio.Event = field(default_factory=trio.Event)
+
+    def told(self) -> dict[str, object]:
+        late = self.state == OVERDUE and not self.worker.in_flight
+        return {
+            "state": DRAINED if late else self.state,
+            "since": self.since.isoformat(),
+            "in_flight": self.worker.in_flight,
+            "deadline": self.deadline.isoformat() if self.deadline else None,
+            "remove": self.remove,
+        }
+
+
+class Drains:
+    """Of workers that are disabled already; `run` looks after them."""
+
+    def __init__(self, fleet: Fleet, keeper: Keeper) -> None:
+        self._fleet = fleet
+        self._keeper = keeper
+        self._drains: dict[Worker, Drain] = {}
+        self._begun = trio.Event()
+        fleet.watch(self._follow_fleet)
+
+    def begin(self, worker: Worker, timeout_secs: float, *, remove: bool = False) -> Drain:
+        """A second one for the same worker moves its deadline; 0 s is none."""
+        drain = self._drains.get(worker)
+        if drain is None or drain.over.is_set():
+            drain = self._drains[worker] = Drain(worker, datetime.now(UTC))
+        drain.remove |= remove
+        drain.ends_at = trio.current_time() + timeout_secs if timeout_secs else inf
+        ends_in = timedelta(seconds=timeout_secs)
+        drain.deadline = datetime.now(UTC) + ends_in if timeout_secs else None
+        if worker.in_flight or remove:
+            _log.info("Worker %s is draining: %d in flight", worker.url, worker.in_flight)
+            self._begun.set()
+        else:
+            self._end(drain, DRAINED)
+        return drain
+
+    def of(self, worker: Worker) -> dict[str, object] | None:
+        """How far it is, JSON-able; None for a worker that nobody drains."""
+        drain = self._drains.get(worker)
+        return drain.told() if drain else None
+
+    def secs_left(self, worker: Worker) -> float | None:
+        """Until its deadline; None where it has none."""
+        drain = self._drains.get(worker)
+        if drain is None or drain.ends_at == inf:
+            return None
+        return max(drain.ends_at - trio.current_time(), 0.0)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        task_status.started()
+        while True:
+            self._begun = trio.Event()
+            while running := [drain for drain in self._drains.values() if drain.state == RUNS]:
+                for drain in running:
+                    await self._look(drain)
+                await trio.sleep(LOOK_SECS)
+            await self._begun.wait()
+
+    async def _look(self, drain: Drain) -> None:
+        worker = drain.worker
+        empty = not worker.in_flight
+        if not empty and trio.current_time() < drain.ends_at:
+            return
+        drain.in_time = empty
+        if empty:
+            _log.info("Worker %s is drained", worker.url)
+        else:
+            running = worker.in_flight
+            _log.warning("Worker %s: its time to drain is over, %d in flight", worker.url, running)
+        if drain.remove:
+            await self._remove(drain)
+        if not drain.over.is_set():
+            self._end(drain, DRAINED if empty else OVERDUE)
+
+    async def _remove(self, drain: Drain) -> None:
+        worker = drain.worker
+
+        def edit(state: State, config: Config) -> State:
+            wanted = drain.state == RUNS and self._fleet.find(worker.url) is worker
+            return with_deleted(state, config, worker.url) if wanted else state
+
+        changed = await self._keeper.change(edit)
+        if changed.error is not None:
+            drain.refused = str(changed.error)
+            _log.error("worker %s could not be removed: %s", worker.url, changed.error)
+
+    def _follow_fleet(self) -> None:
+        for worker, drain in list(self._drains.items()):
+            if self._fleet.find(worker.url) is not worker:
+                self._end(drain, REMOVED)
+                del self._drains[worker]
+            elif not worker.disabled:
+                self._end(drain, CANCELLED)
+                del self._drains[worker]
+
+    def _end(self, drain: Drain, state: str) -> None:
+        drain.state = state
+        drain.in_time |= state == DRAINED
+        drain.over.set()

@@ -1,0 +1,55 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.observe.histogram import FINE, FIRST_CHUNK, Histogram, merged, quantile
+
+SECS = st.floats(0, 3000, allow_nan=False)
+
+
+def fine(values):
+    held = Histogram(FINE)
+    for value in values:
+        held.observe(value)
+    return held
+
+
+@given(st.lists(SECS))
+def test_a_bucket_holds_all_that_lies_at_or_below_its_bound(values):
+    held = Histogram(FIRST_CHUNK)
+    for value in values:
+        held.observe(value)
+    *rows, last = held.buckets()
+    assert rows == [
+        (f"{bound:.10g}", sum(value <= bound for value in values)) for bound in FIRST_CHUNK
+    ]
+    assert last == ("+Inf", len(values))
+
+
+@given(st.lists(SECS))
+def test_fewer_buckets_are_told_as_if_only_those_had_been_counted(values):
+    coarse = Histogram(FIRST_CHUNK)
+    for value in values:
+        coarse.observe(value)
+    assert fine(values).buckets(FIRST_CHUNK) == coarse.buckets()
+
+
+@given(st.lists(st.floats(0.001, 60), min_size=1), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
+def test_a_quantile_is_near_the_real_one(values, share):
+    ranked = sorted(values)
+    real = ranked[min(max(-(-len(ranked) * share // 1) - 1, 0), len(ranked) - 1).__int__()]
+    told = quantile(fine(values).counts, share)
+    assert told is not None
+    assert real / 1.2 <= told <= real * 1.2
+
+
+def test_of_nothing_there_is_no_quantile():
+    assert quantile(Histogram(FINE).counts, 0.5) is None
+    assert quantile(merged([]), 0.5) is None
+
+
+def test_what_lies_above_all_bounds_is_told_as_the_last():
+    assert quantile(fine([5000.0]).counts, 0.5) == FINE[-1]
+
+
+def test_merging_adds_place_by_place():
+    assert merged([[1, 0, 2], [0, 5, 1]]) == [1, 5, 3]

@@ -1,0 +1,244 @@
+import math
+import signal
+from contextlib import suppress
+
+import pytest
+import trio
+from prometheus_client.parser import text_string_to_metric_families
+
+from omni_proxy.observe.metrics import Meters
+from omni_proxy.observe.recent import Recent
+from tests.observe.lint import problems
+from tests.promises.clients import STREAMED, Truncated, client_of, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    LAST_CHUNK,
+    PATIENCE_SECS,
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    hanging_up_after,
+    resetting,
+)
+from tests.promises.fleet_program import chat, program, put, routable, toml, workers
+
+PATH = "/v1/chat/completions"
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22}}\n\n'
+
+
+async def metered(script, *requests, config=""):
+    """The meters of a door after these requests to it, one after the other."""
+    async with fake_workers(script) as made, open_door(*made, config=config) as opened:
+        meters = opened.door.meters = Meters(opened.fleet, Recent())
+        for request in requests:
+            async with opened.client() as client:
+                await client.send(request)
+                with suppress(Truncated):
+                    await client.answer()
+        return meters, opened.fleet.workers[0]
+
+
+async def test_each_phase_of_a_real_stream_is_measured():
+    async def in_three(call):
+        await call.send(SSE_HEAD, chunk(b"data: one\n\n"))
+        for _ in range(2):
+            await trio.sleep(0.03)
+            await call.send(chunk(b"data: more\n\n"))
+        await call.send(LAST_CHUNK)
+
+    meters, worker = await metered(in_three, post(STREAMED), post(STREAMED))
+    cell, phases = meters.cells[PATH, worker], meters.phases[PATH]
+    assert cell.ends == {(None, 2, "completed"): 2}
+    assert cell.pieces >= 6
+    for timed in (cell.total, cell.first, cell.between, phases.head, phases.overhead):
+        assert sum(timed.counts) == 2
+    assert sum(phases.connect.counts) == 1  # the second one found it open
+    assert phases.longest_gap.sum >= 2 * 0.025
+    assert 0 < phases.overhead.sum < cell.total.sum
+    assert cell.first.sum < cell.total.sum
+
+
+@pytest.mark.parametrize(
+    ("script", "request_", "end"),
+    [
+        (answering(counted(b"no", status="404 No")), post(), (None, 4, "completed")),
+        (hanging_up_after(SSE_HEAD, chunk(b"data: 1\n\n")), post(STREAMED),
+         (None, 2, "stream_error")),
+        (answering(counted(b"{}")), post(b"{"), (None, 4, "refused")),
+    ],
+)  # fmt: skip
+async def test_every_end_is_counted_once(script, request_, end):
+    meters, worker = await metered(script, request_)
+    found = [ends for cell in meters.cells.values() for ends in cell.ends.items()]
+    assert found == [(end, 1)] or (end[2] == "refused" and found[0][1] == 1)
+    assert sum(count for _, count in found) == 1
+    assert end[2] == "refused" or (PATH, worker) in meters.cells
+
+
+async def test_tries_that_fail_are_told_by_worker_and_cause():
+    config = "[routing]\nmax_total_retries = 2\nmax_worker_retries = 0\n[health]\n"
+    meters, worker = await metered(resetting, post(), config=config + "failure_threshold = 9\n")
+    assert meters.failed_tries == {(worker, "reset_before_response"): 2}
+    assert meters.retries == 1
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (SSE_HEAD, chunk(b"data: 1\n\n"), chunk(USAGE), chunk(b"data: [DONE]\n\n"), LAST_CHUNK),
+        (SSE_HEAD, chunk(USAGE), LAST_CHUNK),
+        (counted(b'{"usage":{"prompt_tokens":11,"completion_tokens":22}}'),),
+    ],
+)
+async def test_usage_is_read_where_it_is_wanted_and_nowhere_else(pieces):
+    async def piecewise(call):
+        for piece in pieces:
+            await call.send(piece)
+            await trio.sleep(0.01)
+
+    meters, worker = await metered(
+        piecewise, post(STREAMED), config="[server]\nusage_metrics = true\n"
+    )
+    assert meters.cells[PATH, worker].tokens == {(None, "input"): 11, (None, "output"): 22}
+    meters, worker = await metered(piecewise, post(STREAMED))
+    assert not meters.cells[PATH, worker].tokens
+
+
+async def scraped(running) -> dict[str, dict[tuple[str, ...], float]]:
+    """The samples of the program by name and the values of their labels; the text is checked."""
+    text = (await running.client.get("/metrics")).text
+    assert problems(text) == []
+    told: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = tuple(sample.labels[label] for label in sorted(sample.labels))
+            told.setdefault(sample.name, {})[key] = sample.value
+    return told
+
+
+async def test_the_running_program_counts_what_was_asked_of_it(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one", "two") as fleet:
+        put(file, toml(fleet))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            for number in range(40):
+                await running.ask(model=f"name-{number}", stream=bool(number % 2))
+            json = {"content-type": "application/json"}
+            bad = await running.client.post(PATH, content=b"{", headers=json)
+            assert bad.status_code == 400
+            told = await scraped(running)
+            requests = told["omni_proxy_requests_total"]
+            for worker in fleet:
+                assert requests["completed", "other", PATH, "2xx", worker.url] == worker.requests
+            assert requests["refused", "", PATH, "4xx", ""] == 1
+            models = {key[1] for key in requests}
+            assert models == {"", "other"}
+            first = told["omni_proxy_time_to_first_chunk_seconds_count"]
+            assert sum(first.values()) == 40
+            assert told["omni_proxy_requests_in_flight"] == {(): 0}
+            assert told["omni_proxy_workers"][("routable",)] == 2
+            assert told["process_open_fds"][()] > 5
+
+
+async def test_counting_can_be_switched_off_and_on_while_it_runs(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one") as fleet:
+        put(file, toml(fleet))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            for more, count in (("", 1), ("metrics = false\n", 1), ("", 2)):
+                put(file, toml(fleet, more=more))
+                running.process.send_signal(signal.SIGHUP)
+                await running.until("/feed?once=true", lambda t, on=not more: t["metrics"] is on)
+                await running.ask()
+                counted_ = (await scraped(running))["omni_proxy_requests_total"]
+                assert sum(v for key, v in counted_.items() if key[2] == PATH) == count
+
+
+async def test_those_that_read_and_then_hang_cost_no_request(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one") as fleet:
+        put(file, toml(fleet))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            address = running.client.base_url.netloc.decode()
+            async with trio.open_nursery() as nursery:
+
+                async def hang(path: str) -> None:
+                    async with client_of(address) as client:
+                        await client.send(f"GET {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+                        await trio.sleep_forever()
+
+                for _ in range(40):
+                    nursery.start_soon(hang, "/metrics")
+                    nursery.start_soon(hang, "/feed")
+                await running.until("/status", lambda told: told["door"]["connections"] >= 80)
+                with trio.fail_after(PATIENCE_SECS):
+                    for _ in range(20):
+                        assert (await running.ask(stream=True)).status_code == 200
+                    while (await running.client.get("/metrics")).status_code != 200:
+                        await trio.sleep(0.05)
+                assert (await running.client.get("/feed?once=true")).status_code == 200
+                running.process.send_signal(signal.SIGTERM)  # nor do they keep it from ending
+                with trio.fail_after(PATIENCE_SECS):
+                    assert await running.process.wait() == 0
+                nursery.cancel_scope.cancel()
+
+
+async def test_a_full_disk_under_the_logs_costs_lines_which_are_counted(tmp_path):
+    file = tmp_path / "proxy.toml"
+    logs = 'access_log = "/dev/full"\nroute_log = "/dev/full"\n'
+    async with workers("one") as fleet:
+        put(file, toml(fleet, more=logs))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            for _ in range(5):
+                assert (await running.ask()).status_code == 200
+            lost = 0.0
+            with trio.fail_after(PATIENCE_SECS):
+                while lost < 5:
+                    told = (await scraped(running))["omni_proxy_log_lines_lost_total"]
+                    lost = told["route_log", "unwritable"]
+            assert told["access_log", "unwritable"] >= 5
+            assert "cannot write to /dev/full" in running.log
+
+
+async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one", "two") as fleet:
+        one, two = fleet
+        put(file, toml(fleet))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            one.gate = two.gate = trio.Event()
+            answers = []
+
+            async def stream() -> None:
+                answers.append(await running.client.post(PATH, json=chat(stream=True)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream)
+                nursery.start_soon(stream)
+                for worker in fleet:
+                    await worker.halfway.wait()
+                drained = await running.client.post(f"/workers/{one.url}/drain")
+                assert (drained.status_code, drained.json()["status"]) == (202, "draining")
+                assert routable(await running.told("/workers")) == {two.url}
+                shown = (await running.told(f"/workers/{one.url}"))["draining"]
+                assert (shown["state"], shown["in_flight"]) == ("draining", 1)
+                one.gate.set()
+            assert [answer.text.count("data:") for answer in answers] == [3, 3]
+            await running.until(
+                f"/workers/{one.url}", lambda t: t["draining"]["state"] == "drained"
+            )
+            before = one.requests
+            for _ in range(4):
+                await running.ask()
+            assert one.requests == before
+            gone = await running.client.delete(f"/workers/{one.url}?drain=true")
+            assert gone.json()["drained"] is True
+            assert not math.isnan((await scraped(running))["omni_proxy_ready"][()])
+            assert "is drained" in running.log
