@@ -1,0 +1,289 @@
+"""The dashboard in a real browser, before the real program."""
+
+import json
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from tests.promises.fleet_program import Worker, program, put, record, toml, workers
+from tools.screenshots.chromium import chromium, find_chromium
+
+KEY = "open-sesame"
+CHROMIUM = find_chromium()
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.fixture
+async def page():
+    async with chromium(CHROMIUM) as page:
+        await page.resize(1400, 1000)
+        yield page
+        assert page.complaints == []
+
+
+@asynccontextmanager
+async def dashboard(page, tmp_path, fleet, **settings):
+    """The program before `fleet`, and the page that shows it."""
+    file = tmp_path / "proxy.toml"
+    put(file, toml(fleet, **settings))
+    async with program("--config", file) as running:
+        await running.until_routable(*fleet)
+        await page.visit(url_of(running))
+        yield running
+
+
+def url_of(running):
+    return str(running.client.base_url.join("/dashboard"))
+
+
+def row(worker):
+    name = worker.url.replace(":", "%3A").replace("/", "%2F")
+    return f'tr[data-worker="{name}"]'
+
+
+def address(worker):
+    return worker.url.removeprefix("http://")
+
+
+async def shows(page, selector, *texts):
+    """Until all of them can be read there."""
+    wanted = f"""(() => {{
+        const text = document.querySelector({json.dumps(selector)})?.innerText ?? "";
+        return {json.dumps(texts)}.every((each) => text.includes(each));
+    }})()"""
+    try:
+        await page.until(wanted)
+    except TimeoutError:
+        raise AssertionError(f"{texts} not in {await page.text(selector)!r}") from None
+
+
+async def push(page, worker, word):
+    """Press a button of its row, once the list has stopped moving."""
+    await page.until("performance.now() - movedAt > SETTLE_MS")
+    await page.click(f"{row(worker)} button:nth-child({word})")
+
+
+SWITCH, DRAIN, REVIVE, REMOVE = 1, 2, 3, 4
+
+
+async def test_somebody_on_call_sees_the_fleet_and_switches_workers(page, tmp_path):
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
+        one, two = fleet
+        await shows(page, "#state", "Serving with all 2 workers")
+        for worker in fleet:
+            await shows(page, row(worker), address(worker), "takes requests")
+        await shows(page, "#alerts", "Nothing needs you")
+
+        await push(page, one, SWITCH)
+        await shows(page, row(one), "disabled", "Enable")
+        await shows(page, "#state", "Serving with 1 of 2 workers")
+        await shows(page, "#alerts", f"{address(one)} is out", "disabled")
+        assert record(await running.told("/workers"), one)["disabled"]
+
+        await push(page, one, SWITCH)
+        await shows(page, row(one), "takes requests", "Disable")
+        assert not record(await running.told("/workers"), one)["disabled"]
+
+        await push(page, two, REMOVE)
+        await shows(page, "#confirm", address(two), "Cancel")
+        await page.press("Escape")
+        await page.until("!document.querySelector('#confirm').open")
+        assert len((await running.told("/workers"))["workers"]) == 2
+        await push(page, two, REMOVE)
+        await page.click("#confirm-yes")
+        await page.until(f"!document.querySelector({json.dumps(row(two))})")
+        assert [each["url"] for each in (await running.told("/workers"))["workers"]] == [one.url]
+
+        assert {url for url in page.asked if not url.startswith("data:")} <= {
+            str(running.client.base_url.join(path))
+            for path in ("/dashboard", "/feed", *(f"/workers/{each}" for each in ids(fleet)))
+        }
+
+
+def ids(fleet):
+    return [worker.url.replace(":", "%3A").replace("/", "%2F") for worker in fleet]
+
+
+async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
+    async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
+        (one,) = fleet
+        await shows(page, row(one), "takes requests")
+        await page.tell(f"document.querySelector({json.dumps(row(one) + ' button')}).focus()")
+        await page.press("Enter")
+        await shows(page, "#confirm", "the only worker that takes requests")
+        assert await page.tell("document.activeElement.id") == "confirm-no"
+        await page.press("Tab")
+        await page.press("Enter")
+        await shows(page, "#state", "no worker takes requests")
+        assert record(await running.told("/workers"), one)["disabled"]
+        assert await page.tell("document.activeElement.textContent") == "Enable"
+        await page.press("Enter")
+        await shows(page, row(one), "takes requests")
+
+
+async def test_without_the_key_nothing_is_told(page, tmp_path):
+    settings = f'[admin]\napi_key = "{KEY}"\n'
+    async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings) as running:
+        (one,) = fleet
+        everything = "document.documentElement.outerHTML"
+        await shows(page, "#locked", "asks for its admin key")
+        assert address(one) not in await page.tell(everything)
+
+        await page.click("#key")
+        await page.type("wrong")
+        await page.press("Enter")
+        await shows(page, "#locked-why", "not its key")
+        assert address(one) not in await page.tell(everything)
+
+        await page.click("#key")
+        await page.type(KEY)
+        await page.press("Enter")
+        await shows(page, row(one), "takes requests")
+        await push(page, one, SWITCH)
+        await page.click("#confirm-yes")
+        await shows(page, row(one), "disabled")
+        assert KEY not in await page.tell(everything)
+        assert await page.tell("[localStorage.length, document.cookie]") == [0, ""]
+
+        await page.visit(url_of(running))
+        await shows(page, row(one), "disabled")
+        await page.click("#forget")
+        await shows(page, "#locked", "asks for its admin key")
+        told = await page.tell(everything)
+        assert (address(one) in told, KEY in told) == (False, False)
+        assert await page.tell("sessionStorage.length") == 0
+
+
+async def test_why_a_worker_died_can_be_read_and_it_can_be_revived(page, tmp_path):
+    one, two = Worker("one"), Worker("two")
+    async with trio.open_nursery() as nursery:
+        life = trio.CancelScope()
+
+        async def mortal(*, task_status):
+            with life:
+                await two.serve(task_status=task_status)
+
+        await nursery.start(one.serve)
+        await nursery.start(mortal)
+        more = "[health]\n"
+        assert more in toml([one])
+        async with dashboard(page, tmp_path, [one, two]) as running:
+            await shows(page, row(two), "takes requests")
+            life.cancel()
+            await shows(page, row(two), "unhealthy", "Connection refused")
+            await shows(page, "#alerts", f"{address(two)} is out", "Connection refused")
+            assert "bad" in await page.tell(f"document.querySelector('{row(two)}').className")
+            await push(page, two, REVIVE)
+            await shows(page, "#told", address(two), "starts anew")
+            assert record(await running.told("/workers"), two)["health_state"] != "healthy"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_drain_is_seen_until_it_is_over(page, tmp_path):
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
+        one, _ = fleet
+        await shows(page, row(one), "takes requests")
+        one.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running.ask)
+            nursery.start_soon(running.ask)
+            with trio.fail_after(10):
+                await one.halfway.wait()
+            await push(page, one, DRAIN)
+            await shows(page, row(one), "draining", "1 in flight")
+            one.gate.set()
+        await shows(page, row(one), "drained")
+        await push(page, one, SWITCH)
+        await shows(page, row(one), "takes requests")
+
+
+async def test_ends_and_a_refused_reload_can_be_read(page, tmp_path):
+    async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
+        await running.ask(model="some-model")
+        await shows(page, "#end-rows", "completed", "/v1/chat/completions", address(fleet[0]))
+        await page.until("points.some((point) => point.requests > 0)")
+        assert await shifted_meanwhile(page, running) == []
+        put(tmp_path / "proxy.toml", "[server]\nprot = 1\n")
+        await page.click("#reload")
+        await shows(page, "#config", "refused", "server.prot", "did you mean `port`?")
+        await shows(page, "#alerts", "The last reload was refused", "line 2")
+        await page.click("#running summary")
+        await shows(page, "#running-text", '"drain_timeout_secs"')
+
+
+async def shifted_meanwhile(page, running):
+    """Which parts of the page moved while it drew two more seconds of requests."""
+    await page.tell("""
+        window.moved = [];
+        new PerformanceObserver((list) => moved.push(...list.getEntries().flatMap(
+          (entry) => entry.sources.map(({node}) => node?.closest?.("section")?.id ?? "text"))))
+          .observe({type: "layout-shift"}) ?? null
+    """)
+    seen = await page.tell("last.at")
+    for _ in range(2):
+        await running.ask(model="some-model")
+        await page.until(f"last.at > {json.dumps(seen)}")
+        seen = await page.tell("last.at")
+    shifted = await page.tell("moved.splice(0)")
+    await page.tell("document.querySelector('main').style.paddingTop = '90px'")
+    await page.until("moved.length")  # it does notice
+    return shifted
+
+
+async def test_the_explain_box_says_who_gets_it_and_why_nobody_does(page, tmp_path):
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
+        one, two = fleet
+        await running.client.put(f"/workers/{ids(fleet)[0]}", json={"disabled": True})
+        await shows(page, row(one), "disabled")
+        await page.click("#ask button")
+        await shows(page, "#answer", f"It would go to {address(two)}", "disabled")
+        await running.client.put(f"/workers/{ids(fleet)[1]}", json={"disabled": True})
+        await page.click("#ask button")
+        await shows(page, "#answer", "Nobody can take it", "all_disabled")
+        await page.tell("document.querySelector('#body').select()")
+        await page.click("#body")
+        await page.tell("document.querySelector('#body').select()")
+        await page.type("{not json")
+        await page.click("#ask button")
+        await shows(page, "#answer", "JSON")
+
+
+async def test_it_fits_a_phone_whatever_others_name_light_and_dark(page, tmp_path):
+    await page.resize(375, 812)
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet[:1]) as running:
+        nasty = "<img src=x onerror=alert(1)>" + "long" * 40
+        added = {"url": fleet[1].url, "model": nasty}
+        assert (await running.client.post("/workers", json=added)).status_code == 200
+        await shows(page, row(fleet[1]), "<img src=x", "takes requests")
+        assert await page.tell("document.querySelectorAll('img').length") == 0
+        for width, dark in ((375, False), (320, True)):
+            await page.resize(width, 812, dark=dark)
+            await page.until(f"innerWidth === {width}")
+            assert await page.tell("document.documentElement.scrollWidth") <= width
+            assert (await lightness(page) < 40) is dark
+        await push(page, fleet[0], SWITCH)
+        await shows(page, row(fleet[0]), "disabled")
+
+
+async def lightness(page):
+    """Of the background, 0 to 255."""
+    told = await page.tell("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, told.removeprefix("rgb(").removesuffix(")").split(","))) / 3
+
+
+async def test_a_lost_connection_is_said_and_found_again(page, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with workers("one") as fleet:
+        (one,) = fleet
+        async with dashboard(page, tmp_path, fleet, port=port):
+            await shows(page, row(one), "takes requests")
+        await shows(page, "#lost", "Connection lost", "What you see is from", "Trying again")
+        await shows(page, "#state", "Last known: Serving")
+        async with program("--config", tmp_path / "proxy.toml") as running:
+            await running.until_routable(one)
+            await page.until("document.querySelector('#lost').hidden")
+            await shows(page, row(one), "takes requests")
+        page.complaints.clear()

@@ -1,0 +1,83 @@
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from omni_proxy import __version__
+from tests.tree import ROOT
+from tools.archive import pack
+from tools.archive_main import MADE_FOR
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Our own modules only: what they need is found where the tests find it."""
+    folder = tmp_path / "installed"
+    shutil.copytree(
+        ROOT / "omni_proxy", folder / "omni_proxy", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    packed = tmp_path / "omni-proxy.pyz"
+    pack(folder, packed)
+    return packed
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(archive, cache):
+    def start(*words, **more):
+        env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache), **more}
+        command = [sys.executable, "-P", archive, *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, env=env, cwd="/"
+        )
+
+    return start
+
+
+def test_an_archive_runs_what_it_unpacked_and_unpacks_once(run, cache):
+    told = run("--version")
+    assert (told.stdout, told.stderr) == (f"omni-proxy {__version__}\n", "")
+    (folder,) = (cache / "omni-proxy").iterdir()
+    marked = folder / "omni_proxy/__init__.py"
+    marked.write_text('__version__ = "unpacked"\n')
+    assert run("--version").stdout == "omni-proxy unpacked\n"
+    assert list((cache / "omni-proxy").iterdir()) == [folder]
+
+
+def test_its_commands_find_their_pages_and_modules(run, cache):
+    told = run("status", "--url", "http://127.0.0.1:1")
+    assert (told.returncode, "nobody listens" in told.stderr) == (2, True)
+    assert list((cache / "omni-proxy").rglob("front/pages/dashboard.html"))
+
+
+def test_another_content_is_unpacked_beside_it(run, archive, cache, tmp_path):
+    run("--version")
+    (tmp_path / "installed/omni_proxy/__init__.py").write_text('__version__ = "9"\n')
+    pack(tmp_path / "installed", archive)
+    assert run("--version").stdout == "omni-proxy 9\n"
+    assert len(list((cache / "omni-proxy").iterdir())) == 2
+
+
+def test_without_a_home_it_is_unpacked_for_this_run(run, tmp_path):
+    (tmp_path / "file").touch()
+    told = run("--version", XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    assert told.stdout == f"omni-proxy {__version__}\n"
+
+
+def test_another_python_is_told_which_one_it_was_made_for(run, archive, tmp_path):
+    rewritten = tmp_path / "other.pyz"
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(rewritten, "w") as new:
+        new.writestr("__main__.py", old.read("__main__.py"))
+        new.writestr(MADE_FOR, "3.99 x")
+    Path(rewritten).replace(archive)
+    told = run("--version")
+    assert told.returncode == 1
+    assert "made for Python 3.99" in told.stderr

@@ -1,0 +1,219 @@
+"""A headless Chromium, driven over the DevTools protocol through two pipes.
+
+Contract: one page; input goes through the browser as a person's does, so what is covered, disabled
+or out of reach can't be clicked. What the page logs, throws or asks of the network is kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import trio
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE_SECS = 15
+FLAGS = (
+    "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
+    "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
+    "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--no-proxy-server",
+)  # fmt: skip
+# Keys of the protocol's text-free events: name, code.
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32}
+
+
+def find_chromium() -> str | None:
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class Page:
+    """One tab. Every method that waits raises TimeoutError with what it waited for."""
+
+    def __init__(self, to: trio.lowlevel.FdStream, out: trio.lowlevel.FdStream) -> None:
+        self.complaints: list[str] = []  # of the console, uncaught errors and refused content
+        self.asked: list[str] = []  # every URL that the page wanted
+        self._to = to
+        self._out = out
+        self._session = ""
+        self._last_id = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._moved = trio.Event()
+
+    async def listen(self) -> None:
+        rest = b""
+        async for piece in self._out:
+            *whole, rest = (rest + piece).split(b"\0")
+            for message in whole:
+                self._take(json.loads(message))
+
+    async def open(self) -> None:
+        target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self.call(f"{domain}.enable")
+
+    async def call(self, method: str, **params: object) -> dict[str, Any]:
+        """Raises RuntimeError with the browser's words."""
+        self._last_id += 1
+        mine = self._last_id
+        message: dict[str, object] = {"id": mine, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        await self._to.send_all(json.dumps(message).encode() + b"\0")
+        with _patience(method):
+            while mine not in self._answers:
+                await self._moved.wait()
+        answer = self._answers.pop(mine)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']['message']}")
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    async def visit(self, url: str) -> None:
+        await self.call("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete'")
+
+    async def tell(self, expression: str) -> Any:
+        """The value of an expression, awaited. Raises RuntimeError where it throws."""
+        told = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in told:
+            raise RuntimeError(f"{expression}: {told['exceptionDetails']}")
+        return told["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """Ask again until it is true."""
+        with _patience(expression):
+            while not (value := await self.tell(expression)):  # noqa: ASYNC110  only by asking
+                await trio.sleep(0.03)
+        return value
+
+    async def text(self, selector: str = "body") -> str:
+        """What a person can read there."""
+        told = await self.tell(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+        return str(told)
+
+    async def click(self, selector: str) -> None:
+        """Scroll there and press, once nothing else lies over it."""
+        x, y = await self.until(_REACHABLE % json.dumps(selector))
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            await self.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )
+
+    async def type(self, text: str) -> None:
+        await self.call("Input.insertText", text=text)
+
+    async def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=KEYS[key],
+                text="\r" if key == "Enter" and kind == "keyDown" else "",
+            )  # fmt: skip
+
+    async def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+        """In CSS pixels; a phone is a narrow one with fingers."""
+        phone = width < 600
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height,
+            deviceScaleFactor=1, mobile=phone,
+        )  # fmt: skip
+        await self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def picture(self) -> bytes:
+        """PNG of what is seen now."""
+        told = await self.call("Page.captureScreenshot", format="png")
+        return base64.b64decode(told["data"])
+
+    def _take(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        match message.get("method"):
+            case None:
+                self._answers[message["id"]] = message
+                moved, self._moved = self._moved, trio.Event()
+                moved.set()
+            case "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(params["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
+                self.complaints.append(json.dumps(params["args"]))
+            case "Log.entryAdded" if params["entry"]["source"] != "network":
+                self.complaints.append(params["entry"]["text"])
+            case "Network.requestWillBeSent":
+                self.asked.append(params["request"]["url"])
+
+
+_REACHABLE = """(() => {
+  const it = document.querySelector(%s);
+  if (!it || it.disabled) return null;
+  it.scrollIntoView({block: "center", behavior: "instant"});
+  const box = it.getBoundingClientRect();
+  const x = box.x + box.width / 2, y = box.y + box.height / 2;
+  const top = document.elementFromPoint(x, y);
+  return top && (it === top || it.contains(top) || top.contains(it)) ? [x, y] : null;
+})()"""
+
+
+@contextmanager
+def _patience(what: str) -> Iterator[None]:
+    with trio.move_on_after(PATIENCE_SECS) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise TimeoutError(f"{PATIENCE_SECS} s without {what}")
+
+
+@asynccontextmanager
+async def chromium(path: str) -> AsyncIterator[Page]:
+    """A fresh profile in a folder of its own; both are gone at the end."""
+    to_read, to_write = os.pipe()
+    from_read, from_write = os.pipe()
+    # The browser reads descriptor 3 and writes 4: above both, so that neither is overwritten early.
+    theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, from_write)]
+    for end in (to_read, from_write):
+        os.close(end)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        flags = [*FLAGS, f"--user-data-dir={profile}"]
+        if os.geteuid() == 0:
+            flags.append("--no-sandbox")  # it refuses to start as root with one
+        shell = f'exec "$0" "$@" 3<&{theirs[0]} 4>&{theirs[1]}'
+        async with (
+            trio.lowlevel.FdStream(to_write) as to,
+            trio.lowlevel.FdStream(from_read) as out,
+            trio.open_nursery() as nursery,
+        ):
+            process = await trio.lowlevel.open_process(
+                ["bash", "-c", shell, path, *flags],
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for end in theirs:
+                os.close(end)
+            page = Page(to, out)
+            nursery.start_soon(page.listen)
+            try:
+                await page.open()
+                yield page
+            finally:
+                with trio.move_on_after(5, shield=True):
+                    await to.aclose()  # it leaves when nobody can speak to it any more
+                    await process.wait()
+                if process.returncode is None:
+                    process.kill()
+                    with trio.CancelScope(shield=True):
+                        await process.wait()
+                nursery.cancel_scope.cancel()

@@ -1,0 +1,203 @@
+"""A fleet as people on call meet it, for pictures: the real proxy, workers that only pretend.
+
+One worker is slow, one dies on the way, one is being drained, and the last edit of the file is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import httpx
+import trio
+
+MODEL = "smollm2-135m"
+CLIENTS = 14
+WORDS = ("the", "sea", "is", "calm", "and", "wide", "tonight")
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
+LEFT = (trio.BrokenResourceError, trio.ClosedResourceError)
+
+
+@dataclass(slots=True)
+class Pretender:
+    """A worker that takes `first_secs` to its first chunk, more or less."""
+
+    first_secs: float
+    version: str = "step-40"
+    url: str = ""
+    listener: trio.SocketListener | None = None
+    life: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    async def serve(self, *, task_status: trio.TaskStatus[None]) -> None:
+        (self.listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.listener.socket.getsockname()[1]}"
+        with self.life:
+            async with self.listener:
+                task_status.started()
+                async with trio.open_nursery() as nursery:
+                    while True:
+                        nursery.start_soon(self._connection, await self.listener.accept())
+
+    async def _connection(self, stream: trio.SocketStream) -> None:
+        rest = b""
+        async with stream:
+            try:
+                while True:
+                    while b"\r\n\r\n" not in rest:
+                        piece = await stream.receive_some(65536)
+                        if not piece:
+                            return
+                        rest += piece
+                    head, rest = rest.split(b"\r\n\r\n", 1)
+                    counted = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+                    length = int(counted[1]) if counted else 0
+                    while len(rest) < length:
+                        rest += await stream.receive_some(65536)
+                    body, rest = rest[:length], rest[length:]
+                    await self._answer(stream, head.split(b" ")[1].decode(), body)
+            except LEFT:
+                return
+
+    async def _answer(self, stream: trio.SocketStream, path: str, body: bytes) -> None:
+        if path == "/v1/chat/completions":
+            await self._stream(stream)
+            return
+        if path == "/update_weights_from_disk":
+            await trio.sleep(random.uniform(2, 4))
+            self.version = json.loads(body)["weight_version"]
+        told = {"success": True, "message": "ok", "weight_version": self.version, "data": []}
+        text = json.dumps(told).encode()
+        head = HEAD % b"application/json"
+        await stream.send_all(head + b"content-length: %d\r\n\r\n%b" % (len(text), text))
+
+    async def _stream(self, stream: trio.SocketStream) -> None:
+        await trio.sleep(self.first_secs * random.lognormvariate(0, 0.35))
+        await stream.send_all(HEAD % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(400 if random.random() < 0.05 else random.randrange(5, 20)):
+            await stream.send_all(_chunk(b'data: {"choices": []}\n\n'))
+            await trio.sleep(0.05)
+            if random.random() < 0.0002:
+                await stream.aclose()  # as a worker that breaks
+                return
+        await stream.send_all(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@dataclass(slots=True)
+class Stage:
+    """The running proxy at `url`, and what happens to it."""
+
+    url: str
+    file: Path
+    workers: list[Pretender]
+    client: httpx.AsyncClient
+
+    async def traffic(self) -> None:
+        """Until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            for number in range(CLIENTS):
+                nursery.start_soon(self._ask, number)
+
+    async def accidents(self, secs: float) -> None:
+        """What happens to it in about `secs` seconds."""
+        for number in (41, 42):
+            await trio.sleep(secs * 0.3)
+            await self._update(f"step-{number}")
+        text = self.file.read_text()
+        self.file.write_text(text + 'policy = "cache_aware"\n')
+        await trio.sleep(secs * 0.2)
+        self.workers[2].life.cancel()
+        await trio.sleep(secs * 0.15)
+        self.file.write_text(text + "max_total_retrys = 3\n")
+        await self._drain(self.workers[3])
+        await trio.sleep(secs * 0.05)
+
+    async def _drain(self, worker: Pretender) -> None:
+        name = worker.url.replace(":", "%3A").replace("/", "%2F")
+        answer = await self.client.post(f"/workers/{name}/drain", json={"timeout_secs": 600})
+        answer.raise_for_status()
+
+    async def _update(self, label: str) -> None:
+        body = {"model_path": "/weights/latest", "weight_version": label}
+        await self.client.post("/update_weights_from_disk", json=body)
+
+    async def _ask(self, number: int) -> None:
+        words = [f"client {number}"]
+        while True:
+            message = {"role": "user", "content": " ".join(words)}
+            body = {"model": MODEL, "stream": True, "messages": [message]}
+            words = [*words[-40:], random.choice(WORDS)]
+            try:
+                async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                    patience = random.random()
+                    async for _ in answer.aiter_bytes():
+                        if random.random() < 0.001 * patience:
+                            break  # a person who has read enough
+            except httpx.HTTPError:
+                await trio.sleep(0.5)
+            await trio.sleep(random.expovariate(1.5))
+
+
+@asynccontextmanager
+async def staged(folder: Path) -> AsyncIterator[Stage]:
+    """The proxy listens on a free port, its files lie in `folder`."""
+    pretenders = [Pretender(secs) for secs in (0.11, 0.7, 0.1, 0.12)]
+    async with trio.open_nursery() as nursery:
+        for pretender in pretenders:
+            await nursery.start(pretender.serve)
+        file = folder / "proxy.toml"
+        file.write_text(_configuration(pretenders))
+        command = [sys.executable, "-m", "omni_proxy", "--config", str(file)]
+        spawn = partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
+        process = await nursery.start(spawn)
+        url = await _address(process)
+        nursery.start_soon(_drop, process)
+        client = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
+        try:
+            async with client:
+                yield Stage(url, file, pretenders, client)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)  # nobody is to be waited for
+            nursery.cancel_scope.deadline = trio.current_time() + 10
+            with trio.CancelScope(shield=True), trio.move_on_after(10):
+                await process.wait()
+            nursery.cancel_scope.cancel()
+
+
+def _configuration(pretenders: list[Pretender]) -> str:
+    entries = "".join(
+        f'[[workers]]\nurl = "{each.url}"\nmodel = "{MODEL}"\n\n' for each in pretenders
+    )
+    health = "[health]\ninterval_secs = 1\nsuccess_threshold = 1\n\n"
+    return f"[server]\nport = 0\nqueue_size = 100\n\n{health}{entries}[routing]\n"
+
+
+async def _address(process: trio.Process) -> str:
+    said = b""
+    assert process.stderr is not None
+    with trio.fail_after(20):
+        async for piece in process.stderr:
+            said += piece
+            if found := re.search(rb"listening on (http:[^\s\"]+)", said):
+                return found[1].decode()
+    raise RuntimeError(f"the proxy did not start:\n{said.decode()}")
+
+
+async def _drop(process: trio.Process) -> None:
+    assert process.stderr is not None
+    async for _ in process.stderr:
+        pass
