@@ -35,12 +35,16 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Worker URLs, and `unverified` with the reason why nothing could be compared."""
+    """Worker URLs, and `unverified` with the reason why nothing could be compared.
+
+    `whole`: the digest over whole tensors that all of `checked` have, "" where there is none.
+    """
 
     checked: tuple[str, ...] = ()
     unverified: Mapping[str, str] | None = None
     mismatched: tuple[str, ...] = ()
     checksums: Mapping[str, str] | None = None
+    whole: str = ""
 
     def told(self) -> dict[str, object]:
         reasons = self.unverified or {}
@@ -85,7 +89,10 @@ def compare(answers: Mapping[str, WorkerAnswer]) -> Verdict:
             unverified[group[0]] = "no other worker's checksum can be compared with it"
     checked = tuple(url for url in digests if url not in mismatched and url not in unverified)
     sums = {url: digest.whole or "/".join(digest.ranks) for url, digest in digests.items()}
-    return Verdict(checked, unverified, tuple(url for url in digests if url in mismatched), sums)
+    wrong = tuple(url for url in digests if url in mismatched)
+    wholes = {digests[url].whole for url in checked}
+    whole = wholes.pop() if len(wholes) == 1 else ""
+    return Verdict(checked, unverified, wrong, sums, whole)
 
 
 def _groups(digests: Mapping[str, Digest]) -> list[list[str]]:

@@ -5,6 +5,8 @@
     uncertain workers   them                           the reason of then
     unreadable          everybody                      anything may have been under way
 
+Whom a trainer had paused stays paused: its engine is, too.
+
 Invariant: a record is written before the first call of its operation leaves, and cleared only after
 every worker's fate is settled. So whatever the record does not name was not touched.
 """
@@ -28,14 +30,15 @@ class Begun(Struct, frozen=True, kw_only=True):
 
 
 class Journal(Struct, frozen=True, kw_only=True):
-    """`uncertain`: worker URL to reason."""
+    """`uncertain`: worker URL to reason; `paused`: URLs that are out until they continue."""
 
     format: int = FORMAT
     begun: Begun | None = None
     uncertain: dict[str, str] = {}
+    paused: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return self.begun is not None or bool(self.uncertain)
+        return self.begun is not None or bool(self.uncertain or self.paused)
 
     def at_start(self) -> dict[str, str]:
         """Who is uncertain when the program starts with this record, and why."""

@@ -99,7 +99,11 @@ def refused(refusal: Refusal) -> Answer:
 def parsed(raw: bytes) -> object:
     """A body as JSON, else as text."""
     try:
-        return json.loads(raw) if raw else ""
+        value: object = json.loads(raw) if raw else ""
+        if b"\\u" not in raw:
+            return value
+        # JSON can spell half a character, which could be written down nowhere.
+        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return raw.decode("utf-8", "replace")
 

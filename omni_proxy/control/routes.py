@@ -86,4 +86,7 @@ ROUTES: Final = (
     AdminRoute("/update_weight_version", Kind.UPDATE, labels=True),
 )
 BY_PATH: Final = {route.path: route for route in ROUTES}
+RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
+# Whoever refuses one of these says `success`, `message` and `status` at the top, too.
+TOPPED: Final = frozenset((*BY_PATH, *RESOLVES))
 CONTINUE: Final = BY_PATH["/continue_generation"]

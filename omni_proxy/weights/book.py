@@ -1,23 +1,26 @@
-"""Who is uncertain, which version is the newest, and what is under way: kept, and held to.
+"""Who is uncertain or paused, which version is the newest, what is under way: kept, and held to.
 
-Invariant: a worker that is uncertain is held out of routing from the moment it is in the fleet,
-also when it was deleted and added again. Memory leads: a disk that fails is told, and stops only
-what has not been begun.
+Invariant: a worker that is uncertain or paused is held out of routing from the moment it is in the
+fleet, also when it was deleted and added again, also after a restart. Memory leads: a disk that
+fails is told, and stops only what has not been begun.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Final
 
 import trio
 
 from omni_proxy.control.journal import Begun, Journal, UnreadableJournal
+from omni_proxy.control.published import EVERYBODY, Due, Published
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.weights.journal_file import JournalFile, Published
+from omni_proxy.weights.journal_file import JournalFile
 
-UNCERTAIN, UPDATING = "uncertain", "updating"
+UNCERTAIN: Final = "uncertain"
+UPDATING: Final = "updating"
+PAUSED: Final = "paused"
 _log = logging.getLogger(__name__)
 
 
@@ -29,17 +32,22 @@ class Book:
         self._file = file
         self._everybody = ""  # why all are uncertain that the start finds
         self._begun: Begun | None = None
+        self._writing = trio.Lock()
         self.reasons: dict[str, str] = {}
+        self.paused: set[str] = set()
         self.readable = True
         self.error = ""
         self.published = file.read_published()
         try:
-            self.reasons = file.read().at_start()
+            journal = file.read()
+            self.reasons, self.paused = journal.at_start(), set(journal.paused)
         except UnreadableJournal as error:
             self.readable = False
             self._everybody = f"the journal {file.path} can't be read: {error}"
         for url, reason in self.reasons.items():
             _log.warning("Worker %s stays out of routing: %s", url, reason)
+        for url in self.paused:
+            _log.warning("Worker %s was paused, and stays so until it continues", url)
         fleet.watch(self._hold_to_it)
 
     @property
@@ -65,26 +73,45 @@ class Book:
 
     async def begin(self, begun: Begun) -> None:
         """Raises OSError: then nothing may be sent."""
-        await trio.to_thread.run_sync(self._file.write, self._journal(begun))
-        self._begun = begun
+        async with self._writing:
+            await self._write(begun)
+            self._begun = begun
 
     async def settle(self) -> None:
         """Write down how things stand with nothing under way."""
-        self._begun = None
-        try:
-            await trio.to_thread.run_sync(self._file.write, self._journal(None))
-            self.error = ""
-        except OSError as error:
-            self._note(error)
+        async with self._writing:
+            self._begun = None
+            await self._try_to_write()
 
-    async def publish(self, label: str | None) -> Published:
-        """The next epoch; it never goes back."""
-        self.published = replace(self.published, epoch=self.published.epoch + 1, label=label)
-        try:
-            await trio.to_thread.run_sync(self._file.write_published, self.published)
-        except OSError as error:
-            self._note(error)
+    async def keep(self) -> None:
+        """Write down how things stand, also while something is under way."""
+        async with self._writing:
+            await self._try_to_write()
+
+    async def publish(self, due: Due, urls: Iterable[str] | None) -> Published:
+        """The next epoch; it never goes back. `urls` are whom it was meant for, None for all."""
+        known = {EVERYBODY, *(worker.url for worker in self._fleet.workers)}
+        rows = {url: row for url, row in self.published.due.items() if url in known}
+        self.published = Published(self.published.epoch, None, rows).after(due, urls)
+        await self._write_published()
         return self.published
+
+    async def vouch(self, urls: Iterable[str]) -> None:
+        """Somebody says that their weights are right, whatever they missed."""
+        found = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
+        self.published = self.published.waive({worker.url: worker.model for worker in found})
+        if self.published.due:
+            await self._write_published()
+
+    def pause(self, url: str) -> None:
+        self.paused.add(url)
+        self._hold_to_it()
+
+    def go_on(self, url: str) -> None:
+        self.paused.discard(url)
+        worker = self._fleet.find(url)
+        if worker is not None and PAUSED in worker.holds:
+            self._fleet.release(worker, PAUSED)
 
     def mark(self, reasons: dict[str, str]) -> None:
         for url, reason in reasons.items():
@@ -99,8 +126,23 @@ class Book:
                 if worker is not None:
                     self._fleet.release(worker, UNCERTAIN)
 
-    def _journal(self, begun: Begun | None) -> Journal:
-        return Journal(begun=begun, uncertain=dict(self.reasons))
+    async def _try_to_write(self) -> None:
+        try:
+            await self._write(self._begun)
+            self.error = ""
+        except OSError as error:
+            self._note(error)
+
+    async def _write(self, begun: Begun | None) -> None:
+        paused = tuple(sorted(self.paused))
+        journal = Journal(begun=begun, uncertain=dict(self.reasons), paused=paused)
+        await trio.to_thread.run_sync(self._file.write, journal)
+
+    async def _write_published(self) -> None:
+        try:
+            await trio.to_thread.run_sync(self._file.write_published, self.published)
+        except OSError as error:
+            self._note(error)
 
     def _hold_to_it(self) -> None:
         for worker in self._fleet.workers:
@@ -108,6 +150,8 @@ class Book:
                 self.reasons.setdefault(worker.url, self._everybody)
             if worker.url in self.reasons and UNCERTAIN not in worker.holds:
                 self._fleet.hold(worker, UNCERTAIN)
+            if worker.url in self.paused and PAUSED not in worker.holds:
+                self._fleet.hold(worker, PAUSED)
 
     def _note(self, error: OSError) -> None:
         self.error = f"{self.where}: {error.strerror or error}"

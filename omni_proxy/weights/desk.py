@@ -7,7 +7,7 @@ while that runs, it gets that one's answer.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,11 +25,11 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.keeper import Keeper
-from omni_proxy.weights.book import Book
+from omni_proxy.weights.book import PAUSED, Book
 from omni_proxy.weights.calling import call_all, limit_secs
 from omni_proxy.weights.journal_file import JournalFile
 from omni_proxy.weights.labels import Labels
-from omni_proxy.weights.work import PAUSED, AdminCall, Tools, Work
+from omni_proxy.weights.work import AdminCall, Tools, Work
 from omni_proxy.wire.errors import Refusal
 
 HISTORY = 50
@@ -54,13 +54,17 @@ class WeightDesk:
     def __init__(self, fleet: Fleet, keeper: Keeper, file: JournalFile) -> None:
         self.book = Book(fleet, file)
         self.history: deque[dict[str, object]] = deque(maxlen=HISTORY)
+        self.ended: Counter[tuple[str, bool]] = Counter()  # path, and whether it went well
+        self.spent_secs: dict[str, float] = {}  # by path, from being asked to the end
         self._fleet = fleet
         self._keeper = keeper
         self._nursery: trio.Nursery | None = None
         self._tickets: list[_Ticket] = []
         self._line: list[Operation] = []
         self._current: Operation | None = None
-        self._labels = Labels(fleet, self.book, self._busy)
+        self._labels = Labels(fleet, self.book, self._busy, self._compares)
+        if keeper.config.routing.while_paused == "pass":
+            self.book.paused.clear()
         keeper.subscribe(self._follow_config)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -97,6 +101,11 @@ class WeightDesk:
             },
             "history": list(self.history),
         }
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+        return len(self._line)
 
     async def _ask(self, key: object, perform: Perform) -> Answer:
         if self._nursery is None:
@@ -149,8 +158,8 @@ class WeightDesk:
                     self._labels.learn(worker, model_info.version_of(told.body))
             return model_info.merge(answers)
         answer = aggregate(call.route.path, answers, {})
-        if call.route.kind is Kind.CONTINUE:
-            self._go_on(done)
+        if call.route.kind is Kind.CONTINUE and self._go_on(done):
+            await self.book.keep()
         elif call.route.kind is Kind.FLUSH:
             for worker in done:
                 self._fleet.forgotten(worker)
@@ -177,6 +186,7 @@ class WeightDesk:
         finally:
             self._current = None
             self._keeper.turn.release()
+            self._ask_of_the_unknown(operation.targets)
 
     async def _take_turn(self) -> None:
         turn, secs = self._keeper.turn, self._keeper.config.admin.lock_timeout_secs
@@ -214,11 +224,10 @@ class WeightDesk:
             stuck = {a.worker: a for a in answers if not a.success and a.status not in ABSENT}
             readable, self.book.readable = self.book.readable, True
             resolved = [url for url in urls if url not in stuck]
+            await self.book.vouch(resolved)
             self.book.clear(resolved)
-            await self.book.settle()
             self._go_on([worker for worker in alive if worker.url not in stuck])
-            for worker in alive:
-                self._labels.ask_soon(worker)
+            await self.book.settle()
             ids = [self._id_of(url) for url in resolved]
             told = {"journal_readable": readable, "resolved_worker_ids": ids}
             return _resolved(told, stuck)
@@ -241,15 +250,33 @@ class WeightDesk:
         now = trio.current_time() if asked_at is None else asked_at
         return Operation(uuid4().hex, route, caller, now)
 
-    def _go_on(self, workers: list[Worker]) -> None:
-        """They generate again; whom a pause is just being sent to stays as that will leave it."""
+    def _go_on(self, workers: list[Worker]) -> bool:
+        """They generate again; whom a pause is just being sent to stays as that will leave it.
+
+        Whether one of them was paused.
+        """
         pausing = self._current if self._current and self._current.route.hold == PAUSED else None
-        for worker in workers:
-            if PAUSED in worker.holds and not (pausing and worker.url in pausing.targets):
-                self._fleet.release(worker, PAUSED)
+        back = [
+            worker
+            for worker in workers
+            if PAUSED in worker.holds and not (pausing and worker.url in pausing.targets)
+        ]
+        for worker in back:
+            self.book.go_on(worker.url)
+        return bool(back)
+
+    def _ask_of_the_unknown(self, urls: tuple[str, ...]) -> None:
+        """Who gave no plain answer to an update, or none at all, but is not held for it."""
+        for url in urls:
+            worker = self._fleet.find(url)
+            if worker and worker.weight_version is None and url not in self.book.reasons:
+                self._labels.ask_soon(worker)
 
     def _note(self, operation: Operation, answer: Answer) -> None:
         now = trio.current_time()
+        path = operation.route.path
+        self.ended[path, answer.ok] += 1
+        self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.asked_at
         self.history.append(
             {
                 "id": operation.id,
@@ -282,6 +309,9 @@ class WeightDesk:
 
     def _busy(self, worker: Worker) -> bool:
         return self._current is not None and worker.url in self._current.targets
+
+    def _compares(self) -> bool:
+        return self._keeper.config.weight_sync.verify == "checksum"
 
     def _follow_config(self, _: Config, new: Config) -> None:
         if new.routing.while_paused == "pass":

@@ -6,24 +6,17 @@ that can't be read is set aside, never overwritten.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from omni_proxy.config.schema import Config
 from omni_proxy.control.journal import Journal, UnreadableJournal, decode, encode
+from omni_proxy.control.published import Published
 from omni_proxy.watch.keeper import write_atomically
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The last version that workers took from an update: our number of it, and its label."""
-
-    epoch: int = 0
-    label: str | None = None
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
@@ -67,18 +60,16 @@ class JournalFile:
 
     def read_published(self) -> Published:
         try:
-            told = json.loads(self._epoch_path.read_bytes())
-            return Published(int(told["epoch"]), told["label"])
+            return msgspec.json.decode(self._epoch_path.read_bytes(), type=Published)
         except FileNotFoundError:
-            return Published()
-        except (OSError, ValueError, KeyError, TypeError):
+            return Published(0, None)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             # Seconds are above any count of updates: so the number still never goes back.
-            return Published(int(time.time()))
+            return Published(int(time.time()), None)
 
     def write_published(self, published: Published) -> None:
         """Raises OSError."""
-        told = {"epoch": published.epoch, "label": published.label}
-        self._put(self._epoch_path, json.dumps(told) + "\n")
+        self._put(self._epoch_path, msgspec.json.encode(published).decode() + "\n")
 
     def _put(self, path: Path, text: str) -> None:
         new = not self.folder.exists()

@@ -1,7 +1,8 @@
 """Which weights each worker has, as it says itself: asked when it comes up, or was restarted.
 
-Invariant: an epoch is never believed of a worker whose label is not the one we published last; and
-of an unknown label nobody says that it is the old one.
+Invariant: an epoch is never believed of a worker whose label does not prove it; of an unknown label
+nobody says that it is the old one. Who comes up without the weights of the last update that was
+meant for it is uncertain.
 """
 
 from __future__ import annotations
@@ -10,38 +11,93 @@ from collections.abc import Callable
 
 import trio
 
+from omni_proxy.control.published import Due
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weights.book import Book
-from omni_proxy.weights.readback import labels_of
+from omni_proxy.weights.readback import compare_checksums, labels_of
+
+AGAIN_SECS = 5.0
+CHECKSUM_SECS = 300.0
 
 
 class Labels:
-    """`busy(worker)`: an operation is at it, and will read its label back itself."""
+    """`busy(worker)`: an operation is at it, and will read its label back itself.
 
-    def __init__(self, fleet: Fleet, book: Book, busy: Callable[[Worker], bool]) -> None:
+    `may_hash()`: whether a worker may be stopped for as long as hashing takes.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        book: Book,
+        busy: Callable[[Worker], bool],
+        may_hash: Callable[[], bool],
+    ) -> None:
         self._fleet = fleet
         self._book = book
         self._busy = busy
+        self._may_hash = may_hash
+        self._newest: dict[Worker, object] = {}
         self.nursery: trio.Nursery | None = None
-        fleet.watch_health(lambda worker, _: self.ask_soon(worker))
+        fleet.watch_health(lambda worker, _: self.ask_soon(worker, came_up=True))
         fleet.watch_forgotten(self.ask_soon)
 
-    def ask_soon(self, worker: Worker) -> None:
-        here = self._fleet.find(worker.url) is worker and worker.machine.state is Health.HEALTHY
-        if self.nursery is not None and here and not self._busy(worker):
-            self.nursery.start_soon(self._ask, worker)
+    def ask_soon(self, worker: Worker, *, came_up: bool = False) -> None:
+        """Without a known label it has come up, too: whoever saw its restart dropped that."""
+        if self.nursery is not None and self._here(worker) and not self._busy(worker):
+            self._newest[worker] = asking = object()
+            self.nursery.start_soon(self._ask, worker, asking, came_up)
 
     def learn(self, worker: Worker, label: str | None) -> None:
-        if label == worker.weight_version:
+        """It told its label, and no operation is at it."""
+        if self._busy(worker) or label == worker.weight_version:
             return
-        published = self._book.published
-        ours = label is not None and label == published.label
-        self._fleet.versioned(worker, label, published.epoch if ours else 0)
+        due = self._due(worker)
+        epoch = due.epoch if due is not None and due.proven_by(label) else 0
+        self._fleet.versioned(worker, label, epoch)
 
-    async def _ask(self, worker: Worker) -> None:
-        epoch = worker.weight_epoch
-        labels = await labels_of([worker], {})
-        if not self._busy(worker) and worker.weight_epoch == epoch:
-            self.learn(worker, labels[worker])
+    def _here(self, worker: Worker) -> bool:
+        known = self._fleet.find(worker.url) is worker
+        return known and worker.machine.state is Health.HEALTHY
+
+    def _due(self, worker: Worker) -> Due | None:
+        return self._book.published.due_of(worker.url, worker.model)
+
+    async def _ask(self, worker: Worker, asking: object, came_up: bool) -> None:
+        try:
+            while self._here(worker) and self._newest.get(worker) is asking:
+                version = worker.version
+                label = (await labels_of([worker], {}))[worker]
+                if self._busy(worker) or worker.version is not version:
+                    return
+                self.learn(worker, label)
+                due = self._due(worker)
+                if due is None or due.label is None or label is not None:
+                    if due is not None and (came_up or version.label is None):
+                        await self._judge(worker, due, label)
+                    return
+                await trio.sleep(AGAIN_SECS)
+        finally:
+            if self._newest.get(worker) is asking:
+                del self._newest[worker]
+
+    async def _judge(self, worker: Worker, due: Due, label: str | None) -> None:
+        """Hold it back where it has not what the last update gave to the others."""
+        if worker.url in self._book.reasons:
+            return
+        reason = ""
+        if due.missed_with(label):
+            reason = f"missed the update to {due.label!r}: it came up with {label!r}"
+        elif due.open_with(label) and self._may_hash():
+            verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
+            if self._busy(worker) or self._due(worker) is not due:
+                return
+            if verdict.whole and verdict.whole != due.digest:
+                reason = f"missed the update of epoch {due.epoch}: it came up with other tensors"
+            elif verdict.whole:
+                self._fleet.versioned(worker, label, due.epoch)
+        if reason:
+            self._book.mark({worker.url: reason})
+            await self._book.keep()

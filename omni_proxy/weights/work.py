@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Final
 
 import trio
 
@@ -21,18 +20,19 @@ from omni_proxy.control.agreement import Verdict
 from omni_proxy.control.journal import Begun
 from omni_proxy.control.operation import Fate, Left, Operation, Step, fates
 from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate
+from omni_proxy.control.published import Due, Published
 from omni_proxy.control.routes import AdminRoute, Kind
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.version import Version
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.calls import Call
 from omni_proxy.watch.keeper import Keeper
-from omni_proxy.weights.book import Book
+from omni_proxy.weights.book import PAUSED, Book
 from omni_proxy.weights.calling import ANSWER_BYTES, call_all, limit_secs
 from omni_proxy.weights.readback import compare_checksums, labels_of
 from omni_proxy.wire.errors import Refusal
 
 IDLE_POLL_SECS = 0.05
-PAUSED: Final = "paused"
 DIFFERS = Left(Fate.UNCERTAIN, "its checksums differ from those of other workers")
 _log = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class Work:
         self._route = call.route
         self._operation = operation
         self._config: Config = self._keeper.config
+        self._before: dict[Worker, Version] = {}
 
     async def run(self, workers: Sequence[Worker]) -> Answer:
         """Raises Refusal 503 where it can't be written down; then nothing was sent."""
@@ -112,6 +113,7 @@ class Work:
             self._let_go(workers)
             raise
         self._enter(Step.CALLING)
+        self._doubt(workers)
         call = self._call.to_workers(limit_secs(self._config.admin.worker_timeout_secs))
         answers = await call_all(workers, call, self._operation.hear)
         left = fates(self._route, answers)
@@ -120,6 +122,8 @@ class Work:
         if self._route.kind is Kind.UPDATE and done:
             told, left = await self._prove(done, left)
         self._enter(Step.RESTORING)
+        self._take_back_doubt(answers, left)
+        self._note_paused(answers)
         await self._settle(answers, left)
         self._let_go(workers)
         self._enter(Step.OVER)
@@ -166,6 +170,20 @@ class Work:
             message = f"nothing was sent: the journal {self._book.where} can't be written: {reason}"
             raise Refusal(503, message, "journal_unwritable") from None
 
+    def _doubt(self, workers: Sequence[Worker]) -> None:
+        """From the first call until a worker has been heard nobody knows which weights it has."""
+        if self._route.kind is Kind.UPDATE:
+            self._before = {worker: worker.version for worker in workers}
+            for worker in workers:
+                self._fleet.versioned(worker, None, 0)
+
+    def _take_back_doubt(self, answers: Sequence[WorkerAnswer], left: Mapping[str, Left]) -> None:
+        """Who plainly refused, and is certain, has the weights that it had."""
+        refused = {a.worker for a in answers if a.refused and left[a.worker].fate is Fate.RESTORED}
+        for worker, version in self._before.items():
+            if worker.url in refused:
+                self._fleet.versioned(worker, version.label, version.epoch)
+
     async def _prove(
         self, done: Sequence[Worker], left: Mapping[str, Left]
     ) -> tuple[dict[str, object], dict[str, Left]]:
@@ -175,10 +193,10 @@ class Work:
         labels = await labels_of(done, call.credentials)
         verdict = await self._compare(done)
         left |= dict.fromkeys(verdict.mismatched, DIFFERS)
-        told = set(labels.values())
-        published = await self._book.publish(told.pop() if len(told) == 1 else None)
+        published = await self._publish(labels, verdict)
         for worker, label in labels.items():
-            self._fleet.versioned(worker, label, published.epoch)
+            if left[worker.url] is not DIFFERS:
+                self._fleet.versioned(worker, label, published.epoch)
             if call.says("flush_cache") is not False:
                 self._fleet.forgotten(worker)
         return {
@@ -186,6 +204,20 @@ class Work:
             "weight_versions": {worker.url: label for worker, label in labels.items()},
             "verification": verdict.told(),
         }, left
+
+    async def _publish(self, labels: Mapping[Worker, str | None], verdict: Verdict) -> Published:
+        told = set(labels.values())
+        label = told.pop() if len(told) == 1 else None
+        asked_for = (self._call.says("weight_version"), self._call.says("new_version"))
+        before = [self._before[worker].label for worker in labels]
+        known = all(before) or label in asked_for
+        due = Due(
+            label=label,
+            named=label is not None and known and label not in before,
+            digest=verdict.whole if self._route.whole and not verdict.mismatched else "",
+            models=tuple({worker.model for worker in labels}),
+        )
+        return await self._book.publish(due, self._call.chosen)
 
     async def _compare(self, done: Sequence[Worker]) -> Verdict:
         """One replica that took a part of its weights has nobody to agree with."""
@@ -216,16 +248,21 @@ class Work:
         await self._keeper.change(edit, at_once=True)
         _log.warning("Worker %s is disabled until somebody enables it: %s", url, reason)
 
+    def _note_paused(self, answers: Sequence[WorkerAnswer]) -> None:
+        if self._stays_paused():
+            for answer in answers:
+                if answer.success:
+                    self._book.pause(answer.worker)
+
     def _let_go(self, workers: Sequence[Worker]) -> None:
         """Each back to the holds that it had, and "paused" beside where it is and should stay."""
         for worker in workers:
             was = self._operation.was[worker.url]
-            answer = self._operation.answers.get(worker.url)
-            if answer is not None and answer.success and self._stays_paused():
-                self._fleet.hold(worker, PAUSED)
-                was |= {PAUSED}
-            if self._route.hold not in was:
+            if self._route.hold not in was and not self._still_paused(worker):
                 self._fleet.release(worker, self._route.hold)
+
+    def _still_paused(self, worker: Worker) -> bool:
+        return self._route.hold == PAUSED and worker.url in self._book.paused
 
     def _stays_paused(self) -> bool:
         paused = self._route.kind is Kind.PAUSE or self._call.says("keep_pause") is True

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import trio
 
@@ -155,3 +157,22 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
         assert conn.exchange.need.body is None
         go_on.set()
         assert (await client.answer()).body == b"some"
+
+
+async def test_the_doors_own_refusals_of_admin_routes_have_the_keys_that_trainers_read(worker):
+    small = "[admin]\nmax_body_bytes = 64\n"
+    async with open_door(worker, config=small) as opened:
+        for path in (b"/pause_generation", b"/update_weights_from_distributed?x=1"):
+            for length in (65, 2):
+                async with opened.client() as client:
+                    head = b"POST %b HTTP/1.1\r\nhost: door\r\ncontent-length: %d\r\n\r\n"
+                    await client.send(head % (path, length), b"{}")
+                    answer = await client.answer()
+                told = json.loads(answer.body)
+                # Without a front behind it the door alone can speak.
+                assert answer.status == (413 if length == 65 else 503)
+                assert (told["success"], told["status"]) == (False, "error")
+                assert told["message"] == told["error"]["message"]
+        async with opened.client() as client:
+            await client.send(b"GET /workers HTTP/1.1\r\nhost: door\r\n\r\n")
+            assert "success" not in json.loads((await client.answer()).body)

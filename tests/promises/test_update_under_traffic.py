@@ -1,24 +1,16 @@
 """New weights from a file on two real replicas, while clients go on asking."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import pytest
 import trio
 
-from tests.promises.fleet_program import program
+from tests.promises.fleet_program import program, record
+from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml, weights_in
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
-safetensors = pytest.importorskip("safetensors.torch")
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
-UPDATE = "/update_weights_from_disk"
+pytest.importorskip("safetensors.torch")
 
 
 @pytest.fixture(autouse=True)
@@ -29,47 +21,7 @@ async def soon():
 
 @pytest.fixture
 def new_weights(tmp_path):
-    """A file of other weights, and the checksum of a rank that holds them."""
-    from omni_proxy.replica.models import tiny
-    from omni_proxy.weights.checksum import roll_up, tensor_digest
-
-    tensors = {name: each.detach().clone() for name, each in tiny.build(7).named_parameters()}
-    safetensors.save_file(tensors, tmp_path / "new.safetensors")
-    digests = {
-        name: tensor_digest(name, str(each.dtype), each.shape, each.numpy().tobytes())
-        for name, each in tensors.items()
-    }
-    return SimpleNamespace(path=str(tmp_path / "new.safetensors"), checksum=roll_up(digests))
-
-
-@asynccontextmanager
-async def replicas(count):
-    made = []
-    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    try:
-        for _ in range(count):
-            with socket.create_server(("127.0.0.1", 0)) as trial:
-                port = trial.getsockname()[1]
-            words = ["replica", "--model", "tiny", "--threads", "1", "--port", str(port)]
-            process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "omni_proxy", *words], stderr=subprocess.DEVNULL, env=env
-            )
-            made.append(SimpleNamespace(process=process, url=f"http://127.0.0.1:{port}"))
-        yield made
-    finally:
-        for each in made:
-            each.process.kill()
-        with trio.CancelScope(shield=True):
-            for each in made:
-                await each.process.wait()
-
-
-def toml(fleet, weight_sync):
-    entries = "".join(f'[[workers]]\nurl = "{each.url}"\n' for each in fleet)
-    return (
-        "[server]\nport = 0\nqueue_size = 50\n[health]\ninterval_secs = 0.3\n"
-        f"on_threshold = 'unhealthy'\n[weight_sync]\n{weight_sync}\n{entries}"
-    )
+    return weights_in(tmp_path)
 
 
 async def test_with_time_to_drain_no_client_sees_it_and_every_answer_is_of_one_version(
@@ -80,10 +32,7 @@ async def test_with_time_to_drain_no_client_sees_it_and_every_answer_is_of_one_v
     async with replicas(2) as both:
         file.write_text(toml(both, "drain_secs = 30"))
         async with program("--config", file) as running:
-            await running.until("/workers", lambda told: told["routable_workers"] == 2)
-            await running.until(
-                "/weights", lambda told: all(row["weight_version"] for row in told["workers"])
-            )
+            await known(running, 2)
             over = trio.Event()
 
             async def ask():
@@ -127,7 +76,7 @@ async def test_a_replica_that_is_killed_in_the_middle_is_out_and_the_next_update
         async with program("--config", file) as running:
             await running.until("/workers", lambda told: told["routable_workers"] == 2)
             # Stopped, it takes the call and never answers: so it dies in the middle for sure.
-            victim.process.send_signal(19)
+            victim.stop()
             answers = []
 
             async def update():
@@ -141,7 +90,7 @@ async def test_a_replica_that_is_killed_in_the_middle_is_out_and_the_next_update
                     return [row["progress"] for row in rows] == ["done", "asked"]
 
                 await running.until("/weights", one_is_done)
-                victim.process.kill()
+                await victim.kill()
             told = answers[0].json()
             assert answers[0].status_code == 502
             assert [each["standing"] for each in told["results"]] == ["restored", "uncertain"]
@@ -152,3 +101,66 @@ async def test_a_replica_that_is_killed_in_the_middle_is_out_and_the_next_update
             assert gone.status_code == 200, json.dumps(gone.json())
             again = await running.client.post(UPDATE, json={**body, "weight_version": "v3"})
             assert (again.status_code, again.json()["worker_count"]) == (200, 1)
+
+
+async def test_without_time_to_drain_an_answer_that_spans_the_change_says_so(tmp_path, new_weights):
+    file = tmp_path / "proxy.toml"
+    long = {**CHAT, "max_tokens": 400, "ignore_eos": True}
+    body = {"model_path": new_weights.path, "weight_version": "v2"}
+    async with replicas(1) as (one,):
+        file.write_text(toml([one]))
+        async with program("--config", file) as running:
+            await known(running, 1)
+            answers = []
+
+            async def ask():
+                answers.append(await running.client.post("/v1/chat/completions", json=long))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await running.until(
+                    "/workers", lambda told: told["workers"][0]["active_requests"] == 1
+                )
+                pause = await running.client.post("/pause_generation", json={"mode": "retract"})
+                assert (pause.status_code, pause.json()["status"]) == (200, "ok")
+                assert (await running.client.post(UPDATE, json=body)).status_code == 200
+                assert not answers
+                assert (await running.client.post("/continue_generation", json={})).is_success
+            (answer,) = answers
+            told = {name: answer.headers[name] for name in answer.headers if "weight" in name}
+            assert (answer.status_code, told) == (
+                200,
+                {
+                    "x-omni-weight-version": "default",
+                    "x-omni-weight-version-end": "v2",
+                    "x-omni-weight-epoch-end": "1",
+                },
+            )
+            assert (await running.told("/status"))["door"]["answers_across_versions"] == 1
+
+
+async def test_a_replica_that_begins_anew_after_an_update_does_not_serve_its_first_weights(
+    tmp_path, new_weights
+):
+    file = tmp_path / "proxy.toml"
+    body = {"model_path": new_weights.path, "weight_version": "v2"}
+    async with replicas(2) as (survivor, late):
+        file.write_text(toml([survivor, late]))
+        async with program("--config", file) as running:
+            await known(running, 2)
+            assert (await running.client.post(UPDATE, json=body)).status_code == 200
+            await late.kill()
+            await running.until(
+                "/workers", lambda told: record(told, late)["weight_version"] is None
+            )
+            await late.start()
+            told = await running.until(
+                "/workers", lambda told: record(told, late)["held_by"] == ["uncertain"]
+            )
+            assert record(told, late)["weight_version"] == "default"
+            reasons = (await running.told("/weights"))["uncertain"]
+            assert reasons == {late.url: "missed the update to 'v2': it came up with 'default'"}
+            assert (await running.client.post("/continue_generation", json={})).is_success
+            assert not record(await running.told("/workers"), late)["routable"]
+            assert (await running.client.post(UPDATE, json=body)).status_code == 200
+            assert (await known(running, 2))["routable_workers"] == 2

@@ -22,7 +22,7 @@ class Gated(Engines):
     def __init__(self):
         super().__init__()
         self.gates, self.labels, self.sums = {}, {A: "v1", B: "v1"}, {A: "s", B: "s"}
-        self.came = {}
+        self.came, self.whole = {}, {}
 
     def shut(self, path, *urls):
         for url in urls or (A, B):
@@ -59,7 +59,8 @@ class Gated(Engines):
         if path == "/model_info":
             return {"success": True, "weight_version": self.labels[url]}
         if path == "/weights_checker":
-            return {"results": [{"stage": "t", "data": {"per_gpu_checksum": self.sums[url]}}]}
+            data = {"per_gpu_checksum": self.sums[url], "full_checksum": self.whole.get(url)}
+            return {"results": [{"stage": "t", "data": data}]}
         return {"success": True}
 
 

@@ -23,6 +23,7 @@ from omni_proxy.replica.api.served import Served
 
 MODEL_INFO_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
+COUNT = "num_paused_requests"
 
 View = Callable[[], Awaitable[Response]]
 
@@ -74,9 +75,24 @@ def view_of(served: Served, route: AdminRoute) -> View:
     async def view() -> Response:
         given = await admin_body(served)
         body = read(route.body, {} if given is MISSING and not route.body_needed else given)
-        return reply(await operate(served, route, body))
+        return reply(topped(await operate(served, route, body)))
 
     return view
+
+
+def topped(aggregate: dict[str, Any]) -> dict[str, Any]:
+    """An aggregate that succeeded, with what sglang's clients look for beside it."""
+    counts = [each["data"][COUNT] for each in aggregate["results"] if COUNT in each["data"]]
+    return aggregate | {"status": "ok"} | ({COUNT: sum(counts)} if counts else {})
+
+
+def message_of(detail: Any) -> str:
+    """What a refusal's `detail` says: words, an aggregate, or a list of problems."""
+    if isinstance(detail, dict):
+        return str(detail["message"])
+    if isinstance(detail, list):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in detail)
+    return str(detail)
 
 
 async def operate(served: Served, route: AdminRoute, body: Operation) -> dict[str, Any]:

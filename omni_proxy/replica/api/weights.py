@@ -13,7 +13,14 @@ from msgspec import Meta
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.admin import AdminRoute, Operation, operate, view_of
+from omni_proxy.replica.api.admin import (
+    AdminRoute,
+    Operation,
+    message_of,
+    operate,
+    topped,
+    view_of,
+)
 from omni_proxy.replica.api.auth import admin_body, require_key
 from omni_proxy.replica.api.errors import Refused, reply
 from omni_proxy.replica.api.fields import MISSING, read
@@ -130,12 +137,12 @@ class WeightRoutes:
             require_key(self._served)
             return reply(NO_TENSOR_UPDATES, 501)
         body = read(FromTensor, await admin_body(self._served))
-        return reply(await operate(self._served, FROM_TENSOR, body))
+        return reply(topped(await operate(self._served, FROM_TENSOR, body)))
 
     async def name_version(self) -> Response:
         body = read(NameVersion, await admin_body(self._served))
         aggregate = await operate(self._served, NAME_VERSION, body)
-        return reply(aggregate | {"new_version": body.new_version})
+        return reply(topped(aggregate) | {"new_version": body.new_version})
 
     async def look(self) -> Response:
         """The first rows of a tensor, as nested lists; of the first stage that has one so named."""
@@ -144,7 +151,7 @@ class WeightRoutes:
         try:
             aggregate = await operate(self._served, LOOK, body)
         except Refused as refused:
-            return _unseen(_message_of(refused.detail))
+            return _unseen(message_of(refused.detail))
         for result in aggregate["results"]:
             if "parameter" in result["data"]:
                 return reply(result["data"]["parameter"])
@@ -153,10 +160,6 @@ class WeightRoutes:
 
 def _queried(kind: type[S]) -> S:
     return read(kind, request.args.to_dict())
-
-
-def _message_of(detail: object) -> str:
-    return str(detail["message"] if isinstance(detail, dict) else detail)
 
 
 def _unseen(message: str) -> Response:

@@ -27,7 +27,8 @@ async def told(answer):
 async def test_pause_and_continue_answer_the_aggregate_of_all_stages(tiny):
     status, body = await told(await tiny.post(PAUSE, {"mode": "retract"}))
     assert status == 200
-    assert list(body) == ["op_id", "action", "success", "message", "results"]
+    assert list(body)[:5] == ["op_id", "action", "success", "message", "results"]
+    assert (body["status"], body["num_paused_requests"]) == ("ok", 0)
     assert (body["action"], body["success"], body["message"]) == ("pause_generation", True, "ok")
     by_stage = {each["stage"]: each for each in body["results"]}
     assert by_stage["prepare"]["data"] == {"skipped": True, "unsupported": True}
@@ -107,16 +108,20 @@ async def test_stages_of_different_weights_are_a_409():
 # The key
 
 
+def refusal(path, words):
+    top = {"success": False, "message": words, "status": "error"} if path != INFO else {}
+    return {**top, "detail": words}
+
+
 @pytest.mark.parametrize("path", [PAUSE, CONTINUE, INFO])
 async def test_without_a_key_the_answer_is_401_and_with_a_wrong_one_403(locked, path):
     answer = await locked.post(path, {})
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert await answer.get_json() == {
-        "detail": "Admin API key required: Authorization: Bearer <key>"
-    }
+    missing = "Admin API key required: Authorization: Bearer <key>"
+    assert await answer.get_json() == refusal(path, missing)
     status, body = await told(await locked.post(path, {}, **bearer("other")))
-    assert (status, body) == (403, {"detail": "Invalid admin API key"})
+    assert (status, body) == (403, refusal(path, "Invalid admin API key"))
     assert (await locked.post(path, {}, **bearer())).status_code == 200
 
 

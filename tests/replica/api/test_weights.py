@@ -72,7 +72,8 @@ async def test_new_weights_change_every_route_and_old_ones_bring_all_back(tiny, 
     new = {"model_path": str(tmp_path / "new.safetensors"), "weight_version": "v1"}
     status, body = await told(await tiny.post(DISK, new))
     assert (status, body["success"], body["message"]) == (200, True, "ok")
-    assert list(body) == ["op_id", "action", "success", "message", "results"]
+    assert list(body)[:5] == ["op_id", "action", "success", "message", "results"]
+    assert (body["status"], body["num_paused_requests"]) == ("ok", 0)
     assert decode_of(body)["message"] == "Succeeded to update model weights."
     assert await checksum(tiny) == checksum_of(weights_of(1))
     changed, version = await generated(tiny)
@@ -231,7 +232,8 @@ async def test_what_a_stage_refuses_is_a_400_and_changes_nothing(tiny, path, bod
 async def test_a_body_beyond_64_mib_is_a_413(tiny):
     names = b'{"names":["' + b"a" * 64 * 2**20 + b'"],"dtypes":[],"shapes":[]}'
     status, body = await told(await tiny.post(DISTRIBUTED, names))
-    assert (status, body) == (413, {"detail": "Request body too large"})
+    told_at_the_top = {"success": False, "message": "Request body too large", "status": "error"}
+    assert (status, body) == (413, {"detail": "Request body too large", **told_at_the_top})
     # What is just below it is read: and then refused for what it says.
     below = b'{"names":["' + b"a" * (64 * 2**20 - 60) + b'"],"dtypes":[],"shapes":[]}'
     status, body = await told(await tiny.post(DISTRIBUTED, below))
@@ -282,13 +284,12 @@ async def test_looking_needs_the_key_too(tiny):
 async def test_tensors_in_a_request_are_not_offered_unless_they_are(tiny):
     for body in ({}, b"", b"{", {"serialized_named_tensors": []}):
         status, answer = await told(await tiny.post(TENSOR, body))
-        assert (status, answer) == (501, {
-            "error": {
-                "message": "update_weights_from_tensor is not yet implemented. Use "
-                "update_weights_from_disk for the disk-based weight update path.",
-                "code": "not_implemented",
-            }
-        })  # fmt: skip
+        assert (status, answer["success"], answer["status"]) == (501, False, "error")
+        assert answer["error"] == {
+            "message": "update_weights_from_tensor is not yet implemented. Use "
+            "update_weights_from_disk for the disk-based weight update path.",
+            "code": "not_implemented",
+        }
 
     offered = tiny.with_options(enable_tensor_updates=True)
     new = {LAST_NORM: torch.full((128,), 2.0)}
@@ -337,3 +338,20 @@ async def test_a_tensor_by_its_name_is_an_array(tiny):
         assert await told(answer) == (200, norm[:3].tolist())
     status, body = await told(await tiny.get(f"{LOOK}?name=x"))
     assert (status, body) == (400, {"error": {"message": "the model has no tensor 'x'"}})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (DISK, {}, "body.model_path: Field required"),
+        (DISK, {"model_path": "/nowhere"}, "'/nowhere' does not exist"),
+        ("/pause_generation", {"mode": "x"}, "invalid pause mode: x"),
+        ("/pause_generation", {"stages": ["x"]}, "x"),
+        ("/destroy_weights_update_group", {}, "The group to be destroyed does not exist."),
+    ],
+)
+async def test_a_refusal_says_why_where_trainers_look(tiny, path, body, words):
+    _, found = await told(await tiny.post(path, body))
+    assert (found["success"], found["status"]) == (False, "error")
+    assert words in found["message"]
+    assert "detail" in found

@@ -1,0 +1,97 @@
+"""Real replicas of the tiny model as processes, weights for them, and a proxy's file with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import trio
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
+UPDATE = "/update_weights_from_disk"
+
+
+class Replica:
+    """Starts again at the same address, with the weights that it began with."""
+
+    def __init__(self, *words: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as trial:
+            port = trial.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._words = ("--model", "tiny", "--threads", "1", "--port", str(port), *words)
+
+    async def start(self) -> None:
+        self.process = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "omni_proxy", "replica", *self._words],
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    def stop(self) -> None:
+        """It takes calls and answers none, until `go_on` or its end."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def replicas(count: int, *words: str):
+    made = [Replica(*words) for _ in range(count)]
+    started = []
+    try:
+        for each in made:
+            await each.start()
+            started.append(each)
+        yield made
+    finally:
+        with trio.CancelScope(shield=True):
+            for each in started:
+                await each.kill()
+
+
+def toml(fleet, weight_sync="", more=""):
+    entries = "".join(f'[[workers]]\nurl = "{each.url}"\n' for each in fleet)
+    return (
+        "[server]\nport = 0\nqueue_size = 50\n[health]\ninterval_secs = 0.3\n"
+        "on_threshold = 'unhealthy'\nsuccess_threshold = 1\n"
+        f"{more}[weight_sync]\n{weight_sync}\n{entries}"
+    )
+
+
+def weights_in(folder):
+    """A file of other weights, and the checksum of a rank that holds them."""
+    from safetensors.torch import save_file
+
+    from omni_proxy.replica.models import tiny
+    from omni_proxy.weights.checksum import roll_up, tensor_digest
+
+    tensors = {name: each.detach().clone() for name, each in tiny.build(7).named_parameters()}
+    save_file(tensors, folder / "new.safetensors")
+    digests = {
+        name: tensor_digest(name, str(each.dtype), each.shape, each.numpy().tobytes())
+        for name, each in tensors.items()
+    }
+    return SimpleNamespace(path=str(folder / "new.safetensors"), checksum=roll_up(digests))
+
+
+async def known(running, count):
+    """Until all are routable and have told which weights they have."""
+
+    def holds(told):
+        return (
+            told["routable_workers"]
+            == count
+            == len([each for each in told["workers"] if each["weight_version"]])
+        )
+
+    return await running.until("/workers", holds)
