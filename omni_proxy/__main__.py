@@ -1,7 +1,9 @@
-"""`python -m omni_proxy` is `omni-proxy`."""
+"""`python -m omni_proxy` is `omni-proxy`; so is a build in one file."""
 
 import sys
 
 from omni_proxy.cli import main
+from omni_proxy.cli.one_file import settle_in
 
+settle_in()
 sys.exit(main())

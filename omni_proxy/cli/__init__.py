@@ -4,35 +4,31 @@ The first word picks the command; without one of these words it is `serve`. Comm
 when they run: `omni-proxy check` must not wait for a model runtime.
 """
 
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+# A command's word, then where it is done: its module and, where that isn't `main`, the function.
+COMMANDS: Final = {
+    "check": "omni_proxy.cli.check",
+    "completion": "omni_proxy.cli.completion",
+    "explain": "omni_proxy.cli.explain",
+    "launch": "omni_proxy.cli.launch",
+    "launch-router": "omni_proxy.cli.launch:main_router",
+    "logs": "omni_proxy.cli.logs",
+    "replica": "omni_proxy.replica.command",
+    "serve": "omni_proxy.cli.serve",
+    "status": "omni_proxy.cli.status",
+    "top": "omni_proxy.cli.top.command",
+    "weights": "omni_proxy.cli.weights",
+    "workers": "omni_proxy.cli.workers",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    match words:
-        case ["check", *rest]:
-            from omni_proxy.cli.check import main as check
-
-            return check(rest)
-        case ["replica", *rest]:
-            from omni_proxy.replica.command import main as replica
-
-            return replica(rest)
-        case ["launch", *rest]:
-            from omni_proxy.cli.launch import main as launch
-
-            return launch(rest)
-        case ["launch-router", *rest]:
-            from omni_proxy.cli.launch import main_router as launch_router
-
-            return launch_router(rest)
-        case ["weights", *rest]:
-            from omni_proxy.cli.weights import main as weights
-
-            return weights(rest)
-        case ["serve", *rest]:
-            words = rest
-    from omni_proxy.cli.serve import main as serve
-
-    return serve(words)
+    command = words.pop(0) if words and words[0] in COMMANDS else "serve"
+    module, _, function = COMMANDS[command].partition(":")
+    found = getattr(importlib.import_module(module), function or "main")
+    return cast("Callable[[Sequence[str]], int]", found)(words)

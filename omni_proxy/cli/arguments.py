@@ -17,9 +17,17 @@ commands:
   omni-proxy [serve] ...     run the proxy (this page)
   omni-proxy check FILE      say whether FILE would load; binds nothing
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
-  omni-proxy weights ...     the weights of a running proxy's workers: status, pause, resolve, ...
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
+
+commands that ask a running proxy (--url URL or --config FILE):
+  omni-proxy status          one screen: who is slow, who is out and why, the last reload
+  omni-proxy top             the same, live on the whole terminal
+  omni-proxy workers ...     list, add, remove, disable, enable, drain, revive
+  omni-proxy explain [FILE]  where a request would go, and why
+  omni-proxy logs --follow   its access log, fit to be read
+  omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
+  omni-proxy completion bash what makes your shell complete all this (also zsh, fish)
 
 examples:
   omni-proxy --config config/example.toml

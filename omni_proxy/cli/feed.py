@@ -1,7 +1,7 @@
 """One picture of the running proxy, as GET /feed tells it, in types.
 
-PURE. What a newer proxy tells beside this is passed over; what an older one leaves out has the value
-that stands here.
+PURE. What a newer proxy tells beside this is passed over; what an older one leaves out has the
+value that stands here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Row(Struct, frozen=True):
     id: str
     url: str
     display_id: str = ""
-    model: str = ""
+    model: str | None = None
     health: str = "unknown"
     routable: bool = False
     disabled: bool = False

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from omni_proxy.cli.tables import without_noise
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.watch.keeper import read_file
@@ -35,7 +36,7 @@ _WHERE: Final = "name it with --url URL, or the file that it runs with by --conf
 Told = dict[str, Any]
 
 
-class CannotAsk(Exception):  # noqa: N818  as the program's other outcomes
+class CannotAsk(Exception):
     """Nobody who could answer; the text tells why and how to mend it."""
 
 
@@ -46,7 +47,6 @@ class Place:
     url: str
     key: str = ""
     key_from: str = ""
-    config: Config | None = None  # of --config FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +80,25 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 def place_of(arguments: argparse.Namespace) -> Place:
     """Raises CannotAsk."""
-    config = None
-    if arguments.config:
-        try:
-            config = read_file(arguments.config)
-        except ConfigError as refusal:
-            raise CannotAsk(str(refusal)) from None
-    url = _url_of(config, arguments.config) if config else _normal(arguments.url or DEFAULT_URL)
+    config = config_of(arguments)
+    url = _url_of(config, arguments.config) if config else normal(arguments.url or DEFAULT_URL)
     keys = (
         (arguments.api_key or "", "--api-key"),
         (config.admin.api_key if config else "", str(arguments.config)),
         (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
     )
     key, key_from = next((found for found in keys if found[0]), ("", ""))
-    return Place(url, key, key_from, config)
+    return Place(url, key, key_from)
+
+
+def config_of(arguments: argparse.Namespace) -> Config | None:
+    """What --config FILE says, where it is there. Raises CannotAsk."""
+    if not arguments.config:
+        return None
+    try:
+        return read_file(arguments.config)
+    except ConfigError as refusal:
+        raise CannotAsk(str(refusal)) from None
 
 
 def _url_of(config: Config, file: Path) -> str:
@@ -107,10 +112,12 @@ def _url_of(config: Config, file: Path) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _normal(url: str) -> str:
-    """`10.0.0.1:30000` is what people type."""
+def normal(url: str) -> str:
+    """With its scheme and host: `10.0.0.1:30000` and `:30000` are what people type."""
     if url.startswith("unix:"):
         return url
+    if url.startswith(":"):
+        url = f"127.0.0.1{url}"
     return (url if _SCHEME.match(url) else f"http://{url}").rstrip("/")
 
 
@@ -122,7 +129,7 @@ class Proxy:
         import httpx
 
         self.place = place
-        headers = {"authorization": f"Bearer {place.key}".encode()} if place.key else {}
+        headers = [(b"authorization", f"Bearer {place.key}".encode())] if place.key else []
         socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None
         try:
             self._client = httpx.Client(
@@ -180,7 +187,9 @@ class Proxy:
         try:
             yield
         except httpx.ConnectError as error:
-            raise CannotAsk(f"nobody listens at {url} ({error}); {_WHERE}") from None
+            raise CannotAsk(
+                f"nobody listens at {url} ({without_noise(str(error))}); {_WHERE}"
+            ) from None
         except httpx.TimeoutException:
             raise CannotAsk(f"{url} does not answer in time") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
@@ -192,9 +201,10 @@ class Proxy:
             told = answer.json()
         except ValueError:
             told = None
-        refused = answer.status_code >= 400
         error = told.get("error") if isinstance(told, dict) else None
-        if not isinstance(told, dict) or (refused and not isinstance(error, dict)):
+        # A worker knows none of our routes, and says so in words of its own.
+        strange = answer.status_code in (404, 405) and not isinstance(error, dict)
+        if not isinstance(told, dict) or strange:
             raise CannotAsk(
                 f"{self.place.url} answers (status {answer.status_code}), but not as an "
                 f"omni-proxy: is it a worker? {_WHERE}"

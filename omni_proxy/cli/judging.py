@@ -5,15 +5,16 @@ PURE. The same words for `omni-proxy status` and `omni-proxy top`.
 
 from __future__ import annotations
 
+import os
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from statistics import median
 from typing import Any, Final
 
 from omni_proxy.cli.feed import Feed, Point, Row
-from omni_proxy.cli.tables import age, moment, plain
+from omni_proxy.cli.tables import age, millis, moment, plain, without_noise
 
 SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
 SLOW_MS: Final = 20.0  # and at least so much longer: else 2 ms beside 1 ms would be slow
@@ -42,7 +43,7 @@ def judge(feed: Feed) -> dict[str, Verdict]:
 
 def _usual_ms(fleet: Sequence[Row]) -> dict[str, float]:
     """What the first chunk of the other workers of its model usually takes, by worker id."""
-    measured: defaultdict[str, list[Row]] = defaultdict(list)
+    measured: defaultdict[str | None, list[Row]] = defaultdict(list)
     for row in fleet:
         if row.first_p50_ms is not None:
             measured[row.model].append(row)
@@ -52,34 +53,42 @@ def _usual_ms(fleet: Sequence[Row]) -> dict[str, float]:
             continue
         times = sorted(row.first_p50_ms or 0.0 for row in rows)
         for row in rows:
-            others = times.copy()
-            others.remove(row.first_p50_ms or 0.0)
-            usual[row.id] = median(others) if len(others) < 64 else times[len(times) // 2]
+            usual[row.id] = _median_without(times, bisect_left(times, row.first_p50_ms or 0.0))
     return usual
+
+
+def _median_without(ordered: Sequence[float], at: int) -> float:
+    """The median of the others, of at least two in order."""
+    others = len(ordered) - 1
+    middle = ((others - 1) // 2, others // 2)
+    return sum(ordered[place + (place >= at)] for place in middle) / 2
 
 
 def _verdict(row: Row, usual_ms: float | None, now: datetime | None) -> Verdict:
     state = state_of(row)
     if not row.routable:
         said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
-        gone = row.drain is not None or row.disabled or row.trial
-        return Verdict(LEAVING if gone else OUT, state, plain(said) + _for_how_long(row, now))
+        said = plain(without_noise(said))
+        if row.drain is not None or row.disabled or row.trial:
+            return Verdict(LEAVING, state, said)
+        # `since` tells of its health alone.
+        return Verdict(OUT, state, said if row.held_by else said + _for_how_long(row, now))
     ended = row.rate * MINUTE_SECS
     if row.errors and row.errors >= max(1.0, FAILING_SHARE * ended):
         return Verdict(FAILING, "failing", f"{row.errors} errors in the last minute")
     own = row.first_p50_ms
-    if usual_ms is not None and own is not None:
-        if own >= SLOW_FACTOR * usual_ms and own - usual_ms >= SLOW_MS:
-            times = f"{own / usual_ms:.1f} times" if usual_ms else "much more than"
-            said = f"slow: first chunk after {own:.0f} ms, {times} the others' {usual_ms:.0f} ms"
-            return Verdict(SLOW, "slow", said)
-    return Verdict(WELL, state, "")
+    if own is None or usual_ms is None:
+        return Verdict(WELL, state, "")
+    if own < SLOW_FACTOR * usual_ms or own - usual_ms < SLOW_MS:
+        return Verdict(WELL, state, "")
+    said = f"is slow: first chunk after {millis(own)}, the others' after {millis(usual_ms)}"
+    return Verdict(SLOW, "slow", said)
 
 
 def state_of(row: Row) -> str:
     """One word for a table."""
     if row.drain is not None:
-        return row.drain.state
+        return plain(row.drain.state)
     if row.disabled:
         return "disabled"
     if row.held_by:
@@ -121,8 +130,10 @@ def reload_words(told: dict[str, Any] | None, now: datetime | None) -> str:
     at = moment(str(told.get("at") or ""))
     ago = f", {age((now - at).total_seconds())} ago" if at and now else ""
     words = f"{plain(told.get('outcome', '?'))} by {plain(told.get('source', '?'))}{ago}"
+    if told.get("source") == "start":
+        words = f"none since the start{ago}"
     if error := told.get("error"):
-        return f"REFUSED: {plain(_first_problem(error))}; before it: {words}"
+        return f"{words}; the former runs on: {plain(_first_problem(error))}"
     changes = list(_changes(told.get("diff")))
     shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
     return f"{words}: {shown}" if shown else words
@@ -137,7 +148,7 @@ def _first_problem(error: object) -> str:
     first = problems[0]
     line = f" line {first['line']}" if first.get("line") else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    file = f"{error['file']}{line} " if error.get("file") else ""
+    file = f"{os.path.basename(str(error['file']))}{line} " if error.get("file") else ""
     return f"{file}{first.get('path')}: {first.get('reason')}{more}"
 
 

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from omni_proxy.cli.arguments import serve_parser
+from omni_proxy.cli.one_file import be_a_group
 from omni_proxy.config.flags import FLAGS, Startup, worker_urls
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
@@ -34,6 +35,7 @@ def start(startup: Startup) -> int:
     # Here and not above: --help should not wait for a web framework.
     from omni_proxy.root import run
 
+    be_a_group()
     return run(startup)
 
 

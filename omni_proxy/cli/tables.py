@@ -7,13 +7,14 @@ sequence, or breaks a line.
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
 NOTHING: Final = "-"
-_INVISIBLE: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+_NOISE: Final = re.compile(r"\[Errno -?\d+\] (?:Error connecting to \([^()]*\): )?")
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -26,9 +27,12 @@ def plain(value: object) -> str:
 
 
 def _visible(char: str) -> str:
-    if unicodedata.category(char) in _INVISIBLE:
-        return char.encode("unicode_escape", "surrogatepass").decode("ascii")
-    return char
+    return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+
+
+def without_noise(reason: str) -> str:
+    """A system's reason without its number, and without an address that stands beside it."""
+    return _NOISE.sub("", reason)
 
 
 def width_of(text: str) -> int:
@@ -72,20 +76,20 @@ def cut_in_the_middle(text: str, width: int) -> str:
     return head + tail
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: str = "") -> list[str]:
-    """Columns two spaces apart; those that `right` names by their heads, split at spaces, are
-    flush right."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+) -> list[str]:
+    """Columns two spaces apart; those whose heads stand in `right` are flush right."""
     cells = [[plain(cell) for cell in row] for row in rows]
     widths = [
         max([width_of(name), *(width_of(row[at]) for row in cells)]) for at, name in enumerate(head)
     ]
-    rightward = set(right.split())
     lines = []
     for row in (list(head), *cells):
         parts = []
         for name, cell, width in zip(head, row, widths, strict=True):
             gap = " " * (width - width_of(cell))
-            parts.append(gap + cell if name in rightward else cell + gap)
+            parts.append(gap + cell if name in right else cell + gap)
         lines.append("  ".join(parts).rstrip())
     return lines
 

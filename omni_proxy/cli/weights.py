@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import Config
+from omni_proxy.cli.finding import (
+    NO_SUCH_PLACE,
+    Answer,
+    CannotAsk,
+    Proxy,
+    Told,
+    add_place,
+    place_of,
+)
+from omni_proxy.cli.tables import plain, table
 from omni_proxy.control.agreement import compare
 from omni_proxy.control.outcomes import WorkerAnswer
-from omni_proxy.watch.keeper import read_file
-
-if TYPE_CHECKING:
-    import httpx
 
 WAIT_SECS: Final = 1200.0  # longer than the proxy itself may wait for its turn and its workers
-DEFAULT_URL: Final = "http://127.0.0.1:30000"
-ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # to dial, not to listen
 COMMANDS: Final = {
     "status": "what runs, which version every worker has, who is uncertain",
     "pause": "stop generation on every worker",
@@ -35,26 +35,17 @@ COMMANDS: Final = {
 }
 HISTORY_SHOWN: Final = 5
 
-Told = dict[str, Any]
 
-
-def weights_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="omni-proxy weights",
         description="Look at the weights of a running proxy's workers, and operate on them.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        where = one.add_mutually_exclusive_group()
-        where.add_argument("--url", metavar="URL", help=f"the proxy (default {DEFAULT_URL})")
-        where.add_argument(
-            "--config", metavar="FILE", type=Path, help="the proxy that runs with this file"
-        )
-        one.add_argument(
-            "--api-key", metavar="KEY", help="else the file's, else SGLANG_OMNI_ADMIN_KEY"
-        )
+        add_place(one)
         one.add_argument("--json", action="store_true", help="the proxy's answer as it is")
         if name not in ("status", "resolve"):
             one.add_argument(
@@ -67,42 +58,23 @@ def weights_parser() -> argparse.ArgumentParser:
                 choices=("abort", "retract", "in_place"),
                 help="what becomes of running requests (default retract: they go on later)",
             )
-    return parser
+    return made
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = weights_parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
-        url, key = _place(arguments)
-    except ConfigError as refusal:
-        print(refusal, file=sys.stderr)
-        return 2
-    import httpx
-
-    try:
-        with httpx.Client(base_url=url, timeout=WAIT_SECS, trust_env=False) as client:
-            if key:
-                client.headers["authorization"] = f"Bearer {key}"
-            answer = _ask(client, arguments)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        print(f"{url}: {str(error) or type(error).__name__}", file=sys.stderr)
-        return 2
+        with Proxy(place_of(arguments), WAIT_SECS) as proxy:
+            answer = _ask(proxy, arguments)
+    except CannotAsk as why:
+        print(f"omni-proxy weights: {why}", file=sys.stderr)
+        return NO_SUCH_PLACE
     return _tell(answer, arguments)
 
 
-def _place(arguments: argparse.Namespace) -> tuple[str, str]:
-    """The proxy's URL and the key for it. Raises ConfigError."""
-    config = read_file(arguments.config) if arguments.config else Config()
-    host = ANY_ADDRESS.get(config.server.host, config.server.host)
-    host = f"[{host}]" if ":" in host.strip("[]") and not host.startswith("[") else host
-    url = arguments.url or f"http://{host}:{config.server.port}"
-    environment_key = os.environ.get("SGLANG_OMNI_ADMIN_KEY", "")
-    return url, arguments.api_key or config.admin.api_key or environment_key
-
-
-def _ask(client: httpx.Client, arguments: argparse.Namespace) -> httpx.Response:
+def _ask(proxy: Proxy, arguments: argparse.Namespace) -> Answer:
     if arguments.command == "status":
-        return client.get("/weights")
+        return proxy.get("/weights")
     path, body = {
         "pause": ("/pause_generation", {"mode": getattr(arguments, "mode", "")}),
         "continue": ("/continue_generation", {}),
@@ -110,26 +82,19 @@ def _ask(client: httpx.Client, arguments: argparse.Namespace) -> httpx.Response:
         "resolve": ("/weights/resolve", {"acknowledge": True}),
     }[arguments.command]
     selector = getattr(arguments, "selector", None)
-    query = {"selector": selector} if selector else None
-    return client.post(path, json=body, params=query)
+    return proxy.send("POST", path, body, {"selector": selector} if selector else None)
 
 
-def _tell(answer: httpx.Response, arguments: argparse.Namespace) -> int:
-    try:
-        told = answer.json()
-    except ValueError:
-        told = None
-    if not isinstance(told, dict):
-        print(f"no answer of omni-proxy: status {answer.status_code}", file=sys.stderr)
-        return 2
+def _tell(answer: Answer, arguments: argparse.Namespace) -> int:
+    told = answer.told
     verdict = _compared(told) if arguments.command == "checksum" and "results" in told else None
     if arguments.json:
         print(json.dumps(told, indent=2))
     elif "error" in told:
-        print(f"status {answer.status_code}: {told['error'].get('message')}", file=sys.stderr)
+        print(f"status {answer.status}: {plain(answer.refusal)}", file=sys.stderr)
     else:
         print("\n".join(_SHOWN[arguments.command](told)))
-    well = answer.is_success and not (verdict and verdict["mismatched"])
+    well = answer.status < 400 and not (verdict and verdict["mismatched"])
     return 0 if well else 1
 
 
@@ -144,7 +109,7 @@ def _status(told: Told) -> list[str]:
     lines = [
         f"under way: {words}; waiting: {len(told['waiting'])}",
         f"newest: epoch {told['weight_epoch']}, version {told['weight_version'] or '-'}",
-        *_table(("WORKER", "VERSION", "EPOCH", "ROUTABLE", "HELD BY"), rows),
+        *table(("WORKER", "VERSION", "EPOCH", "ROUTABLE", "HELD BY"), rows),
     ]
     lines += [f"uncertain: {url}: {reason}" for url, reason in told["uncertain"].items()]
     if told["journal"]["error"]:
@@ -164,7 +129,7 @@ def _running(operation: Mapping[str, Any]) -> str:
 
 def _broadcast(told: Told) -> list[str]:
     rows = [(each["worker"], _outcome(each), f"{each['seconds']:.2f}") for each in told["results"]]
-    return [str(told["message"]), *_table(("WORKER", "OUTCOME", "SECONDS"), rows)]
+    return [str(told["message"]), *table(("WORKER", "OUTCOME", "SECONDS"), rows)]
 
 
 def _outcome(entry: Mapping[str, Any]) -> str:
@@ -189,7 +154,7 @@ def _checksums(told: Told) -> list[str]:
         words = "the weights differ"
     elif not verdict["checked"]:
         words = "nothing could be compared"
-    return [words, *_table(("WORKER", "STANDING", "CHECKSUM"), rows)]
+    return [words, *table(("WORKER", "STANDING", "CHECKSUM"), rows)]
 
 
 def _resolved(told: Told) -> list[str]:
@@ -205,15 +170,6 @@ def _compared(told: Told) -> Told:
 def _answer(entry: Mapping[str, Any]) -> WorkerAnswer:
     status, body = entry.get("status_code"), entry.get("body")
     return WorkerAnswer(entry["worker"], status, body, entry.get("error", ""))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    padded = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (head, *rows)
-    ]
-    return [line.rstrip() for line in padded]
 
 
 _SHOWN: Final = {

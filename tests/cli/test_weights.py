@@ -1,6 +1,4 @@
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -31,39 +29,6 @@ def entry(url, *, success=True, **fields):
 def summed(url, checksum):
     data = {"per_gpu_checksum": checksum}
     return entry(url, status_code=200, body={"results": [{"stage": "t", "data": data}]})
-
-
-@pytest.fixture
-def proxy(monkeypatch):
-    """A server that answers as it is told and notes what it was asked."""
-    monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
-
-    class Answers(BaseHTTPRequestHandler):
-        says, asked = {}, []
-
-        def do_GET(self):
-            length = int(self.headers.get("content-length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            self.asked.append((self.path, body, self.headers.get("authorization")))
-            status, told = self.says.get(self.path.partition("?")[0], (404, {}))
-            raw = told if isinstance(told, bytes) else json.dumps(told).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        do_POST = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        Answers.url = f"http://127.0.0.1:{server.server_port}"
-        yield Answers
-        server.shutdown()
-        thread.join()
 
 
 def test_status_is_a_table_of_the_workers_and_what_runs(proxy, capsys):

@@ -1,0 +1,20 @@
+# The proxy without replicas. Not built by our tests: no container runtime was at hand where they run.
+#   docker build -t omni-proxy . && docker run -p 30000:30000 -v ./proxy.toml:/etc/omni-proxy/proxy.toml omni-proxy
+# In proxy.toml: host = "0.0.0.0", and access_log = "-" so that `docker logs` has it.
+
+FROM python:3.11-slim AS build
+COPY pyproject.toml README.md LICENSE /source/
+COPY omni_proxy /source/omni_proxy
+RUN python -m venv /opt/omni-proxy && /opt/omni-proxy/bin/pip install --no-cache-dir /source
+
+FROM python:3.11-slim
+COPY --from=build /opt/omni-proxy /opt/omni-proxy
+ENV PATH=/opt/omni-proxy/bin:$PATH
+# Workers that are added over HTTP are kept beside the file.
+RUN useradd --system omni-proxy && install -d -o omni-proxy /etc/omni-proxy
+USER omni-proxy
+EXPOSE 30000
+HEALTHCHECK CMD omni-proxy status --config /etc/omni-proxy/proxy.toml >/dev/null
+# No shell in between: SIGTERM must reach the proxy, which then drains (docker stop --time 130).
+ENTRYPOINT ["omni-proxy"]
+CMD ["--config", "/etc/omni-proxy/proxy.toml"]

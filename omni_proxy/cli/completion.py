@@ -1,0 +1,102 @@
+"""`omni-proxy completion SHELL`: a script that completes our words, made from the parsers.
+
+Invariant: a flag that a command takes is a flag that is completed; nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from omni_proxy.cli import COMMANDS
+from omni_proxy.cli.shells import SHELLS, Flag, Page
+
+_EPILOG: Final = """\
+bash: omni-proxy completion bash > ~/.local/share/bash-completion/completions/omni-proxy
+zsh:  omni-proxy completion zsh > "${fpath[1]}/_omni-proxy"
+fish: omni-proxy completion fish > ~/.config/fish/completions/omni-proxy.fish
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="omni-proxy completion",
+        description="Print what makes your shell complete omni-proxy's commands and flags.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("shell", choices=sorted(SHELLS))
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    sys.stdout.write(SHELLS[arguments.shell](pages()))
+    return 0
+
+
+def pages() -> list[Page]:
+    """What may be typed, command by command; the first one is for no command yet."""
+    found: list[Page] = []
+    for name, made in _parsers():
+        found += _pages(name, made)
+    whole = {page.name: page for page in found}
+    first = [name for name in COMMANDS if name in whole]
+    serving = whole["serve"]
+    return [Page("", serving.about, serving.flags, (*first, *serving.words), serving.files), *found]
+
+
+def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    # Here and not above: no other command shall wait for all of them.
+    from omni_proxy.cli import arguments, explain, logs, status, weights, workers
+    from omni_proxy.cli.engines import ENGINES
+    from omni_proxy.cli.top import command as top
+    from omni_proxy.replica import arguments as replica
+    from omni_proxy.replica.profiling import command as profile
+
+    yield "serve", arguments.serve_parser()
+    yield "check", arguments.check_parser()
+    yield "status", status.parser()
+    yield "top", top.parser()
+    yield "workers", workers.parser()
+    yield "explain", explain.parser()
+    yield "logs", logs.parser()
+    yield "weights", weights.parser()
+    yield "launch", arguments.launch_parser(tuple(ENGINES))
+    yield "launch-router", arguments.router_parser()
+    yield "replica", replica.serve_parser()
+    yield "replica fetch", replica.fetch_parser()
+    yield "replica profile", profile._parser()
+    yield "completion", parser()
+
+
+def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
+    words: list[str] = ["fetch", "profile"] if name == "replica" else []
+    flags: list[Flag] = []
+    files = False
+    for action in made._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below, its in action.choices.items():
+                yield from _pages(f"{name} {below}", its)
+        if action.option_strings:
+            flags.append(_flag(action))
+        elif action.choices:
+            words += map(str, action.choices)
+        else:
+            files = files or _is_file(action)
+    yield Page(name, made.description or "", tuple(flags), tuple(words), files)
+
+
+def _flag(action: argparse.Action) -> Flag:
+    takes = action.nargs != 0
+    choices = tuple(map(str, action.choices or ()))
+    about = (action.help or "") % {"default": action.default, "prog": "omni-proxy"}
+    return Flag(tuple(action.option_strings), about, takes, choices, takes and _is_file(action))
+
+
+def _is_file(action: argparse.Action) -> bool:
+    named = action.metavar if isinstance(action.metavar, str) else action.dest
+    return named.upper() in ("FILE", "PATH", "DIR") and action.dest != "path"

@@ -1,0 +1,131 @@
+"""`omni-proxy explain`: where the running proxy would send a request, and why; nothing is sent.
+
+Exit status 0: some worker would get it; 1: none would, or the request is refused; 2: nobody could
+be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+from urllib.parse import quote
+
+from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Proxy, Told, add_place, place_of
+from omni_proxy.cli.tables import NOTHING, plain, table
+
+NOBODY: Final = 1
+DEFAULT_PATH: Final = "/v1/chat/completions"
+_SHOWN: Final = frozenset(("worker_id", "url", "reason"))
+_EPILOG: Final = """\
+examples:
+  omni-proxy explain request.json
+  echo '{"model": "m", "messages": []}' | omni-proxy explain
+  omni-proxy explain request.json --header 'X-Session-Id: 7' --path /v1/completions
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="omni-proxy explain",
+        description="Where the running proxy would send a request, and why. Nothing is sent.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("file", metavar="FILE", nargs="?", default="-", help="the body; - is stdin")
+    made.add_argument(
+        "--path", default=DEFAULT_PATH, help=f"the model route (default {DEFAULT_PATH})"
+    )
+    made.add_argument(
+        "--header", metavar="'NAME: VALUE'", action="append", default=[], dest="headers",
+        help="of the request; routing hints and keys count",
+    )  # fmt: skip
+    add_place(made)
+    made.add_argument("--json", action="store_true", help="the proxy's answer as it is")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    made = parser()
+    arguments = made.parse_args(argv)
+    headers = {"content-type": "application/json"}
+    for header in arguments.headers:
+        name, colon, value = header.partition(":")
+        if not colon or not name.strip():
+            made.error(f"--header {header!r}: expected NAME: VALUE")
+        headers[name.strip().lower()] = value.strip()
+    try:
+        body = _body(arguments.file)
+        with Proxy(place_of(arguments)) as proxy:
+            answer = proxy.post_bytes(f"/explain?path={quote(arguments.path)}", body, headers)
+    except CannotAsk as why:
+        print(f"omni-proxy explain: {why}", file=sys.stderr)
+        return NO_SUCH_PLACE
+    told = answer.told
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+    elif answer.refusal:
+        print(f"refused with status {answer.status}: {plain(answer.refusal)}", file=sys.stderr)
+    else:
+        print("\n".join(shown(told)))
+    return 0 if told.get("pick") else NOBODY
+
+
+def _body(file: str) -> bytes:
+    """Raises CannotAsk."""
+    if file == "-":
+        if sys.stdin.isatty():
+            print("the request's body, then Ctrl-D:", file=sys.stderr)
+        return sys.stdin.buffer.read()
+    try:
+        with open(file, "rb") as opened:
+            return opened.read()
+    except OSError as error:
+        raise CannotAsk(f"{file}: {error.strerror}") from None
+
+
+def shown(told: Told) -> list[str]:
+    need = told["need"]
+    wanted = ", ".join(need["capabilities"]) or "nothing special"
+    weights = f"; weights {plain(need['weights'])}" if need.get("weights") else ""
+    model = plain(need["model"]) if need.get("model") else "any"
+    rows = [
+        (
+            worker["url"],
+            "yes" if worker["eligible"] else "no",
+            worker["in_flight"],
+            worker["health_state"],
+            worker.get("weight_version") or NOTHING,
+            "; ".join(worker["reasons"]) or NOTHING,
+        )
+        for worker in told["workers"]
+    ]
+    head = ("WORKER", "ELIGIBLE", "BUSY", "HEALTH", "WEIGHTS", "AGAINST IT")
+    return [
+        f"needs     {plain(wanted)}; model {model}{weights}",
+        f"policy    {plain(told['policy'])}",
+        *_verdict(told),
+        "",
+        *(table(head, rows, right=["BUSY"]) if rows else ["there are no workers"]),
+    ]
+
+
+def _verdict(told: Told) -> Iterator[str]:
+    pick = told.get("pick")
+    if not pick:
+        refusal = told.get("refusal") or {}
+        code = plain(refusal.get("code", ""))
+        yield f"nobody    {refusal.get('status')} {code}: {plain(refusal.get('message', ''))}"
+        return
+    yield f"goes to   {plain(pick['url'])}"
+    if pick.get("reason"):
+        yield f"because   {plain(pick['reason'])}"
+    for name, value in pick.items():
+        if name in _SHOWN:
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{worker}: {amount}" for worker, amount in value.items())
+        yield f"          {plain(name)}: {plain(value)}"

@@ -1,0 +1,60 @@
+"""The fleet as a table: the same columns for `status` and `top`.
+
+PURE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from omni_proxy.cli.feed import Row
+from omni_proxy.cli.judging import Verdict
+from omni_proxy.cli.tables import (
+    NOTHING,
+    cut,
+    cut_in_the_middle,
+    millis,
+    plain,
+    table,
+    width_of,
+)
+
+HEAD: Final = ("WORKER", "STATE", "BUSY", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
+_RIGHT: Final = ("BUSY", "REQ/S", "P50", "P99", "ERR")
+_WEIGHTS_WIDTH: Final = 16
+_LEAST_NAME: Final = 12
+
+
+def fleet_table(
+    rows: Sequence[Row],
+    verdicts: Mapping[str, Verdict],
+    width: int,
+    marked: str = "",
+    mark: str = "",
+) -> list[str]:
+    """A line for the head, then one per worker, as narrow as `width` columns where that can be.
+
+    The title of the column `marked` gets the mark.
+    """
+    head = [title + mark if title == marked else title for title in HEAD]
+    right = [title + mark if title == marked else title for title in _RIGHT]
+    told = [_cells(row, verdicts[row.id]) for row in rows]
+    # Names may have any length: they get what the other columns leave.
+    others = max(map(width_of, table(head[1:], [row[1:] for row in told], right)))
+    for row in told:
+        row[0] = cut_in_the_middle(row[0], max(_LEAST_NAME, width - others - 2))
+    return table(head, told, right)
+
+
+def _cells(row: Row, verdict: Verdict) -> list[str]:
+    return [
+        plain(row.name),
+        verdict.state,
+        f"{row.in_flight}/{row.max_inflight}" if row.max_inflight else str(row.in_flight),
+        f"{row.rate:.1f}",
+        millis(row.first_p50_ms),
+        millis(row.first_p99_ms),
+        str(row.errors),
+        cut(plain(row.weight_version or NOTHING), _WEIGHTS_WIDTH),
+    ]

@@ -1,0 +1,173 @@
+"""`omni-proxy status`: one screen that says how the running proxy is, and what needs a look.
+
+Exit status 0: ready; 1: not ready; 2: nobody could be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+from typing import Final
+
+from omni_proxy.cli.feed import PATH, Feed, Point, Row, feed_of
+from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Place, Proxy, Told, add_place, place_of
+from omni_proxy.cli.judging import (
+    LEAVING,
+    WELL,
+    Verdict,
+    by_urgency,
+    judge,
+    last_minute,
+    reload_words,
+    weight_words,
+)
+from omni_proxy.cli.rows import fleet_table
+from omni_proxy.cli.tables import (
+    NOTHING,
+    age,
+    cut,
+    moment,
+    plain,
+)
+
+NOT_READY: Final = 1
+WIDTH: Final = 80  # where nobody looks, and the least that is laid out for
+ROWS: Final = 12
+REMARKS: Final = 8
+_LABEL_WIDTH: Final = 10
+_LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="omni-proxy status",
+        description="How the running proxy is: who is slow, who is out and why, what the last "
+        "reload did. Exit status 0: ready; 1: not ready; 2: not reachable.",
+        allow_abbrev=False,
+    )
+    add_place(made)
+    made.add_argument("--json", action="store_true", help="the feed's picture as it is")
+    made.add_argument("--all", action="store_true", help=f"every worker, not only {ROWS}")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        place = place_of(arguments)
+        told = picture(place)
+        feed = feed_of(told)
+    except CannotAsk as why:
+        print(f"omni-proxy status: {why}", file=sys.stderr)
+        return NO_SUCH_PLACE
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+    else:
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
+        rows = len(feed.fleet) if arguments.all else ROWS
+        print("\n".join(screen(feed, place.url, width, rows)))
+    return 0 if feed.ready else NOT_READY
+
+
+def picture(place: Place) -> Told:
+    """What GET /feed tells now. Raises CannotAsk, also where the proxy refuses."""
+    with Proxy(place) as proxy:
+        answer = proxy.get(PATH, {"once": "true"})
+    if answer.refusal:
+        raise CannotAsk(f"{place.url}: {plain(answer.refusal)}")
+    return answer.told
+
+
+def screen(feed: Feed, url: str, width: int = WIDTH, rows: int = ROWS) -> list[str]:
+    """All lines, none wider than `width` columns."""
+    verdicts = judge(feed)
+    ordered = by_urgency(feed, verdicts)
+    remarks = list(_remarks(feed, ordered, verdicts))
+    lines = []
+    for line in _summary(feed, url):
+        lines += wrap(line, width, subsequent_indent=" " * _LABEL_WIDTH)
+    if ordered:
+        lines += ["", *fleet_table(ordered[:rows], verdicts, width), _LEGEND]
+        if len(ordered) > rows:
+            rest = Counter(verdicts[row.id].kind for row in ordered[rows:])
+            words = ", ".join(f"{count} {kind}" for kind, count in rest.items())
+            lines.append(f"and {len(ordered) - rows} more: {words} (--all shows them)")
+    if remarks:
+        lines += ["", "Look at"]
+        for remark in remarks[:REMARKS]:
+            lines += wrap(remark, width, initial_indent="  ", subsequent_indent="    ")
+        if len(remarks) > REMARKS:
+            lines.append(f"  and {len(remarks) - REMARKS} more (--json has all)")
+    return [cut(line, width) for line in lines]
+
+
+def headline(feed: Feed, url: str) -> str:
+    state = "leaving" if feed.leaving else "ready" if feed.ready else "NOT READY"
+    return f"omni-proxy {plain(feed.version)} at {plain(url)}: {state}"
+
+
+def _summary(feed: Feed, url: str) -> Iterator[str]:
+    now = moment(feed.at)
+    yield headline(feed, url)
+    file = plain(feed.config_file) if feed.config_file else "no file"
+    yield f"process   {feed.pid}, up {age(feed.uptime_secs)}, revision {feed.revision} of {file}"
+    yield f"workers   {fleet_words(feed.fleet)}"
+    yield f"requests  {request_words(feed, feed.history)}"
+    yield f"policy    {plain(feed.policy.get('name', NOTHING))}"
+    yield f"reload    {reload_words(feed.last_reload, now)}"
+    if weights := weight_words(feed):
+        yield f"weights   {weights}"
+
+
+def fleet_words(fleet: Sequence[Row]) -> str:
+    if not fleet:
+        return "none: add one with omni-proxy workers add URL, or name it in the file"
+    out: Counter[str] = Counter()
+    for row in fleet:
+        if not row.routable:
+            out["disabled" if row.disabled and row.drain is None else _why_out(row)] += 1
+    taking = len(fleet) - out.total()
+    words = [f"{taking} of {len(fleet)} take requests"]
+    return "; ".join([*words, *(f"{count} {state}" for state, count in sorted(out.items()))])
+
+
+def _why_out(row: Row) -> str:
+    if row.drain is not None:
+        return plain(row.drain.state)
+    if row.held_by:
+        return f"held ({plain(row.held_by[0])})"
+    return "on trial" if row.trial else plain(row.health)
+
+
+def request_words(feed: Feed, history: Sequence[Point]) -> str:
+    admission = feed.admission
+    bound = f" of at most {admission.max_inflight}" if admission.max_inflight else ""
+    words = f"{admission.inflight} in flight{bound}, {admission.waiting} waiting"
+    if not feed.metrics:
+        return f"{words}; [server] metrics is off: no rates, no times"
+    ended, errors = last_minute(history)
+    share = f" ({100 * errors / ended:.1f} %)" if errors and ended else ""
+    return f"{words}; last minute: {ended} ended, {errors} errors{share}"
+
+
+def _remarks(feed: Feed, ordered: Sequence[Row], verdicts: dict[str, Verdict]) -> Iterator[str]:
+    if feed.leaving:
+        yield "the proxy was told to leave: it finishes what is in flight"
+    if feed.last_reload and feed.last_reload.get("error"):
+        yield "the newest reading of the file was refused: omni-proxy check says everything"
+    for each in feed.supervisors:
+        if each.state != "running":
+            because = f": {plain(each.last_error)}" if each.last_error else ""
+            yield f"the proxy's own {plain(each.name)} is {plain(each.state)}{because}"
+    for row in ordered:
+        verdict = verdicts[row.id]
+        if verdict.kind not in (WELL, LEAVING) or (verdict.kind == LEAVING and row.drain):
+            yield f"{plain(row.name)} {verdict.said}"
+    waiting = feed.admission.waiting
+    if waiting and not any(row.routable for row in feed.fleet):
+        yield f"{waiting} requests wait for a worker that takes them"

@@ -1,0 +1,183 @@
+"""`omni-proxy top`: the terminal's owner. Draws at each news, key or change of its size.
+
+Exit status 0: quit; 1: no terminal, or it went away; 2: nobody could be asked (`--once`).
+Invariant: the terminal is given back as it was, whatever ends us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+from rich.console import Console
+from rich.screen import Screen
+
+from omni_proxy.cli.feed import feed_of
+from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Place, Proxy, add_place, place_of
+from omni_proxy.cli.fleet_changes import Refused, change
+from omni_proxy.cli.status import WIDTH, picture
+from omni_proxy.cli.top.follower import Follower, Heard
+from omni_proxy.cli.top.frame import frame
+from omni_proxy.cli.top.keyboard import keys_at_once, keys_of
+from omni_proxy.cli.top.view import QUIT, View, Wish
+
+NO_TERMINAL: Final = 1
+LOOK_SECS: Final = 1.0  # without news: ages go on
+TYPED_BYTES: Final = 1024
+_EPILOG: Final = """\
+keys:
+  q, Ctrl-C         quit
+  up, down, k, j    choose a worker; also PgUp, PgDn, Home, End
+  left, right       sort by another column; r turns the order round
+  o                 only workers in trouble
+  d, e, D, v        disable, enable, drain, revive the chosen worker; each asks before
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="omni-proxy top",
+        description="The running proxy and its workers, live.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_place(made)
+    made.add_argument("--once", action="store_true", help="print one frame with all rows, and end")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        place = place_of(arguments)
+        if arguments.once:
+            return _once(place)
+    except CannotAsk as why:
+        print(f"omni-proxy top: {why}", file=sys.stderr)
+        return NO_SUCH_PLACE
+    console = Console(highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal or not sys.stdin.isatty():
+        print(
+            "omni-proxy top: this is no terminal to draw on; `omni-proxy top --once` and "
+            "`omni-proxy status` print",
+            file=sys.stderr,
+        )
+        return NO_TERMINAL
+    try:
+        Top(place, console).run(sys.stdin.fileno())
+    except OSError:  # the terminal is gone, and with it whoever could be told
+        return NO_TERMINAL
+    return 0
+
+
+def _once(place: Place) -> int:
+    """Raises CannotAsk."""
+    view = View()
+    feed = feed_of(picture(place))
+    view.show(feed)
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    Console(highlight=False, width=width, soft_wrap=True).print(
+        frame(view, Heard(feed, feed.history, "", 0.0), place.url, width)
+    )
+    return 0
+
+
+class Top:
+    def __init__(self, place: Place, console: Console) -> None:
+        self._place = place
+        self._console = console
+        self._view = View()
+        self._answers: list[str] = []  # of changes, by the threads that asked for them
+        self._bell, self._ring = os.pipe()
+        os.set_blocking(self._bell, False)
+        os.set_blocking(self._ring, False)
+        self._follower = Follower(place, self._wake)
+
+    def run(self, keyboard: int) -> None:
+        """Until somebody quits. Raises OSError when the terminal is gone."""
+        with ExitStack() as stack:
+            stack.callback(self._follower.stop)
+            stack.enter_context(keys_at_once(keyboard))
+            stack.enter_context(_signals(self._ring))
+            stack.enter_context(self._console.screen())
+            self._follower.start()
+            while True:
+                self._draw()
+                ready, _, _ = select.select([keyboard, self._bell], [], [], LOOK_SECS)
+                if self._bell in ready:
+                    self._hush()
+                if keyboard in ready and not self._obey(os.read(keyboard, TYPED_BYTES)):
+                    return
+
+    def _obey(self, typed: bytes) -> bool:
+        """False: enough."""
+        if not typed:
+            raise OSError("the terminal has closed")
+        for key in keys_of(typed):
+            wished = self._view.press(key)
+            if wished == QUIT:
+                return False
+            if isinstance(wished, Wish):
+                threading.Thread(target=self._grant, args=(wished,), daemon=True).start()
+        return True
+
+    def _grant(self, wish: Wish) -> None:
+        """In a thread: an answer may wait for a weight update."""
+        try:
+            with Proxy(self._place) as proxy:
+                change(proxy, wish.name, wish.worker_id)
+            said = f"{wish.name} {wish.called}: done"
+        except (CannotAsk, Refused) as why:
+            said = f"{wish.name} {wish.called}: {why}"
+        self._answers.append(said)
+        self._wake()
+
+    def _draw(self) -> None:
+        heard = self._follower.heard()
+        if heard.feed is not None and heard.feed is not self._view.feed:
+            self._view.show(heard.feed)
+        while self._answers:
+            self._view.said = self._answers.pop(0)
+        width, height = self._console.size
+        shown = frame(self._view, heard, self._place.url, width, height)
+        self._console.print(Screen(shown), end="")
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._ring, b"!")
+        except OSError:  # full: it rings already
+            return
+
+    def _hush(self) -> None:
+        try:
+            while os.read(self._bell, TYPED_BYTES):
+                pass
+        except BlockingIOError:
+            return
+
+
+@contextmanager
+def _signals(ring: int) -> Iterator[None]:
+    """A change of the size wakes us; what would end us lets the terminal be mended first."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {signal.SIGWINCH: lambda *_: None, signal.SIGTERM: end, signal.SIGHUP: end}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    ringer = signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(ringer)
+        for number, handler in before.items():
+            signal.signal(number, handler)

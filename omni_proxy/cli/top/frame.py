@@ -1,0 +1,178 @@
+"""One frame of `omni-proxy top` as lines of styled text.
+
+PURE. Invariant: exactly `height` lines of at most `width` columns where a height is given; colour
+repeats what a word says already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import Final
+
+from rich.text import Text
+
+from omni_proxy.cli.feed import End, Feed, Point, Row
+from omni_proxy.cli.judging import (
+    FAILING,
+    LEAVING,
+    OUT,
+    SLOW,
+    WELL,
+    reload_words,
+    weight_words,
+)
+from omni_proxy.cli.rows import fleet_table
+from omni_proxy.cli.status import fleet_words, headline, request_words
+from omni_proxy.cli.tables import NOTHING, age, cut, millis, moment, plain, width_of
+from omni_proxy.cli.top.follower import Heard
+from omni_proxy.cli.top.view import ORDERS, View
+
+STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
+KEYS: Final = "q quit  ↑↓ row  ←→ sort  r turn  o trouble  d/e off/on  D drain  v revive"
+FEW_ROWS: Final = 4  # are worth more than what stands below them
+_ABOUT_LINES: Final = 4  # on the chosen worker, what is said, the keys
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_SPARK_LABEL: Final = 28  # columns beside a spark line
+_GOOD_ENDS: Final = frozenset(("completed", "client_disconnected", "stream_cancelled"))
+
+Line = tuple[str, str]  # text and its style
+
+
+def frame(view: View, heard: Heard, url: str, width: int, height: int | None = None) -> Text:
+    """Without a height: every row, and nothing about keys."""
+    if view.feed is None:
+        lines: list[Line] = [(f"omni-proxy at {plain(url)}", "bold"), (_link(heard), "bold red")]
+        return _joined(lines, width, height)
+    head = list(_head(view.feed, heard, url, width))
+    tail = [] if height is None else list(_tail(view, height, len(head)))
+    if height is not None:
+        while len(tail) > 1 and height - len(head) - len(tail) - 1 < FEW_ROWS:
+            tail.pop(0)
+        while len(head) > 1 and height - len(head) - len(tail) - 1 < FEW_ROWS:
+            head.pop()
+        view.fit(height - len(head) - len(tail) - 1)
+    else:
+        view.fit(len(view.rows))
+    body = list(_body(view, width))
+    if height is not None:
+        body += [("", "")] * (height - len(head) - len(body) - len(tail))
+    return _joined([*head, *body, *tail], width, height)
+
+
+def _joined(lines: Sequence[Line], width: int, height: int | None) -> Text:
+    lines = lines if height is None else list(lines)[:height]
+    joined = Text(no_wrap=True, overflow="crop", end="")
+    for at, (text, style) in enumerate(lines):
+        text = cut(text, width)
+        if "reverse" in style:  # a bar from edge to edge
+            text += " " * (width - width_of(text))
+        joined.append(text + ("" if at == len(lines) - 1 else "\n"), style or None)
+    return joined
+
+
+def _link(heard: Heard) -> str:
+    return f"NO CONNECTION, trying again: {plain(heard.lost)}"
+
+
+def _head(feed: Feed, heard: Heard, url: str, width: int) -> Iterator[Line]:
+    now = moment(feed.at)
+    clock = now.astimezone().strftime("%H:%M:%S") if now else ""
+    first = headline(feed, url)
+    gap = " " * max(2, width - width_of(first) - len(clock))
+    yield f"{first}{gap}{clock}", "bold green" if feed.ready and not feed.leaving else "bold red"
+    if heard.lost:
+        yield f"OLD PICTURE, {age(heard.secs_ago)}. {_link(heard)}", "bold red reverse"
+    yield f"workers   {fleet_words(feed.fleet)}", ""
+    yield f"requests  {request_words(feed, heard.history)}", ""
+    if feed.metrics:
+        yield _sparks(heard.history, width), ""
+    reload = feed.last_reload or {}
+    policy = plain(feed.policy.get("name", NOTHING))
+    up = f"up {age(feed.uptime_secs)}, revision {feed.revision}, policy {policy}"
+    yield f"process   {up}, {plain(feed.config_file or 'no file')}", ""
+    yield f"reload    {reload_words(reload, now)}", "red" if reload.get("error") else ""
+    if weights := weight_words(feed):
+        yield f"weights   {weights}", ""
+
+
+def _sparks(history: Sequence[Point], width: int) -> str:
+    """Requests per second and the slowest first chunks, the newest second at the right."""
+    room = max(5, (width - 10 - _SPARK_LABEL) // 2)
+    points = history[-room:]
+    rates = spark([float(point.requests) for point in points])
+    slowest = spark([point.first_p99_ms for point in points])
+    last = points[-1] if points else Point(at=0)
+    worst = next((p.first_p99_ms for p in reversed(points) if p.first_p99_ms is not None), None)
+    return f"          {rates} {last.requests}/s   {slowest} p99 {millis(worst)}"
+
+
+def spark(values: Sequence[float | None]) -> str:
+    """One bar per value between 0 and the greatest; a dot where there is none."""
+    greatest = max((value for value in values if value is not None), default=0.0)
+    bars = []
+    for value in values:
+        if value is None:
+            bars.append("·")
+        else:
+            share = max(0.0, value / greatest) if greatest > 0 else 0.0
+            # The lowest bar is nothing at all: a little is to be seen beside it.
+            bars.append(_BARS[ceil(share * (len(_BARS) - 1))])
+    return "".join(bars)
+
+
+def _body(view: View, width: int) -> Iterator[Line]:
+    name, _, greatest_first = ORDERS[view.order]
+    mark = "▼" if greatest_first is not view.turned else "▲"
+    # All rows, not only those on the screen: columns must not jump while one scrolls.
+    title, *lines = fleet_table(view.rows, view.verdicts, width, name, mark)
+    yield title, "bold reverse"
+    if not view.rows:
+        none = "no worker is in trouble (o shows all)" if view.trouble_only else "no workers"
+        yield none, "dim"
+    shown = zip(view.rows, lines, strict=True)
+    for at, (row, line) in enumerate(shown):
+        if view.first <= at < view.first + view.room:
+            style = STYLES[view.verdicts[row.id].kind]
+            yield line, f"{style} reverse".strip() if row.id == view.chosen else style
+
+
+def _tail(view: View, height: int, above: int) -> Iterator[Line]:
+    """From what matters least to what matters most: the first lines go where there is no room."""
+    assert view.feed is not None
+    bad = [end for end in view.feed.recent_ends if end.end not in _GOOD_ENDS or end.status >= 500]
+    spare = height - above - len(view.rows) - _ABOUT_LINES - 3
+    for end in reversed(bad[: max(1, height // 8, spare)]):
+        yield _end_words(end), "dim"
+    if view.row is not None:
+        yield from _about(view.row, view)
+    place = f"{view.at + 1}/{len(view.rows)}" if view.rows else ""
+    yield f"{KEYS}  {place}", "dim"
+    if view.asking is not None:
+        wish = view.asking
+        yield f"{wish.name} {plain(wish.called)}?  y: yes, any other key: no", "bold yellow reverse"
+    else:
+        yield plain(view.said), "bold"
+
+
+def _about(row: Row, view: View) -> Iterator[Line]:
+    verdict = view.verdicts[row.id]
+    said = verdict.said or "takes requests"
+    yield f"> {plain(row.name)} {said}", STYLES[verdict.kind]
+    model = f"model {plain(row.model)}, " if row.model else ""
+    served = f"{row.routed} sent, {row.failed} failed"
+    weights = f"weights {plain(row.weight_version or NOTHING)} (epoch {row.weight_epoch})"
+    launch = row.launch or {}
+    process = f" as process {launch.get('pid')}, {launch.get('restarts', 0)} restarts"
+    place = f"from {plain(row.origin)}{process if launch else ''}"
+    yield f"  {model}{served}, {weights}, {place}", ""
+
+
+def _end_words(end: End) -> str:
+    at = moment(end.at)
+    clock = at.astimezone().strftime("%H:%M:%S") if at else ""
+    worker = plain((end.worker or NOTHING).partition("://")[2] or NOTHING)
+    error = f" {plain(end.error)}" if end.error else ""
+    model = f" {plain(end.model)}" if end.model else ""
+    words = f"{end.status or '---'} {plain(end.route)}{model} {worker} {plain(end.end)}{error}"
+    return f"{clock} {words} after {millis(end.total_ms)}"

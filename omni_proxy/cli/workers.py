@@ -1,0 +1,221 @@
+"""`omni-proxy workers ...`: who is in the fleet, and changes of it, over the HTTP interface.
+
+Exit status 0: done; 1: the proxy said no, or no such worker; 2: nobody could be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from omni_proxy.cli.finding import (
+    NO_SUCH_PLACE,
+    CannotAsk,
+    Proxy,
+    Told,
+    add_place,
+    normal,
+    place_of,
+)
+from omni_proxy.cli.fleet_changes import Refused, accepted, change, find, path_of, records
+from omni_proxy.cli.tables import NOTHING, age, moment, plain, table, without_noise
+from omni_proxy.config.capabilities import CAPABILITIES
+
+REFUSED: Final = 1
+# An answer may wait for a weight update, for a probe, or for the end of a drain.
+ANSWER_SECS: Final = 600.0
+INTERRUPTED: Final = 130
+POLL_SECS: Final = 0.3
+_PAUSE: Final = threading.Event()  # never set: a pause that Ctrl-C ends at once
+_HEAD: Final = ("WORKER", "MODEL", "BUSY", "ROUTED", "FAILED", "WEIGHTS", "ORIGIN", "STATE")
+_DONE: Final = {
+    "remove": "removed", "disable": "disabled", "enable": "enabled", "revive": "revived",
+}  # fmt: skip
+COMMANDS: Final = {
+    "list": "the fleet as a table (what runs without a command)",
+    "add": "add workers; each is probed once",
+    "remove": "take workers away; they finish what they have",
+    "disable": "give workers no new request",
+    "enable": "give them requests again",
+    "drain": "give workers no new request, and let what they have end",
+    "revive": "forget their failures and probe them now",
+}
+_EPILOG: Final = """\
+A worker is named by its URL, by HOST:PORT, or by any part of these that only one has.
+
+examples:
+  omni-proxy workers
+  omni-proxy workers add http://10.0.0.7:8000 --model qwen3-omni
+  omni-proxy workers drain 10.0.0.7:8000 --wait && omni-proxy workers remove 10.0.0.7:8000
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="omni-proxy workers",
+        description="Look at the workers of a running proxy, and change them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        add_place(one)
+        one.add_argument("--json", action="store_true", help="the proxy's answers as they are")
+        if name == "list":
+            one.add_argument("--model", metavar="NAME", help="only those of this model")
+            continue
+        one.add_argument("workers", metavar="URL" if name == "add" else "WORKER", nargs="+")
+        _add_own(one, name)
+    return made
+
+
+def _add_own(one: argparse.ArgumentParser, name: str) -> None:
+    if name == "add":
+        one.add_argument("--model", metavar="NAME", help="the model that they serve")
+        one.add_argument(
+            "--capabilities", metavar="NAMES", help=f"of {','.join(CAPABILITIES)}; default all"
+        )
+    if name == "remove":
+        one.add_argument("--drain", action="store_true", help="wait until they have nothing left")
+    if name == "drain":
+        one.add_argument("--wait", action="store_true", help="until they have nothing left")
+    if name in ("remove", "drain"):
+        one.add_argument(
+            "--timeout-secs", metavar="SECS", type=float,
+            help="for what is in flight; 0: no limit (default [server] drain_timeout_secs)",
+        )  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    words = list(argv)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words.insert(0, "list")
+    arguments = parser().parse_args(words)
+    try:
+        with Proxy(place_of(arguments), ANSWER_SECS) as proxy:
+            return _run(proxy, arguments)
+    except CannotAsk as why:
+        print(f"omni-proxy workers: {why}", file=sys.stderr)
+        return NO_SUCH_PLACE
+    except Refused as why:
+        print(f"omni-proxy workers: {why}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("not waited for any longer; what was asked for goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(proxy: Proxy, arguments: argparse.Namespace) -> int:
+    if arguments.command == "list":
+        told = records(proxy, arguments.model)
+        print(json.dumps(told, indent=2) if arguments.json else "\n".join(listed(told)))
+        return 0
+    status = 0
+    for named in arguments.workers:
+        try:
+            status = max(status, _one(proxy, arguments, named))
+        except Refused as why:
+            print(f"omni-proxy workers: {why}", file=sys.stderr)
+            status = REFUSED
+    return status
+
+
+def _one(proxy: Proxy, arguments: argparse.Namespace, named: str) -> int:
+    if arguments.command == "add":
+        return _tell(_added(proxy, arguments, named), "added", arguments)
+    record = find(records(proxy), named)
+    name = arguments.command
+    asked = "remove, drained" if name == "remove" and arguments.drain else name
+    told = change(proxy, asked, record["id"], getattr(arguments, "timeout_secs", None))
+    if name == "drain":
+        return _drained(proxy, record, arguments, told)
+    return _tell({"worker": record} | told, _DONE[name], arguments)
+
+
+def _added(proxy: Proxy, arguments: argparse.Namespace, url: str) -> Told:
+    body: dict[str, object] = {"url": normal(url)}
+    if arguments.model is not None:
+        body["model"] = arguments.model
+    if arguments.capabilities is not None:
+        names = arguments.capabilities.replace(",", " ").split()
+        body["capabilities"] = names
+    return accepted(proxy.send("POST", "/workers", body)).told
+
+
+def _tell(told: Told, done: str, arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    record = told["worker"]
+    overdue = told.get("drained") is False
+    if done == "removed":
+        state = "requests were still in flight at the deadline" if overdue else ""
+    else:
+        state = state_words(record)
+    print(f"{done} {plain(record['url'])}" + (f": {state}" if state else ""))
+    return REFUSED if overdue else 0
+
+
+def _drained(proxy: Proxy, record: Told, arguments: argparse.Namespace, told: Told) -> int:
+    """Says how far it is, and with --wait until it is over."""
+    record = told.get("worker") or record
+    said = ""
+    while arguments.wait and (draining := record.get("draining") or {}):
+        if draining.get("state") != "draining":
+            break
+        if (now := state_words(record)) != said and not arguments.json:
+            print(f"{plain(record['url'])}: {now}", file=sys.stderr, flush=True)
+            said = now
+        _PAUSE.wait(POLL_SECS)
+        record = accepted(proxy.get(path_of(record["id"]))).told
+    if arguments.json:
+        print(json.dumps(record, indent=2))
+    else:
+        print(f"{plain(record['url'])}: {state_words(record)}")
+    overdue = (record.get("draining") or {}).get("state") == "overdue"
+    return REFUSED if overdue else 0
+
+
+def listed(fleet: Sequence[Told]) -> list[str]:
+    if not fleet:
+        return ["no workers: omni-proxy workers add URL, or name them in the file"]
+    rows = [
+        (
+            record["url"],
+            record.get("model") or "any",
+            record.get("in_flight", 0),
+            record.get("routed_requests", 0),
+            record.get("failed_requests", 0),
+            record.get("weight_version") or NOTHING,
+            record.get("origin") or NOTHING,
+            state_words(record),
+        )
+        for record in fleet
+    ]
+    return table(_HEAD, rows, right=["BUSY", "ROUTED", "FAILED"])
+
+
+def state_words(record: Told) -> str:
+    """Of a record of GET /workers: whether it takes requests, and if not why."""
+    if draining := record.get("draining"):
+        in_flight = draining.get("in_flight", 0)
+        deadline = moment(draining.get("deadline"))
+        left = (deadline - datetime.now(UTC)).total_seconds() if deadline else 0.0
+        until = f", {age(left)} left" if left > 0 and draining.get("state") == "draining" else ""
+        return f"{plain(draining.get('state'))}, {in_flight} in flight{until}"
+    health = plain(record.get("health_state"))
+    if record.get("disabled"):
+        return f"disabled, {health}"
+    if record.get("held_by"):
+        return f"held by {plain(', '.join(map(str, record['held_by'])))}, {health}"
+    if record.get("trial"):
+        return "on trial"
+    why = record.get("last_error")
+    return f"{health}: {plain(without_noise(str(why)))}" if why and health != "healthy" else health

@@ -1,0 +1,82 @@
+import io
+import json
+import sys
+
+import pytest
+
+from omni_proxy.cli import main
+from omni_proxy.cli.explain import shown
+
+A, B = "http://a:1", "http://b:1"
+
+
+def worker(url, *reasons):
+    return {"url": url, "eligible": not reasons, "reasons": list(reasons), "in_flight": 2,
+            "health_state": "healthy", "weight_version": None}  # fmt: skip
+
+
+def told(**fields):
+    return {
+        "need": {"model": "m", "stream": True, "capabilities": ["chat", "streaming"],
+                 "weights": None},
+        "policy": "cache_aware", "workers": [worker(A), worker(B, "lacks chat", "disabled")],
+        "pick": None, **fields,
+    }  # fmt: skip
+
+
+PICK = {"worker_id": "x", "url": A, "reason": "it has the most of it",
+        "text_bytes": 9, "matched_bytes": {A: 9, B: 0}}  # fmt: skip
+REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "nobody can"}
+
+
+def test_the_pick_comes_with_its_reason_and_every_verdict():
+    assert shown(told(pick=PICK)) == [
+        "needs     chat, streaming; model m",
+        "policy    cache_aware",
+        "goes to   http://a:1",
+        "because   it has the most of it",
+        "          text_bytes: 9",
+        "          matched_bytes: http://a:1: 9, http://b:1: 0",
+        "",
+        "WORKER      ELIGIBLE  BUSY  HEALTH   WEIGHTS  AGAINST IT",
+        "http://a:1  yes          2  healthy  -        -",
+        "http://b:1  no           2  healthy  -        lacks chat; disabled",
+    ]
+
+
+def test_a_refusal_is_told_where_the_pick_would_stand():
+    lines = shown(told(refusal=REFUSAL, workers=[]))
+    assert lines[2] == "nobody    503 no_capable_worker: nobody can"
+    assert lines[-1] == "there are no workers"
+
+
+def test_the_body_of_a_file_goes_with_path_and_headers(proxy, tmp_path, capsys):
+    proxy.says["/explain"] = (200, told(pick=PICK))
+    file = tmp_path / "request.json"
+    file.write_text('{"model": "m"}')
+    words = ["explain", str(file), "--path", "/v1/completions", "--header", "X-Session-Id: 7"]
+    assert main([*words, "--url", proxy.url]) == 0
+    assert proxy.asked[-1][:2] == ("/explain?path=/v1/completions", {"model": "m"})
+    assert capsys.readouterr().out.startswith("needs")
+
+
+def test_without_a_file_the_body_is_what_comes_in(proxy, monkeypatch, capsys):
+    proxy.says["/explain"] = (200, told(refusal=REFUSAL))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"model": "x"}')))
+    assert main(["explain", "--json", "--url", proxy.url]) == 1
+    assert proxy.asked[-1][1] == {"model": "x"}
+    assert json.loads(capsys.readouterr().out)["refusal"] == REFUSAL
+
+
+def test_what_is_wrong_with_the_request_is_told(proxy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{")))
+    proxy.says["/explain"] = (400, {"error": {"message": "invalid JSON body"}})
+    proxy.asked.clear()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1")))
+    assert main(["explain", "--url", proxy.url]) == 1
+    assert capsys.readouterr().err == "refused with status 400: invalid JSON body\n"
+    assert main(["explain", str(tmp_path / "none"), "--url", proxy.url]) == 2
+    assert "No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "--header", "nonsense"])
+    assert caught.value.code == 2

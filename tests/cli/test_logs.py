@@ -1,0 +1,183 @@
+import json
+import os
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.cli import main
+from omni_proxy.cli.log_lines import pretty
+from omni_proxy.cli.tail import BLOCK_BYTES, Tail
+from omni_proxy.door.account import Exchange, access_record
+from tests.cli.feeds import ODD
+
+ACCESS = {
+    "at": "2026-11-21T19:00:00.204+00:00", "method": "POST", "target": "/v1/chat/completions",
+    "status": 200, "outcome": "completed", "ended_by": "", "phase": "relay", "stream": True,
+    "worker": "http://a:1", "model": "m", "attempts": 2, "queue_ms": 12.0, "first_ms": 118.2,
+    "total_ms": 840.0, "request_id": "r-1",
+}  # fmt: skip
+ROUTE = {
+    "timestamp": "2026-11-21T19:00:00+00:00", "path": "/generate", "status_code": 502,
+    "worker_url": "http://a:1", "error_type": "connect_failure", "duration_s": 1.5, "attempt": 1,
+    "completed": False, "client_disconnected": False, "event": "stream_error", "method": "POST",
+}  # fmt: skip
+
+
+def line(record):
+    return json.dumps(record).encode()
+
+
+def test_an_access_record_is_one_short_line():
+    clock, _, rest = pretty(line(ACCESS)).partition("  ")
+    assert clock.endswith(":00.204")
+    assert rest == (
+        "200   840 ms  POST /v1/chat/completions  a:1  completed  first 118 ms  queued 12 ms  "
+        "model m  2 tries  id r-1"
+    )
+
+
+def test_a_route_record_reads_alike():
+    assert pretty(line(ROUTE)).partition("  ")[2] == (
+        "502    1.5 s  POST /generate  a:1  stream_error  error connect_failure"
+    )
+
+
+def test_what_the_proxy_writes_is_read():
+    shown = pretty(access_record(Exchange(1.0, "10.0.0.9:5"), None))
+    assert "cut_by_proxy" in shown
+
+
+@given(st.one_of(st.binary(max_size=60), ODD.map(str.encode)))
+def test_what_is_no_record_of_ours_is_left_as_it_is_and_harmless(raw):
+    assert pretty(raw).isprintable()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from((*ACCESS, *ROUTE)),
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ODD, st.lists(ODD)),
+    )
+)
+def test_odd_values_in_a_record_are_shown_on_one_line(record):
+    assert pretty(line({"at": "x", **record})).isprintable()
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "access.log"
+
+
+def add(file, text):
+    with file.open("ab") as opened:
+        opened.write(text)
+
+
+def until(tail, count):
+    """So many lines; the test's own timeout ends a wait that is in vain."""
+    found = []
+    while len(found) < count:
+        found += tail.more()
+    return found
+
+
+@given(st.lists(st.binary(max_size=9).map(lambda raw: raw.replace(b"\n", b"")), max_size=9),
+       st.integers(0, 12))  # fmt: skip
+def test_the_last_lines_are_those_of_the_file(tmp_path_factory, lines, last):
+    file = tmp_path_factory.getbasetemp() / "lines.log"
+    file.write_bytes(b"".join(each + b"\n" for each in lines) + b"half")
+    with Tail(file, last) as tail:
+        assert tail.first == lines[max(0, len(lines) - last) :]
+
+
+def test_a_long_file_is_read_from_its_end(file):
+    lines = [b"%09d" % number for number in range(BLOCK_BYTES // 4)]
+    file.write_bytes(b"".join(each + b"\n" for each in lines))
+    with Tail(file, BLOCK_BYTES // 8) as tail:
+        assert tail.first == lines[-BLOCK_BYTES // 8 :]
+
+
+def test_a_line_is_told_once_it_is_whole(file):
+    file.write_bytes(b"one\nha")
+    with Tail(file, 1, 0.001) as tail:
+        assert tail.first == [b"one"]
+        assert tail.more() == []
+        add(file, b"lf\nmo")
+        assert tail.more() == [b"half"]
+        add(file, b"re\n")
+        assert tail.more() == [b"more"]
+
+
+def test_a_rotated_file_is_read_to_its_end_and_then_the_new_one(file):
+    file.write_bytes(b"old\n")
+    with Tail(file, 0, 0.001) as tail:
+        assert tail.first == []
+        file.rename(file.with_suffix(".1"))
+        assert tail.more() == []  # the new one is late
+        add(file.with_suffix(".1"), b"late\n")
+        add(file, b"new\n")
+        assert until(tail, 2) == [b"late", b"new"]
+
+
+def test_a_file_that_was_cut_is_begun_anew(file):
+    file.write_bytes(b"a long line\n")
+    with Tail(file, 1, 0.001) as tail:
+        os.truncate(file, 0)
+        add(file, b"new\n")
+        assert until(tail, 1) == [b"new"]
+
+
+def config(proxy, target):
+    proxy.says["/config"] = (200, {"config": {"server": {"access_log": target}}})
+
+
+def test_the_log_is_where_the_proxy_says_or_its_file(proxy, file, capsys):
+    file.write_bytes(line(ACCESS) + b"\nplain text\n")
+    config(proxy, str(file))
+    assert main(["logs", "--url", proxy.url, "-n", "1"]) == 0
+    assert capsys.readouterr().out == "plain text\n"
+    toml = file.with_name("proxy.toml")
+    toml.write_text(f'[server]\naccess_log = "{file}"\n')
+    assert main(["logs", "--config", str(toml), "--raw"]) == 0
+    assert capsys.readouterr().out == f"{line(ACCESS).decode()}\nplain text\n"
+    assert main(["logs", "--file", str(file)]) == 0
+    assert "completed" in capsys.readouterr().out
+
+
+def test_a_path_of_the_proxys_own_folder_is_found_there(proxy, file, capsys):
+    file.write_bytes(b"found\n")
+    config(proxy, os.path.relpath(file))
+    proxy.says["/status"] = (200, {"pid": os.getpid()})
+    assert main(["logs", "--url", proxy.url]) == 0
+    assert capsys.readouterr().out == "found\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("off", 'access_log is "off": set it'), ("-", "stdout"), ("/nonexistent/x", "--file PATH")],
+)
+def test_a_log_that_is_not_there_is_status_1_with_its_cure(proxy, capsys, target, said):
+    config(proxy, target)
+    assert main(["logs", "--url", proxy.url]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_route_log_has_a_switch_of_its_own(proxy, capsys):
+    proxy.says["/config"] = (200, {"config": {"server": {"route_log": "off"}}})
+    assert main(["logs", "--route", "--url", proxy.url]) == 1
+    assert 'route_log = "route.log"' in capsys.readouterr().err
+    assert main(["logs", "--url", proxy.url]) == 2
+    assert "tells no configuration" in capsys.readouterr().err
+
+
+def test_nobody_to_ask_is_status_2_and_ctrl_c_is_130(file, capsys, monkeypatch):
+    assert main(["logs", "--url", "http://127.0.0.1:1"]) == 2
+    file.write_bytes(b"one\n")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Event, "wait", interrupt)
+    assert main(["logs", "--follow", "--file", str(file)]) == 130
+    assert capsys.readouterr().out == "one\n"

@@ -1,0 +1,112 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.cli import main
+from omni_proxy.cli.feed import feed_of, read_feed
+from omni_proxy.cli.status import screen
+from omni_proxy.cli.tables import width_of
+from tests.cli.feeds import AT, FEEDS, feed, point, row
+
+SINCE = "2026-11-21T18:48:00+00:00"
+PICTURE = feed(
+    row("10.0.0.1:8000", first_p50_ms=118.0, first_p99_ms=402.0, rate=4.2, in_flight=3,
+        weight_version="step-12", weight_epoch=12),
+    row("10.0.0.2:8000", first_p50_ms=912.0, first_p99_ms=4210.0, rate=1.1, max_inflight=8),
+    row("10.0.0.3:8000", routable=False, health="dead", since=SINCE,
+        why="dead: [Errno 111] Error connecting to ('10.0.0.3', 8000): Connection refused"),
+    admission={"inflight": 3, "waiting": 0},
+    history=[point(100, 250, 2)],
+    last_reload={"outcome": "applied", "source": "SIGHUP", "at": SINCE,
+                 "diff": {"changed": {"routing.policy": ["round_robin", "random"]}}},
+    config_file="/etc/omni.toml",
+)  # fmt: skip
+
+
+def test_one_screen_tells_who_is_slow_who_is_out_and_what_the_reload_did(proxy, capsys):
+    proxy.says["/feed"] = (200, PICTURE)
+    assert main(["status", "--url", proxy.url]) == 0
+    assert proxy.asked[-1][0] == "/feed?once=true"
+    assert capsys.readouterr().out.splitlines() == [
+        f"omni-proxy 0.1.0 at {proxy.url}: ready",
+        "process   7, up 1 min, revision 3 of /etc/omni.toml",
+        "workers   2 of 3 take requests; 1 dead",
+        "requests  3 in flight, 0 waiting; last minute: 250 ended, 2 errors (0.8 %)",
+        "policy    random",
+        "reload    applied by SIGHUP, 12 min ago: routing.policy round_robin -> random",
+        "weights   step-12 (epoch 12) on 1",
+        "",
+        "WORKER         STATE  BUSY  REQ/S     P50     P99  ERR  WEIGHTS",
+        "10.0.0.3:8000  dead      0    0.0       -       -    0  -",
+        "10.0.0.2:8000  slow    0/8    1.1  912 ms   4.2 s    0  -",
+        "10.0.0.1:8000  ok        3    4.2  118 ms  402 ms    0  step-12",
+        "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute",
+        "",
+        "Look at",
+        "  10.0.0.3:8000 dead: Connection refused (for 12 min)",
+        "  10.0.0.2:8000 is slow: first chunk after 912 ms, the others' after 118 ms",
+    ]
+
+
+def test_a_machine_gets_the_picture_as_it_is(proxy, capsys):
+    proxy.says["/feed"] = (200, PICTURE)
+    assert main(["status", "--json", "--url", proxy.url]) == 0
+    assert json.loads(capsys.readouterr().out) == PICTURE
+
+
+def test_not_ready_is_status_1_and_says_so(proxy, capsys):
+    proxy.says["/feed"] = (200, feed())
+    assert main(["status", "--url", proxy.url]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"omni-proxy 0.1.0 at {proxy.url}: NOT READY\n")
+    assert "omni-proxy workers add URL" in out
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((503, {"error": {"message": "front is being restarted"}}), "front is being restarted"),
+        ((200, {"ready": True}), "no feed"),
+        ((404, {"detail": "Not Found"}), "not as an omni-proxy"),
+    ],
+)
+def test_what_can_not_be_asked_is_status_2(proxy, capsys, answer, said):
+    proxy.says["/feed"] = answer
+    assert main(["status", "--url", proxy.url]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_proxy_itself_is_told():
+    picture = feed(
+        row(), leaving=True, metrics=False,
+        last_reload={"outcome": "refused", "source": "file", "at": AT, "error": {"message": "x"}},
+        supervisors=[{"name": "prober", "state": "restarting", "last_error": "OSError: no"}],
+    )  # fmt: skip
+    lines = screen(feed_of(picture), "http://p")
+    assert lines[0].endswith(": leaving")
+    assert "metrics is off" in lines[3]
+    assert lines[-4:] == [
+        "Look at",
+        "  the proxy was told to leave: it finishes what is in flight",
+        "  the newest reading of the file was refused: omni-proxy check says everything",
+        "  the proxy's own prober is restarting: OSError: no",
+    ]
+
+
+def test_of_many_workers_those_that_need_a_look_are_shown():
+    rows = [row(f"h{n}:1") for n in range(500)] + [row("gone:1", routable=False, health="dead")]
+    lines = screen(feed_of(feed(*rows)), "http://p")
+    assert len(lines) < 30
+    assert lines[9 - 1].startswith("gone:1")
+    assert "and 489 more: 489 well (--all shows them)" in lines
+    assert len(screen(feed_of(feed(*rows)), "http://p", rows=501)) > 501
+
+
+@settings(max_examples=50)
+@given(FEEDS, st.integers(80, 200))
+def test_whatever_a_feed_says_every_line_is_one_line_and_fits(told, width):
+    for line in screen(read_feed(json.dumps(told)), "http://p", width):
+        assert line.isprintable()
+        assert width_of(line) <= width

@@ -1,0 +1,165 @@
+import json
+
+import pytest
+
+from omni_proxy.cli import main
+from omni_proxy.cli.finding import Answer
+from omni_proxy.cli.fleet_changes import Refused, accepted, find
+from omni_proxy.cli.workers import listed, state_words
+
+A, B = "http://10.0.0.1:8000", "http://10.0.0.12:8000"
+
+
+def record(url, **fields):
+    name = url.removeprefix("http://")
+    return {
+        "id": f"http%3A%2F%2F{name.replace(':', '%3A')}", "url": url, "display_id": name,
+        "model": "m", "health_state": "healthy", "in_flight": 0, "routed_requests": 3,
+        "failed_requests": 0, "origin": "file", **fields,
+    }  # fmt: skip
+
+
+FLEET = [record(A), record(B)]
+ONE = "/workers/http%253A%252F%252F10.0.0.1%253A8000"
+
+
+@pytest.fixture
+def fleet(proxy):
+    proxy.asked.clear()
+    proxy.says["/workers"] = (200, {"workers": FLEET})
+    return proxy
+
+
+def run(fleet, *words):
+    return main(["workers", *words, "--url", fleet.url])
+
+
+@pytest.mark.parametrize(
+    ("named", "url"),
+    [
+        (A, A), (f"{A}/", A), ("10.0.0.1:8000", A), (".12", B), ("10.0.0.12:8000", B),
+        ("http%3A%2F%2F10.0.0.1%3A8000", A),
+    ],
+)  # fmt: skip
+def test_a_worker_is_found_by_any_of_its_names_or_a_part_that_only_it_has(named, url):
+    assert find(FLEET, named)["url"] == url
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("10.0.0", "is a part of 2 workers: http://10.0.0.1:8000, http://10.0.0.12:8000"),
+        ("10.0.0.3", "no worker is called 10.0.0.3; there are: http://10.0.0.1:8000, "),
+    ],
+)
+def test_nobody_and_several_are_refused_with_who_there_is(named, said):
+    with pytest.raises(Refused, match=said):
+        find(FLEET, named)
+    with pytest.raises(Refused, match="none at all"):
+        find([], named)
+
+
+def test_a_refusal_is_made_harmless():
+    with pytest.raises(Refused, match="no"):
+        accepted(Answer(409, {"error": {"message": "no"}}))
+    with pytest.raises(Refused) as caught:
+        accepted(Answer(400, {"error": {"message": "\x1b[2J"}}))
+    assert str(caught.value) == "\\x1b[2J"
+
+
+@pytest.mark.parametrize("words", [[], ["list"]])
+def test_the_fleet_is_a_table(fleet, capsys, words):
+    assert run(fleet, *words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "WORKER                 MODEL  BUSY  ROUTED  FAILED  WEIGHTS  ORIGIN  STATE",
+        "http://10.0.0.1:8000   m         0       3       0  -        file    healthy",
+        "http://10.0.0.12:8000  m         0       3       0  -        file    healthy",
+    ]
+
+
+def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
+    assert run(fleet, "list", "--model", "m", "--json") == 0
+    assert fleet.asked[-1][0] == "/workers?model=m"
+    assert json.loads(capsys.readouterr().out) == FLEET
+    assert listed([]) == ["no workers: omni-proxy workers add URL, or name them in the file"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "healthy"),
+        ({"disabled": True}, "disabled, healthy"),
+        ({"held_by": ["updating", "paused"]}, "held by updating, paused, healthy"),
+        ({"trial": True}, "on trial"),
+        ({"health_state": "dead", "last_error": "[Errno 111] no"}, "dead: no"),
+        ({"draining": {"state": "draining", "in_flight": 2}}, "draining, 2 in flight"),
+        ({"draining": {"state": "drained", "deadline": "2020-01-01T00:00:00+00:00"}},
+         "drained, 0 in flight"),
+    ],
+)  # fmt: skip
+def test_a_state_tells_why_no_requests_come(fields, words):
+    assert state_words(record(A, **fields)) == words
+
+
+@pytest.mark.parametrize(
+    ("command", "body"),
+    [
+        ("disable", {"disabled": True}),
+        ("enable", {"disabled": False}),
+        ("revive", {"is_dead": False}),
+    ],
+)
+def test_a_switch_is_put_on_the_one_worker(fleet, capsys, command, body):
+    fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
+    assert run(fleet, command, "10.0.0.1:8000") == 0
+    assert fleet.asked[-1][:2] == (ONE, body)
+    assert capsys.readouterr().out == f"{command}d {A}: healthy\n"
+
+
+def test_adding_names_model_and_capabilities(fleet, capsys):
+    fleet.says["/workers"] = (200, {"status": "ok", "worker": record("http://h:1")})
+    words = ("add", "h:1", "--model", "m", "--capabilities", "chat,streaming")
+    assert run(fleet, *words) == 0
+    body = {"url": "http://h:1", "model": "m", "capabilities": ["chat", "streaming"]}
+    assert fleet.asked[-1][:2] == ("/workers", body)
+    assert capsys.readouterr().out == "added http://h:1: healthy\n"
+
+
+def test_removing_may_wait_for_what_is_in_flight(fleet, capsys):
+    fleet.says[ONE] = (200, {"status": "ok", "worker_id": "x", "drained": True})
+    assert run(fleet, "remove", "10.0.0.1:8000", "--drain", "--timeout-secs", "5") == 0
+    assert fleet.asked[-1][0] == f"{ONE}?drain=true&timeout_secs=5.0"
+    assert capsys.readouterr().out == f"removed {A}\n"
+    fleet.says[ONE] = (200, {"status": "ok", "worker_id": "x", "drained": False})
+    assert run(fleet, "remove", "10.0.0.1:8000", "--drain") == 1
+    assert "still in flight at the deadline" in capsys.readouterr().out
+    assert run(fleet, "remove", "10.0.0.1:8000", "--json") == 0
+
+
+@pytest.mark.parametrize(("end", "status"), [("drained", 0), ("overdue", 1)])
+def test_draining_is_waited_for_and_its_end_told(fleet, capsys, end, status):
+    begun = record(A, draining={"state": "draining", "in_flight": 2})
+    done = record(A, draining={"state": end, "in_flight": int(status)})
+    fleet.says[f"{ONE}/drain"] = (202, {"status": "draining", "worker": begun})
+    fleet.says[ONE] = (200, done)
+    assert run(fleet, "drain", "10.0.0.1:8000", "--wait", "--timeout-secs", "0") == status
+    posted = next(asked for asked in fleet.asked if asked[0].endswith("/drain"))
+    assert posted[1] == {"timeout_secs": 0.0}
+    told = capsys.readouterr()
+    assert told.err == f"{A}: draining, 2 in flight\n"
+    assert told.out == f"{A}: {end}, {status} in flight\n"
+
+
+def test_one_that_fails_keeps_nobody_from_being_asked(fleet, capsys):
+    fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
+    assert run(fleet, "disable", "nobody", "10.0.0.1:8000") == 1
+    told = capsys.readouterr()
+    assert "no worker is called nobody" in told.err
+    assert told.out == f"disabled {A}: healthy\n"
+
+
+def test_who_can_not_be_asked_is_status_2(capsys):
+    assert main(["workers", "--url", "http://127.0.0.1:1"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["workers", "explode"])
+    assert caught.value.code == 2

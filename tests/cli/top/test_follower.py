@@ -1,0 +1,100 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from omni_proxy.cli.finding import Place
+from omni_proxy.cli.top import follower
+from omni_proxy.cli.top.follower import Follower
+from tests.cli.feeds import feed, point, row
+
+PATIENCE_SECS = 15
+
+
+class Feed:
+    """A feed that says what it is told to say, then ends."""
+
+    def __init__(self):
+        self.connections = []
+        self.asked = 0
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    monkeypatch.setattr(follower, "RETRY_SECS", (0.01,))
+    made = Feed()
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            made.asked += 1
+            events = made.connections.pop(0) if made.connections else None
+            if events is None:
+                self.send_error(503)
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"retry: 2000\n")
+            for event in events:
+                text = event if isinstance(event, str) else json.dumps(event)
+                self.wfile.write(f"data: {text}\n\n".encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        made.url = f"http://127.0.0.1:{server.server_port}"
+        yield made
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def listening(stream):
+    news = threading.Event()
+    listener = Follower(Place(stream.url), news.set)
+
+    def until(holds):
+        while not holds(heard := listener.heard()):
+            assert news.wait(PATIENCE_SECS), heard
+            news.clear()
+        return heard
+
+    listener.until = until
+    yield listener
+    listener.stop(PATIENCE_SECS)
+
+
+def test_pictures_are_kept_with_the_history_of_all_of_them(stream, listening):
+    stream.connections = [
+        [feed(row(), history=[point(1), point(2)]), feed(row(), revision=4, history=[point(3)])]
+    ]
+    listening.start()
+    heard = listening.until(lambda heard: heard.feed and heard.feed.revision == 4)
+    assert [each.at for each in heard.history] == [1, 2, 3]
+
+
+def test_a_lost_feed_is_told_and_followed_again_with_its_whole_history(stream, listening):
+    stream.connections = [
+        [feed(row(), history=[point(1)])],
+        [feed(row(), revision=9, history=[point(7)])],
+    ]
+    listening.start()
+    heard = listening.until(lambda heard: heard.feed and heard.feed.revision == 9)
+    assert [each.at for each in heard.history] == [7]
+    heard = listening.until(lambda heard: "omni-proxy" in heard.lost)
+    assert heard.feed.revision == 9  # the last picture stays
+    assert stream.asked > 2
+
+
+def test_nonsense_in_the_feed_is_a_lost_feed(stream, listening):
+    stream.connections = [["{}"]]
+    listening.start()
+    listening.until(lambda heard: "no feed" in heard.lost)
+
+
+def test_before_anything_came_it_says_so():
+    heard = Follower(Place("http://127.0.0.1:1"), lambda: None).heard()
+    assert (heard.feed, heard.history, heard.lost) == (None, (), "not connected yet")

@@ -1,0 +1,111 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.cli.feed import feed_of, read_feed
+from omni_proxy.cli.tables import width_of
+from omni_proxy.cli.top.follower import Heard
+from omni_proxy.cli.top.frame import frame, spark
+from omni_proxy.cli.top.view import View
+from tests.cli.feeds import FEEDS, feed, point, row
+
+URL = "http://p:1"
+
+
+def drawn(picture, width=80, height=24, keys="", lost=""):
+    view = View()
+    view.show(picture)
+    for key in keys:
+        view.press(key)
+    heard = Heard(picture, picture.history, lost, 12.0)
+    return frame(view, heard, URL, width, height).plain.split("\n")
+
+
+FLEET = feed_of(
+    feed(
+        row("slow:1", first_p50_ms=900.0, model="m", weight_version="v1", origin="file"),
+        row("good:1", first_p50_ms=100.0, model="m"),
+        row("dead:1", routable=False, health="dead", why="dead: Connection refused"),
+        history=[point(1, 4, first_p99_ms=900.0), point(2, 8, first_p99_ms=1800.0)],
+        recent_ends=[
+            {"at": "", "route": "/generate", "end": "upstream_error", "status": 502,
+             "worker": "http://dead:1", "error": "connect_failure", "total_ms": 3.0},
+            {"route": "/fine", "end": "completed", "status": 200},
+        ],
+        last_reload={"outcome": "applied", "source": "file"},
+    )
+)  # fmt: skip
+
+
+def test_one_look_tells_who_is_slow_who_is_out_and_why():
+    lines = drawn(FLEET)
+    assert len(lines) == 24
+    text = "\n".join(lines)
+    assert lines[0].startswith("omni-proxy 0.1.0 at http://p:1: ready")
+    assert "workers   2 of 3 take requests; 1 dead" in text
+    assert "reload    applied by file" in text
+    assert lines[8].split() == ["dead:1", "dead", "0", "0.0", "-", "-", "0", "-"]
+    assert lines[9].split()[:2] == ["slow:1", "slow"]
+    assert "> dead:1 dead: Connection refused" in text
+    assert "502 /generate dead:1 upstream_error connect_failure after 3.0 ms" in text
+    assert "/fine" not in text
+    assert lines[-2].startswith("q quit")
+
+
+def test_the_chosen_one_is_told_of_and_a_question_stands_at_the_foot():
+    lines = drawn(FLEET, keys=["down"])
+    assert "> slow:1 is slow: first chunk after 900 ms, the others' after 100 ms" in lines
+    lines = drawn(FLEET, keys=["down", "d"])
+    assert lines[-1].startswith("disable slow:1?  y: yes")
+
+
+@pytest.mark.parametrize("height", range(1, 40))
+def test_a_question_and_the_chosen_row_are_seen_on_any_screen(height):
+    rows = [row(f"h{n:02}:1") for n in range(50)]
+    lines = drawn(feed_of(feed(*rows)), height=height, keys=["end", "d"])
+    assert len(lines) == height
+    if height > 3:
+        assert lines[-1].startswith("disable h49:1?")
+        assert any(line.startswith("h49:1") for line in lines)
+
+
+def test_a_lost_connection_is_told_over_the_old_picture():
+    lines = drawn(FLEET, lost="nobody listens at x")
+    assert lines[1].startswith(
+        "OLD PICTURE, 12 s. NO CONNECTION, trying again: nobody listens at x"
+    )
+    first = frame(View(), Heard(None, (), "why\x1b", 0.0), URL, 80, 24).plain
+    assert first == f"omni-proxy at {URL}\nNO CONNECTION, trying again: why\\x1b"
+
+
+def test_without_a_height_every_row_is_printed_and_no_key():
+    rows = [row(f"h{n}:1") for n in range(500)]
+    lines = drawn(feed_of(feed(*rows)), height=None)
+    assert sum(line.startswith("h") for line in lines) == 500
+    assert not any("q quit" in line for line in lines)
+
+
+def test_the_sorted_column_is_marked():
+    assert "BUSY▼" in drawn(FLEET, keys=["right"] * 3)[7]
+    assert "BUSY▲" in drawn(FLEET, keys=[*["right"] * 3, "r"])[7]
+
+
+def test_a_spark_line_has_a_bar_for_each_value():
+    assert spark([None, 0.0, 0.1, 100.0]) == "·▁▂█"
+    assert spark([0.0, 0.0]) == "▁▁"
+    assert spark([]) == ""
+
+
+@settings(max_examples=50)
+@given(
+    FEEDS, st.integers(1, 120), st.one_of(st.none(), st.integers(1, 50)),
+    st.lists(st.sampled_from(("down", "up", "d", "o", "right", "r", "end"))),
+)  # fmt: skip
+def test_whatever_a_feed_says_a_frame_fits_its_screen(told, width, height, keys):
+    lines = drawn(read_feed(json.dumps(told)), width, height, keys)
+    assert height is None or len(lines) == height
+    for line in lines:
+        assert line.isprintable()
+        assert width_of(line) <= width

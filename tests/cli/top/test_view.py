@@ -1,0 +1,113 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from omni_proxy.cli.feed import feed_of
+from omni_proxy.cli.top.view import ORDERS, QUIT, View, Wish
+from tests.cli.feeds import feed, row
+
+
+def shown(*rows):
+    view = View()
+    view.show(feed_of(feed(*rows)))
+    return view
+
+
+def names(view):
+    return [each.name for each in view.rows]
+
+
+@pytest.fixture
+def three():
+    return shown(
+        row("a:1", first_p50_ms=5.0, in_flight=1),
+        row("b:1", first_p50_ms=None, in_flight=9),
+        row("c:1", first_p50_ms=9.0, errors=7),
+    )
+
+
+def test_trouble_comes_first_then_the_busy(three):
+    assert names(three) == ["c:1", "b:1", "a:1"]
+    assert three.row.name == "c:1"
+
+
+def test_columns_sort_the_greatest_first_and_what_is_not_known_last(three):
+    for _ in range([name for name, _, _ in ORDERS].index("P50")):
+        assert three.press("right") is None
+    assert names(three) == ["c:1", "a:1", "b:1"]
+    three.press("r")
+    assert names(three) == ["a:1", "c:1", "b:1"]
+    assert three.row.name == "a:1"
+
+
+def test_only_those_in_trouble_can_be_looked_at(three):
+    three.press("o")
+    assert names(three) == ["c:1"]
+    three.press("o")
+    assert len(names(three)) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "wish"), [("d", "disable"), ("e", "enable"), ("D", "drain"), ("v", "revive")]
+)
+def test_a_change_is_asked_for_and_made_only_after_a_yes(three, key, wish):
+    three.press("down")
+    assert three.press(key) is None
+    assert three.asking == Wish(wish, three.row.id, "b:1")
+    assert three.press("y") == Wish(wish, "http%3A%2F%2Fb:1", "b:1")
+    assert three.press(key) is None
+    assert three.press("q") is None  # a no, and no leave
+    assert three.asking is None
+    assert three.said == "nothing was changed"
+    assert three.press("q") == QUIT
+
+
+def test_what_was_asked_for_is_done_to_whom_it_was_asked_for(three):
+    three.press("d")
+    three.show(feed_of(feed(row("z:1"))))
+    assert three.press("y").called == "c:1"
+
+
+def test_an_empty_fleet_has_nobody_to_change():
+    view = shown()
+    view.press("d")
+    assert (view.asking, view.row) == (None, None)
+    assert "no worker" in view.said
+
+
+class Looking(RuleBasedStateMachine):
+    """A fleet that comes and goes under a person who presses keys."""
+
+    @initialize()
+    def begin(self):
+        self.view = View()
+
+    @rule(count=st.integers(0, 30), busy=st.integers(0, 5))
+    def news(self, count, busy):
+        before = self.view.chosen
+        rows = [row(f"h{n}:1", in_flight=n % (busy + 1), errors=n % 7) for n in range(count)]
+        self.view.show(feed_of(feed(*rows)))
+        if before in {each.id for each in self.view.rows}:
+            assert self.view.chosen == before
+
+    @rule(key=st.sampled_from(
+        ("up", "down", "pageup", "pagedown", "home", "end", "left", "right", "r", "o", "x", "k")
+    ))  # fmt: skip
+    def press(self, key):
+        assert self.view.press(key) is None
+
+    @rule(room=st.integers(-2, 40))
+    def fit(self, room):
+        self.view.fit(room)
+        assert self.view.first <= self.view.at < self.view.first + self.view.room
+        assert self.view.first <= max(0, len(self.view.rows) - self.view.room)
+
+    @invariant()
+    def somebody_is_chosen_where_somebody_is(self):
+        if hasattr(self, "view") and self.view.rows:
+            assert self.view.row.id == self.view.chosen
+
+
+TestLooking = Looking.TestCase
+TestLooking.settings = settings(max_examples=30, stateful_step_count=20)
