@@ -1,0 +1,51 @@
+"""`python -m tools.archive FOLDER OUT.pyz`: packs an installed program into one file.
+
+Whoever runs the file needs the same minor version of Python, and the same kind of machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+from tools import archive_main
+
+SHEBANG = b"#!/usr/bin/env python3\n"
+
+
+def pack(folder: Path, out: Path) -> None:
+    """`folder` as `pip install --target` leaves it. Raises OSError."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    content = hashlib.sha256()
+    for path in files:
+        content.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        content.update(path.read_bytes())
+    made_for = "{}.{} ".format(*sys.version_info) + content.hexdigest()[:24]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("wb") as file:
+        file.write(SHEBANG)
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
+            zipped.write(str(archive_main.__file__), "__main__.py")
+            zipped.writestr(archive_main.MADE_FOR, made_for)
+            for path in files:
+                zipped.write(path, archive_main.APP + str(path.relative_to(folder)))
+    out.chmod(0o755)
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    for found in [*folder.rglob("tests"), *folder.rglob("_tests"), *folder.glob("bin")]:
+        shutil.rmtree(found)
+    pack(folder, out)
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The first code of dist/omni-proxy.pyz: unpacks once, then runs what it has unpacked.
+
+Compiled modules can't be loaded out of a zip file. Invariant: a folder that is there is whole, for
+it is renamed into its place; standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+APP = "app/"  # what is unpacked
+MADE_FOR = "made-for"  # the versions, as "3.11 1f0c..."; the second is of the content
+
+
+def main() -> None:
+    archive = Path(sys.argv[0]).resolve()
+    with zipfile.ZipFile(archive) as zipped:
+        python, _, content = zipped.read(MADE_FOR).decode().partition(" ")
+        if python != "{}.{}".format(*sys.version_info):
+            sys.exit(
+                f"{archive}: made for Python {python}, run by {sys.version.split()[0]}: name the "
+                f"right one, as in python{python} {archive.name}"
+            )
+        folder = _folder(zipped, content)
+    sys.path.insert(0, str(folder))
+    runpy.run_module("omni_proxy", run_name="__main__", alter_sys=False)
+
+
+def _folder(zipped: zipfile.ZipFile, content: str) -> Path:
+    """Where this content is unpacked, by us now if need be."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-proxy"
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private = base.stat().st_uid == os.getuid() and os.access(base, os.W_OK)
+    except (OSError, RuntimeError):
+        private = False
+    if not private:  # a user without a home unpacks at each start
+        return _unpacked(zipped, Path(tempfile.mkdtemp(prefix="omni-proxy-")))
+    there = base / content
+    if not there.exists():
+        made = _unpacked(zipped, Path(tempfile.mkdtemp(dir=base)))
+        try:
+            made.rename(there)
+        except OSError:  # somebody else was quicker
+            shutil.rmtree(made)
+    return there
+
+
+def _unpacked(zipped: zipfile.ZipFile, folder: Path) -> Path:
+    for name in zipped.namelist():
+        if name.startswith(APP):
+            zipped.extract(name, folder)
+    app = folder / APP
+    for each in app.iterdir():
+        each.rename(folder / each.name)
+    app.rmdir()
+    return folder
+
+
+if __name__ == "__main__":
+    main()
