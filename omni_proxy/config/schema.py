@@ -146,7 +146,7 @@ class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     # Uploaded voices live on one worker: this URL, or if empty whoever took the first.
     voice_owner: str = ""
-    # So many failed tries of a worker in a row, over all requests, eject it; 0: never by this count.
+    # So many failed tries of a worker in a row, over all requests, eject it; 0: this never does.
     max_worker_retries: Count = 3
     # Tries of one request in all; 0 and 1 are no retry.
     max_total_retries: Count = 6

@@ -44,7 +44,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
         ConfigRoutes(rooms.keeper),
         ModelRoutes(rooms),
         ScalingRoutes(rooms),
-        EngineRoutes(rooms),
+        EngineRoutes(rooms, chosen),
         ExplainRoutes(rooms),
         DashboardRoutes(),
         AdminRoutes(rooms, chosen),

@@ -12,6 +12,7 @@ from quart import Quart, Response, request
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.chosen import Chosen
 from omni_proxy.front.loads import loads_answer
 from omni_proxy.front.merged_metrics import CONTENT_TYPE, merge_metrics
 from omni_proxy.front.replies import reply
@@ -27,8 +28,9 @@ ABSENT = (404, 405, 501)
 
 
 class EngineRoutes:
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, rooms: Rooms, chosen: Chosen) -> None:
         self._rooms = rooms
+        self._chosen = chosen
 
     def mount(self, app: Quart) -> None:
         rule = app.add_url_rule
@@ -78,8 +80,11 @@ class EngineRoutes:
         return reply(loads_answer(found))
 
     async def flush_cache(self) -> Response:
-        """200 when every worker flushed, 502 when one did not; its prefixes are forgotten here."""
-        alive = self._alive()
+        """200 when all that are meant flushed, 502 when one did not; what they had is forgotten."""
+        urls = await self._chosen.urls(request.args.get("selector"))
+        alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
+        if urls is not None and not alive:
+            raise Refusal(404, "the selector matches no live worker", "no_workers_match")
         call = Call("POST", "/flush_cache", timeout_secs=self._secs, headers=_credentials())
         found = await broadcast(alive, call)
         flushed = [outcome for outcome in found if outcome.ok]

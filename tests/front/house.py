@@ -29,6 +29,14 @@ NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
 NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
 
+# As the server below the app has a request.
+SCOPE = {
+    "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+    "scheme": "http", "path": "/feed", "raw_path": b"/feed", "query_string": b"", "root_path": "",
+    "headers": [(b"host", b"door")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    "extensions": {},
+}  # fmt: skip
+
 
 @dataclass
 class Outcome:

@@ -123,6 +123,10 @@ async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotte
     assert {r.headers["authorization"] for r in engines.asked} == {"Bearer w"}
     engines.tell(B, "/flush_cache", b"flushed")
     assert (await got(house, "/flush_cache", "post"))[0] == 200
+    asked = len(engines.asked)
+    status, told = await got(house, f"/flush_cache?selector=url={B}", "post")
+    assert (status, told["workers_flushed"], len(engines.asked)) == (200, 1, asked + 1)
+    assert (await got(house, "/flush_cache?selector=id=nobody", "post"))[0] == 404
 
 
 async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_fails(

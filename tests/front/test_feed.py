@@ -7,7 +7,7 @@ import trio
 
 from omni_proxy.front import feed
 from omni_proxy.front.snapshot import why_out
-from tests.front.house import NOW, A, B, build_house, entry
+from tests.front.house import NOW, SCOPE, A, B, build_house, entry
 from tests.observe.ends import ended
 
 
@@ -56,14 +56,6 @@ async def test_nothing_of_it_is_shown_without_the_key():
         assert (await house.client().get(path)).status_code == 401
         wrong = {"Authorization": "Bearer x"}
         assert (await house.client().get(path, headers=wrong)).status_code == 403
-
-
-SCOPE = {
-    "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-    "scheme": "http", "path": "/feed", "raw_path": b"/feed", "query_string": b"", "root_path": "",
-    "headers": [(b"host", b"door")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
-    "extensions": {},
-}  # fmt: skip
 
 
 class Reader:

@@ -14,7 +14,7 @@ from omni_proxy.front import metrics
 from omni_proxy.observe.families import PART, gauges
 from omni_proxy.observe.lines import LineLog
 from omni_proxy.routing.policies import build
-from tests.front.house import NOW, A, B, build_house, entry
+from tests.front.house import NOW, SCOPE, A, B, build_house, entry
 from tests.observe.ends import ended, refused
 from tests.observe.lint import names, problems
 
@@ -175,6 +175,29 @@ async def test_scrapers_are_bounded_and_leave_their_place(monkeypatch):
         await scrape(house)
 
 
+async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, house):
+    asked = [{"type": "http.request", "body": b""}]
+    ended = trio.Event()
+
+    async def receive():
+        if not asked:
+            await trio.sleep_forever()
+        return asked.pop()
+
+    async def send(message):
+        if message.get("body"):
+            await trio.sleep_forever()
+
+    async def scraper():
+        await house.app({**SCOPE, "path": "/metrics", "raw_path": b"/metrics"}, receive, send)
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scraper)
+        with trio.fail_after(2 * metrics.SEND_SECS):
+            await ended.wait()
+
+
 def asked_for(expression):
     """The metrics in a query."""
     found = re.findall(r"\b((?:omni_proxy|process)_[a-z_]+)\b", expression)
@@ -199,3 +222,38 @@ async def test_every_metric_is_in_the_guide_and_no_other(busy):
         name for name in listed if name.startswith("omni_proxy")
     }
     assert listed <= told
+
+
+def door_says(pattern):
+    """The words that the door's code gives its exchanges and connections."""
+    texts = [path.read_text() for path in sorted((ROOT / "omni_proxy/door").glob("*.py"))]
+    return {word for text in texts for found in re.findall(pattern, text) for word in found if word}
+
+
+def test_every_end_state_is_in_the_guide_and_no_other():
+    ends = door_says(r'\bend\("(\w+)"(?: if .* else "(\w+)")?')
+    ends |= door_says(r'\b(?:ended|outcome) = "(\w+)" if .* else "(\w+)"')
+    ends |= door_says(r'outcome or "(cut_by_proxy)"()')
+    assert len(ends) == 9
+    section = OPERATIONS.split("## End states")[1].split("## Metrics")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == ends
+
+
+def test_every_phase_is_in_the_guide():
+    phases = door_says(r'clock\("(\w+)"()') | door_says(r'phase(?:, [\w.]+)? = "(\w+)"()')
+    assert {"queue", "backoff", "relay"} <= phases
+    assert {phase for phase in phases if f"`{phase}`" not in OPERATIONS} == set()
+
+
+def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
+    code = "\n".join(path.read_text() for path in (ROOT / "omni_proxy").rglob("*.py"))
+    section = OPERATIONS.split("## Log lines")[1].split("## Taking")[0]
+    lines = [
+        line
+        for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+        for line in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(lines) > 12
+    for line in lines:
+        for part in line.split("…"):
+            assert part.strip() in code, line
