@@ -15,6 +15,7 @@ from omni_proxy.front.explain import ExplainRoutes
 from omni_proxy.front.feed import FeedRoutes
 from omni_proxy.front.metrics import MetricsRoutes
 from omni_proxy.front.models import ModelRoutes
+from omni_proxy.front.openapi import OpenApiRoutes
 from omni_proxy.front.pool import PoolRoutes
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import speak_json
@@ -47,6 +48,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
         EngineRoutes(rooms, chosen),
         ExplainRoutes(rooms),
         DashboardRoutes(),
+        OpenApiRoutes(),
         AdminRoutes(rooms, chosen),
         WeightRoutes(rooms),
         RlRoutes(rooms, records, chosen),
