@@ -1,6 +1,7 @@
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -37,10 +38,14 @@ ROUTING = (ROOT / "docs/routing.md").read_text()
 MIGRATION = (ROOT / "docs/migration.md").read_text()
 REPLICA = (ROOT / "docs/replica.md").read_text()
 INSTALL = (ROOT / "docs/install.md").read_text()
-GUIDES = (README, ROUTING, MIGRATION, REPLICA, INSTALL)
+START = (ROOT / "docs/start.md").read_text()
+TRAINERS = (ROOT / "docs/trainers.md").read_text()
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+GUIDES = (README, ROUTING, MIGRATION, REPLICA, INSTALL, START, TRAINERS, CONFIGURATION)
 PAGES = (
-    "README.md", "CHANGELOG.md", "docs/design.md", "docs/http.md", "docs/install.md",
-    "docs/migration.md", "docs/operations.md", "docs/replica.md", "docs/routing.md",
+    "README.md", "CHANGELOG.md", "docs/configuration.md", "docs/dashboard.md", "docs/design.md",
+    "docs/http.md", "docs/install.md", "docs/migration.md", "docs/operations.md",
+    "docs/replica.md", "docs/routing.md", "docs/start.md", "docs/trainers.md",
 )  # fmt: skip
 
 # Which argument of these calls is the code of an error.
@@ -94,15 +99,28 @@ def test_every_command_that_is_shown_is_one(line):
             assert (ROOT / module.replace(".", "/") / "__main__.py").exists()
         case ["pip", "install", "." | ".[replica]"]:
             pass
-        case ["curl", "-X", "POST", url]:
-            assert ("POST", re.sub(r"https?://[^/]+|[?].*", "", url)) in documented_routes()
+        case ["echo", body, "|", *words]:
+            json.loads(body)
+            assert words[0] == "omni-proxy"
+            accepts(words[1:])
+        case ["curl", *words]:
+            url = next(word for word in words if word.startswith("http"))
+            method = "POST" if {"-X", "-d"} & set(words) else "GET"
+            assert (method, re.sub(r"https?://[^/]+|[?].*", "", url)) in documented_routes()
+            for body in words[words.index("-d") + 1 :][:1] if "-d" in words else ():
+                json.loads(body)
         case [script, *_]:
             assert (ROOT / script).stat().st_mode & 0o100
 
 
 @pytest.mark.parametrize(
-    "page", GUIDES, ids=("readme", "routing", "migration", "replica", "install")
-)
+    "page",
+    GUIDES,
+    ids=(
+        "readme", "routing", "migration", "replica", "install", "start", "trainers",
+        "configuration",
+    ),
+)  # fmt: skip
 def test_the_commands_inside_the_text_are_commands(page):
     commands = [each for each in re.findall(r"`omni-proxy ([^`]+)`", page) if "…" not in each]
     assert commands or page is ROUTING
@@ -133,8 +151,9 @@ def accepts(words):
 
 
 def test_the_configurations_that_are_shown_load():
-    whole = [text for page in (README, ROUTING, MIGRATION) for text in blocks(page, "toml")]
-    assert len(whole) == 10
+    pages = (README, ROUTING, MIGRATION, START, TRAINERS)
+    whole = [text for page in pages for text in blocks(page, "toml")]
+    assert len(whole) == 16
     for text in whole:
         parse(text)
 

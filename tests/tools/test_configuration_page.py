@@ -1,0 +1,101 @@
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from omni_proxy.config import schema
+from omni_proxy.config.supported import NOT_YET
+from tests.tree import ROOT
+from tools import configuration_page
+from tools.configuration_page import PAGE, main, page
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    path = tmp_path / "configuration.md"
+    monkeypatch.setattr(configuration_page, "PAGE", path)
+    return path
+
+
+def rows():
+    """Dotted key -> (takes, default, meaning), as a reader of the page finds them."""
+    found, table = {}, ""
+    for line in page().splitlines():
+        if line.startswith("## "):
+            table = line.strip("# `[]")
+        elif line.startswith("| `"):
+            key, takes, default, meaning = line.strip("| ").split(" | ")
+            found[f"{table}.{key.strip('`')}"] = (takes, default, meaning)
+    return found
+
+
+def test_the_page_in_the_tree_is_what_the_schema_says():
+    assert PAGE.read_text() == page(), "run tools/configuration-page"
+
+
+def test_every_key_has_a_row_and_every_row_a_meaning():
+    def keys(struct, path=""):
+        for each in msgspec.inspect.type_info(struct).fields:
+            name = f"{path}{each.name}"
+            inner = getattr(each.type, "item_type", each.type)
+            if isinstance(inner, msgspec.inspect.StructType):
+                yield from keys(inner.cls, f"{name}.")
+            else:
+                yield name
+
+    told = rows()
+    assert set(told) == set(keys(schema.Config))
+    assert [key for key, row in told.items() if not all(row)] == []
+
+
+def test_exactly_what_is_not_supported_yet_says_so():
+    said = {key for key, (_, _, meaning) in rows().items() if "*Not supported yet, " in meaning}
+    assert said == set(NOT_YET)
+
+
+@pytest.mark.parametrize(
+    ("key", "takes", "default"),
+    [
+        ("server.port", "a whole number, 0 to 65,535", "`30000`"),
+        ("server.max_payload_size", 'bytes, or a string such as "64MiB"', '`"512MiB"`'),
+        ("server.half_close", "`abort`, `answer`", '`"abort"`'),
+        ("health.interval_secs", "seconds, above 0", "`10`"),
+        ("routing.cache_aware.cache_threshold", "a number, 0 to 1", "`0.5`"),
+        ("workers.url", "a base URL, or unix:PATH", "required"),
+        ("workers.disabled", "true or false", "`false`"),
+        ("launch.command", "a list of strings, not empty", "required"),
+        ("launch.env", "a table of strings", "`{}`"),
+    ],
+)
+def test_types_ranges_and_defaults_read_as_one_would_write_them(key, takes, default):
+    assert rows()[key][:2] == (takes, default)
+
+
+def test_a_bare_list_of_choices_gives_way_to_the_words_of_the_schema():
+    assert "waits for an operator" in rows()["health.on_threshold"][2]
+    assert "whoever" not in rows()["routing.sticky_sessions"][2]
+
+
+def test_a_table_begins_with_the_words_of_its_struct():
+    assert "`[server.timeouts]`\n\nThe clocks of one exchange" in page()
+    assert "`[[launch]]`\n\nA group of replicas" in page()
+    assert "`[server]`\n\n| key" in page()
+
+
+def test_it_writes_the_page_and_checks_it(elsewhere, capsys):
+    assert main(["--check"]) == 1
+    assert "run tools/configuration-page" in capsys.readouterr().err
+    assert main([]) == 0
+    assert elsewhere.read_text() == page()
+    assert main(["--check"]) == 0
+    elsewhere.write_text(page() + "\n")
+    assert main(["--check"]) == 1
+
+
+def test_the_command_refuses_other_words():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.configuration_page", "--help"],
+        capture_output=True, text=True, timeout=30, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "usage: tools/configuration-page [--check]\n")

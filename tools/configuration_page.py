@@ -1,0 +1,233 @@
+"""docs/configuration.md, made from the schema and the comments of config/example.toml.
+
+Invariant: nothing about a key is written here. What a key takes comes from its type; what it means
+from its comment in the example, and where that only lists the choices, from the one above it in
+the schema.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, get_args, get_type_hints
+
+import msgspec
+from msgspec import inspect as types
+
+from omni_proxy.config import schema
+from omni_proxy.config.fields import read_endpoint, read_size, read_worker_url
+from omni_proxy.config.flags import FLAGS
+from omni_proxy.config.supported import NOT_YET, toml
+
+ROOT: Final = Path(__file__).parent.parent
+FILLERS: Final = {"or", "the", "default"}  # words around a bare list of choices
+PAGE: Final = ROOT / "docs/configuration.md"
+EXAMPLE: Final = ROOT / "config/example.toml"
+# Bounds that only catch slips; to tell them would be noise.
+SLIP: Final = 1_000_000_000
+READ_AS: Final = {
+    read_size: 'bytes, or a string such as "64MiB"',
+    read_endpoint: "a path",
+    read_worker_url: "a base URL, or unix:PATH",
+}
+HEAD: Final = """# Configuration
+
+Every table and key of the file, made from the program by `tools/configuration-page`. A file with
+all of them is [config/example.toml](../config/example.toml), and
+`omni-proxy check config/example.toml` judges one without starting anything.
+[routing.md](routing.md) explains the policies, [trainers.md](trainers.md) the weights.
+
+* Only the keys that say so are required, and no table is. An unknown key is refused, with the
+  nearest one named.
+* Every key is hot: save the file and it holds. SIGHUP and `POST /reload` do the same, nothing
+  needs a restart, and a file that is refused changes nothing.
+* A key that is *not supported yet* takes what it says and nothing else.
+* A flag, where a key has one, wins over the file.
+"""
+
+
+def page() -> str:
+    """The whole text of the page."""
+    said = _example_comments(EXAMPLE.read_text())
+    why = _schema_comments(inspect.getsource(schema))
+    parts = [HEAD]
+    for path, struct, several in _tables(schema.Config):
+        title = f"[[{path}]]" if several else f"[{path}]"
+        lead = _lead(struct, several)
+        rows = [_row(path, struct, each, (said, why)) for each in _keys(struct)]
+        head = "| key | takes | default | meaning |\n|---|---|---|---|"
+        parts.append(f"## `{title}`\n\n{lead}{head}\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def main(words: list[str]) -> int:
+    if words not in ([], ["--check"]):
+        print("usage: tools/configuration-page [--check]", file=sys.stderr)
+        return 2
+    if not words:
+        PAGE.write_text(page())
+    elif not PAGE.exists() or PAGE.read_text() != page():
+        print(f"{PAGE}: not what the schema says; run tools/configuration-page", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _tables(struct: type, path: str = "") -> Iterator[tuple[str, type, bool]]:
+    """(path, struct, whether it is a list of tables) of every table, parents first."""
+    for each in types.type_info(struct).fields:  # type: ignore[attr-defined]
+        name = f"{path}.{each.name}" if path else each.name
+        if isinstance(each.type, types.StructType):
+            yield name, each.type.cls, False
+            yield from _tables(each.type.cls, name)
+        elif isinstance(each.type, types.VarTupleType) and isinstance(
+            each.type.item_type, types.StructType
+        ):
+            yield name, each.type.item_type.cls, True
+
+
+def _keys(struct: type) -> list[types.Field]:
+    fields = types.type_info(struct).fields  # type: ignore[attr-defined]
+    return [each for each in fields if not isinstance(each.type, types.StructType)]
+
+
+def _lead(struct: type, several: bool) -> str:
+    """What the table is for, and how it is repeated."""
+    doc = struct.__dict__.get("__doc__")
+    lines = [" ".join(doc.split())] if doc else []
+    if several:
+        lines.append("One table for each; the file may have any number of them, or none.")
+    return " ".join(lines) + "\n\n" if lines else ""
+
+
+def _row(
+    path: str, struct: type, key: types.Field, comments: tuple[dict[str, str], dict[str, str]]
+) -> str:
+    said, why = comments
+    full = f"{path}.{key.name}"
+    meaning = said.get(full, "")
+    if not _words(meaning) - _choices_of(key) - FILLERS:
+        meaning = why.get(f"{struct.__name__}.{key.name}", meaning).removesuffix(".")
+    if full in NOT_YET:
+        today = ", ".join(f"`{toml(each)}`" for each in NOT_YET[full])
+        meaning = f"*Not supported yet, takes {today} alone:* {meaning}"
+    flag = next((flag for flag, name in FLAGS.items() if name == full), "")
+    if flag:
+        meaning += f"; flag `{flag}`"
+    cells = (f"`{key.name}`", _takes(struct, key), _shown(key), meaning)
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _default(key: types.Field) -> Any:
+    if key.default_factory is not msgspec.NODEFAULT:
+        return key.default_factory()
+    return key.default
+
+
+def _shown(key: types.Field) -> str:
+    """The default as one would write it."""
+    default = _default(key)
+    if default is msgspec.NODEFAULT:
+        return "required"
+    if _reader(key) is read_size:
+        return f'`"{default // 2**20}MiB"`' if default % 2**20 == 0 else f"`{default}`"
+    if isinstance(default, tuple):
+        return f"`{json.dumps(default)}`"
+    if isinstance(default, float) and default.is_integer():
+        return f"`{int(default)}`"
+    return f"`{toml(default) if default != {} else '{}'}`"
+
+
+def _reader(key: types.Field) -> object:
+    extra = key.type.extra if isinstance(key.type, types.Metadata) else None
+    return (extra or {}).get("read")
+
+
+def _takes(struct: type, key: types.Field) -> str:
+    reader = _reader(key)
+    if reader in READ_AS:
+        return READ_AS[reader]
+    match key.type:
+        case types.BoolType():
+            return "true or false"
+        case types.LiteralType():
+            return _choices(struct, key.name)
+        case types.IntType() | types.FloatType():
+            unit = "seconds" if key.name.endswith("_secs") else "a number"
+            kind = "a whole number" if isinstance(key.type, types.IntType) else unit
+            return kind + _range(key.type)
+        case types.VarTupleType(item_type=types.LiteralType()):
+            return "a list of " + _choices(struct, key.name)
+        case types.VarTupleType(min_length=least):
+            return "a list of strings" + (", not empty" if least else "")
+        case types.DictType():
+            return "a table of strings"
+        case types.StrType(min_length=1):
+            return "a string, not empty"
+        case types.StrType():
+            return "a string"
+    raise TypeError(f"{struct.__name__}.{key.name}: say here what {key.type} takes")
+
+
+def _choices(struct: type, name: str) -> str:
+    """In the order of the schema, which is that of use; the type library would sort them."""
+    hint = get_type_hints(struct)[name]
+    choices = get_args(hint)
+    if choices[-1] is Ellipsis:
+        choices = get_args(choices[0])
+    return ", ".join(f"`{each}`" for each in choices)
+
+
+def _range(number: types.IntType | types.FloatType) -> str:
+    low = f"above {number.gt:g}" if number.gt is not None else f"{number.ge:,}"
+    if number.le is not None and number.le < SLIP:
+        return f", {low} to {number.le:,}"
+    return f", {low}" if number.gt is not None else f", {low} or more"
+
+
+def _example_comments(text: str) -> dict[str, str]:
+    """Dotted key -> what the example says behind it; keys that stand behind a `#` count too."""
+    found, table = {}, ""
+    for line in text.splitlines():
+        bare = line.removeprefix("# ")
+        if header := re.match(r"\[\[?([\w.]+)\]\]?", bare):
+            table = header[1]
+        elif key := re.match(r"(\w+) = .*?\s# (?P<said>.+)", bare):
+            found[f"{table}.{key[1]}"] = key["said"].removeprefix("not supported yet: ")
+    return found
+
+
+def _schema_comments(source: str) -> dict[str, str]:
+    """ "Struct.key" -> the comment lines right above it."""
+    lines = source.splitlines()
+    found = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field in node.body:
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            above: list[str] = []
+            at = field.lineno - 2
+            while lines[at].lstrip().startswith("#"):
+                above.insert(0, lines[at].strip().removeprefix("# "))
+                at -= 1
+            if above:
+                found[f"{node.name}.{field.target.id}"] = " ".join(above)
+    return found
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def _choices_of(key: types.Field) -> set[str]:
+    return set(map(str, key.type.values)) if isinstance(key.type, types.LiteralType) else set()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
