@@ -5,10 +5,12 @@ when they run: `omni-proxy check` must not wait for a model runtime.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
+READER_LEFT: Final = 141  # as of a program that SIGPIPE ended
 # A command's word, then where it is done: its module and, where that isn't `main`, the function.
 COMMANDS: Final = {
     "check": "omni_proxy.cli.check",
@@ -31,4 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = words.pop(0) if words and words[0] in COMMANDS else "serve"
     module, _, function = COMMANDS[command].partition(":")
     found = getattr(importlib.import_module(module), function or "main")
-    return cast("Callable[[Sequence[str]], int]", found)(words)
+    try:
+        status = cast("Callable[[Sequence[str]], int]", found)(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has enough (`| head`); the interpreter would try to write the rest once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    return status

@@ -151,7 +151,9 @@ class Keeper:
     async def _change(self, source: str, new: Config, state: State) -> Reloaded:
         told = diff(self.config, new)
         if new == self.config and state == self.state:
-            self._note("unchanged", source, keep_refusal=source == "api")
+            # The watcher reads again what a request has applied: that says nothing new.
+            seen = source == "file" and "error" not in self.last_reload
+            self._note("unchanged", source, keep=seen or source == "api")
             return Reloaded("unchanged", self.revision)
         try:
             commits = [prepare(new) for prepare in self._prepares]
@@ -204,11 +206,11 @@ class Keeper:
         source: str,
         told: dict[str, Any] | None = None,
         *,
-        keep_refusal: bool = False,
+        keep: bool = False,
     ) -> None:
-        """What HTTP changed is no reading of FILE, so it doesn't clear a refusal of it."""
+        """`keep` the last one: what HTTP changed is no reading of FILE and clears no refusal of it."""
         self.reloads[outcome, source] += 1
-        if not keep_refusal:
+        if not keep:
             at = datetime.now(UTC).isoformat()
             self.last_reload = {"outcome": outcome, "source": source, "diff": told or {}, "at": at}
 

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -156,3 +157,12 @@ def test_words_are_those_of_the_program_unless_given(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "omni-proxy" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
+    words = [sys.executable, "-m", "omni_proxy", "completion", "bash"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        command.stdout.close()
+        told = command.stderr.read()
+        assert command.wait(30) == 141
+    assert told == b""

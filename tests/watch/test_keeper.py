@@ -248,3 +248,17 @@ async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not
     assert done == ["at once", "reload", "change"]
     assert urls(keeper) == [B]
     assert keeper.turn.locked() is False
+
+
+async def test_what_a_reload_did_is_still_told_after_the_watcher_has_read_again(file, keeper):
+    file.write_text("[health]\ninterval_secs = 7\n")
+    assert (await keeper.reload("http")).outcome == "applied"
+    told = keeper.last_reload
+    assert (await keeper.reload("file")).outcome == "unchanged"
+    assert keeper.last_reload == told
+    file.write_text("[health]\ninterval_sec = 7\n")
+    assert (await keeper.reload("file")).outcome == "refused"
+    file.write_text("[health]\ninterval_secs = 7\n")
+    await keeper.reload("file")
+    assert keeper.last_reload["outcome"] == "unchanged"
+    assert "error" not in keeper.last_reload
