@@ -208,7 +208,7 @@ class Keeper:
         *,
         keep: bool = False,
     ) -> None:
-        """`keep` the last one: what HTTP changed is no reading of FILE and clears no refusal of it."""
+        """`keep` the last one: what HTTP changed is no reading of FILE, and clears no refusal."""
         self.reloads[outcome, source] += 1
         if not keep:
             at = datetime.now(UTC).isoformat()

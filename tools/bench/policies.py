@@ -1,7 +1,7 @@
-"""What a policy and a large fleet cost: the proxy beside itself, CPU per small POST.
+"""What a policy, a large fleet and metrics cost: the proxy beside itself.
 
-`python -m tools.bench.policies`: cache_aware by round_robin, and 500 workers by 2, each pair taken
-within seconds of each other.
+`python -m tools.bench.policies`: cache_aware by round_robin, 500 workers by 2, metrics on by off;
+CPU per small POST or streamed event, each pair taken within seconds of each other.
 """
 
 import argparse
@@ -16,12 +16,13 @@ from tools.bench.sides import OMNI_PROXY, Place, Side, proxy
 
 MANY = 500
 FEW = 2
-LOAD = "unary c=32"
+UNARY, STREAM = "unary c=32", "stream 17k/s"
 
 
-def side(policy: str, workers: int) -> Side:
+def side(policy: str, workers: int, *, metrics: bool = True) -> Side:
     """The proxy with this policy over the first so many workers."""
-    inner = proxy(OMNI_PROXY, f"{policy}, {workers} workers")
+    counted = "" if metrics else ", metrics off"
+    inner = proxy(OMNI_PROXY, f"{policy}, {workers} workers{counted}")
     assert inner.command is not None
     command = inner.command
 
@@ -29,37 +30,44 @@ def side(policy: str, workers: int) -> Side:
         argv = command(replace(place, workers=place.workers[:workers]))
         config = place.folder / "omni-proxy.toml"
         text = config.read_text().replace('policy = "least_request"', f'policy = "{policy}"')
-        config.write_text(text)
+        config.write_text(text.replace("[server]", f"[server]\nmetrics = {str(metrics).lower()}"))
         return argv
 
     return replace(inner, command=narrowed)
 
 
-def compared(pair: tuple[Side, Side], rounds: int, secs: float, ports: Sequence[int]) -> str:
-    load = next(load for load in LOADS if load.name == LOAD)
+Pair = tuple[str, Side, Side]
+PAIRS: dict[str, Pair] = {
+    "cache": (UNARY, side("cache_aware", FEW), side("round_robin", FEW)),
+    "many": (UNARY, side("round_robin", MANY), side("round_robin", FEW)),
+    "many-cache": (UNARY, side("cache_aware", MANY), side("cache_aware", FEW)),
+    "metrics": (UNARY, side("least_request", 8), side("least_request", 8, metrics=False)),
+    "metrics-stream": (STREAM, side("least_request", 8), side("least_request", 8, metrics=False)),
+}
+
+
+def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
+    load = next(load for load in LOADS if load.name == pair[0])
     told: list[report.Round] = []
     for number in range(rounds):
-        order = pair if number % 2 == 0 else pair[::-1]
+        order = pair[1:] if number % 2 == 0 else pair[:0:-1]
         legs = {each.name: run_leg(each, load, list(ports), secs) for each in order}
         told.append(legs)
         costs = ", ".join(f"{name} {leg.cpu_us:.1f} us" for name, leg in legs.items())
         print(f"  round {number + 1}: {costs}", file=sys.stderr)
-    first, second = pair
+    name, first, second = pair
     found = report.spread(report.ratios(told, first.name, second.name), 2)
-    faults = report.faults({LOAD: told})
-    return "\n".join([f"{first.name} by {second.name}: {found}", *faults])
+    faults = report.faults({name: told})
+    return "\n".join([f"{name}: {first.name} by {second.name}: {found}", *faults])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.policies", description=__doc__)
     parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", default=5)
     parser.add_argument("--secs", type=float, default=3.0, help="measured per leg (3)")
+    parser.add_argument("--pair", choices=PAIRS, action="append", help="may be repeated; all")
     arguments = parser.parse_args()
-    pairs = (
-        (side("cache_aware", FEW), side("round_robin", FEW)),
-        (side("round_robin", MANY), side("round_robin", FEW)),
-        (side("cache_aware", MANY), side("cache_aware", FEW)),
-    )
+    pairs = [PAIRS[name] for name in arguments.pair or PAIRS]
     try:
         with fake_worker(MANY) as ports:
             for pair in pairs:
