@@ -9,7 +9,7 @@ PURE = ("config", "wire", "fleet", "routing", "control")
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
 # Who stands below whom. Rooms of one floor may use each other where they don't go in circles.
 FLOOR = {
-    "config": 0, "wire": 0, "fleet": 1, "routing": 2, "control": 3,
+    "config": 0, "wire": 0, "collective": 0, "fleet": 1, "routing": 2, "control": 3,
     "door": 4, "watch": 4, "weights": 4, "front": 4, "observe": 4, "supervise": 4,
     "root": 5, "cli": 6, "__main__": 7,
 }  # fmt: skip
@@ -34,9 +34,11 @@ def test_imports_go_down_only(path):
             assert FLOOR[other] < FLOOR[mine] or FLOOR[other] == FLOOR[mine] == 4, other
 
 
-def test_config_and_wire_know_nothing_of_each_other():
-    for name, other in (("config", "wire"), ("wire", "config")):
-        assert not [p for p in sources(PACKAGE / name) if other in used_rooms(p)]
+def test_rooms_of_the_lowest_floor_know_nothing_of_each_other():
+    lowest = {name for name, floor in FLOOR.items() if floor == 0}
+    for name in lowest:
+        others = lowest - {name}
+        assert not [p for p in sources(PACKAGE / name) if others & used_rooms(p)]
 
 
 def test_rooms_of_one_floor_never_go_in_circles():
@@ -65,7 +67,7 @@ def test_the_replica_and_the_proxy_know_nothing_of_each_other():
     for path in sources():
         mine = room(name_of(path))
         if mine == "replica":
-            assert used_rooms(path) <= {"replica", "weights"}, path
+            assert used_rooms(path) <= {"replica", "weights", "collective"}, path
             shared = {used for used in imports(path) if used.startswith("omni_proxy.weights.")}
             assert all(used.startswith("omni_proxy.weights.checksum") for used in shared), path
         elif mine != "cli":  # where the command is dispatched
@@ -74,7 +76,7 @@ def test_the_replica_and_the_proxy_know_nothing_of_each_other():
 
 def test_starting_the_proxy_never_imports_torch_or_a_model_runtime():
     code = (
-        "import sys, omni_proxy.cli.serve, omni_proxy.root; "
+        "import sys, omni_proxy.cli.serve, omni_proxy.root, omni_proxy.collective.group; "
         "print(*sorted({'torch', 'xllamacpp', 'numpy', 'openai'} & sys.modules.keys()))"
     )
     done = subprocess.run(

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from omni_proxy.collective.specs import GroupError
 from omni_proxy.replica.text.admin import Answer
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow import PeerFault
-from omni_proxy.replica.weights.specs import GroupError
 from omni_proxy.replica.weights.target import ApplyFault, DamagedFault, Staged, Target, WeightsFault
 
 log = logging.getLogger(__name__)

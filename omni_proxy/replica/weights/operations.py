@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_proxy.collective.rendezvous import Rendezvous
+from omni_proxy.collective.specs import GroupError, plan_of, specs_of
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.admin import Answer, failure
 from omni_proxy.replica.text.scheduler import TextScheduler
@@ -21,13 +23,11 @@ from omni_proxy.replica.text.slow import PeerFault
 from omni_proxy.replica.weights.checker import Checker
 from omni_proxy.replica.weights.disk import WeightsFolder
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish
-from omni_proxy.replica.weights.rendezvous import Rendezvous
-from omni_proxy.replica.weights.specs import GroupError, plan_of, specs_of
 from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault
 from omni_proxy.replica.weights.tensors import staged_of_serialized
 
 if TYPE_CHECKING:
-    from omni_proxy.replica.weights.group import Groups
+    from omni_proxy.collective.group import Groups
 
 GROUP_NAME = "weight_update_group"
 GROUP_SECS = 300.0
@@ -134,7 +134,7 @@ class WeightOperations:
     def _groups(self) -> Groups:
         # Most replicas never join one: what that needs is imported where it is wanted.
         if self._joined is None:
-            from omni_proxy.replica.weights.group import Groups
+            from omni_proxy.collective.group import Groups
 
             self._joined = Groups()
         return self._joined

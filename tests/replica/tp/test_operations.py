@@ -11,10 +11,10 @@ from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish
 from omni_proxy.replica.weights.target import Staged, Target
+from tests.collective.trainer_side import Trainer, _made, free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.stages import save as save_to
-from tests.replica.weights.trainer_side import Trainer, _made, free_port
 
 UP = "model.layers.1.mlp.up_proj.weight"
 OUT = "model.layers.2.self_attn.o_proj.weight"

@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import save
 
 from omni_proxy.replica.pipeline.messages import Failed, Streamed
+from tests.collective.trainer_side import Trainer, _made
 from tests.replica.weights import stages
 from tests.replica.weights.stages import checksum_of, weights_of
-from tests.replica.weights.trainer_side import Trainer, _made
 
 LAST_NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 

@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from omni_proxy.replica.weights.errand import Abandoned, Errand
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.errand import Abandoned, Errand
+from omni_proxy.collective.specs import GroupError
 
 
 @pytest.fixture

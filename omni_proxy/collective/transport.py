@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from omni_proxy.replica.weights.buffers import Buffers, no_room
-from omni_proxy.replica.weights.errand import Errand
-from omni_proxy.replica.weights.rendezvous import GLOO, NCCL, Rendezvous
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.buffers import Buffers, no_room
+from omni_proxy.collective.errand import Errand
+from omni_proxy.collective.rendezvous import GLOO, NCCL, Rendezvous
+from omni_proxy.collective.specs import GroupError
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +68,8 @@ def require_backend(backend: str) -> None:
 
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise GroupError(
-                "backend 'nccl' needs a CUDA device and a torch built with NCCL, and this replica "
-                "has none: let the trainer make the group with backend 'gloo'"
+                "backend 'nccl' needs a CUDA device and a torch built with NCCL, and here is "
+                "none: let the trainer make the group with backend 'gloo'"
             )
 
 

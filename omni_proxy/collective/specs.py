@@ -97,7 +97,7 @@ def plan_of(specs: Iterable[Announced], load_format: str | None = None) -> Plan:
     """What to expect for these specs; raises GroupError naming the first that is wrong."""
     if load_format not in (None, FLATTENED):
         raise GroupError(
-            f"unknown load_format {load_format!r}: this replica takes {FLATTENED!r}, or none for "
+            f"unknown load_format {load_format!r}: known is {FLATTENED!r}, or none for "
             "one broadcast per tensor"
         )
     tensors = tuple(_tensor(name, dtype, shape) for name, dtype, shape in specs)

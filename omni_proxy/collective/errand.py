@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.specs import GroupError
 
 T = TypeVar("T")
 

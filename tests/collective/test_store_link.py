@@ -5,10 +5,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from omni_proxy.replica.weights import store_link
-from omni_proxy.replica.weights.specs import GroupError
-from omni_proxy.replica.weights.store_link import open_store_link
-from tests.replica.weights.trainer_side import Pool, free_port
+from omni_proxy.collective import store_link
+from omni_proxy.collective.specs import GroupError
+from omni_proxy.collective.store_link import open_store_link
+from tests.collective.trainer_side import Pool, free_port
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from omni_proxy.replica.weights.group import GroupError, Groups, Limits, Rendezvous
-from tests.replica.weights.trainer_side import Pool, free_port
+from omni_proxy.collective.group import GroupError, Groups, Limits, Rendezvous
+from tests.collective.trainer_side import Pool, free_port
 
 SPECS = [("a.weight", "float32", [2, 3])]
 TENSORS = [("float32", [2, 3], 1)]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.specs import GroupError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,7 +1,7 @@
 import pytest
 
-from omni_proxy.replica.weights.buffers import Buffers, free_bytes
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.buffers import Buffers, free_bytes
+from omni_proxy.collective.specs import GroupError
 
 
 def test_what_nobody_looks_into_is_handed_out_again():

@@ -1,4 +1,4 @@
-"""The weights-update groups that this replica is a rank of: init, destroy, receive, status, close.
+"""The weights-update groups that we are a rank of: init, destroy, receive, status, close.
 
 joining -> ready <-> receiving; any failure and every end of the owner drops the group, since a
 group that failed once only hangs later. All calls block: use a thread of your own for each.
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from omni_proxy.replica.weights.buffers import KEEP_BYTES, Buffers
-from omni_proxy.replica.weights.errand import Abandoned, Errand
-from omni_proxy.replica.weights.receive import Progress, Reception, Surroundings
-from omni_proxy.replica.weights.rendezvous import Rendezvous, checked
-from omni_proxy.replica.weights.specs import Announced, GroupError, plan_of
-from omni_proxy.replica.weights.store_link import StoreLink, open_store_link
-from omni_proxy.replica.weights.transport import Transport, join, require_backend, told
+from omni_proxy.collective.buffers import KEEP_BYTES, Buffers
+from omni_proxy.collective.errand import Abandoned, Errand
+from omni_proxy.collective.receive import Progress, Reception, Surroundings
+from omni_proxy.collective.rendezvous import Rendezvous, checked
+from omni_proxy.collective.specs import Announced, GroupError, plan_of
+from omni_proxy.collective.store_link import StoreLink, open_store_link
+from omni_proxy.collective.transport import Transport, join, require_backend, told
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from omni_proxy.replica.weights.buffers import Buffers
-from omni_proxy.replica.weights.errand import Abandoned, Errand
-from omni_proxy.replica.weights.specs import GroupError, Message, Plan
-from omni_proxy.replica.weights.transport import Transport, told
+from omni_proxy.collective.buffers import Buffers
+from omni_proxy.collective.errand import Abandoned, Errand
+from omni_proxy.collective.specs import GroupError, Message, Plan
+from omni_proxy.collective.transport import Transport, told
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.specs import GroupError
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
@@ -37,7 +37,7 @@ def checked(rendezvous: Rendezvous) -> tuple[str, int]:
     if not isinstance(name, str) or not name:
         raise GroupError(f"group_name must be a non-empty string, not {name!r}")
     if backend not in (GLOO, NCCL):
-        raise GroupError(f"unknown backend {backend!r}: this replica joins gloo and nccl groups")
+        raise GroupError(f"unknown backend {backend!r}: gloo and nccl are the known ones")
     rank, world = rendezvous.rank, rendezvous.world_size
     for key, number in (("rank", rank), ("world_size", world)):
         if not isinstance(number, int) or isinstance(number, bool):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.weights.specs import (
+from omni_proxy.collective.specs import (
     ALIGNMENT_BYTES,
     FLATTENED,
     ITEM_BYTES,
@@ -129,7 +129,7 @@ def test_lists_that_do_not_fit_together_are_refused(lists, said):
 
 
 def test_groups_are_importable_without_torch():
-    code = "import sys, omni_proxy.replica.weights.group; print('torch' in sys.modules)"
+    code = "import sys, omni_proxy.collective.group; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

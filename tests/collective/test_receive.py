@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from omni_proxy.replica.weights.group import GroupError, Groups, Limits, Rendezvous
-from omni_proxy.replica.weights.specs import ITEM_BYTES
-from tests.replica.weights.trainer_side import DTYPES, Pool, sha256
+from omni_proxy.collective.group import GroupError, Groups, Limits, Rendezvous
+from omni_proxy.collective.specs import ITEM_BYTES
+from tests.collective.trainer_side import DTYPES, Pool, sha256
 
 BIG_BYTES = 384 << 20
 WIDE_FIRST = sorted(DTYPES, key=lambda dtype: -ITEM_BYTES[dtype])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from omni_proxy.replica.weights.specs import GroupError
+from omni_proxy.collective.specs import GroupError
 
 # What a torch store client says first: a greeting with a magic number, then a ping with a nonce
 # that the store sends back (weight-sync.md 0.4, 4.2).
