@@ -74,7 +74,11 @@ class Buffers:
         whole = max(nbytes, 1)
         block = self._reused(whole)
         if block is None:
-            if nbytes > (free := self._free()):
+            free = self._free()
+            if nbytes > free and self.kept_bytes():
+                self.clear()  # better memory for what comes than for what may come
+                free = self._free()
+            if nbytes > free:
                 raise no_room(nbytes, free)
             block = torch.empty(whole, dtype=torch.uint8).numpy()
             block[::PAGE_BYTES] = 0

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+from omni_proxy.collective.armed import LocalReceived, Order
 from omni_proxy.collective.buffers import KEEP_BYTES, Buffers
 from omni_proxy.collective.errand import Abandoned, Errand
-from omni_proxy.collective.receive import Progress, Reception, Surroundings
+from omni_proxy.collective.receive import OWNER_GONE, Come, Moved, Reception, Surroundings, mark_of
 from omni_proxy.collective.rendezvous import Rendezvous, checked
 from omni_proxy.collective.specs import Announced, GroupError, plan_of
+from omni_proxy.collective.stop import Stop
 from omni_proxy.collective.store_link import StoreLink, open_store_link
 from omni_proxy.collective.transport import Transport, join, require_backend, told
+from omni_proxy.collective.underway import Underway, run_underway
 
 if TYPE_CHECKING:
     import torch
@@ -39,16 +42,20 @@ REMEMBERED_ENDS: Final = 32
 class Limits:
     """How patient groups are.
 
-    `stall_secs`: a receive in which nothing comes for so long is ended. `silent_secs`: how long a
+    `stall_secs`: a receive in which nothing comes for so long is ended; `first_byte_secs`: how long
+    an armed one waits for its first byte, None = as long as that. `silent_secs`: how long a
     port may accept without a store's answer. `ping_secs`: how long the owner of a group whose name
     is wanted by another may take to show that it lives. `keep_bytes`: receive memory kept for the
-    next time.
+    next time. `receive_secs`: how long one receive may take that never stands still.
     """
 
     stall_secs: float = 30.0
-    silent_secs: float = 10.0
+    # A trainer's store looks up the names of its visitors: a DNS that is gone takes 10 s each time.
+    silent_secs: float = 12.0
     ping_secs: float = 2.0
     keep_bytes: int = KEEP_BYTES
+    first_byte_secs: float | None = None
+    receive_secs: float = 3600.0
 
 
 class State(StrEnum):
@@ -91,14 +98,14 @@ class Groups:
         self._kept = Buffers(self._limits.keep_bytes)
         self._closed = False
 
-    def init(self, rendezvous: Rendezvous) -> None:
+    def init(self, rendezvous: Rendezvous, stop: Stop | None = None) -> None:
         """Joins the trainer's group; returns once all ranks are there (NCCL: once we are).
 
         A group of this name whose trainer lives is left as it is, one whose trainer has gone is
-        replaced. Raises GroupError; then no group of this name is left behind.
+        replaced. Raises GroupError; then no group of this name is left behind. `stop` ends it.
         """
         address = checked(rendezvous)
-        require_backend(rendezvous.backend)
+        require_backend(rendezvous.backend, rendezvous.device)
         self._make_room(rendezvous.group_name)
         member = _Member(rendezvous, address)
         with self._lock:
@@ -109,9 +116,13 @@ class Groups:
             self._members[rendezvous.group_name] = member
         joined = False
         try:
+            if stop is not None:
+                stop.hear(lambda why: setattr(member, "stop", member.stop or why))
             self._join(member)
             joined = True
         finally:
+            if stop is not None:
+                stop.hear(None)
             self._leave_state(member, keep=joined)
         if member.stop is not None:
             raise GroupError(member.stop)
@@ -136,7 +147,7 @@ class Groups:
         group_name: str,
         specs: Iterable[Announced],
         load_format: str | None = None,
-        progress: Progress | None = None,
+        progress: Moved | None = None,
     ) -> dict[str, torch.Tensor]:
         """What the trainer broadcasts for these specs, by name, in memory of its own.
 
@@ -146,20 +157,75 @@ class Groups:
         """
         plan = plan_of(specs, load_format)
         member = self._claim(group_name)
+        return self._receive(member, Order((plan,)), threading.Event(), progress).tensors()
+
+    def arm(self, group_name: str, order: Order, *, ready_secs: float) -> Underway[LocalReceived]:
+        """Returns once the first receive is posted; what comes is watched by a thread of its own.
+
+        Raises GroupError: then nothing is armed; with `group_dropped` the group is gone as well.
+        """
+        member = self._claim(group_name)
+        if member.owner_gone():
+            gone = GroupError(f"group {group_name!r}: {OWNER_GONE}", group_dropped=True)
+            self._remember(member, OWNER_GONE, dropped=True)
+            self._leave_state(member, keep=False)
+            raise gone
+
+        def stop(why: str) -> None:
+            member.stop = member.stop or why
+
+        def transfer(posted: threading.Event, moved: Moved) -> LocalReceived:
+            return LocalReceived(order, self._receive(member, order, posted, moved))
+
+        armed: Underway[LocalReceived] = Underway(order, stop)
+        run_underway(f"weights-watch-{group_name}", armed, transfer, ready_secs)
+        return armed
+
+    def owner_gone(self, group_name: str) -> bool:
+        """Whether the trainer of this group has closed its store; returns at once."""
+        with self._lock:
+            member = self._members.get(group_name)
+        return member is not None and member.owner_gone()
+
+    def owner_answers(self, group_name: str) -> bool:
+        """Whether the trainer of this group shows within `ping_secs` that it lives."""
+        with self._lock:
+            member = self._members.get(group_name)
+        if member is None:
+            return False
+        return member.link is None or member.link.answers(self._limits.ping_secs)
+
+    def _receive(
+        self,
+        member: _Member,
+        order: Order,
+        posted: threading.Event,
+        moved: Moved | None,
+    ) -> Come:
+        came: Come | None = None
         reception: Reception | None = None
-        received: dict[str, torch.Tensor] | None = None
         try:
             assert member.transport is not None
-            reception = Reception(member.transport, plan, self._kept)
+            block = self._block_for(order, member.transport)
+            mark = mark_of(member.rendezvous.group_name, member.rendezvous.world_size)
+            reception = Reception(member.transport, order.whole, block, mark, digests=order.digests)
             member.watch_of = reception
-            received = reception.run(self._around(member), progress)
+            came = reception.run(self._around(member), moved, posted.set)
         except GroupError as error:
             self._remember(member, str(error), dropped=error.group_dropped)
             raise
         finally:
             member.watch_of = None
-            self._leave_state(member, keep=received is not None or reception is None)
-        return received
+            self._leave_state(member, keep=came is not None or reception is None)
+        return came
+
+    def _block_for(self, order: Order, transport: Transport) -> torch.Tensor:
+        try:
+            if order.block is None:
+                return transport.block(order.whole.block_bytes, self._kept)
+            return order.block(order.whole)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            raise GroupError(f"no memory for the announced tensors: {error}") from None
 
     def status(self) -> dict[str, Any]:
         """JSON-ready: the groups with what they do, threads that torch holds, memory kept."""
@@ -186,8 +252,7 @@ class Groups:
             holder = self._members.get(group_name)
         if holder is None:
             return
-        link = holder.link
-        if link is None or link.answers(self._limits.ping_secs):
+        if self.owner_answers(group_name):
             raise GroupError(
                 f"group {group_name!r} is {holder.state} for the trainer at {holder.owner()}, "
                 "which is alive: destroy that group first, or use another group_name"
@@ -238,20 +303,22 @@ class Groups:
             return member
 
     def _around(self, member: _Member) -> Surroundings:
+        limits = self._limits
         return Surroundings(
             group_name=member.rendezvous.group_name,
-            timeout_secs=member.rendezvous.timeout_s,
-            stall_secs=self._limits.stall_secs,
+            timeout_secs=limits.receive_secs,
+            stall_secs=limits.stall_secs,
+            first_byte_secs=limits.first_byte_secs or limits.stall_secs,
             stopped=lambda: member.stop,
             owner_gone=member.owner_gone,
             threads=self._threads,
         )
 
     def _remember(self, member: _Member, why: str, *, dropped: bool) -> None:
-        # Not of one that was destroyed: that is what its owner wanted.
-        if not dropped or member.stop is not None:
-            return
         with self._lock:
+            # Not of one that was destroyed: that is what its owner wanted.
+            if not dropped or self._members.get(member.rendezvous.group_name) is not member:
+                return
             self._ends[member.rendezvous.group_name] = why
             while len(self._ends) > REMEMBERED_ENDS:
                 self._ends.pop(next(iter(self._ends)))

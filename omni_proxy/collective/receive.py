@@ -1,45 +1,59 @@
 """One receive: announced tensors come in, whole and on time, or a GroupError says what was wrong.
 
-Knows no HTTP and no model. A peer that sends less than it announced would go unnoticed: random
+Knows no HTTP and no model. A peer that sends less than it announced would go unnoticed: known
 bytes at the end of each message tell (weight-sync.md 6.5b), and tell how far the bytes have come.
 A peer that sends more ends the process inside gloo: who must survive that runs this in a child.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
-from omni_proxy.collective.buffers import Buffers
+from omni_proxy.collective.digest import Hashing
 from omni_proxy.collective.errand import Abandoned, Errand
-from omni_proxy.collective.specs import GroupError, Message, Plan
+from omni_proxy.collective.rendezvous import NCCL
+from omni_proxy.collective.specs import ITEM_BYTES, GroupError, Message, Plan
 from omni_proxy.collective.transport import Transport, told
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Buffer
 
 # Called in the receiving thread with (complete messages, bytes that have come), as they grow.
-Progress = Callable[[int, int], None]
+Moved = Callable[[int, int], None]
 
+# So slow may a link be, where the bytes of a message cannot be watched, before it counts as dead.
+SLOWEST_BYTES_PER_SEC: Final = 10e6
+# Slower than any that works: what is left to such a link may hold a thread of the backend for long.
+CRAWLING_BYTES_PER_SEC: Final = 1e6
 MARK_BYTES: Final = 8
 # In a shorter message the marks could by chance be what the trainer sends: 1 in 4 billion here.
 SHORTEST_MARKED_BYTES: Final = 4
 MARK_EVERY_BYTES: Final = 4 << 20
 # The last bytes of a trainer that sends and exits come after the end of its store.
 GRACE_SECS: Final = 1.0
+OWNER_GONE: Final = "the trainer has gone: the connection to its store was closed"
+
+
+def mark_of(group_name: str, world_size: int) -> bytes:
+    """What is marked with; the same at all ranks, as some get their bytes from another of them.
+
+    Such a one passes on all that was announced, whatever came: its mark must be known here too.
+    """
+    return hashlib.sha256(f"{world_size} {group_name}".encode()).digest()[:MARK_BYTES]
 
 
 class Marks:
-    """Random bytes in a block that is still to be received into: overwritten = it came so far."""
+    """The mark in a block that is still to be received into: overwritten = it came so far."""
 
-    def __init__(self, block: torch.Tensor, messages: tuple[Message, ...]) -> None:
+    def __init__(self, block: torch.Tensor, messages: tuple[Message, ...], mark: bytes) -> None:
         import torch
 
-        pattern = torch.frombuffer(bytearray(os.urandom(MARK_BYTES)), dtype=torch.uint8)
-        self._pattern = pattern.to(block.device)
+        self._pattern = torch.frombuffer(bytearray(mark), dtype=torch.uint8).to(block.device)
         self._block = block
         self._messages = messages
         for message in messages:
@@ -101,6 +115,18 @@ class Watch:
             self.moved_at = time.monotonic()
         return moved
 
+    def settled_of_current(self) -> int:
+        """How many bytes of the message that is coming are final: all before the last mark gone."""
+        if not self._marks_passed:
+            return 0
+        return max(0, self.bytes_come - self._bytes_done - MARK_BYTES)
+
+    def unseen_bytes(self) -> int:
+        """How many bytes may come now without being noticed before the last of them has."""
+        if self._marks is not None or self.messages_done == len(self._messages):
+            return 0
+        return self._messages[self.messages_done].nbytes
+
     def where(self) -> str:
         total = len(self._messages)
         if self.messages_done == total:
@@ -130,102 +156,194 @@ class Surroundings:
     group_name: str
     timeout_secs: float
     stall_secs: float
+    first_byte_secs: float
     stopped: Callable[[], str | None]
     owner_gone: Callable[[], bool]
     threads: Abandoned
 
 
+@dataclass(frozen=True, slots=True)
+class Come:
+    """What one receive brought: all of its plan, in `block`; `digests` only where asked for."""
+
+    plan: Plan
+    block: torch.Tensor
+    secs: float
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return views(self.plan, self.block)
+
+
 class Reception:
-    """Memory for a plan, and the one receive into it. The constructor touches no group.
+    """The one receive of a plan into a block, which is flat uint8 memory of at least its size."""
 
-    Raises GroupError where there is no memory for the plan.
-    """
-
-    def __init__(self, transport: Transport, plan: Plan, kept: Buffers) -> None:
-        block = transport.block(plan.block_bytes, kept)
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        block: torch.Tensor,
+        mark: bytes,
+        *,
+        digests: bool = False,
+    ) -> None:
         self._plan = plan
+        self._digests = digests
         self._transport: Transport | None = transport
         self._block: torch.Tensor | None = block
-        self._marks = Marks(block, plan.messages)
-        # Reading the memory of a GPU would wait for the very receive that it is to watch.
-        self.watch = Watch(plan, self._marks if block.device.type == "cpu" else None)
+        self._marks = Marks(block, plan.messages, mark)
+        # Reading the memory of a GPU would wait for the very receive that it is to watch, and what
+        # comes by way of one is copied from there when all of a message is there.
+        visible = block.device.type == "cpu" and transport.backend != NCCL
+        self.watch = Watch(plan, self._marks if visible else None)
 
     def run(
-        self, around: Surroundings, progress: Progress | None = None
-    ) -> dict[str, torch.Tensor]:
-        """The tensors by name, views of one block. Raises GroupError; the group is then unusable.
+        self,
+        around: Surroundings,
+        moved: Moved | None = None,
+        posted: Callable[[], None] = lambda: None,
+    ) -> Come:
+        """Blocks until all has come. Raises GroupError; the group is then unusable.
 
-        May be called once.
+        May be called once. `posted` is called as soon as the backend waits for the first message.
         """
         transport, block, self._transport, self._block = self._transport, self._block, None, None
         assert transport is not None
         assert block is not None
+        began = time.monotonic()
+        hashing = None
+        if self._digests:
+            hashing = Hashing(self._plan, _reading(block), around.group_name)
         parts = [block[each.offset : each.offset + each.nbytes] for each in self._plan.messages]
-        errand = _start(around, transport, parts)
+        errand = _start(around, transport, parts, posted)
         # From here on only its thread may hold the group: whoever gives up must not free it.
         del transport, parts
         try:
-            self._wait(errand, around, progress)
+            self._wait(errand, around, moved, hashing)
+            self._require_whole()
         except GroupError as error:
+            if hashing is not None:
+                hashing.give_up()
             del block
-            raise GroupError(
-                f"group {around.group_name!r}: the receive failed {self.watch.where()}: {error}",
-                group_dropped=True,
-            ) from None
-        if (short := self._marks.short()) is not None:
-            raise GroupError(
-                f"group {around.group_name!r}: {short.what} was announced with {short.nbytes} "
-                "bytes, but the trainer sent fewer",
-                group_dropped=True,
-            )
-        return _views(self._plan, block)
+            raise GroupError(f"group {around.group_name!r}: {error}", group_dropped=True) from None
+        came = time.monotonic() - began
+        return Come(self._plan, block, came, hashing.digests() if hashing is not None else {})
 
-    def _wait(self, errand: Errand[None], around: Surroundings, progress: Progress | None) -> None:
-        until = time.monotonic() + around.timeout_secs
-        gone_since: float | None = None
+    def _wait(
+        self,
+        errand: Errand[None],
+        around: Surroundings,
+        moved: Moved | None,
+        hashing: Hashing | None,
+    ) -> None:
+        self.watch.moved_at = time.monotonic()
+        ends = _Ends(around, self.watch)
+
+        def look() -> None:
+            if not self.watch.look(errand.done):
+                return
+            if hashing is not None:
+                hashing.come(self.watch.messages_done, self.watch.settled_of_current())
+            if moved is not None:
+                moved(self.watch.messages_done, self.watch.bytes_come)
 
         def why_stop() -> str | None:
-            nonlocal gone_since
-            if self.watch.look(errand.done) and progress is not None:
-                progress(self.watch.messages_done, self.watch.bytes_come)
-            now = time.monotonic()
-            if gone_since is None and around.owner_gone():
-                gone_since = now
-            if (reason := around.stopped()) is not None:
-                return reason
-            if gone_since is not None and now - max(gone_since, self.watch.moved_at) > GRACE_SECS:
-                return "the trainer has gone: the connection to its store was closed"
-            if now - self.watch.moved_at > around.stall_secs:
-                return f"nothing has come for {around.stall_secs:g} s"
-            return f"not complete within {around.timeout_secs:g} s" if now > until else None
+            look()
+            return ends.reason(time.monotonic())
 
-        self.watch.moved_at = time.monotonic()
-        around.threads.wait_for(errand, why_stop)
-        if self.watch.look(errand.done) and progress is not None:
-            progress(self.watch.messages_done, self.watch.bytes_come)
+        try:
+            around.threads.wait_for(errand, why_stop)
+        except GroupError as error:
+            raise GroupError(f"the receive failed {self.watch.where()}: {error}") from None
+        look()
+
+    def _require_whole(self) -> None:
+        if (short := self._marks.short()) is not None:
+            raise GroupError(
+                f"{short.what} was announced with {short.nbytes} bytes, but the trainer sent fewer"
+            )
 
 
-def _start(around: Surroundings, transport: Transport, parts: list[torch.Tensor]) -> Errand[None]:
+class _Ends:
+    """Whether a receive that has not ended by itself should be."""
+
+    def __init__(self, around: Surroundings, watch: Watch) -> None:
+        self._around = around
+        self._watch = watch
+        self._until = time.monotonic() + around.timeout_secs
+        self._gone_since: float | None = None
+
+    def reason(self, now: float) -> str | None:
+        around, moved_at = self._around, self._watch.moved_at
+        if self._gone_since is None and around.owner_gone():
+            self._gone_since = now
+        if (reason := around.stopped()) is not None:
+            return reason
+        if self._gone_since is not None and now - max(self._gone_since, moved_at) > GRACE_SECS:
+            return OWNER_GONE
+        if now - moved_at > self._patience():
+            return f"nothing has come for {self._patience():g} s"
+        return f"not complete within {around.timeout_secs:g} s" if now > self._until else None
+
+    def _patience(self) -> float:
+        around, watch = self._around, self._watch
+        begun = watch.messages_done or watch.bytes_come
+        secs = around.stall_secs if begun else around.first_byte_secs
+        return secs + watch.unseen_bytes() / SLOWEST_BYTES_PER_SEC
+
+
+def _start(
+    around: Surroundings,
+    transport: Transport,
+    parts: list[torch.Tensor],
+    posted: Callable[[], None],
+) -> Errand[None]:
     timeout_secs = around.timeout_secs
+    # NCCL's clock runs from the posting of all; and there a receive that is given up is aborted.
+    if transport.backend != NCCL:
+        timeout_secs = min(timeout_secs, _backend_secs(around, parts))
 
     def receive(errand: Errand[None]) -> None:
         def landed(count: int) -> None:
             errand.done = count
 
         try:
-            transport.receive(parts, landed, timeout_secs)
+            transport.receive(parts, landed, posted, timeout_secs)
         except RuntimeError as error:
             raise GroupError(told(error)) from None
 
     return Errand(f"weights-receive-{around.group_name}", receive)
 
 
-def _views(plan: Plan, block: torch.Tensor) -> dict[str, torch.Tensor]:
+def _backend_secs(around: Surroundings, parts: list[torch.Tensor]) -> float:
+    """When the backend itself gives one broadcast up: after the watch would have, with room.
+
+    It matters to a thread that was given up, which stays that long. The clock of a broadcast runs
+    while the one before it still comes.
+    """
+    largest_bytes = max((part.numel() for part in parts), default=0)
+    patience = around.first_byte_secs + around.stall_secs
+    return patience + 2 * largest_bytes / CRAWLING_BYTES_PER_SEC
+
+
+def _reading(block: torch.Tensor) -> Callable[[int, int], Buffer]:
+    """Reads bytes of the block, of a GPU's by way of a copy."""
+
+    def read(offset: int, nbytes: int) -> Buffer:
+        array: Any = block[offset : offset + nbytes].cpu().numpy()
+        return memoryview(array)
+
+    return read
+
+
+def views(plan: Plan, block: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plan's tensors by name, in their places; what no view may start at is a copy."""
     import torch
 
-    return {
-        tensor.name: block[offset : offset + tensor.nbytes]
-        .view(getattr(torch, tensor.dtype))
-        .reshape(tensor.shape)
-        for tensor, offset in zip(plan.tensors, plan.offsets, strict=True)
-    }
+    found: dict[str, torch.Tensor] = {}
+    for tensor, offset in zip(plan.tensors, plan.offsets, strict=True):
+        part = block[offset : offset + tensor.nbytes]
+        if (block.storage_offset() + offset) % ITEM_BYTES[tensor.dtype]:
+            part = part.clone()
+        found[tensor.name] = part.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+    return found

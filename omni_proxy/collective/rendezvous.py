@@ -19,7 +19,8 @@ NCCL: Final = "nccl"
 class Rendezvous:
     """Where a group meets and who we are in it (two-phase.md 1.2); rank 0 is the trainer.
 
-    `timeout_s` bounds the meeting and, later, each receive.
+    `timeout_s` bounds the meeting alone; `device` is the GPU of an NCCL group, as this process
+    counts them: no two ranks of a group may share one.
     """
 
     master_address: str
@@ -28,6 +29,22 @@ class Rendezvous:
     world_size: int
     group_name: str
     backend: str = NCCL
+    timeout_s: float = 300.0
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A group that is ours: we are rank 0 and keep its store, on `host` only; port 0 = a free one.
+
+    `timeout_s` bounds the meeting and, later, each send.
+    """
+
+    host: str
+    world_size: int
+    group_name: str
+    backend: str = GLOO
+    port: int = 0
     timeout_s: float = 300.0
 
 

@@ -6,12 +6,14 @@ twice, offsets that a view may start at. Whether there is memory for it is not s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 FLATTENED: Final = "flattened_bucket"
+# Ways to travel that end in one broadcast per message; a request without one means them too.
+BROADCASTS: Final = ("nccl_broadcast", "nccl", "gloo_broadcast", "gloo")
 
 # Bytes per element, by torch's names without "torch.".
 ITEM_BYTES: Final = {
@@ -30,7 +32,7 @@ ITEM_BYTES: Final = {
 }
 MAX_DIMENSIONS: Final = 64  # torch's own bound
 MAX_ELEMENTS: Final = 1 << 56  # strides of anything larger may overflow inside torch
-# Where each tensor of a plan starts in its block: any dtype may be viewed there.
+# Where a tensor starts that comes by itself: any dtype may be viewed there.
 ALIGNMENT_BYTES: Final = 64
 
 Announced = tuple[str, str, Sequence[int]]
@@ -93,8 +95,99 @@ def specs_of(names: object, dtypes: object, shapes: object) -> list[Announced]:
     return list(zip(names, dtypes, shapes, strict=True))
 
 
-def plan_of(specs: Iterable[Announced], load_format: str | None = None) -> Plan:
-    """What to expect for these specs; raises GroupError naming the first that is wrong."""
+def plans_of(body: Mapping[str, Any], *, dense: bool = False) -> tuple[Plan, ...]:
+    """One plan per announced bucket of a prepare or a single-phase update (two-phase.md 1.3, 1.5).
+
+    Both forms: `buckets`, each with names, dtypes and shapes, or one bucket at the top. Raises
+    GroupError naming the first thing that is wrong; unknown keys are nobody's concern here.
+    """
+    _require_broadcast(body.get("transport"))
+    buckets = _buckets(body)
+    _require_count(body.get("num_buckets"), len(buckets))
+    plans: list[Plan] = []
+    bucket_of: dict[str, int] = {}
+    for number, bucket in enumerate(buckets, start=1):
+        where = f"bucket {number} of {len(buckets)}: " if len(buckets) > 1 else ""
+        try:
+            specs = specs_of(*(bucket.get(key) for key in ("names", "dtypes", "shapes")))
+            plan = plan_of(specs, body.get("load_format"), dense=dense)
+        except GroupError as error:
+            raise GroupError(f"{where}{error}") from None
+        for tensor in plan.tensors:
+            if (first := bucket_of.setdefault(tensor.name, number)) != number:
+                raise GroupError(f"{where}tensor {tensor.name!r} is in bucket {first} already")
+        plans.append(plan)
+    return tuple(plans)
+
+
+def _require_broadcast(transport: object) -> None:
+    if transport not in (None, *BROADCASTS):
+        raise GroupError(
+            f"transport {transport!r} is not spoken here: {', '.join(BROADCASTS)} are, and none "
+            "at all means the same"
+        )
+
+
+def _buckets(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    buckets = body.get("buckets")
+    if not buckets and body.get("names") is not None:
+        return [body]
+    if buckets is None or buckets == []:
+        raise GroupError("nothing is announced: neither buckets nor names, dtypes and shapes")
+    if not isinstance(buckets, list | tuple):
+        raise GroupError(f"buckets must be a list, not {type(buckets).__name__}")
+    for number, bucket in enumerate(buckets, start=1):
+        if not isinstance(bucket, Mapping):
+            raise GroupError(
+                f"bucket {number} of {len(buckets)} must be an object with names, dtypes and "
+                f"shapes, not {bucket!r}"
+            )
+    return list(buckets)
+
+
+def _require_count(told: object, there: int) -> None:
+    if told is None:
+        return
+    if not isinstance(told, int) or isinstance(told, bool):
+        raise GroupError(f"num_buckets must be an integer, not {told!r}")
+    if told != there:
+        raise GroupError(f"num_buckets is {told}, but {there} are announced")
+
+
+def merged(plans: Sequence[Plan], starts: Sequence[int] | None = None) -> Plan:
+    """All buckets as one receive: bucket i's block lies at `starts[i]`, by default end to end."""
+    if starts is None:
+        starts = _packed([plan.block_bytes for plan in plans])
+    tensors: list[TensorSpec] = []
+    offsets: list[int] = []
+    messages: list[Message] = []
+    end = 0
+    for plan, start in zip(plans, starts, strict=True):
+        tensors += plan.tensors
+        offsets += [start + offset for offset in plan.offsets]
+        messages += [Message(m.what, start + m.offset, m.nbytes) for m in plan.messages]
+        end = max(end, start + plan.block_bytes)
+    return Plan(tuple(tensors), tuple(offsets), tuple(messages), end)
+
+
+def _packed(sizes: Sequence[int]) -> list[int]:
+    """Where each of them starts, end to end and aligned."""
+    starts: list[int] = []
+    end = 0
+    for size in sizes:
+        starts.append(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        end = starts[-1] + size
+    return starts
+
+
+def plan_of(
+    specs: Iterable[Announced], load_format: str | None = None, *, dense: bool = False
+) -> Plan:
+    """What to expect for these specs; raises GroupError naming the first that is wrong.
+
+    `dense` leaves no gaps between tensors, as in a file or a flattened bucket: not each of them
+    can then be viewed in its place.
+    """
     if load_format not in (None, FLATTENED):
         raise GroupError(
             f"unknown load_format {load_format!r}: known is {FLATTENED!r}, or none for "
@@ -108,7 +201,9 @@ def plan_of(specs: Iterable[Announced], load_format: str | None = None) -> Plan:
         if tensor.name in seen:
             raise GroupError(f"tensor {tensor.name!r} is announced twice")
         seen.add(tensor.name)
-    return _flattened(tensors) if load_format == FLATTENED else _one_by_one(tensors)
+    if load_format == FLATTENED:
+        return _flattened(tensors)
+    return _one_by_one(tensors, 1 if dense else ALIGNMENT_BYTES)
 
 
 def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:
@@ -139,11 +234,11 @@ def _dimensions(name: str, shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _one_by_one(tensors: tuple[TensorSpec, ...]) -> Plan:
+def _one_by_one(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> Plan:
     offsets: list[int] = []
     end = 0
     for tensor in tensors:
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = -(-end // alignment_bytes) * alignment_bytes
         offsets.append(start)
         end = start + tensor.nbytes
     messages = tuple(
@@ -155,16 +250,7 @@ def _one_by_one(tensors: tuple[TensorSpec, ...]) -> Plan:
 
 def _flattened(tensors: tuple[TensorSpec, ...]) -> Plan:
     """All tensors in one message, end to end and without padding (api-server.md 9.1)."""
-    offsets: list[int] = []
-    end = 0
-    for tensor in tensors:
-        if tensor.nbytes and end % ITEM_BYTES[tensor.dtype]:
-            raise GroupError(
-                f"tensor {tensor.name!r}: it would start at byte {end} of the flattened bucket, "
-                f"which is no place for a {tensor.dtype}; send wider dtypes first, or each dtype "
-                "in a bucket of its own"
-            )
-        offsets.append(end if tensor.nbytes else 0)
-        end += tensor.nbytes
+    plan = _one_by_one(tensors, 1)
     what = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
-    return Plan(tensors, tuple(offsets), (Message(what, 0, end),), end)
+    message = Message(what, 0, plan.block_bytes)
+    return Plan(tensors, plan.offsets, (message,), plan.block_bytes)

@@ -70,5 +70,13 @@ def test_memory_that_is_kept_needs_no_free_memory():
     assert buffers.take(5_000).shape == (5_000,)
 
 
+def test_what_is_kept_goes_before_anything_is_refused():
+    free = iter([10_000, 100, 10_100])
+    buffers = Buffers(free=lambda: next(free))
+    buffers.take(5_000)
+    assert buffers.take(10_050).shape == (10_050,)
+    assert buffers.kept_bytes() == 10_050
+
+
 def test_free_memory_is_a_number_the_machine_could_have():
     assert 1 << 20 < free_bytes() < 1 << 50

@@ -81,10 +81,10 @@ def test_every_dtype_arrives_byte_for_byte(groups, trainer, dtypes):
     left(groups, trainer)
 
 
-def test_a_flattened_bucket_of_every_dtype_arrives_byte_for_byte(groups, trainer):
-    tensors = [(dtype, [3, 5], seed) for seed, dtype in enumerate(WIDE_FIRST)]
+@pytest.mark.parametrize("dtypes", [DTYPES[::-1], WIDE_FIRST], ids=["narrow first", "wide first"])
+def test_a_flattened_bucket_of_every_dtype_arrives_byte_for_byte(groups, trainer, dtypes):
+    tensors = [(dtype, [3, 5], seed) for seed, dtype in enumerate(dtypes)]
     joined(groups, trainer)
-    # 15 elements of 8 bytes are no multiple of 16, of 4 bytes none of 8: real alignment.
     sent, came = sent_and_received(groups, trainer, tensors, flattened=True)
     assert came == sent
     left(groups, trainer)
@@ -137,9 +137,10 @@ def test_memory_is_used_again_once_nobody_looks_into_it(groups, trainer):
     part, place = second[10:20], second.data_ptr()
     del second
     assert received().data_ptr() != place  # a part of it is still looked at
-    assert groups.status()["kept_bytes"] == 4000
+    # gloo's own thread may hold memory for a moment after its work is done.
+    wait_until(lambda: groups.status()["kept_bytes"] == 4000)
     del part
-    assert groups.status()["kept_bytes"] == 8000
+    wait_until(lambda: groups.status()["kept_bytes"] == 8000)
     places = [block.ctypes.data for block in groups._kept._kept]
     assert place in places
     assert received().data_ptr() in places
@@ -153,7 +154,6 @@ def test_memory_is_used_again_once_nobody_looks_into_it(groups, trainer):
         ([("w", "complex64", [1])], None, "unknown dtype 'complex64'"),
         ([("w", "float32", [-1])], None, "integer of 0 or more"),
         ([("w", "float32", [1])], "direct_chunked:4", "unknown load_format 'direct_chunked:4'"),
-        ([("a", "uint8", [3]), ("b", "float32", [1])], "flattened_bucket", "byte 3"),
         ([("w", "float32", [1 << 50])], None, "there is memory for"),
         ([("w", "float32", [1 << 60])], None, "larger than any memory"),
     ],

@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 
@@ -10,7 +11,9 @@ from omni_proxy.collective.specs import (
     FLATTENED,
     ITEM_BYTES,
     GroupError,
+    merged,
     plan_of,
+    plans_of,
     specs_of,
 )
 from tests.tree import ROOT
@@ -43,22 +46,101 @@ def test_tensors_sent_one_by_one_never_overlap_and_may_be_of_any_dtype(pairs):
     assert [tensor.nbytes for tensor in plan.tensors] == [size(*pair) for pair in pairs]
 
 
-@given(SPECS)
-def test_a_flattened_bucket_is_end_to_end_or_refused_for_its_alignment(pairs):
-    starts, end, fits = [], 0, True
-    for dtype, shape in pairs:
-        nbytes = size(dtype, shape)
-        fits = fits and (nbytes == 0 or end % ITEM_BYTES[dtype] == 0)
-        starts.append(end if nbytes else 0)
-        end += nbytes
-    if not fits:
-        with pytest.raises(GroupError, match="of the flattened bucket, which is no place for"):
-            plan_of(named(pairs), FLATTENED)
-        return
-    plan = plan_of(named(pairs), FLATTENED)
-    assert list(plan.offsets) == starts
+@given(SPECS, st.booleans())
+def test_a_flattened_bucket_is_end_to_end(pairs, dense):
+    ends = list(itertools.accumulate(size(*pair) for pair in pairs))
+    plan = plan_of(named(pairs), FLATTENED, dense=dense)
+    assert list(plan.offsets) == [0, *ends[:-1]]
     (message,) = plan.messages
-    assert message.nbytes == plan.block_bytes == end
+    assert (message.offset, message.nbytes) == (0, ends[-1])
+    assert plan.block_bytes == ends[-1]
+
+
+@given(SPECS)
+def test_a_dense_plan_lies_like_a_flattened_bucket_and_travels_one_by_one(pairs):
+    plan = plan_of(named(pairs), dense=True)
+    assert plan.offsets == plan_of(named(pairs), FLATTENED).offsets
+    assert [message.nbytes for message in plan.messages] == [size(*pair) for pair in pairs]
+    assert [message.offset for message in plan.messages] == list(plan.offsets)
+
+
+BUCKET = {"names": ["a", "b"], "dtypes": ["uint8", "float32"], "shapes": [[3], [2]]}
+OTHER = {"names": ["c"], "dtypes": ["bool"], "shapes": [[]]}
+
+
+def test_both_forms_of_a_prepare_are_the_same_plans():
+    (top,) = plans_of(BUCKET)
+    assert plans_of({"buckets": [BUCKET, OTHER], "num_buckets": 2, "group_name": "g"}) == (
+        top,
+        *plans_of(OTHER),
+    )
+    assert plans_of({**BUCKET, "buckets": None, "num_buckets": 1}) == (top,)
+    assert plans_of({**BUCKET, "buckets": []}) == (top,)
+
+
+def test_buckets_win_over_names_at_the_top():
+    (plan,) = plans_of({**BUCKET, "buckets": [OTHER]})
+    assert [tensor.name for tensor in plan.tensors] == ["c"]
+
+
+@pytest.mark.parametrize("transport", [None, "nccl_broadcast", "nccl", "gloo"])
+def test_transports_that_are_broadcasts_are_taken(transport):
+    assert len(plans_of({**BUCKET, "transport": transport})) == 1
+
+
+def test_the_load_format_is_of_all_buckets():
+    plans = plans_of({"buckets": [BUCKET, OTHER], "load_format": FLATTENED})
+    assert [len(plan.messages) for plan in plans] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "nothing is announced"),
+        ({"buckets": []}, "nothing is announced"),
+        ({"buckets": {"names": []}}, "buckets must be a list, not dict"),
+        ({"buckets": [BUCKET, 3]}, "bucket 2 of 2 must be an object"),
+        ({"buckets": [BUCKET], "num_buckets": 2}, "num_buckets is 2, but 1 are announced"),
+        ({**BUCKET, "num_buckets": 0}, "num_buckets is 0, but 1 are announced"),
+        ({**BUCKET, "num_buckets": True}, "num_buckets must be an integer"),
+        ({**BUCKET, "num_buckets": "1"}, "num_buckets must be an integer"),
+        ({**BUCKET, "transport": "p2p"}, "transport 'p2p' is not spoken here"),
+        ({**BUCKET, "transport": ["nccl"]}, "transport"),
+        ({**BUCKET, "load_format": "flattened_bucket_chunked:4"}, "unknown load_format"),
+        ({**BUCKET, "shapes": [[1]]}, "2 names, 2 dtypes, 1 shapes"),
+        ({"buckets": [BUCKET, {"names": ["c"]}]}, "bucket 2 of 2: dtypes must be a list"),
+        ({"buckets": [BUCKET, {**OTHER, "dtypes": ["c"]}]}, "bucket 2 of 2: .*unknown dtype 'c'"),
+        ({"buckets": [BUCKET, OTHER, BUCKET]}, "bucket 3 of 3: tensor 'a' is in bucket 1 already"),
+        ({"buckets": [{**OTHER, "names": ["a"]}, OTHER, {}]}, "bucket 3 of 3: names must be"),
+    ],
+)
+def test_what_is_wrong_with_a_prepare_is_named(body, said):
+    with pytest.raises(GroupError, match=said):
+        plans_of(body)
+
+
+@given(st.lists(SPECS, min_size=1, max_size=4), st.booleans())
+def test_buckets_in_one_block_never_overlap(buckets, dense):
+    plans = [
+        plan_of([(f"{number}.{name}", *rest) for name, *rest in named(pairs)], dense=dense)
+        for number, pairs in enumerate(buckets)
+    ]
+    whole = merged(plans)
+    end = 0
+    for message in whole.messages:
+        assert message.offset >= end
+        end = message.offset + message.nbytes
+    assert whole.block_bytes == end
+    assert [tensor.name for tensor in whole.tensors] == [
+        tensor.name for plan in plans for tensor in plan.tensors
+    ]
+
+
+def test_buckets_lie_where_they_are_told_to():
+    whole = merged([*plans_of(BUCKET, dense=True), *plans_of(OTHER, dense=True)], (100, 7))
+    assert whole.offsets == (100, 103, 7)
+    assert [message.offset for message in whole.messages] == [100, 103, 7]
+    assert whole.block_bytes == 111
 
 
 def test_a_dtype_is_known_with_and_without_its_prefix():

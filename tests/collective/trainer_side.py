@@ -10,9 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
+
+# torch asks the DNS for the name of each address that it connects to or hears from, 127.0.0.1 too:
+# where answers get lost, each would take 5 s. Of use to this process's own stores as well.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool",
@@ -61,17 +66,21 @@ class Trainer:
 
 
 class Pool:
-    """Trainers that live from test to test: importing torch is most of what one costs."""
+    """Trainers that live from test to test: importing torch is most of what one costs.
 
-    def __init__(self):
+    So many `spares` import beside the one that is given out, for tests that end theirs.
+    """
+
+    def __init__(self, spares=0):
         self._all = []
+        self._spares = spares
 
     def trainer(self):
-        for each in self._all:
-            if each.living() and not each.awaited:
-                return each
-        self._all.append(Trainer())
-        return self._all[-1]
+        usable = [each for each in self._all if each.living() and not each.awaited]
+        while len(usable) <= self._spares:
+            usable.append(Trainer())
+            self._all.append(usable[-1])
+        return usable[0]
 
     def close(self):
         for each in self._all:
@@ -79,8 +88,6 @@ class Pool:
 
 
 def free_port(host="127.0.0.1"):
-    import socket
-
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]

@@ -1,0 +1,131 @@
+"""Rank 0 of a group of our own, in a child process. See `Sender`. No torch here to send a file.
+
+Invariant: a child that failed, or was stopped at work, is ended; a peer holds only that.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from omni_proxy.collective.armed import Order
+from omni_proxy.collective.place import Place, span
+from omni_proxy.collective.process import ChildEnded, Event
+from omni_proxy.collective.rendezvous import Meeting
+from omni_proxy.collective.sender import Sent
+from omni_proxy.collective.sending import READY_SECS, bytes_of
+from omni_proxy.collective.shared import Lease, SharedBlocks
+from omni_proxy.collective.spares import START_SECS, Spares
+from omni_proxy.collective.specs import GroupError, Plan
+from omni_proxy.collective.underway import Underway
+from omni_proxy.collective.wires import Ended, Leave, Meet, Moved, Open, Reply, Send
+
+if TYPE_CHECKING:
+    import torch
+
+SLACK_SECS: Final = 3.0
+ANSWER_SECS: Final = 2.0
+OPEN_SECS: Final = 10.0
+
+
+class ProcessSender:
+    """Opens the store; raises GroupError where that cannot be."""
+
+    def __init__(self, meeting: Meeting, spares: Spares, blocks: SharedBlocks) -> None:
+        self._meeting = meeting
+        self._spares = spares
+        self._blocks = blocks
+        self._child = spares.take()
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._child.require_ready(START_SECS)
+            reply = self._asked(Open(self._child.number(), meeting), OPEN_SECS)
+        except GroupError:
+            self.close()
+            raise
+        self.port = reply.found["port"]
+        spares.warm()
+
+    def meet(self) -> None:
+        self._asked(Meet(self._child.number()), self._meeting.timeout_s + SLACK_SECS)
+
+    def send(
+        self, plans: Sequence[Plan], source: Place | Mapping[str, torch.Tensor]
+    ) -> Underway[Sent]:
+        starts = source.starts if isinstance(source, Place) else None
+        order = Order(tuple(plans), starts=starts)
+        send = Send(self._child.number(), order.plans)
+        lease: Lease | None = None
+        if isinstance(source, Place):
+            span(source, order.plans)
+            send.place = replace(source, path=os.path.abspath(source.path))
+        else:
+            lease = _filled(order, source, self._blocks)
+            send.block = lease.block.number
+        underway: Underway[Sent] = Underway(order, self._child.kill)
+        self._child.follow(send.number, _listener(underway, lease))
+        try:
+            self._asked(send, READY_SECS, *([lease.block.descriptor] if lease else []))
+        except GroupError:
+            self._child.unfollow(send.number)
+            raise
+        return underway
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        child = self._child
+        try:
+            reply = child.call(Leave(child.number()), ANSWER_SECS)
+        except GroupError as error:
+            child.kill(str(error))
+            return
+        if reply.stuck or reply.error is not None:
+            child.kill("the sender was closed at work")
+        else:
+            self._spares.give(child)
+
+    def _asked(self, order: Open | Meet | Send, within_secs: float, *descriptors: int) -> Reply:
+        """Raises GroupError with what went wrong, in the child or with it."""
+        reply = self._child.call(order, within_secs, *descriptors)
+        if reply.error is not None:
+            raise GroupError(reply.error, group_dropped=reply.dropped)
+        return reply
+
+
+def _listener(
+    underway: Underway[Sent], lease: Lease | None
+) -> Callable[[Event | ChildEnded], None]:
+    box = [lease]  # the memory is wanted until the end
+
+    def heard(event: Event | ChildEnded) -> None:
+        match event:
+            case Moved(messages_done=messages_done, bytes_come=bytes_gone):
+                underway.moved(messages_done, bytes_gone)
+                return
+            case Ended(error=None, secs=secs):
+                underway.finish(Sent(underway.order.nbytes, secs))
+            case Ended(error=why):
+                underway.fail(GroupError(str(why), group_dropped=True))
+            case ChildEnded():
+                underway.fail(event)
+        box.clear()
+
+    return heard
+
+
+def _filled(order: Order, tensors: Mapping[str, torch.Tensor], blocks: SharedBlocks) -> Lease:
+    """The announced tensors in shared memory."""
+    # Looked at before memory is taken for them.
+    flat = [bytes_of(spec, tensors) for spec in order.whole.tensors]
+    lease = blocks.take(order.whole.block_bytes)
+    block = lease.tensor()
+    for part, offset in zip(flat, order.whole.offsets, strict=True):
+        block[offset : offset + part.numel()].copy_(part)
+    return lease

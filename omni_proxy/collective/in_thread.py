@@ -1,0 +1,80 @@
+"""The receiver whose blocking threads live in this process.
+
+For hosts where a child costs too much, and inside the child itself. A peer that sends more than it
+announced ends this process, and one that stops keeps a thread until the group's timeout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omni_proxy.collective.armed import LocalReceived, Order
+from omni_proxy.collective.group import Groups, Limits
+from omni_proxy.collective.pages import touch
+from omni_proxy.collective.place import Place, mapped, opened, span
+from omni_proxy.collective.rendezvous import Meeting, Rendezvous
+from omni_proxy.collective.sending import LocalSender
+from omni_proxy.collective.specs import Plan
+from omni_proxy.collective.stop import Stop
+from omni_proxy.collective.underway import Underway
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ThreadReceiver:
+    """See `Receiver`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._groups = Groups(limits)
+
+    def warm(self) -> None:
+        """Nothing to do: a process that holds a model has torch in it."""
+
+    def init(self, rendezvous: Rendezvous, stop: Stop | None = None) -> None:
+        self._groups.init(rendezvous, stop)
+
+    def arm(
+        self,
+        group_name: str,
+        plans: Sequence[Plan],
+        *,
+        ready_secs: float,
+        into: Place | None = None,
+        digests: bool = False,
+    ) -> Underway[LocalReceived]:
+        order = Order(tuple(plans), digests)
+        if into is not None:
+            span(into, plans)
+            order = Order(tuple(plans), digests, into.starts, file_block(into, plans))
+        return self._groups.arm(group_name, order, ready_secs=ready_secs)
+
+    def destroy(self, group_name: str) -> None:
+        self._groups.destroy(group_name)
+
+    def sender(self, meeting: Meeting) -> LocalSender:
+        return LocalSender(meeting, self._limits.stall_secs)
+
+    def status(self) -> dict[str, Any]:
+        return {"isolation": "thread", **self._groups.status()}
+
+    def close(self) -> None:
+        self._groups.close()
+
+
+def file_block(place: Place, plans: Sequence[Plan]) -> Callable[[Plan], torch.Tensor]:
+    """Maps the place when it is asked for; raises GroupError where that cannot be."""
+
+    def block(_: Plan) -> torch.Tensor:
+        descriptor = opened(place, plans)
+        try:
+            whole = mapped(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        touch(whole, *span(place, plans))
+        return whole
+
+    return block
