@@ -40,6 +40,7 @@ def serve_parser() -> argparse.ArgumentParser:
     add("--log-level", choices=list(llamacpp.VERBOSITY), default="info", help="what is told")
     _add_cache(parser)
     _add_torch(parser)
+    _add_group(parser)
     llama = parser.add_argument_group("engine llamacpp")
     llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
     llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
@@ -96,6 +97,30 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
     add("--drain-secs", type=seconds, default=5.0, help="for what is in flight at a stop")
 
 
+def _add_group(parser: argparse.ArgumentParser) -> None:
+    """How new weights come over a trainer's group; every deadline ends with nothing armed."""
+    group = parser.add_argument_group(
+        "weights over a trainer's group",
+        "/init_weights_update_group, /prepare_weights_update, /complete_weights_update and "
+        "/update_weights_from_distributed; a call's timeout_s takes the place of its deadline",
+    )
+    add = group.add_argument
+    add(
+        "--weights-isolation",
+        choices=["process", "thread"],
+        default="process",
+        help="where a blocking receive lives: in a child process, which a broken trainer may wedge "
+        "or end, or in a thread of this one (no second GPU context, but such a trainer ends all)",
+    )
+    for name, default, what in (
+        ("join", 300.0, "for all ranks of a group to meet"),
+        ("ready", 60.0, "for every rank to be armed, or the preparation is refused"),
+        ("receive", 300.0, "that a completion waits for what has not come yet"),
+        ("stall", 30.0, "that nothing comes, before a receive is given up"),
+    ):
+        add(f"--weights-{name}-secs", type=deadline, default=default, metavar="SECS", help=what)
+
+
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     folder = cache_folder(os.environ)
     parser.add_argument("--cache", type=Path, default=folder, help="folder of the model files")
@@ -126,6 +151,13 @@ def seconds(text: str) -> float:
     number = float(text)
     if not 0 <= number <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not within 0 and 3600")
+    return number
+
+
+def deadline(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most 3600")
     return number
 
 

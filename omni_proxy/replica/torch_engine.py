@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_proxy.replica.api.served import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.model_file import MODELS
@@ -27,8 +27,9 @@ Present = Callable[[str, Path], str]
 
 def pipeline_of(arguments: argparse.Namespace, present: Present) -> PipelineConfig:
     """The pipeline of the file, or the built-in one; raises PipelineConfigError."""
+    weights = weights_params(arguments)
     if arguments.pipeline is not None:
-        return bounded(load_pipeline(arguments.pipeline), weights_root_of(arguments))
+        return bounded(load_pipeline(arguments.pipeline), weights)
     model, transcription_path = arguments.model, ""
     if model in MODELS:
         model = present(model, arguments.cache) or model
@@ -48,18 +49,32 @@ def pipeline_of(arguments: argparse.Namespace, present: Present) -> PipelineConf
             own_process=frozenset(arguments.own_process),
         )
     )
-    return bounded(pipeline, weights_root_of(arguments))
+    return bounded(pipeline, weights)
 
 
-def bounded(pipeline: PipelineConfig, weights_root: str) -> PipelineConfig:
-    """The pipeline with that root for every text stage that names none of its own."""
+def bounded(pipeline: PipelineConfig, weights: Mapping[str, Any]) -> PipelineConfig:
+    """The pipeline with these parameters for every text stage that has none of its own."""
     stages = (
-        replace(stage, params={"weights_root": weights_root, **stage.params})
+        replace(stage, params={**weights, **stage.params})
         if stage.factory == TEXT_FACTORY
         else stage
         for stage in pipeline.stages
     )
     return replace(pipeline, stages=tuple(stages))
+
+
+def weights_params(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of new weights, as a text stage's parameters."""
+    return {"weights_root": weights_root_of(arguments)} | {
+        name: getattr(arguments, name)
+        for name in (
+            "weights_isolation",
+            "weights_join_secs",
+            "weights_ready_secs",
+            "weights_receive_secs",
+            "weights_stall_secs",
+        )
+    }
 
 
 def weights_root_of(arguments: argparse.Namespace) -> str:

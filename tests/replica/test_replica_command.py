@@ -152,7 +152,9 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "--model tiny --model-name small --speech hibari --transcription whisper-tiny --host ::1 "
         "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
         "--max-running 2 --threads 2 --own-process speak --drain-secs 1 --log-level error "
-        "--cache /c --weights-root /w --enable-tensor-updates --tp 2"
+        "--cache /c --weights-root /w --enable-tensor-updates --tp 2 --weights-isolation thread "
+        "--weights-join-secs 1 --weights-ready-secs 2 --weights-receive-secs 3 "
+        "--weights-stall-secs 4"
     )
     assert status_of(argv.split()) == 0
     ((pipeline, options),) = launched
@@ -165,6 +167,11 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "threads": 2,
         "tp": 2,
         "weights_root": "/w",
+        "weights_isolation": "thread",
+        "weights_join_secs": 1.0,
+        "weights_ready_secs": 2.0,
+        "weights_receive_secs": 3.0,
+        "weights_stall_secs": 4.0,
     }
     assert stages["transcribe"].params == {"path": "/c/whisper-tiny.en/model.bin", "threads": 2}
     assert pipeline.max_in_flight == 3

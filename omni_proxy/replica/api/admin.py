@@ -23,7 +23,9 @@ from omni_proxy.replica.api.served import Served
 
 MODEL_INFO_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
+SYNC_FACTS = "weight_sync"
 COUNT = "num_paused_requests"
+REFUSED = 400
 
 View = Callable[[], Awaitable[Response]]
 
@@ -39,6 +41,10 @@ class Operation(Struct, kw_only=True):
         common = Operation.__struct_fields__
         return {key: said[key] for key in said if key not in common and said[key] is not None}
 
+    def limit_secs(self, default_secs: float) -> float:
+        """How long the stages' answers are waited for."""
+        return default_secs if self.timeout_s is None else self.timeout_s
+
 
 class Pause(Operation, kw_only=True):
     mode: str | None = "abort"
@@ -48,17 +54,24 @@ class Continue(Operation, kw_only=True):
     torch_empty_cache: bool | None = True
 
 
+def topped(aggregate: dict[str, Any]) -> dict[str, Any]:
+    """An aggregate that succeeded, with what sglang's clients look for beside it."""
+    counts = [each["data"][COUNT] for each in aggregate["results"] if COUNT in each["data"]]
+    return aggregate | {"status": "ok"} | ({COUNT: sum(counts)} if counts else {})
+
+
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
     """POST `path`: the stages' action of that name, with a time limit where the body sets none.
 
-    Where no body is needed, none is as good as an empty one.
+    Where no body is needed, none is as good as an empty one. `top` is told of a success.
     """
 
     path: str
     body: type[Operation]
     timeout_secs: float
     body_needed: bool = True
+    top: Callable[[dict[str, Any]], dict[str, Any]] = topped
 
     @property
     def action(self) -> str:
@@ -75,15 +88,9 @@ def view_of(served: Served, route: AdminRoute) -> View:
     async def view() -> Response:
         given = await admin_body(served)
         body = read(route.body, {} if given is MISSING and not route.body_needed else given)
-        return reply(topped(await operate(served, route, body)))
+        return reply(route.top(await operate(served, route, body)))
 
     return view
-
-
-def topped(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """An aggregate that succeeded, with what sglang's clients look for beside it."""
-    counts = [each["data"][COUNT] for each in aggregate["results"] if COUNT in each["data"]]
-    return aggregate | {"status": "ok"} | ({COUNT: sum(counts)} if counts else {})
 
 
 def message_of(detail: Any) -> str:
@@ -96,11 +103,15 @@ def message_of(detail: Any) -> str:
 
 
 async def operate(served: Served, route: AdminRoute, body: Operation) -> dict[str, Any]:
-    """The aggregate of an operation that succeeded; raises Refused 400 with that of any other."""
-    limit_secs = route.timeout_secs if body.timeout_s is None else body.timeout_s
+    """The aggregate of an operation that succeeded; raises Refused with that of any other.
+
+    400, or what a stage's `data` says (409: another trainer is in the way).
+    """
+    limit_secs = body.limit_secs(route.timeout_secs)
     aggregate = await served.client.admin(route.action, body.payload(), body.stages, limit_secs)
     if not aggregate["success"]:
-        raise Refused(400, aggregate)
+        told = [each["data"].get("status_code", REFUSED) for each in aggregate["results"]]
+        raise Refused(max(told, default=REFUSED), aggregate)
     return aggregate
 
 
@@ -128,7 +139,10 @@ class ModelInfoRoutes:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`shared`: what all stages that have weights agree on, else None; `versions` of all."""
+    """`shared`: what all stages that have weights agree on, else None; `versions` of all.
+
+    Of the syncs it is the first stage's: one pipeline has one model that trainers reach.
+    """
 
     shared: dict[str, Any]
     versions: list[str]
@@ -141,6 +155,8 @@ def facts_of(aggregate: dict[str, Any]) -> Facts:
     for name in SHARED_FACTS:
         values = [each["data"].get(name) for each in told]
         shared[name] = values[0] if values and all(each == values[0] for each in values) else None
+    syncs = [each["data"][SYNC_FACTS] for each in told if each["data"].get(SYNC_FACTS)]
+    shared[SYNC_FACTS] = syncs[0] if syncs else None
     versions = {each["data"].get("weight_version") for each in told} - {None}
     return Facts(shared, sorted(map(str, versions)), told)
 

@@ -31,7 +31,9 @@ PROOF_SECS = 20.0
 class InfoRoutes:
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._facts: dict[str, Any] = {"weight_version": None, "load_format": None}
+        self._facts: dict[str, Any] = {
+            "weight_version": None, "load_format": None, "weight_sync": None,
+        }  # fmt: skip
 
     async def model_info(self) -> Response:
         facts = await self._latest_facts()
@@ -62,6 +64,7 @@ class InfoRoutes:
                 "version": __version__,
                 "weight_version": facts["weight_version"],
                 "load_format": facts["load_format"],
+                "weight_sync": facts["weight_sync"],
                 "disaggregation_mode": "null",
                 "disable_radix_cache": False,
                 "max_total_num_tokens": load["max_total_num_tokens"],

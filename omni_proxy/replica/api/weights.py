@@ -36,6 +36,9 @@ NO_TENSOR_UPDATES = {
     }
 }
 LOOK_SECS = 60.0
+# Where no deadline is the stage's own, it has a shorter one.
+MOST_SECS = 3600.0
+GRACE_SECS = 30.0
 
 
 class FromDisk(Operation, kw_only=True):
@@ -61,7 +64,21 @@ class FromTensor(Operation, kw_only=True):
     torch_empty_cache: bool | None = False
 
 
-class InitGroup(Operation, kw_only=True):
+class Bounded(Operation, kw_only=True):
+    """An operation whose deadlines are the stage's: each of them ends in an answer, disarmed.
+
+    `timeout_s` takes their place; nobody in between gives up before them.
+    """
+
+    def payload(self) -> dict[str, Any]:
+        own = {} if self.timeout_s is None else {"deadline_secs": self.timeout_s}
+        return super().payload() | own
+
+    def limit_secs(self, default_secs: float) -> float:
+        return super().limit_secs(default_secs) + GRACE_SECS
+
+
+class InitGroup(Bounded, kw_only=True):
     """Without a `backend` the stage takes what fits its device."""
 
     master_address: str
@@ -76,7 +93,29 @@ class DestroyGroup(Operation, kw_only=True):
     group_name: str | None = "weight_update_group"
 
 
-class FromDistributed(Operation, kw_only=True):
+class PrepareUpdate(Bounded, kw_only=True):
+    """Buckets, or one bucket's names at the top; what is wrong with them is told as a 400."""
+
+    names: Any = None
+    dtypes: Any = None
+    shapes: Any = None
+    buckets: Any = None
+    num_buckets: Any = None
+    group_name: str | None = "weight_update_group"
+    transport: Any = None
+    load_format: Any = None
+
+
+class CompleteUpdate(Bounded, kw_only=True):
+    """No flush unless it is asked for, as the older of the two dialects has it."""
+
+    group_name: str | None = "weight_update_group"
+    flush_cache: bool | None = False
+    weight_version: str | None = None
+    torch_empty_cache: bool | None = False
+
+
+class FromDistributed(Bounded, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -106,11 +145,31 @@ class Look(Operation, kw_only=True):
     truncate_size: Annotated[int, Meta(ge=0)] | None = 100
 
 
+def ready(aggregate: dict[str, Any]) -> dict[str, Any]:
+    """In the words of both dialects: `status` and `success`."""
+    return topped(aggregate) | {"status": "ready", "message": _done(aggregate)["message"]}
+
+
+def completed(aggregate: dict[str, Any]) -> dict[str, Any]:
+    done = _done(aggregate)
+    keys = ("num_buckets_received", "weight_version", "weights", "buckets_applied")
+    told = {key: done["data"][key] for key in keys}
+    return topped(aggregate) | {"message": done["message"]} | told
+
+
+def _done(aggregate: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the stage whose weights they were: there is one, where it succeeded."""
+    results: list[dict[str, Any]] = aggregate["results"]
+    return next(each for each in results if not each["data"].get("skipped"))
+
+
 ROUTES = (
     AdminRoute("/update_weights_from_disk", FromDisk, 120.0),
-    AdminRoute("/init_weights_update_group", InitGroup, 300.0),
+    AdminRoute("/init_weights_update_group", InitGroup, MOST_SECS),
     AdminRoute("/destroy_weights_update_group", DestroyGroup, 300.0),
-    AdminRoute("/update_weights_from_distributed", FromDistributed, 300.0),
+    AdminRoute("/update_weights_from_distributed", FromDistributed, MOST_SECS),
+    AdminRoute("/prepare_weights_update", PrepareUpdate, MOST_SECS, top=ready),
+    AdminRoute("/complete_weights_update", CompleteUpdate, MOST_SECS, top=completed),
     AdminRoute("/begin_weight_update", BeginUpdate, 60.0, body_needed=False),
     AdminRoute("/end_weight_update", Operation, 120.0, body_needed=False),
     AdminRoute("/weights_checker", Check, 120.0),

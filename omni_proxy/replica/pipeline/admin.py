@@ -1,6 +1,7 @@
 """Operations on the stages themselves: one at a time, sent to all, their answers put together.
 
-What only asks, or ends a group whose transfer hangs, need not wait for its turn.
+What a stage answers between two of its steps, and what waits beside them for a trainer, need not
+wait for its turn: the stage itself refuses what does not fit.
 
 Invariant: every chosen stage is in the aggregate once: with its answer, as skipped (it knows no
 such operations), or as failed (it is down, or ended before it answered). An answer that comes after
@@ -32,11 +33,24 @@ UPDATES = frozenset(
         "update_weights_from_disk",
         "update_weights_from_tensor",
         "update_weights_from_distributed",
+        "prepare_weights_update",
+        "complete_weights_update",
         "init_weights_update_group",
         "destroy_weights_update_group",
     }
 )
-BESIDE = frozenset({"model_info", "destroy_weights_update_group"})
+BESIDE = frozenset(
+    {
+        "model_info",
+        "pause_generation",
+        "continue_generation",
+        "flush_cache",
+        "init_weights_update_group",
+        "destroy_weights_update_group",
+        "prepare_weights_update",
+        "complete_weights_update",
+    }
+)
 UNSUPPORTED = "stage does not support admin operations"
 NOT_DONE = "admin operation did not complete successfully"
 

@@ -94,6 +94,7 @@ def _facts(scheduler: TextScheduler) -> dict[str, Any]:
         "model_path": scheduler.model_path,
         "load_format": scheduler.load_format,
         "weight_version": scheduler.weight_version,
+        "weight_sync": scheduler.sync_facts(),
         "tp_rank": scheduler.worker.tp_rank,
         "tp_size": scheduler.worker.tp_size,
         "model_arch_override": None,

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -58,7 +58,8 @@ class TextScheduler:
 
     Operations registered with `register_admin` run between two steps and may use every public
     attribute; those of `register_slow_admin` too, save in the steps they yield. `record` is called
-    at the scheduler's events of api-server.md 4.2.
+    at the scheduler's events of api-server.md 4.2, `at_end` when `run` ends; `sync_facts` tells
+    how new weights come.
     """
 
     supports_admin = True
@@ -90,6 +91,8 @@ class TextScheduler:
         self.admin_actions: dict[str, AdminFunction] = own_functions(self)
         self._slow = SlowOperations(stage_name, clock)
         self._post: Post = queue.SimpleQueue[StepDone]().put
+        self.sync_facts: Callable[[], dict[str, Any]] = dict
+        self.at_end: list[Callable[[], None]] = []
         self.info = {
             "model": worker.text.name,
             "context": self._fit.max_tokens,
@@ -102,8 +105,12 @@ class TextScheduler:
         self.emit = emit
         # In a queue of the stage's messages these are the only ones that are its own.
         self._post = cast("Post", inbox.put)
-        while self._drain(inbox):
-            self.step()
+        try:
+            while self._drain(inbox):
+                self.step()
+        finally:
+            for close in self.at_end:
+                close()
 
     def register_admin(self, action: str, function: AdminFunction) -> None:
         """Answer `action` with `function(payload)`, run in this thread between two steps."""
@@ -114,10 +121,18 @@ class TextScheduler:
     ) -> None:
         """Answer `action` with `function(order)`, whose steps run in a thread (`slow.py`).
 
-        Nothing is computed until its answer; a second such operation is refused meanwhile, unless
-        one of the two may run `beside` others.
+        While a step halts, nothing is computed and another operation is refused, unless that one
+        may begin `beside` others.
         """
         self._slow.register(action, function, beside=beside)
+
+    def halts(self, op_id: str) -> bool:
+        """Does that slow operation forbid that anything is computed now?"""
+        return self._slow.halts(op_id)
+
+    def interrupt(self, op_id: str, why: str) -> None:
+        """Have that slow operation's present step end soon, where it can."""
+        self._slow.interrupt(op_id, why)
 
     def knows(self, action: str) -> bool:
         return action in self.admin_actions or action in self._slow
@@ -155,7 +170,7 @@ class TextScheduler:
     @property
     def halted(self) -> bool:
         """Does a pause, or an operation that goes on, forbid every step?"""
-        return self.paused or self._slow.running
+        return self.paused or self._slow.halting
 
     def take(self, message: In | StepDone) -> None:
         """Act on one message between two steps; one that is not for a text stage is ignored."""

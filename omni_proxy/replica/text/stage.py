@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from omni_proxy.replica.text.roster import Limits
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.worker import ModelWorker
 from omni_proxy.replica.weights.operations import Rank, WeightOperations
+from omni_proxy.replica.weights.sync import MOST_SECS, TERMS, Isolation, Terms
 
 SchedulerKind = TypeVar("SchedulerKind", bound=TextScheduler)
 
@@ -30,8 +31,8 @@ class TextSettings:
     running requests together, and so the length of one; `prefill_chunk` is how many tokens of
     prompts one batch may hold beside the running answers. 0 `prefix_cache_entries` turn it off.
     `threads` 0 leaves torch as it is. `tp` is over how many processes the model is split, 1 for
-    none. Weights are read from disk below `weights_root` alone; ""
-    refuses all that.
+    none. Weights are read from disk below `weights_root` alone; "" refuses all that. How they come
+    over a trainer's group is in `weights_isolation` and the `weights_*_secs` (`Terms`).
     """
 
     model: str = "tiny"
@@ -44,6 +45,11 @@ class TextSettings:
     prefix_cache_bytes: int = 256 * 2**20
     prefix_min_tokens: int = 16
     weights_root: str = "/"
+    weights_isolation: Isolation = TERMS.isolation
+    weights_join_secs: float = TERMS.join_secs
+    weights_ready_secs: float = TERMS.ready_secs
+    weights_receive_secs: float = TERMS.receive_secs
+    weights_stall_secs: float = TERMS.stall_secs
     tp: int = 1
 
     def __post_init__(self) -> None:
@@ -53,6 +59,25 @@ class TextSettings:
         for name in ("threads", "prefix_cache_entries", "prefix_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("join", "ready", "receive", "stall"):
+            secs = getattr(self, f"weights_{name}_secs")
+            if not 0 < secs <= MOST_SECS:
+                raise ValueError(f"weights_{name}_secs must be within 0 and {MOST_SECS:g}")
+        if self.weights_isolation not in get_args(Isolation):
+            raise ValueError(
+                f"weights_isolation is {' or '.join(get_args(Isolation))}, not "
+                f"{self.weights_isolation!r}"
+            )
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            isolation=self.weights_isolation,
+            join_secs=self.weights_join_secs,
+            ready_secs=self.weights_ready_secs,
+            receive_secs=self.weights_receive_secs,
+            stall_secs=self.weights_stall_secs,
+        )
 
 
 def build(stage_name: str, **params: Any) -> TextScheduler:
@@ -103,6 +128,9 @@ def with_weight_operations(scheduler: SchedulerKind, settings: TextSettings) -> 
     """The same scheduler, which knows the admin actions on weights from now on."""
     worker = scheduler.worker
     WeightOperations(
-        scheduler, weights_root=settings.weights_root, rank=Rank(worker.tp_rank, worker.tp_size)
+        scheduler,
+        weights_root=settings.weights_root,
+        rank=Rank(worker.tp_rank, worker.tp_size),
+        terms=settings.terms,
     )
     return scheduler

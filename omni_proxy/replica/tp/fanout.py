@@ -2,8 +2,10 @@
 
     begin ──refused by rank 0──> its answer alone
       └──> order to all ──> (step done by all ──> verdict to all) * ──> answers of all ──> merged
+                                 └──one failed──> whoever is still in that step may give it up
 Invariant: no rank begins a slow step before every rank has done the one before it, and where one
 failed, all are told: an operation that stages first and applies then does either at all or at none.
+Nothing is computed while a step that halts may still run at any rank.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 from omni_proxy.replica.text.slow import PeerFault, StepDone
-from omni_proxy.replica.tp.messages import FromFollower, Overdue, Vote, verdict
+from omni_proxy.replica.tp.messages import FromFollower, Overdue, Vote, give_up, verdict
 
 COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
 NOT_COLLECTED = "failed to collect TP follower admin results"
@@ -37,6 +39,12 @@ class Leading(Protocol):
     def advance(self, done: StepDone) -> None:
         """Let rank 0 go on after its step; its answer may come before this returns."""
 
+    def interrupt(self, op_id: str, why: str) -> None:
+        """Have rank 0's present step end soon, where it can."""
+
+    def halts(self, op_id: str) -> bool:
+        """Is rank 0's part of an operation in a step beside which nothing may be computed?"""
+
     def answer(self, result: AdminResult) -> None:
         """Tell the stage's one answer."""
 
@@ -45,15 +53,19 @@ class Leading(Protocol):
 class _Operation:
     """`number` counts rank 0's slow steps, `judged` those of them whose verdict was told.
 
+    `given_up` is the last step that everybody was told to end before its time.
     `done` is the step that waits for its verdict, `told` whether the followers have the order.
+    `halting` is that of rank 0's last step: some follower may still be at it when rank 0 has ended.
     """
 
     order: Admin
     told: bool = False
     late: bool = False
+    halting: bool = True
     answered: bool = False
     number: int = 0
     judged: int = 0
+    given_up: int = 0
     done: StepDone | None = None
     own: AdminResult | None = None
     forget_reminder: Callable[[], None] = lambda: None
@@ -70,14 +82,15 @@ class FanOut:
         self._live: dict[str, _Operation] = {}
 
     @property
-    def running(self) -> bool:
-        """Is any follower at work on an operation?"""
-        return any(each.told for each in self._live.values())
+    def halting(self) -> bool:
+        """Is any follower at work on what nothing may be computed beside?"""
+        return any(each.told and each.halting for each in self._live.values())
 
     def run(self, order: Admin, begin: Callable[[], None]) -> None:
         """Let rank 0 begin; unless it refuses at once, all others as well."""
         operation = self._live[order.op_id] = _Operation(order)
         begin()
+        self._note_halt(operation)
         if operation.own is None or operation.own.success:
             operation.told = True
             self._leading.tell(order)
@@ -121,6 +134,7 @@ class FanOut:
 
     def _go_on(self, operation: _Operation) -> None:
         """Do all that can be done now, and see to it that the rest is not waited for for ever."""
+        self._give_up(operation)
         if operation.done is not None:
             self._judge(operation, operation.done)
         if operation.own is not None:
@@ -134,6 +148,17 @@ class FanOut:
                 COLLECT_SECS if limit is None else max(0.0, limit),
             )
 
+    def _give_up(self, operation: _Operation) -> None:
+        """Where a rank has failed the present step, the others need not wait in it."""
+        number = operation.judged + 1
+        if not operation.told or operation.own is not None or operation.given_up == number:
+            return
+        if fault := _fault_of(operation, number):
+            operation.given_up = number
+            self._leading.tell(give_up(operation.order.op_id, number, fault))
+            if operation.done is None:
+                self._leading.interrupt(operation.order.op_id, fault)
+
     def _judge(self, operation: _Operation, done: StepDone) -> None:
         """Once every rank has done the step, or no more can come, tell how it went."""
         number = operation.number
@@ -141,13 +166,18 @@ class FanOut:
         missing = [r for r in self._ranks if r not in operation.results and r not in voted]
         if missing and not operation.late:
             return
-        fault = _fault_of(operation, done, missing)
+        fault = _fault_of(operation, number, missing)
         operation.done, operation.judged = None, number
         operation.votes = {r: vote for r, vote in operation.votes.items() if vote.number > number}
         self._leading.tell(verdict(operation.order.op_id, number, fault))
         if fault and done.error is None:
             done = StepDone(done.op_id, error=PeerFault(fault))
         self._leading.advance(done)
+        self._note_halt(operation)
+
+    def _note_halt(self, operation: _Operation) -> None:
+        if operation.own is None:
+            operation.halting = self._leading.halts(operation.order.op_id)
 
     def _settle(self, operation: _Operation, own: AdminResult) -> None:
         """Answer, where rank 0 has ended and so have the others, or they are late."""
@@ -166,10 +196,15 @@ class FanOut:
             self._live.pop(own.op_id, None)
 
 
-def _fault_of(operation: _Operation, done: StepDone, missing: list[int]) -> str:
-    """What went wrong at any rank, "" where nothing did."""
-    faults = [] if done.error is None else [f"rank 0: {done.error}"]
-    faults += (f"rank {r}: {vote.fault}" for r, vote in operation.votes.items() if vote.fault)
+def _fault_of(operation: _Operation, number: int, missing: Iterable[int] = ()) -> str:
+    """What went wrong with the step at any rank, "" where nothing did."""
+    missing, done = list(missing), operation.done
+    faults = [] if done is None or done.error is None else [f"rank 0: {done.error}"]
+    faults += (
+        f"rank {rank}: {vote.fault}"
+        for rank, vote in operation.votes.items()
+        if vote.fault and vote.number >= number
+    )
     faults += (_told(result) for result in operation.results.values() if not result.success)
     if missing:
         faults.append(f"{NOT_COLLECTED}: {_named(missing)}")

@@ -24,7 +24,7 @@ from omni_proxy.replica.text.stage import (
 )
 from omni_proxy.replica.tp.group import Group, RankLost, join_store
 from omni_proxy.replica.tp.kv import Mirror
-from omni_proxy.replica.tp.messages import STEP, VERDICT, Vote
+from omni_proxy.replica.tp.messages import GIVE_UP, STEP, VERDICT, Vote
 from omni_proxy.replica.tp.ranked import RankedWorker
 from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.tp.sharded import ShardedLlama
@@ -76,6 +76,10 @@ class FollowerScheduler(TextScheduler):
                 if op_id in self._slow_steps:
                     self._slow_steps[op_id].verdicts[payload["number"]] = payload["fault"]
                     self._go_on(op_id)
+            case Admin(op_id, action, payload) if action == GIVE_UP:
+                slow = self._slow_steps.get(op_id)
+                if slow is not None and slow.number + 1 == payload["number"]:
+                    self.interrupt(op_id, payload["fault"])
             case Admin():
                 self._slow_steps[message.op_id] = _SlowStep()
                 super().take(message)

@@ -2,7 +2,8 @@
 
 Invariant: a batch that the followers were told of is finished, or the stage ends: then every rank
 goes, its requests fail, and the stage's supervision starts all of it again, with the weights it
-once began with. An operation is over when every rank has answered; until then nothing is computed.
+once began with. An operation is over when every rank has answered; while it halts one of them,
+nothing is computed.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class LeaderScheduler(TextScheduler):
 
     @property
     def halted(self) -> bool:
-        return super().halted or self._fan_out.running
+        return super().halted or self._fan_out.halting
 
     def take(self, message: In | FromElsewhere) -> None:
         match message:

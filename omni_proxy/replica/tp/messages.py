@@ -14,6 +14,7 @@ from omni_proxy.replica.pipeline.messages import Admin, Out
 
 STEP = "tp_step"
 VERDICT = "tp_verdict"
+GIVE_UP = "tp_give_up"
 
 
 class Vote(Struct, frozen=True, tag="vote"):
@@ -49,3 +50,8 @@ def step(entries: list[Any], parts: list[tuple[int, list[int]]]) -> Admin:
 def verdict(op_id: str, number: int, fault: str) -> Admin:
     """How the slow step `number` went at all ranks: "" lets the operation go on."""
     return Admin(op_id, VERDICT, {"number": number, "fault": fault})
+
+
+def give_up(op_id: str, number: int, fault: str) -> Admin:
+    """Who is still in the slow step `number` need not wait for its end: another rank has failed."""
+    return Admin(op_id, GIVE_UP, {"number": number, "fault": fault})

@@ -11,7 +11,8 @@ before anything is changed, so that what happens to it afterwards does not matte
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -19,8 +20,25 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from torch import Tensor
 
-from omni_proxy.replica.weights.target import Staged, Target, WeightsFault, quoted
+from omni_proxy.replica.weights.reading import (
+    ALIGNMENT_BYTES,
+    CutShort,
+    Piece,
+    Rooms,
+    bytes_of,
+    fill,
+    room,
+)
+from omni_proxy.replica.weights.target import (
+    DERIVED_ENDINGS,
+    Form,
+    Staged,
+    Target,
+    WeightsFault,
+    quoted,
+)
 from omni_proxy.replica.weights.tensors import NOT_JSON, StoredTensors
 
 INDEX = "model.safetensors.index.json"
@@ -67,6 +85,7 @@ class WeightsFolder:
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve() if root else None
+        self._rooms = Rooms()
 
     def stage(self, payload: Mapping[str, Any], target: Target) -> Staged:
         """Read what `model_path` and `manifest` name; raises WeightsFault."""
@@ -78,10 +97,13 @@ class WeightsFolder:
         manifest = manifest_of(payload.get("manifest"))
         try:
             parts = self._parts(self._inside(payload.get("model_path")), manifest)
-            names = [name for part in parts for name in _checked(part, target)]
-            if manifest is None:
-                target.require_all(names)
-            return _stage(parts, target)
+            with ExitStack() as files:
+                loading = _Loading(target, files, self._rooms)
+                for part in parts:
+                    loading.look(part)
+                if manifest is None:
+                    target.require_all(each.name for each in loading.wanted)
+                return loading.stage()
         except OSError as error:
             raise WeightsFault(f"{quoted(payload.get('model_path'))}: {error}") from error
 
@@ -160,34 +182,97 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise WeightsFault(f"{index} is no index of safetensors files: {error}") from None
 
 
-def _checked(part: Part, target: Target) -> list[str]:
-    """The names a file gives, whose sizes fit; nothing of it is in memory yet."""
-    with part.path.open("rb") as file:
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One tensor of an open file."""
+
+    name: str
+    stored: StoredTensors
+    form: Form
+
+    def within(self, block: Tensor, start: int) -> Tensor:
+        part = block[start : start + self.form.nbytes]
+        return part.view(self.form.dtype).view(self.form.shape)
+
+    def piece(self, tensor: Tensor) -> Piece:
+        return self.stored.descriptor, self.stored.place(self.name), bytes_of(tensor)
+
+
+class _Loading:
+    """Files that are open, from the look at their headers to their last byte."""
+
+    def __init__(self, target: Target, files: ExitStack, rooms: Rooms) -> None:
+        self._target = target
+        self._rooms = rooms
+        self._files = files
+        self._promised: list[tuple[BufferedReader, Part]] = []
+        self.wanted: list[_Wanted] = []
+
+    def look(self, part: Part) -> None:
+        """At what a file gives; raises WeightsFault where its sizes do not fit, and OSError."""
+        file = self._files.enter_context(part.path.open("rb"))
         stored = StoredTensors(file, str(part.path))
-        names = part.names_in(stored)
-        staged = Staged(target)
-        for name in names:
-            staged.check(name, stored.form(name))
-    return names
+        staged = Staged(self._target)
+        for name in part.names_in(stored):
+            form = stored.form(name)
+            staged.check(name, form)
+            if not name.endswith(DERIVED_ENDINGS):
+                self.wanted.append(_Wanted(name, stored, form))
+        self._promised.append((file, part))
+
+    def stage(self) -> Staged:
+        """Read everything; raises WeightsFault, and OSError from a file."""
+        for file, part in self._promised:
+            _require_digest(file, part)
+        as_they_are = [each for each in self.wanted if self._as_it_is(each)]
+        places, nbytes = _side_by_side(as_they_are)
+        block, give_back = self._rooms.take(nbytes)
+        staged = Staged(self._target, give_back)
+        try:
+            tensors = {each: each.within(block, start) for each, start in places.items()}
+            del block
+            _fill([each.piece(tensors[each]) for each in as_they_are], as_they_are)
+            for each in self.wanted:
+                tensor = tensors.pop(each, None)
+                staged.add(each.name, _alone(each) if tensor is None else tensor)
+                del tensor
+        except (WeightsFault, OSError):
+            staged.forget()
+            raise
+        return staged
+
+    def _as_it_is(self, wanted: _Wanted) -> bool:
+        """Nothing has to be made of it: neither another type, nor a part, nor a GPU's tensor."""
+        live = self._target.live(wanted.name)
+        return Form(live.dtype, tuple(live.shape)) == wanted.form and live.device.type == "cpu"
 
 
-def _stage(parts: Iterable[Part], target: Target) -> Staged:
-    staged = Staged(target)
+def _side_by_side(wanted: Sequence[_Wanted]) -> tuple[dict[_Wanted, int], int]:
+    """Where each begins in memory for all of them, and how much that is in bytes."""
+    places, end = {}, 0
+    for each in wanted:
+        places[each] = start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = start + each.form.nbytes
+    return places, end
+
+
+def _alone(wanted: _Wanted) -> Tensor:
+    tensor = wanted.within(room(wanted.form.nbytes), 0)
+    _fill([wanted.piece(tensor)], [wanted])
+    return tensor
+
+
+def _fill(pieces: Sequence[Piece], wanted: Sequence[_Wanted]) -> None:
     try:
-        for part in parts:
-            with part.path.open("rb") as file:
-                _require_digest(file, part)
-                stored = StoredTensors(file, str(part.path))
-                for name in part.names_in(stored):
-                    staged.add(name, stored.read(name))
-    except (WeightsFault, OSError):
-        staged.forget()
-        raise
-    return staged
+        fill(pieces)
+    except CutShort:
+        titles = ", ".join(dict.fromkeys(each.stored.title for each in wanted))
+        raise WeightsFault(f"{titles} ended in the middle of a tensor") from None
 
 
 def _require_digest(file: BufferedReader, part: Part) -> None:
     if part.sha256 is not None:
+        file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != part.sha256.lower():
             raise WeightsFault(f"{part.path} has the SHA-256 {found}, not the promised one")

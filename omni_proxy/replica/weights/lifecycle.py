@@ -2,7 +2,8 @@
 
     active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> forget old keys, new version
 Invariant: requests are dropped only once the new weights are known to fit. What fails leaves the
-old weights whole and says so. Keys and values computed under old weights are never used again.
+old weights as they were and says so. Keys and values of old weights are never used again: who runs
+during a swap that asks for no pause is computed anew, and goes on with the new weights.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.replica.text.admin import Answer
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import PeerFault
+from omni_proxy.replica.text.slow import Aside, PeerFault, Step
+from omni_proxy.replica.weights.states import Misplaced
 from omni_proxy.replica.weights.target import ApplyFault, DamagedFault, Staged, Target, WeightsFault
+from omni_proxy.replica.weights.wholeness import Wholeness
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +34,23 @@ ACTIVE_ERROR = "active requests present during weight update"
 UPDATED = "Succeeded to update parameter online."
 IDS_TOLD = 16
 
-Stage: TypeAlias = Callable[[], Staged]
+# Yields the steps that bring new values here, and returns them.
+Bringing: TypeAlias = Generator[Step, Any, Staged]
+Told: TypeAlias = Mapping[str, Any]
+
+
+def by(step: Callable[[], Staged]) -> Bringing:
+    """One step that does it all."""
+    staged: Staged = yield step
+    return staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What an update's caller wants besides the weights. `pause_on_failure`: the route's custom."""
+    """What an update's caller wants besides the weights. `pause_on_failure`: the route's custom.
+
+    `whole`: what comes is all of this update; else it is a bucket of one, perhaps the last.
+    """
 
     abort_all_requests: bool = False
     flush_cache: bool = True
@@ -44,17 +58,27 @@ class Wish:
     torch_empty_cache: bool = False
     keep_pause: bool = False
     pause_on_failure: bool = False
+    whole: bool = True
+
+    @property
+    def last(self) -> bool:
+        """Does the caller say that no more of this sync follows?"""
+        return self.whole or self.weight_version is not None or self.flush_cache
 
     @classmethod
-    def of(cls, payload: Mapping[str, Any], *, pause_on_failure: bool) -> Wish:
+    def of(
+        cls, payload: Told, *, pause_on_failure: bool, flush_cache: bool = True, whole: bool = True
+    ) -> Wish:
+        """`flush_cache` where the caller does not say."""
         version = payload.get("weight_version")
         return cls(
             abort_all_requests=bool(payload.get("abort_all_requests", False)),
-            flush_cache=bool(payload.get("flush_cache", True)),
+            flush_cache=bool(payload.get("flush_cache", flush_cache)),
             weight_version=None if version is None else str(version),
             torch_empty_cache=bool(payload.get("torch_empty_cache", False)),
             keep_pause=bool(payload.get("keep_pause", False)),
             pause_on_failure=pause_on_failure,
+            whole=whole,
         )
 
 
@@ -73,23 +97,44 @@ class Lifecycle:
         self._scheduler = scheduler
         self._target = target
         self.session: Session | None = None
+        self.wholeness = Wholeness()
+
+    @property
+    def version(self) -> str:
+        return self._scheduler.weight_version
 
     def open_session(self) -> None:
         self.session = Session(Staged(self._target))
 
+    def drop_session(self) -> Generator[Step, Any, None]:
+        """Nobody will end the session that is open, if one is."""
+        session, self.session = self.session, None
+        if session is not None:
+            with suppress(PeerFault):
+                yield Aside(session.staged.forget)
+
     def update(
-        self, wish: Wish, stage: Stage, told: Mapping[str, Any], *, in_session: bool = True
-    ) -> Generator[Callable[[], Any], Any, Answer]:
-        """Run one update; `told` is in its answer's data.
+        self, wish: Wish, bring: Bringing, told: Told, *, in_session: bool = True
+    ) -> Generator[Step, Any, Answer]:
+        """Run one update, which running requests refuse; `told` is in its answer's data.
 
         While a session is open it keeps the new weights, but for an update not `in_session`.
         """
         active = self._scheduler.active_ids()
         if active and not (wish.abort_all_requests or self._retracted):
+            bring.close()
             return self._refuse(wish, active)
+        answer = yield from self.take_in(wish, bring, told, in_session=in_session)
+        return answer
+
+    def take_in(
+        self, wish: Wish, bring: Bringing, told: Told, *, in_session: bool = True
+    ) -> Generator[Step, Any, Answer]:
+        """The same whatever is running."""
         dropped, flushed = 0, None
+        staged: Staged | None = None
         try:
-            staged = yield stage
+            staged = yield from bring
             if wish.abort_all_requests:
                 dropped = self._scheduler.drop_all()
             if self.session is not None and in_session:
@@ -98,18 +143,22 @@ class Lifecycle:
                 yield from self.swap(staged, wish)
                 flushed = True if wish.flush_cache else None
         except Exception as error:  # whatever it was, the caller must learn what weights there are
-            return self._failed(wish, error, {"num_paused_requests": dropped, **told})
+            if staged is not None:
+                with suppress(PeerFault):
+                    yield Aside(staged.forget)
+            return self.failed(wish, error, {"num_paused_requests": dropped, **told})
         if wish.keep_pause:
             self._hold()
         return True, UPDATED, self._data(wish, dropped, flushed) | dict(told), None
 
-    def swap(self, staged: Staged, wish: Wish) -> Generator[Callable[[], Any], Any, None]:
+    def swap(self, staged: Staged, wish: Wish) -> Generator[Step, Any, None]:
         """Put new weights in place and forget what was computed with the old ones."""
         scheduler = self._scheduler
         # No request that goes on may mix the keys of two sets of weights.
         scheduler.roster.retract()
         try:
-            yield staged.apply
+            # Only another rank's failure would make it necessary to go back.
+            yield staged.apply if self._target.split else staged.apply_for_good
         except PeerFault as fault:
             staged.undo()
             raise ApplyFault(str(fault)) from fault
@@ -118,12 +167,13 @@ class Lifecycle:
             yield staged.forget
         # Even where the caller wants no flush: what is kept there belongs to the old weights.
         scheduler.cache.flush()
+        self.wholeness.bucket(last=wish.last)
         if wish.weight_version is not None:
             scheduler.weight_version = wish.weight_version
         if wish.torch_empty_cache and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def end_session(self) -> Generator[Callable[[], Any], Any, Answer]:
+    def end_session(self) -> Generator[Step, Any, Answer]:
         """Swap in what the session holds; refused under running requests, else it is over then."""
         session, scheduler = self.session, self._scheduler
         if session is None:
@@ -137,8 +187,8 @@ class Lifecycle:
         try:
             yield from self.swap(session.staged, wish)
         except Exception as error:  # as in an update
-            self.session = None
-            return self._failed(wish, error, {"tensors": count})
+            yield from self.drop_session()
+            return self.failed(wish, error, {"tensors": count})
         self.session = None
         data = {"tensors": count, "weight_version": scheduler.weight_version}
         return True, "Succeeded to end weight update.", data, None
@@ -176,21 +226,23 @@ class Lifecycle:
         }
         return False, ACTIVE, data, ACTIVE_ERROR
 
-    def _failed(self, wish: Wish, error: Exception, told: dict[str, Any]) -> Answer:
-        whole = f"the weights of version {self._scheduler.weight_version!r} are whole"
+    def failed(self, wish: Wish, error: Exception, told: Told) -> Answer:
+        """The answer for an update that did not come to its end."""
+        held = self.wholeness.told(self._scheduler.weight_version)
         match error:
             case WeightsFault() | GroupError() | PeerFault():
-                message = f"{str(error).rstrip('.')}. Nothing was changed: {whole}"
+                message = f"{str(error).rstrip('.')}. Nothing was changed: {held}"
             case ApplyFault():
-                message = f"The swap failed and was undone: {whole}. {error}"
+                message = f"The swap failed and was undone: {held}. {error}"
             case DamagedFault():
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
                 log.error("a weight update failed", exc_info=error)
-                message = f"{type(error).__name__}: {error}. Nothing was changed: {whole}"
+                message = f"{type(error).__name__}: {error}. Nothing was changed: {held}"
         if wish.keep_pause or wish.pause_on_failure or isinstance(error, DamagedFault):
             self._hold()
-        return False, message, self._data(wish, 0, None) | told, message
+        status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
+        return False, message, self._data(wish, 0, None) | status | dict(told), message
 
     def _data(self, wish: Wish, dropped: int, flushed: bool | None) -> dict[str, Any]:
         return {

@@ -1,40 +1,35 @@
 """The admin actions on weights, as a text stage answers them (api-server.md 2.4, 3, 9.1).
 
-Invariant: reading, receiving, copying and hashing happen in an operation's own thread, and one
-operation at a time. What is wrong with a request is told before a group or a weight is touched.
+Invariant: reading, receiving, copying and hashing happen in an operation's own thread. What is
+wrong with a request is told before a group or a weight is touched. Nothing else comes between the
+preparation of an update and its end, but what ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from omni_proxy.collective.rendezvous import Rendezvous
-from omni_proxy.collective.specs import GroupError, plan_of, specs_of
+from omni_proxy.collective.specs import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.admin import Answer, failure
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import PeerFault
+from omni_proxy.replica.text.slow import PeerFault, SlowFunction, Steps
 from omni_proxy.replica.weights.checker import Checker
 from omni_proxy.replica.weights.disk import WeightsFolder
-from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish
-from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault
+from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
+from omni_proxy.replica.weights.states import Misplaced
+from omni_proxy.replica.weights.sync import TERMS, Sync, Terms
+from omni_proxy.replica.weights.target import Target, WeightsFault
 from omni_proxy.replica.weights.tensors import staged_of_serialized
+from omni_proxy.replica.weights.two_phase import TwoPhase, group_name
 
-if TYPE_CHECKING:
-    from omni_proxy.collective.group import Groups
-
-GROUP_NAME = "weight_update_group"
-GROUP_SECS = 300.0
 SELECTORS = ("all", "target")
 ROWS_TOLD = 100
-
-Steps = Generator[Callable[[], Any], Any, Answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +53,7 @@ class WeightOperations:
         *,
         weights_root: str = "/",
         rank: Rank = Rank(),
+        terms: Terms = TERMS,
     ) -> None:
         self._scheduler = scheduler
         self._rank = rank
@@ -65,37 +61,68 @@ class WeightOperations:
         self._folder = WeightsFolder(weights_root)
         self._checker = Checker(self._target, rank.layout, scheduler.worker.whole)
         self._lifecycle = Lifecycle(scheduler, self._target)
-        self._joined: Groups | None = None
-        for function in (
+        self._sync = Sync(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
+        self._two_phase = TwoPhase(self._lifecycle, self._sync)
+        self._register()
+
+    def _register(self) -> None:
+        scheduler = self._scheduler
+        one_by_one: tuple[SlowFunction, ...] = (
             self.update_weights_from_disk,
             self.update_weights_from_tensor,
-            self.update_weights_from_distributed,
-            self.init_weights_update_group,
+            self._two_phase.update_weights_from_distributed,
             self.begin_weight_update,
             self.end_weight_update,
             self.update_weight_version,
             self.get_weights_by_name,
             self.weights_checker,
-        ):
+        )
+        for function in one_by_one:
             scheduler.register_slow_admin(function.__name__, function)
-        # It ends a receive that would never end by itself.
-        destroy = self.destroy_weights_update_group
-        scheduler.register_slow_admin(destroy.__name__, destroy, beside=True)
+        # What only waits may begin at any time, and so may what ends a receive that never would.
+        beside: tuple[SlowFunction, ...] = (
+            self.init_weights_update_group,
+            self.destroy_weights_update_group,
+            self._two_phase.prepare_weights_update,
+            self._two_phase.complete_weights_update,
+        )
+        for function in beside:
+            scheduler.register_slow_admin(function.__name__, function, beside=True)
+        scheduler.sync_facts = self._facts
+        scheduler.at_end.append(self._sync.close)
+        resume = scheduler.admin_actions["continue_generation"]
+
+        def continue_generation(payload: dict[str, Any]) -> Answer:
+            # Whoever goes on with weights of two versions has given the rest of a sync up.
+            self._lifecycle.wholeness.broken()
+            return resume(payload)
+
+        scheduler.register_admin("continue_generation", continue_generation)
+
+    def _facts(self) -> dict[str, Any]:
+        session = self._lifecycle.session
+        return (
+            self._sync.facts()
+            | self._lifecycle.wholeness.facts()
+            | {"session_tensors": None if session is None else len(session.staged)}
+        )
 
     # Updates
 
     def update_weights_from_disk(self, order: Admin) -> Steps:
         payload, scheduler = order.payload, self._scheduler
+        if (refusal := self._busy()) is not None:
+            return refusal
         wish = Wish.of(payload, pause_on_failure=False)
-        stage = partial(self._folder.stage, payload, self._target)
-        answer = yield from self._lifecycle.update(wish, stage, {}, in_session=False)
+        bring = by(partial(self._folder.stage, payload, self._target))
+        answer = yield from self._lifecycle.update(wish, bring, {}, in_session=False)
         success, message, data, error = answer
         if success:
             message = "Succeeded to update model weights."
             scheduler.model_path = payload["model_path"]
             scheduler.load_format = payload.get("load_format") or scheduler.load_format
             # The whole model is new: what was gathered for the one before fits no more.
-            self._lifecycle.session = None
+            yield from self._lifecycle.drop_session()
         told = {
             "model_path": payload.get("model_path"),
             "weight_version": scheduler.weight_version,
@@ -104,43 +131,27 @@ class WeightOperations:
         return success, message, data | told, error
 
     def update_weights_from_tensor(self, order: Admin) -> Steps:
-        wish = Wish.of(order.payload, pause_on_failure=True)
+        if (refusal := self._busy()) is not None:
+            return refusal
+        wish = Wish.of(order.payload, pause_on_failure=True, whole=False)
         rank = self._rank
-        stage = partial(staged_of_serialized, order.payload, self._target, rank.rank, rank.size)
-        answer = yield from self._lifecycle.update(wish, stage, {"metadata_only": False})
+        bring = by(partial(staged_of_serialized, order.payload, self._target, rank.rank, rank.size))
+        answer = yield from self._lifecycle.update(wish, bring, {"metadata_only": False})
         return answer
 
-    def update_weights_from_distributed(self, order: Admin) -> Steps:
-        payload = order.payload
-        wish = Wish.of(payload, pause_on_failure=True)
-        told = {"group_name": _group_name(payload), "names": payload.get("names")}
-        answer = yield from self._lifecycle.update(wish, partial(self._receive, payload), told)
-        return answer
-
-    def _receive(self, payload: dict[str, Any]) -> Staged:
-        """Take what a group sends, after a look at what is announced."""
-        load_format = payload.get("load_format")
-        specs = specs_of(*(payload.get(key) for key in ("names", "dtypes", "shapes")))
-        staged = Staged(self._target)
-        for each in plan_of(specs, load_format).tensors:
-            staged.check(each.name, Form(getattr(torch, each.dtype), each.shape))
-        received = self._groups().receive(_group_name(payload), specs, load_format)
-        for name, tensor in received.items():
-            staged.add(name, tensor)
-        return staged
+    def _busy(self) -> Answer | None:
+        """The refusal of what would come between an update's preparation and its end."""
+        self._sync.look()
+        try:
+            self._sync.book.require_free()
+        except Misplaced as error:
+            return False, str(error), {"status_code": error.status}, str(error)
+        return None
 
     # Groups
 
-    def _groups(self) -> Groups:
-        # Most replicas never join one: what that needs is imported where it is wanted.
-        if self._joined is None:
-            from omni_proxy.collective.group import Groups
-
-            self._joined = Groups()
-        return self._joined
-
     def init_weights_update_group(self, order: Admin) -> Steps:
-        payload, name = order.payload, _group_name(order.payload)
+        payload, name = order.payload, group_name(order.payload)
         told = {
             "group_name": name,
             "world_size": payload.get("world_size"),
@@ -154,28 +165,26 @@ class WeightOperations:
                 world_size=payload.get("world_size", 0),
                 group_name=name,
                 backend=payload.get("backend") or _default_backend(),
-                timeout_s=order.timeout_s or GROUP_SECS,
+                timeout_s=payload.get("deadline_secs", self._sync.terms.join_secs),
+                device=self._rank.rank,
             )
-            yield partial(self._groups().init, rendezvous)
-        except (WeightsFault, GroupError) as error:
+            yield from self._sync.join(rendezvous)
+        except (WeightsFault, GroupError, PeerFault) as error:
             message = f"Failed to initialize custom process group: {error}"
-            return False, message, told, message
-        except PeerFault as fault:
-            # What not every rank has joined is of use to none.
-            with suppress(GroupError, PeerFault):
-                yield partial(self._groups().destroy, name)
-            message = f"Failed to initialize custom process group: {fault}"
-            return False, message, told, message
-        # Whoever makes a group begins anew: nobody is left who would end an older session.
-        self._lifecycle.session = None
+            status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
+            return False, message, told | status, message
+        # Whoever makes a group begins anew: nobody is left who would end an older sync.
+        self._lifecycle.wholeness.broken()
+        yield from self._lifecycle.drop_session()
         return True, "Succeeded to initialize custom process group.", told, None
 
     def destroy_weights_update_group(self, order: Admin) -> Steps:
-        name = _group_name(order.payload)
+        name = group_name(order.payload)
         try:
-            yield partial(self._groups().destroy, name)
+            yield from self._sync.leave(name)
         except GroupError as error:
             return False, str(error), {"group_name": name}, str(error)
+        self._lifecycle.wholeness.left()
         message = "Succeeded to destroy custom process group."
         return True, message, {"group_name": name}, None
 
@@ -194,6 +203,8 @@ class WeightOperations:
         return True, "Succeeded to begin weight update.", {"selector": selector}, None
 
     def end_weight_update(self, order: Admin) -> Steps:
+        if (refusal := self._busy()) is not None:
+            return refusal
         answer = yield from self._lifecycle.end_session()
         return answer
 
@@ -237,10 +248,6 @@ class WeightOperations:
             return failure(str(error))
         data = yield partial(self._checker.check, action)
         return True, "ok", data, None
-
-
-def _group_name(payload: dict[str, Any]) -> str:
-    return str(payload.get("group_name") or GROUP_NAME)
 
 
 def _default_backend() -> str:

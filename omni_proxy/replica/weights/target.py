@@ -7,14 +7,16 @@ fails puts back what it had written. Tensors are written in place, as others hol
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from omni_proxy.replica.models.llama import TIED_NAMES
 from omni_proxy.replica.tp.shard import Shard
+from omni_proxy.replica.weights.exchange import exchange, exchangeable, put
 
 # What older checkpoints store and every loader computes for itself.
 DERIVED_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
@@ -42,6 +44,10 @@ class Form:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def quoted(value: object) -> str:
@@ -121,6 +127,11 @@ class Target:
                 f"{some_of(missing)}; to change a part on purpose, name it in a manifest"
             )
 
+    @property
+    def split(self) -> bool:
+        """Whether other processes hold the rest of the model."""
+        return self._shard is not None
+
     def part_of(self, name: str, tensor: Tensor) -> Tensor:
         """What of a whole tensor is held here: the tensor itself, or a copy of a part."""
         if self._shard is None or self._shard.cut(self.own_name(name)) is None:
@@ -129,12 +140,16 @@ class Target:
 
 
 class Staged:
-    """New values, checked and in the live tensors' types, that nothing shows yet."""
+    """New values, checked and in the live tensors' types, that nothing shows yet.
 
-    def __init__(self, target: Target) -> None:
+    `give_back` is called when none of them is held any more: their memory is somebody else's.
+    """
+
+    def __init__(self, target: Target, give_back: Callable[[], None] | None = None) -> None:
         self._target = target
         self._new: dict[str, Tensor] = {}
         self._old: dict[str, Tensor] = {}
+        self._lenders = [] if give_back is None else [give_back]
 
     def __len__(self) -> int:
         return len(self._new)
@@ -160,6 +175,7 @@ class Staged:
     def update(self, later: Staged) -> None:
         """Take over what `later` holds, in place of what is held for the same tensors."""
         self._new |= later._new
+        self._lenders += later._lenders
 
     def apply(self) -> None:
         """Write everything into the live tensors; raises ApplyFault, DamagedFault.
@@ -169,6 +185,7 @@ class Staged:
         old = self._old
         try:
             with torch.no_grad():
+                self._exchange()
                 for name in list(self._new):
                     live = self._target.live(name)
                     old[name] = live.clone()
@@ -177,6 +194,24 @@ class Staged:
         except Exception as error:  # whatever a device raises, the model must be whole again
             self.undo()
             raise ApplyFault(f"{type(error).__name__}: {error}") from error
+
+    def apply_for_good(self) -> None:
+        """The same where no later step can fail: without the old values, where none is needed."""
+        pairs = [(self._target.live(name), new) for name, new in self._new.items()]
+        if all(exchangeable(pairs)):
+            put(pairs)
+        else:
+            self.apply()
+
+    def _exchange(self) -> None:
+        """Those that lie in this machine's memory change places with the live ones."""
+        names = list(self._new)
+        pairs = [(self._target.live(name), self._new[name]) for name in names]
+        quick = exchangeable(pairs)
+        exchange(pair for pair, may in zip(pairs, quick, strict=True) if may)
+        for name, may in zip(names, quick, strict=True):
+            if may:
+                self._old[name] = self._new.pop(name)
 
     def undo(self) -> None:
         """Put back what `apply` had written over; raises DamagedFault."""
@@ -192,3 +227,5 @@ class Staged:
         for held in (self._new, self._old):
             while held:
                 held.popitem()
+        while self._lenders:
+            self._lenders.pop()()

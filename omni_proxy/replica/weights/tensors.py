@@ -96,12 +96,22 @@ class StoredTensors:
             raise self._fault(f"has no tensor {quoted(name)}")
         return Form(STORED_DTYPES[entry.dtype], tuple(entry.shape))
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, where it is one."""
+        return self._file.fileno()
+
+    def place(self, name: str) -> int:
+        """The byte of the file at which a tensor that is in it begins."""
+        place: int = self._data_start + self._entries[name].data_offsets[0]
+        return place
+
     def read(self, name: str) -> Tensor:
         """The tensor in memory of its own; raises WeightsFault, and OSError from the file."""
         form = self.form(name)
         tensor = torch.empty(form.shape, dtype=form.dtype)
         room = tensor.view(-1).view(torch.uint8).numpy().data
-        self._file.seek(self._data_start + self._entries[name].data_offsets[0])
+        self._file.seek(self.place(name))
         while room:
             count = self._file.readinto(room)  # type: ignore[attr-defined]  # every real file has it
             if not count:

@@ -165,9 +165,9 @@ async def test_defaults_are_forwarded_and_what_is_null_is_not(tiny, monkeypatch)
         "torch_empty_cache": False,
     }  # fmt: skip
     assert asked == [
-        ("init_weights_update_group", rendezvous | group, None, 300),
+        ("init_weights_update_group", rendezvous | group, None, 3630),
         ("destroy_weights_update_group", group, None, 300),
-        ("update_weights_from_distributed", announced | group, None, 300),
+        ("update_weights_from_distributed", announced | group, None, 3630),
         ("end_weight_update", {}, None, 120),
         ("weights_checker", {"action": "snapshot"}, None, 120),
     ]

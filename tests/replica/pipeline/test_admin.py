@@ -191,8 +191,11 @@ def test_an_unknown_stage_is_refused_with_the_nearest_name(stages):
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("action", ["model_info", "destroy_weights_update_group"])
-async def test_what_only_asks_or_frees_a_hanging_transfer_does_not_wait_its_turn(stages, action):
+@pytest.mark.parametrize(
+    "action",
+    ["model_info", "pause_generation", "destroy_weights_update_group", "complete_weights_update"],
+)
+async def test_what_a_stage_may_do_beside_a_transfer_does_not_wait_its_turn(stages, action):
     outcomes = []
 
     async def ask(what):

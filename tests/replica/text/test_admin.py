@@ -132,6 +132,7 @@ def test_model_info_tells_every_fact():
         "model_path": "tiny",
         "load_format": "auto",
         "weight_version": "default",
+        "weight_sync": {},
         "tp_rank": 0,
         "tp_size": 1,
         "model_arch_override": None,

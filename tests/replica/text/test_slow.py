@@ -3,22 +3,24 @@ import threading
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Abort, Admin, AdminResult, Failed, Result, Streamed
+from omni_proxy.replica.text.slow import Aside
 from tests.replica.text.desk import Desk, Loop, submission
 
 GREEDY = {"temperature": 0, "max_new_tokens": 5}
 
 
 class Gate:
-    """An operation with one step that ends when it is told to."""
+    """An operation with one step that ends when it is told to; `aside`, or halting the stage."""
 
-    def __init__(self, scheduler, action="grind", **how):
+    def __init__(self, scheduler, action="grind", *, aside=False, **how):
         self.begun, self.open = threading.Event(), threading.Event()
         self.threads = []
+        self.aside = aside
         scheduler.register_slow_admin(action, self.operation, **how)
 
     def operation(self, order):
         self.threads.append(threading.current_thread().name)
-        told = yield self.step
+        told = yield Aside(self.step) if self.aside else self.step
         self.threads.append(threading.current_thread().name)
         return True, "ground", {"told": told} | order.payload, None
 
@@ -90,19 +92,70 @@ def test_a_second_one_is_refused_by_the_name_of_the_first_and_may_come_again():
         assert answered(loop, "three").success
 
 
-def test_what_may_run_beside_does_and_only_that():
+def test_what_may_begin_beside_does_and_only_that():
     scheduler = Desk().scheduler
     gate = Gate(scheduler)
-    Gate(scheduler, "help", beside=True).open.set()
+    Gate(scheduler, "help", aside=True, beside=True).open.set()
+    Gate(scheduler, "chat", aside=True).open.set()
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
         assert gate.begun.wait(20)
         loop.inbox.put(Admin("beside", "help"))
         assert answered(loop, "beside").success
-        loop.inbox.put(Admin("again", "grind"))
-        assert not answered(loop, "again").success
+        for action in ("grind", "chat"):
+            loop.inbox.put(Admin(action, action))
+            assert not answered(loop, action).success
         gate.open.set()
         assert answered(loop, "slow").success
+
+
+def test_beside_a_step_that_looks_at_no_weights_answers_are_computed():
+    scheduler = Desk().scheduler
+    gate = Gate(scheduler, aside=True)
+    other = Gate(scheduler, "other")
+    with Loop(scheduler) as loop:
+        loop.inbox.put(Admin("slow", "grind"))
+        assert gate.begun.wait(20)
+        loop.inbox.put(submission("a", **GREEDY))
+        assert loop.next(Result).request_id == "a"
+        loop.inbox.put(Admin("info", "model_info"))
+        assert answered(loop, "info").data["engine_paused"] is False
+        other.open.set()
+        loop.inbox.put(Admin("other", "other"))
+        assert answered(loop, "other").success
+        gate.open.set()
+        assert answered(loop, "slow").success
+
+
+def test_of_two_steps_that_halt_one_waits_for_the_other():
+    order = []
+
+    def late(_):
+        yield Aside(lambda: order.append("aside"))
+        yield lambda: order.append("halting")
+        return True, "late", {}, None
+
+    scheduler = Desk().scheduler
+    gate = Gate(scheduler)
+    scheduler.register_slow_admin("late", late, beside=True)
+    with Loop(scheduler) as loop:
+        loop.inbox.put(Admin("slow", "grind"))
+        assert gate.begun.wait(20)
+        loop.inbox.put(Admin("late", "late"))
+        loop.inbox.put(submission("a", **GREEDY))
+        # Asked again and again, it has passed its first step by some answer, and stays there.
+        while not order:
+            loop.inbox.put(Admin("info", "model_info"))
+            answered(loop, "info")
+        loop.inbox.put(Admin("info", "model_info"))
+        assert answered(loop, "info").data["engine_paused"] is True
+        assert order == ["aside"]
+        order.append("opened")
+        gate.open.set()
+        ends = [loop.next(AdminResult).op_id for _ in range(2)]
+        assert ends == ["slow", "late"]
+        assert order == ["aside", "opened", "halting"]
+        assert loop.next(Result).request_id == "a"
 
 
 def test_an_abort_of_all_reaches_those_who_wait_for_a_step():

@@ -17,6 +17,7 @@ class Leader:
     def __init__(self, ranks=(1, 2), ends=None, steps=0):
         self.told, self.reminded, self.advanced, self.answers = [], [], [], []
         self.ends, self.steps = ends or result(), steps
+        self.steps_halt = True
         self.fan_out = FanOut(self, ranks)
 
     def start(self, timeout_s=None):
@@ -65,6 +66,9 @@ class Leader:
             self.steps, self.ends = 0, result(False, str(done.error))
         self._go_on()
 
+    def halts(self, op_id):
+        return self.steps_halt
+
     def answer(self, message):
         self.answers.append(message)
 
@@ -77,14 +81,14 @@ def test_what_the_first_rank_refuses_no_other_hears_of():
     assert (answer.success, answer.message, answer.rank, answer.role) == (False, "no", 0, "leader")
     assert answer.data["tp_size"] == 3
     assert [each["rank"] for each in answer.data["rank_results"]] == [0]
-    assert not leader.fan_out.running
+    assert not leader.fan_out.halting
 
 
 def test_the_answer_is_that_of_all_ranks():
     leader = Leader(ends=result(data={"count": 7}))
     leader.start()
     assert [(each.action, each.payload) for each in leader.told] == [("act", {"key": 1})]
-    assert leader.fan_out.running
+    assert leader.fan_out.halting
     leader.ended(2)
     assert leader.answers == []
     leader.ended(1)
@@ -94,8 +98,28 @@ def test_the_answer_is_that_of_all_ranks():
     assert [(each["rank"], each["role"]) for each in answer.data["rank_results"]] == [
         (0, "leader"), (1, "single"), (2, "single"),
     ]  # fmt: skip
-    assert not leader.fan_out.running
+    assert not leader.fan_out.halting
     assert leader.reminded == []
+
+
+def test_beside_a_step_that_does_not_halt_all_ranks_may_compute():
+    leader = Leader(steps=2)
+    leader.steps_halt = False
+    leader.start()
+    assert not leader.fan_out.halting
+    leader.vote(1)
+    leader.vote(2)
+    leader.steps_halt = True
+    leader.step_done()
+    assert leader.fan_out.halting
+    leader.vote(1, 2)
+    leader.vote(2, 2)
+    leader.step_done()
+    # Rank 0 has ended, and whoever has not may still be at the step that halts.
+    assert leader.fan_out.halting
+    leader.ended(1)
+    leader.ended(2)
+    assert not leader.fan_out.halting
 
 
 def test_one_rank_that_fails_fails_all_and_is_named():
@@ -162,7 +186,7 @@ def test_a_rank_that_refused_fails_the_step_of_the_others():
     leader.ended(2, False, "rank 1: busy")
     answer = leader.only_answer()
     assert not answer.success
-    assert not leader.fan_out.running
+    assert not leader.fan_out.halting
 
 
 def test_a_rank_with_more_steps_than_the_first_is_not_left_waiting():
@@ -187,9 +211,9 @@ def test_a_rank_that_does_not_answer_in_time_fails_the_collection(timeout_s, sec
     assert answer.error == f"{NOT_COLLECTED}: no answer from rank 2"
     assert [each["rank"] for each in answer.data["rank_results"]] == [0, 1]
     # Until it has, nothing can be computed with it.
-    assert leader.fan_out.running
+    assert leader.fan_out.halting
     leader.ended(2)
-    assert not leader.fan_out.running
+    assert not leader.fan_out.halting
     assert len(leader.answers) == 1
 
 
@@ -207,7 +231,7 @@ def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_go_on_later():
     assert leader.verdicts() == [(1, told)]
     leader.ended(1, False, told)
     leader.ended(2, False, told)
-    assert not leader.fan_out.running
+    assert not leader.fan_out.halting
 
 
 def test_a_reminder_of_an_earlier_wait_means_nothing():

@@ -77,6 +77,19 @@ def test_what_was_applied_can_be_undone():
     assert model.a.tolist() == [6, 6]
 
 
+def test_what_needs_no_way_back_is_put_in_its_place_without_one():
+    model = Model()
+    new = staged(Target(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    new.apply_for_good()
+    assert (model.a.tolist(), model.b.tolist()) == ([1, 1], [1, 2, 3])
+    model.a = nn.Parameter(torch.zeros(2).expand(2)[::1], requires_grad=False)
+    same = torch.full((2,), 4.0)
+    other = staged(Target(model), a=same)
+    other.add("b", torch.tensor([7, 7, 7]))
+    other.apply_for_good()
+    assert (model.a.tolist(), model.b.tolist()) == ([4, 4], [7, 7, 7])
+
+
 def test_nothing_shows_before_it_is_applied():
     model = tiny.build(0)
     new = Staged(Target(model))

@@ -1,0 +1,82 @@
+"""New values into live tensors: put in their place, or exchanged with them. All cores at once.
+
+An exchange needs no memory for a third set of tensors: what was live is afterwards where the new
+values were, so that it can be put back. Both are done with plain tensors of this machine's memory
+alone: there they can't fail half-way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+# Of three parts that an exchange moves: together they fit into a core's cache, or nearly.
+PIECE_BYTES: Final = 1 << 20
+# Of one thread's turn: short enough that all end together, long enough to be worth a turn.
+SHARE_BYTES: Final = 16 << 20
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+def exchangeable(pairs: Iterable[Pair]) -> list[bool]:
+    """Whether each (live, new) may change places; never where two would share memory."""
+    seen: set[int] = set()
+    found = []
+    for live, new in pairs:
+        places = {live.data_ptr(), new.data_ptr()} if _plain(live) and _plain(new) else set()
+        apart = len(places) == 2 and not places & seen
+        found.append(apart and live.dtype == new.dtype and live.shape == new.shape)
+        seen |= places
+    return found
+
+
+def exchange(pairs: Iterable[Pair]) -> None:
+    """Every pair must be `exchangeable`."""
+    _each_share(pairs, _exchange)
+
+
+def put(pairs: Iterable[Pair]) -> None:
+    """The new values stay where they are, too. Every pair must be `exchangeable`."""
+    _each_share(pairs, np.copyto)
+
+
+def _plain(tensor: Tensor) -> bool:
+    ours = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return ours and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _each_share(pairs: Iterable[Pair], move: Callable[[Bytes, Bytes], None]) -> None:
+    shares = [share for pair in pairs for share in _shares(*pair)]
+    cores = min(len(os.sched_getaffinity(0)), max(len(shares), 1))
+    with ThreadPoolExecutor(cores, thread_name_prefix="swap") as pool:
+        for _ in pool.map(move, *zip(*shares, strict=True)) if shares else ():
+            pass
+
+
+def _shares(live: Tensor, new: Tensor) -> Iterator[tuple[Bytes, Bytes]]:
+    one, other = _bytes(live), _bytes(new)
+    for start in range(0, one.nbytes, SHARE_BYTES):
+        yield one[start : start + SHARE_BYTES], other[start : start + SHARE_BYTES]
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    found: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _exchange(one: Bytes, other: Bytes) -> None:
+    room = np.empty(min(PIECE_BYTES, one.nbytes), np.uint8)
+    for start in range(0, one.nbytes, PIECE_BYTES):
+        a, b = one[start : start + PIECE_BYTES], other[start : start + PIECE_BYTES]
+        kept = room[: a.nbytes]
+        np.copyto(kept, a)
+        np.copyto(a, b)
+        np.copyto(b, kept)

@@ -1,0 +1,95 @@
+"""Bytes of files into memory, by all cores at once and copied once.
+
+Files are read, not mapped: one that is cut short meanwhile is an error here, where a mapping would
+end the process. Memory comes in large pages, as fresh small ones cost more than the copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Of one thread's turn: whole large pages, and short enough that all end together.
+SHARE_BYTES: Final = 8 << 20
+# Where in it a tensor may start.
+ALIGNMENT_BYTES: Final = 64
+
+# Memory that is kept for the next time: taking it from the system again costs more than a copy.
+KEEP_BYTES: Final = 1 << 30
+
+# A descriptor, the byte in its file, and where the bytes shall be.
+Piece = tuple[int, int, memoryview]
+
+
+class CutShort(Exception):
+    """A file had fewer bytes than its header promised."""
+
+
+def room(nbytes: int) -> Tensor:
+    """Flat uint8 memory that was never touched."""
+    pages: Any = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a system without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))[:nbytes]
+
+
+class Rooms:
+    """The memory of the last read, kept while nobody uses it. Safe from any thread."""
+
+    def __init__(self, keep_bytes: int = KEEP_BYTES) -> None:
+        self._keep_bytes = keep_bytes
+        self._kept: deque[Tensor] = deque()
+
+    def take(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
+        """Flat uint8 memory with whatever was in it, and what gives it back once none uses it."""
+        try:
+            block = self._kept.pop()
+        except IndexError:
+            block = None
+        if block is None or block.nbytes < nbytes:
+            block = room(nbytes)
+        given: Tensor = block
+        return given[:nbytes], lambda: self._back(given)
+
+    def _back(self, block: Tensor) -> None:
+        self._kept.clear()
+        if block.nbytes <= self._keep_bytes:
+            self._kept.append(block)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Its memory, to be read into."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def fill(pieces: Iterable[Piece]) -> None:
+    """Read every piece. Raises OSError, CutShort."""
+    shares = [share for piece in pieces for share in _shares(*piece)]
+    cores = min(len(os.sched_getaffinity(0)), max(len(shares), 1))
+    with ThreadPoolExecutor(cores, thread_name_prefix="weights-read") as pool:
+        for _ in pool.map(_read, shares):
+            pass
+
+
+def _shares(descriptor: int, place: int, into: memoryview) -> Iterator[Piece]:
+    for start in range(0, len(into), SHARE_BYTES):
+        yield descriptor, place + start, into[start : start + SHARE_BYTES]
+
+
+def _read(piece: Piece) -> None:
+    descriptor, place, into = piece
+    while into:
+        count = os.preadv(descriptor, [into], place)
+        if not count:
+            raise CutShort
+        place, into = place + count, into[count:]

@@ -1,0 +1,301 @@
+"""How new weights come to a replica over trainers' groups: states, and what each call may do. Pure.
+
+    idle ─join─> grouped ─prepare─> arming ─armed─> receiving ─came─> received ─apply─> applying
+    arming ─refused─> grouped    arming, receiving, received ─lost─> failed ─join, prepare─> ...
+    applying ─settled─> grouped  every state ─leave, replaced by a new trainer─> grouped or idle
+Invariant: one transfer at a time, whatever the number of groups; what a call that was overtaken
+reports later changes nothing. `grouped` without a group is `idle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from omni_proxy.collective.specs import GroupError
+
+MISPLACED: Final = 400
+CONFLICT: Final = 409
+REMEMBERED_ENDS: Final = 32
+
+
+class State(StrEnum):
+    IDLE = "idle"
+    GROUPED = "grouped"
+    ARMING = "arming"
+    RECEIVING = "receiving"
+    RECEIVED = "received"
+    APPLYING = "applying"
+    FAILED = "failed"
+
+
+class Event(StrEnum):
+    JOINED = "joined"
+    PREPARED = "prepared"
+    ARMED = "armed"
+    REFUSED = "refused"
+    CAME = "came"
+    LOST = "lost"
+    ENDED = "ended"
+    APPLIES = "applies"
+    SETTLED = "settled"
+
+
+_S, _E = State, Event
+# What is not here cannot happen. GROUPED stands for IDLE too: the groups decide which it is.
+TABLE: Final[Mapping[State, Mapping[Event, State]]] = {
+    _S.IDLE: {_E.JOINED: _S.GROUPED},
+    _S.GROUPED: {_E.JOINED: _S.GROUPED, _E.PREPARED: _S.ARMING},
+    _S.FAILED: {_E.JOINED: _S.GROUPED, _E.PREPARED: _S.ARMING, _E.ENDED: _S.GROUPED},
+    _S.ARMING: {
+        _E.ARMED: _S.RECEIVING,
+        _E.REFUSED: _S.GROUPED,
+        _E.LOST: _S.FAILED,
+        _E.ENDED: _S.GROUPED,
+    },
+    _S.RECEIVING: {_E.CAME: _S.RECEIVED, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
+    _S.RECEIVED: {_E.APPLIES: _S.APPLYING, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
+    # All is here by now: neither a trainer's death nor the end of its group takes it away.
+    _S.APPLYING: {_E.SETTLED: _S.GROUPED},
+}
+LIVE: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED, _S.APPLYING})
+DISARMED_BY_END: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED})
+
+
+class Misplaced(GroupError):
+    """A call that does not fit the state; `status` is 409 where somebody else is in its way."""
+
+    def __init__(self, message: str, status: int = MISPLACED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A group that this replica is in, or is joining: `rank` is that of its first process."""
+
+    group_name: str
+    owner: str
+    rank: int
+    world_size: int
+    backend: str
+    joined: bool = False
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One prepared update, from its prepare on; `fault` once it failed."""
+
+    number: int
+    group_name: str
+    buckets: int
+    begun_s: float
+    completing: bool = False
+    fault: str = ""
+
+
+class Book:
+    """All methods are atoms. Calls raise Misplaced; reports of what came of them never do."""
+
+    def __init__(self) -> None:
+        self._state = State.IDLE
+        self._groups: dict[str, Membership] = {}
+        self._joining: dict[str, Membership] = {}
+        self._ended: dict[str, str] = {}
+        self._last = 0
+        self.transfer: Transfer | None = None
+
+    @property
+    def state(self) -> State:
+        at_home = self._state in (State.IDLE, State.GROUPED)
+        if not at_home:
+            return self._state
+        joined = any(group.joined for group in self._groups.values())
+        return State.GROUPED if joined else State.IDLE
+
+    @property
+    def groups(self) -> list[Membership]:
+        return list(self._groups.values())
+
+    # Groups
+
+    def joining(self, group: Membership) -> bool:
+        """A trainer calls; returns whether there is a group of that name, which may be in use."""
+        name = group.group_name
+        known = self._groups.get(name)
+        if name in self._joining:
+            owner = known.owner if known is not None else group.owner
+            raise Misplaced(
+                f"group {name!r} is already being initialized, with the trainer at {owner}: wait, "
+                "or destroy it",
+                CONFLICT,
+            )
+        self._joining[name] = group
+        self._groups.setdefault(name, group)
+        return known is not None
+
+    def is_joining(self, group_name: str) -> bool:
+        return group_name in self._joining
+
+    def not_replaced(self, group: Membership) -> None:
+        """The group that was there has a trainer that lives: it stays as it is."""
+        if self._joining.get(group.group_name) is group:
+            del self._joining[group.group_name]
+
+    def joined(self, group: Membership) -> bool:
+        """All ranks met: a transfer of the group before it is over. False: it was destroyed."""
+        name = group.group_name
+        if self._joining.get(name) is not group:
+            return False
+        self._end_transfer_of(name)
+        del self._joining[name]
+        self._ended.pop(name, None)
+        self._groups[name] = Membership(
+            name, group.owner, group.rank, group.world_size, group.backend, joined=True
+        )
+        if self._state not in LIVE:
+            self._state, self.transfer = TABLE[self.state][Event.JOINED], None
+        return True
+
+    def not_joined(self, group: Membership) -> bool:
+        """No group of that name is left, nor the one before it. False: it was destroyed before."""
+        name = group.group_name
+        if self._joining.get(name) is not group:
+            return False
+        self._end_transfer_of(name)
+        del self._joining[name]
+        self._groups.pop(name, None)
+        return True
+
+    def require_known(self, group_name: str) -> None:
+        """Whether there is something to destroy: a group that failed has been one, once."""
+        if group_name not in self._groups and group_name not in self._ended:
+            raise Misplaced("The group to be destroyed does not exist.")
+
+    def left(self, group_name: str) -> None:
+        self._end_transfer_of(group_name)
+        self._joining.pop(group_name, None)
+        self._groups.pop(group_name, None)
+        self._ended.pop(group_name, None)
+
+    # The transfer
+
+    def require_free(self) -> None:
+        """No transfer is live."""
+        transfer = self.transfer
+        if self._state in LIVE and transfer is not None:
+            raise Misplaced(
+                f"a weights update is already in progress: group {transfer.group_name!r} is "
+                f"{self._state}; complete it, or destroy its group",
+                CONFLICT,
+            )
+
+    def prepare(self, group_name: str, buckets: int, now_s: float) -> Transfer:
+        """The transfer that begins; there was memory for nothing yet."""
+        self.require_free()
+        self._require_joined(group_name)
+        self._last += 1
+        self.transfer = Transfer(self._last, group_name, buckets, now_s)
+        self._state = TABLE[self.state][Event.PREPARED]
+        return self.transfer
+
+    def complete(self, group_name: str) -> Transfer:
+        """The transfer whose end is awaited from now on."""
+        transfer = self.transfer
+        if transfer is None and group_name in self._ended:
+            raise Misplaced(f"the prepared weights update has failed: {self._ended[group_name]}")
+        if transfer is None:
+            raise Misplaced(
+                "no weights update is prepared: call prepare_weights_update before "
+                "complete_weights_update"
+            )
+        if transfer.group_name != group_name:
+            raise Misplaced(
+                f"the prepared weights update is that of group {transfer.group_name!r}, not of "
+                f"{group_name!r}"
+            )
+        if transfer.fault:
+            raise Misplaced(f"the prepared weights update has failed: {transfer.fault}")
+        if transfer.completing or self._state is State.ARMING:
+            doing = "completed" if transfer.completing else "prepared"
+            raise Misplaced(
+                f"the weights update of group {group_name!r} is already being {doing}: wait for "
+                "that answer",
+                CONFLICT,
+            )
+        transfer.completing = True
+        return transfer
+
+    def is_current(self, transfer: Transfer) -> bool:
+        return transfer is self.transfer and self._state in LIVE
+
+    def report(self, transfer: Transfer, event: Event, fault: str = "") -> bool:
+        """Whether this counts: not of a transfer that is over, nor what cannot happen now."""
+        if not self.is_current(transfer) or event not in TABLE[self._state]:
+            return False
+        self._state = TABLE[self._state][event]
+        if event is Event.LOST:
+            transfer.fault = fault
+            # A group that failed once only hangs later: its receiver has left it.
+            self._groups.pop(transfer.group_name, None)
+            self._remember(transfer.group_name, fault)
+        elif self._state is State.GROUPED:
+            self.transfer = None
+        return True
+
+    def _require_joined(self, group_name: str) -> None:
+        known = self._groups.get(group_name)
+        if known is not None and known.joined:
+            return
+        if known is not None:
+            raise Misplaced(f"group {group_name!r} is just being initialized", CONFLICT)
+        if group_name in self._ended:
+            raise Misplaced(
+                f"group {group_name!r} is gone ({self._ended[group_name]}): call "
+                "init_weights_update_group again"
+            )
+        raise Misplaced(
+            f"group {group_name!r} is not initialized: call init_weights_update_group first"
+        )
+
+    def _end_transfer_of(self, group_name: str) -> None:
+        transfer = self.transfer
+        if transfer is None or transfer.group_name != group_name:
+            return
+        if Event.ENDED in TABLE[self._state]:
+            self._state = TABLE[self._state][Event.ENDED]
+            self.transfer = None
+
+    def _remember(self, group_name: str, why: str) -> None:
+        self._ended[group_name] = why
+        while len(self._ended) > REMEMBERED_ENDS:
+            self._ended.pop(next(iter(self._ended)))
+
+    def facts(self, now_s: float) -> dict[str, Any]:
+        """JSON-ready."""
+        transfer, live = self.transfer, self._state in LIVE
+        named = transfer.group_name if transfer is not None else None
+        if named is None and len(self._groups) == 1:
+            named = next(iter(self._groups))
+        owner = self._groups[named].owner if named in self._groups else None
+        return {
+            "state": self.state.value,
+            "group_name": named,
+            "owner": owner,
+            "groups": [
+                {
+                    "group_name": group.group_name,
+                    "owner": group.owner,
+                    "rank": group.rank,
+                    "world_size": group.world_size,
+                    "backend": group.backend,
+                    "joined": group.joined,
+                }
+                for group in self._groups.values()
+            ],
+            "num_buckets": transfer.buckets if transfer is not None else 0,
+            "secs": round(now_s - transfer.begun_s, 3) if transfer is not None and live else 0.0,
+            "error": transfer.fault if transfer is not None and transfer.fault else None,
+        }

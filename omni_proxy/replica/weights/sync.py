@@ -1,0 +1,318 @@
+"""This rank's part in trainers' groups: joining, arming, waiting, leaving (two-phase.md 1, 7).
+
+Invariant: what blocks runs in an operation's steps, what decides in the stage's thread. What is
+announced is checked whole before anything is armed; what fails ends disarmed, with the live
+weights untouched and the next trainer welcome. The methods that yield are parts of operations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+from omni_proxy.collective.specs import GroupError, Plan, plans_of
+from omni_proxy.collective.stop import Stop
+from omni_proxy.replica.text.slow import Aside, PeerFault, Step, Stoppable
+from omni_proxy.replica.weights.states import (
+    CONFLICT,
+    Book,
+    Event,
+    Membership,
+    Misplaced,
+    State,
+    Transfer,
+)
+from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault
+
+if TYPE_CHECKING:
+    from omni_proxy.collective.receiver import Armed, Received, Receiver
+    from omni_proxy.collective.rendezvous import Rendezvous
+
+# No deadline is longer: what waits for one may be told by a number of seconds.
+MOST_SECS = 3600.0
+
+Isolation = Literal["process", "thread"]
+T = TypeVar("T")
+Part = Generator[Step, Any, T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a replica receives, and how patient it is.
+
+    `isolation`: where the blocking receive lives. A trainer has `join_secs` to bring all ranks
+    together, every rank `ready_secs` to be armed, and nothing may stand still for `stall_secs`;
+    `receive_secs` is how long a completion waits for what has not come yet.
+    """
+
+    isolation: Isolation = "process"
+    join_secs: float = 300.0
+    ready_secs: float = 60.0
+    receive_secs: float = 300.0
+    stall_secs: float = 30.0
+
+
+TERMS = Terms()
+
+
+@dataclass(slots=True)
+class Reception:
+    """One transfer with what blocks for it; `armed` and `received` are set by its steps' threads.
+
+    `whole`: it is all of an update, not one bucket of it.
+    """
+
+    transfer: Transfer
+    plans: tuple[Plan, ...]
+    whole: bool = False
+    armed: Armed | None = None
+    received: Received | None = None
+
+    def close(self) -> None:
+        """Give the memory back; more than once is the same as once."""
+        received, self.received = self.received, None
+        self.armed = None
+        if received is not None:
+            received.close()
+
+
+class Sync:
+    """All but the steps runs in the stage's thread. `size` ranks of one model go in lockstep."""
+
+    def __init__(
+        self, name: str, target: Target, terms: Terms, *, size: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.terms = terms
+        self.book = Book()
+        self._name = name
+        self._target = target
+        self._size = size
+        self._clock = clock
+        self._receiver: Receiver | None = None
+        self._current: Reception | None = None
+
+    # Groups
+
+    def join(self, rendezvous: Rendezvous) -> Part[None]:
+        """Raises GroupError, Misplaced for a name that a living trainer has, PeerFault."""
+        group = Membership(
+            rendezvous.group_name,
+            f"{rendezvous.master_address}:{rendezvous.master_port}",
+            rendezvous.rank,
+            rendezvous.world_size,
+            rendezvous.backend,
+        )
+        known, name = self.book.joining(group), group.group_name
+        stop = Stop()
+        try:
+            # The ranks meet all or not at all: where one cannot, the others need not wait for it.
+            yield Aside(Stoppable(partial(self._join, rendezvous, stop, known), stop.say))
+        except Misplaced:
+            self.book.not_replaced(group)
+            raise
+        except GroupError:
+            self._not_joined(group)
+            raise
+        except PeerFault:
+            # What not every rank has joined is of use to none.
+            with suppress(PeerFault):
+                yield Aside(partial(self._destroy, name))
+            self._not_joined(group)
+            raise
+        if not self.book.joined(group):
+            raise GroupError(f"group {name!r} was destroyed")
+        self._let_go(name)
+
+    def leave(self, name: str) -> Part[None]:
+        """Ends the group and whatever it does; raises Misplaced where there is none."""
+        self.look()
+        self.book.require_known(name)
+        with suppress(PeerFault):
+            yield Aside(partial(self._destroy, name))
+        self._let_go(name)
+        self.book.left(name)
+
+    def _join(self, rendezvous: Rendezvous, stop: Stop, known: bool) -> None:
+        receiver = self._opened()
+        try:
+            receiver.init(rendezvous, stop)
+        except GroupError as error:
+            groups = receiver.status()["groups"] if known else []
+            if any(each["group_name"] == rendezvous.group_name for each in groups):
+                raise Misplaced(f"there is such a group already: {error}", CONFLICT) from None
+            raise
+
+    def _opened(self) -> Receiver:
+        # Most replicas never join a group: what that needs is imported where it is wanted.
+        if self._receiver is None:
+            from omni_proxy.collective.receiver import Limits, open_receiver
+
+            terms = self.terms
+            # Nothing comes before the slowest of all the trainer's receivers is armed as well.
+            first_byte_secs = max(terms.stall_secs, terms.ready_secs)
+            limits = Limits(stall_secs=terms.stall_secs, first_byte_secs=first_byte_secs)
+            self._receiver = open_receiver(self.terms.isolation, limits, name=self._name)
+        return self._receiver
+
+    def _destroy(self, name: str) -> None:
+        if self._receiver is not None:
+            with suppress(GroupError):  # it ended by itself
+                self._receiver.destroy(name)
+
+    def _not_joined(self, group: Membership) -> None:
+        if self.book.not_joined(group):
+            self._let_go(group.group_name)
+
+    def _let_go(self, name: str) -> None:
+        """Of a group that is over: its transfer, unless that is being applied."""
+        current = self._current
+        if current is None or self.book.state is State.APPLYING:
+            return
+        if current.transfer.group_name == name:
+            self._current = None
+
+    # Receiving
+
+    def planned(self, payload: dict[str, Any]) -> tuple[Plan, ...]:
+        """A step: what is announced, checked against the model; raises GroupError, WeightsFault."""
+        plans = plans_of(payload)
+        staged = Staged(self._target)
+        for plan in plans:
+            for each in plan.tensors:
+                staged.check(each.name, Form(getattr(torch, each.dtype), each.shape))
+        return plans
+
+    def arm(
+        self, name: str, plans: tuple[Plan, ...], *, halting: bool, whole: bool = False
+    ) -> Part[Reception]:
+        """Ready at every rank; raises GroupError (also Misplaced) and PeerFault: then at none."""
+        self.look()
+        transfer = self.book.prepare(name, len(plans), self._clock())
+        current = self._current = Reception(transfer, plans, whole)
+        try:
+            yield _step(partial(self._arm, current), halting=halting)
+        except (GroupError, PeerFault) as error:
+            yield from self._disarm(current, error)
+            raise
+        if not self.book.report(transfer, Event.ARMED):
+            raise GroupError(f"group {name!r} was ended while it was armed")
+        return current
+
+    def completing(self, name: str) -> Reception:
+        """The transfer whose end is awaited from now on; raises Misplaced."""
+        self.book.complete(name)
+        assert self._current is not None
+        return self._current
+
+    def come(self, current: Reception, secs: float, *, halting: bool) -> Part[None]:
+        """Wait until all is here, at every rank; raises as `arm`, and the group is gone then."""
+        armed = current.armed
+        assert armed is not None
+        try:
+            wait = Stoppable(partial(self._wait, current, secs), armed.abort)
+            yield _step(wait, halting=halting)
+        except (GroupError, PeerFault) as error:
+            yield from self._disarm(current, error)
+            raise
+        self.book.report(current.transfer, Event.CAME)
+        if not self.book.report(current.transfer, Event.APPLIES):
+            current.close()
+            raise GroupError(f"group {current.transfer.group_name!r} was ended meanwhile")
+
+    def stage(self, current: Reception) -> Staged:
+        """A step: what came, as this model's new values; raises WeightsFault."""
+        received = current.received
+        assert received is not None
+        staged = Staged(self._target, current.close)
+        try:
+            for name, tensor in received.tensors().items():
+                staged.add(name, tensor)
+        except WeightsFault:
+            staged.forget()
+            raise
+        return staged
+
+    def settle(self, current: Reception, *, kept: bool) -> Part[None]:
+        """The transfer is over, however it ended; `kept`: somebody has what it brought."""
+        self.book.report(current.transfer, Event.SETTLED)
+        if self._current is current:
+            self._current = None
+        if not kept:
+            # What this rank staged is lost to it where another one could not.
+            with suppress(PeerFault):
+                yield Aside(current.close)
+
+    def _arm(self, current: Reception) -> None:
+        name = current.transfer.group_name
+        current.armed = self._opened().arm(name, current.plans, ready_secs=self.terms.ready_secs)
+
+    def _wait(self, current: Reception, secs: float) -> None:
+        assert current.armed is not None
+        current.received = current.armed.wait(secs)
+
+    def _disarm(self, current: Reception, error: GroupError | PeerFault) -> Part[None]:
+        """Where one rank failed none goes on: its group cannot be used by the others any more."""
+        transfer = current.transfer
+        dropped = isinstance(error, GroupError) and error.group_dropped
+        if dropped or isinstance(error, PeerFault) or self._size > 1:
+            # What a new trainer is joining under this name is not ours to end.
+            ours = self.book.is_current(transfer) and not self.book.is_joining(transfer.group_name)
+            with suppress(PeerFault):
+                yield Aside(
+                    partial(self._release, current, str(error), destroy=ours and not dropped)
+                )
+            self.book.report(transfer, Event.LOST, str(error))
+        else:
+            self.book.report(transfer, Event.REFUSED)
+        if self._current is current:
+            self._current = None
+
+    def _release(self, current: Reception, why: str, *, destroy: bool) -> None:
+        if current.armed is not None:
+            current.armed.abort(why)
+        current.close()
+        if destroy:
+            self._destroy(current.transfer.group_name)
+
+    # Looking
+
+    def look(self) -> None:
+        """Take note of what the receive has come to by itself."""
+        current = self._current
+        if current is None or current.armed is None or self.book.state is not State.RECEIVING:
+            return
+        if current.transfer.completing:
+            return
+        if (fault := current.armed.fault()) is not None:
+            self.book.report(current.transfer, Event.LOST, str(fault))
+            self._current = None
+        elif current.armed.progress().buckets_done == len(current.plans):
+            self.book.report(current.transfer, Event.CAME)
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready: what `/model_info` tells (state, group, owner, progress)."""
+        self.look()
+        current = self._current
+        armed = current.armed if current is not None else None
+        progress = armed.progress() if armed is not None else None
+        return self.book.facts(self._clock()) | {
+            "isolation": self.terms.isolation,
+            "buckets_done": progress.buckets_done if progress is not None else 0,
+            "bytes_come": progress.bytes_come if progress is not None else 0,
+            "bytes_expected": progress.bytes_expected if progress is not None else 0,
+        }
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def _step(call: Callable[[], Any], *, halting: bool) -> Step:
+    return call if halting else Aside(call)

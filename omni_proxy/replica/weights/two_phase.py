@@ -1,0 +1,110 @@
+"""Weights over a group: announced first and completed later, or both in one call (two-phase.md 1).
+
+    prepare: check all, arm ──> (the trainer broadcasts) ──> complete: wait, stage, swap, version
+Between and beside these the stage generates; only the swap halts it. In the form with `buckets` one
+completion applies all of them. In the form with one bucket's names at the top each completion
+applies that bucket, so that until one carries a version or a wish to flush the weights may be of
+two versions: `/model_info` and every answer tell (`weights`, `buckets_applied`), and a
+begin_weight_update before the first bucket makes all of them one. Old weights stay whole where a
+receive fails, whatever the reason.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from omni_proxy.collective.specs import GroupError
+from omni_proxy.replica.pipeline.messages import Admin
+from omni_proxy.replica.text.slow import Aside, PeerFault, Steps
+from omni_proxy.replica.weights.lifecycle import Bringing, Lifecycle, Wish
+from omni_proxy.replica.weights.states import Misplaced
+from omni_proxy.replica.weights.sync import Reception, Sync
+from omni_proxy.replica.weights.target import Staged, WeightsFault
+
+GROUP_NAME = "weight_update_group"
+
+
+def group_name(payload: dict[str, Any]) -> str:
+    return str(payload.get("group_name") or GROUP_NAME)
+
+
+class TwoPhase:
+    """Each method is an admin action of the text stage."""
+
+    def __init__(self, lifecycle: Lifecycle, sync: Sync) -> None:
+        self._lifecycle = lifecycle
+        self._sync = sync
+
+    def prepare_weights_update(self, order: Admin) -> Steps:
+        payload, name = order.payload, group_name(order.payload)
+        told: dict[str, Any] = {"group_name": name}
+        try:
+            plans = yield Aside(partial(self._sync.planned, payload))
+            current = yield from self._sync.arm(
+                name, plans, halting=False, whole=bool(payload.get("buckets"))
+            )
+        except (WeightsFault, GroupError, PeerFault) as error:
+            status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
+            return False, str(error), told | status, str(error)
+        told |= _size(current)
+        message = (
+            f"ready for {told['num_tensors']} tensors, {told['num_bytes']} bytes, in "
+            f"{told['num_buckets']} buckets"
+        )
+        return True, message, told, None
+
+    def complete_weights_update(self, order: Admin) -> Steps:
+        payload, name = order.payload, group_name(order.payload)
+        self._sync.look()
+        try:
+            current = self._sync.completing(name)
+        except Misplaced as misplaced:
+            told = {"group_name": name, "status_code": misplaced.status}
+            return False, str(misplaced), told, str(misplaced)
+        # Whoever cannot say it means no flush: the seed's default, not SGLang's.
+        wish = Wish.of(payload, pause_on_failure=False, flush_cache=False, whole=current.whole)
+        secs = payload.get("deadline_secs", self._sync.terms.receive_secs)
+        bring = self._receive(current, secs, halting=False)
+        answer = yield from self._lifecycle.take_in(wish, bring, {"group_name": name})
+        success, message, data, error = answer
+        yield from self._sync.settle(current, kept=success)
+        if success:
+            data |= {"num_buckets_received": len(current.plans)} | _size(current)
+        data |= self._lifecycle.wholeness.facts() | {"weight_version": self._lifecycle.version}
+        return success, message, data, error
+
+    def update_weights_from_distributed(self, order: Admin) -> Steps:
+        """Both phases at once, while nothing is computed."""
+        payload = order.payload
+        wish = Wish.of(payload, pause_on_failure=True, whole=False)
+        told = {"group_name": group_name(payload), "names": payload.get("names")}
+        box: list[Reception] = []
+        answer = yield from self._lifecycle.update(wish, self._both(payload, box), told)
+        for current in box:
+            yield from self._sync.settle(current, kept=answer[0])
+        return answer
+
+    def _both(self, payload: dict[str, Any], box: list[Reception]) -> Bringing:
+        plans = yield partial(self._sync.planned, payload)
+        current = yield from self._sync.arm(group_name(payload), plans, halting=True)
+        box.append(current)
+        self._sync.completing(current.transfer.group_name)
+        secs = payload.get("deadline_secs", self._sync.terms.receive_secs)
+        staged = yield from self._receive(current, secs, halting=True)
+        return staged
+
+    def _receive(self, current: Reception, secs: float, *, halting: bool) -> Bringing:
+        yield from self._sync.come(current, secs, halting=halting)
+        step = partial(self._sync.stage, current)
+        staged: Staged = yield step if halting else Aside(step)
+        return staged
+
+
+def _size(current: Reception) -> dict[str, Any]:
+    """What a reception expects, in numbers."""
+    return {
+        "num_buckets": len(current.plans),
+        "num_tensors": sum(len(plan.tensors) for plan in current.plans),
+        "num_bytes": sum(each.nbytes for plan in current.plans for each in plan.tensors),
+    }

@@ -1,0 +1,113 @@
+import pytest
+
+from omni_proxy.collective import buffers
+from tests.collective.trainer_side import Pool
+from tests.replica.tp.test_operations import checked, serialized
+from tests.replica.weights.stages import weights_of
+from tests.replica.weights.syncing import (
+    DOWN,
+    NORM,
+    SHAPES,
+    UP,
+    Meminfo,
+    Syncing,
+    many,
+    one,
+    sent_of,
+    values,
+)
+
+A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def sync(pair, trainers):
+    """Two ranks, with the first weights again, in a group of three."""
+    sync = Syncing(pair, trainers.trainer(), ranks=2)
+    sync.join()
+    yield sync
+    pair.admin("destroy_weights_update_group", group_name="g")
+    if sync.trainer.living():
+        sync.trainer.tell("destroy", group="g")
+    assert serialized(pair, weights_of(0)).success
+    pair.admin("continue_generation")
+
+
+def ranks_of(answer):
+    return [(each["rank"], each["success"]) for each in answer.data["rank_results"]]
+
+
+def states(stage):
+    return [each["data"]["weight_sync"]["state"] for each in stage.facts()["rank_results"]]
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_both_ranks_take_their_part_of_all_buckets(sync, flattened):
+    more = {"load_format": "flattened_bucket"} if flattened else {}
+    answer = sync.prepare(many(A, B, **more))
+    assert answer.success, answer.message
+    assert ranks_of(answer) == [(0, True), (1, True)]
+    assert states(sync.stage) == ["receiving", "receiving"]
+    sync.send(A, B, flattened=flattened)
+    answer = sync.complete(weight_version="v1")
+    assert answer.success, answer.message
+    versions = [each["data"]["weight_version"] for each in answer.data["rank_results"]]
+    assert versions == ["v1", "v1"]
+    checked(sync.stage, weights_of(0) | values(A, B))
+    assert states(sync.stage) == ["grouped", "grouped"]
+
+
+def test_answers_are_computed_by_both_ranks_while_a_completion_waits(sync):
+    before = sync.stage.generate()["text"]
+    assert sync.prepare(one(B)).success
+    completing = sync.stage.send("complete_weights_update", {"group_name": "g"})
+    assert sync.stage.generate()["text"] == before
+    checked(sync.stage, weights_of(0))
+    zeros = 4 * B[0][2][0] * B[0][2][1]
+    sync.trainer.tell("big", group="g", nbytes=zeros)
+    answer = sync.stage.answer(completing)
+    assert answer.success, answer.message
+    assert sync.stage.generate()["text"] != before
+
+
+def test_what_only_one_rank_can_arm_is_armed_at_none(sync, monkeypatch):
+    everything = sent_of(SHAPES)  # more than any other test has left in kept memory
+    monkeypatch.setattr(buffers, "MEMINFO", Meminfo(1))  # of rank 0: rank 1 is another process
+    answer = sync.prepare(many(everything))
+    assert not answer.success
+    assert "there is memory for 1024" in answer.message
+    assert ranks_of(answer) == [(0, False), (1, False)]
+    monkeypatch.undo()
+    assert states(sync.stage) == ["failed", "failed"]
+    assert "there is memory for 1024" in sync.complete().message
+    assert sync.stage.admin("destroy_weights_update_group", group_name="g").success
+    sync.trainer.tell("destroy", group="g")
+    sync.join()
+    sync.prepare(many(A))
+    sync.send(A)
+    assert sync.complete().success
+    checked(sync.stage, weights_of(0) | values(A))
+
+
+def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, trainers):
+    assert sync.prepare(many(A)).success
+    sync.trainer.kill()
+    answer = sync.complete()
+    assert not answer.success
+    assert "the weights of version" in answer.message
+    assert states(sync.stage) == ["failed", "failed"]
+    checked(sync.stage, weights_of(0))
+    again = Syncing(sync.stage, trainers.trainer(), ranks=2)
+    again.join()
+    again.prepare(one(B))
+    again.send(B)
+    assert again.complete().success
+    checked(sync.stage, weights_of(0) | values(B))
+    again.trainer.tell("destroy", group="g")

@@ -1,0 +1,54 @@
+import pytest
+import torch
+from torch import nn
+
+from omni_proxy.replica.weights import exchange as subject
+from omni_proxy.replica.weights.exchange import exchange, exchangeable, put
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(subject, "PIECE_BYTES", 48)
+    monkeypatch.setattr(subject, "SHARE_BYTES", 160)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("count", [1, 11, 12, 13, 1000])
+def test_both_hold_afterwards_what_the_other_held(small_pieces, dtype, count):
+    raw = torch.arange(count * dtype.itemsize, dtype=torch.int64) % 2
+    one, other = raw.to(torch.uint8).view(dtype), (1 - raw).to(torch.uint8).view(dtype)
+    was = one.clone(), other.clone()
+    exchange([(one, other)])
+    assert torch.equal(one.view(torch.uint8), was[1].view(torch.uint8))
+    assert torch.equal(other.view(torch.uint8), was[0].view(torch.uint8))
+
+
+def test_a_shape_is_kept_and_a_view_sees_the_new_values():
+    live = nn.Parameter(torch.zeros(3, 4), requires_grad=False)
+    view = live[1]
+    exchange([(live, torch.arange(12.0).view(3, 4))])
+    assert view.tolist() == [4, 5, 6, 7]
+
+
+def test_what_is_no_plain_memory_of_its_own_is_not_exchanged():
+    live, twice = torch.zeros(4), torch.ones(4)
+    pairs = [
+        (live, torch.ones(4)),
+        (torch.zeros(4), torch.ones(4, dtype=torch.float64)),
+        (torch.zeros(2, 2).t(), torch.ones(2, 2)),
+        (torch.zeros(3, 2).t(), torch.ones(2, 3)),
+        (torch.zeros(0), torch.zeros(0)),
+        (live, live),
+        (torch.zeros(4), twice),
+        (torch.zeros(4), twice),
+        (torch.zeros(4, device="meta"), torch.ones(4)),
+    ]
+    assert exchangeable(pairs) == [True, False, False, False, False, False, True, False, False]
+
+
+def test_values_that_are_put_stay_where_they_came_from_too(small_pieces):
+    live, new = torch.zeros(77, dtype=torch.bfloat16), torch.arange(77, dtype=torch.bfloat16)
+    put([(live, new)])
+    assert live.tolist() == new.tolist() == list(map(float, range(77)))
+    put([])
+    exchange([])

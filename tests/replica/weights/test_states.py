@@ -1,0 +1,180 @@
+"""The book against a naive trainer's view, and its table against what it says of itself."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from omni_proxy.replica.weights.states import LIVE, TABLE, Book, Event, Membership, Misplaced, State
+
+NAMES = st.sampled_from(["g", "h"])
+REPORTS = st.sampled_from(
+    [Event.ARMED, Event.REFUSED, Event.CAME, Event.LOST, Event.APPLIES, Event.SETTLED]
+)
+
+
+def test_every_state_can_be_left_and_reached():
+    assert set(TABLE) == set(State)
+    assert all(TABLE.values())
+    reached = {after for row in TABLE.values() for after in row.values()}
+    assert reached == set(State) - {State.IDLE}
+
+
+def test_whatever_is_under_way_can_be_ended_but_not_what_is_applied():
+    for state in LIVE:
+        assert (Event.ENDED in TABLE[state]) is (state is not State.APPLYING)
+        assert (Event.LOST in TABLE[state]) is (state is not State.APPLYING)
+
+
+class Naive(RuleBasedStateMachine):
+    """Groups as a dict, and the one transfer as a list of what happened to it."""
+
+    joins, transfers = Bundle("joins"), Bundle("transfers")
+
+    def __init__(self):
+        super().__init__()
+        self.book = Book()
+        self.groups = {}  # name -> "joining" | "joined"
+        self.joins_open = {}
+        self.live = None  # [name, step]
+        self.failed = None  # the name whose transfer failed last, until something new begins
+        self.gone = set()
+        self.count = 0
+
+    def end(self, name):
+        if self.live is not None and self.live[0] == name and self.live[1] != "applying":
+            self.live = None
+        if self.failed == name:
+            self.failed = None
+
+    @rule(target=joins, name=NAMES)
+    def join(self, name):
+        self.count += 1
+        group = Membership(name, f"host:{self.count}", 1, 2, "gloo")
+        if name in self.joins_open:
+            with pytest.raises(Misplaced) as refused:
+                self.book.joining(group)
+            assert refused.value.status == 409
+            return None
+        assert self.book.joining(group) is (name in self.groups)
+        self.joins_open[name] = group
+        self.groups.setdefault(name, "joining")
+        return group
+
+    @rule(group=consumes(joins), how=st.sampled_from(["joined", "failed", "held"]))
+    def joined(self, group, how):
+        if group is None:
+            return
+        name = group.group_name
+        mine = self.joins_open.get(name) is group
+        if how == "held":
+            self.book.not_replaced(group)
+            if mine:
+                del self.joins_open[name]
+                if self.groups.get(name) == "joining":
+                    # Only a group that is there can hold its name.
+                    self.book.left(name)
+                    del self.groups[name]
+            return
+        assert (self.book.joined if how == "joined" else self.book.not_joined)(group) is mine
+        if not mine:
+            return
+        del self.joins_open[name]
+        self.end(name)
+        if how == "joined":
+            self.groups[name] = "joined"
+            self.gone.discard(name)
+            if self.live is None:
+                self.failed = None
+        else:
+            self.groups.pop(name, None)
+
+    @rule(name=NAMES)
+    def leave(self, name):
+        if name in self.groups or name in self.gone:
+            self.book.require_known(name)
+        else:
+            with pytest.raises(Misplaced):
+                self.book.require_known(name)
+        self.book.left(name)
+        self.end(name)
+        self.groups.pop(name, None)
+        self.joins_open.pop(name, None)
+        self.gone.discard(name)
+
+    @rule(target=transfers, name=NAMES)
+    def prepare(self, name):
+        if self.live is not None:
+            with pytest.raises(Misplaced) as refused:
+                self.book.prepare(name, 1, 0.0)
+            assert refused.value.status == 409
+            return None
+        if self.groups.get(name) != "joined":
+            with pytest.raises(Misplaced):
+                self.book.prepare(name, 1, 0.0)
+            return None
+        self.live, self.failed = [name, "arming"], None
+        return self.book.prepare(name, 1, 0.0)
+
+    @rule(transfer=transfers, event=REPORTS)
+    def report(self, transfer, event):
+        if transfer is None:
+            return
+        current = transfer is self.book.transfer
+        step = self.live[1] if self.live is not None and current else None
+        after = {
+            ("arming", Event.ARMED): "receiving",
+            ("arming", Event.REFUSED): None,
+            ("arming", Event.LOST): "lost",
+            ("receiving", Event.CAME): "received",
+            ("receiving", Event.LOST): "lost",
+            ("received", Event.LOST): "lost",
+            ("received", Event.APPLIES): "applying",
+            ("applying", Event.SETTLED): None,
+        }
+        counts = (step, event) in after
+        assert self.book.report(transfer, event, "it died") is counts
+        if not counts:
+            return
+        step = after[step, event]
+        name = self.live[0]
+        self.live = [name, step] if step not in (None, "lost") else None
+        if step == "lost":
+            self.failed = name
+            self.groups.pop(name, None)
+            self.gone.add(name)
+
+    @rule(name=NAMES)
+    def complete(self, name):
+        fits = (
+            self.live is not None
+            and self.live[0] == name
+            and self.live[1] != "arming"
+            and not self.book.transfer.completing
+        )
+        if fits:
+            assert self.book.complete(name).completing
+            return
+        with pytest.raises(Misplaced) as refused:
+            self.book.complete(name)
+        if self.live is None:
+            assert refused.value.status == 400
+        if self.failed == name:
+            assert "it died" in str(refused.value)
+
+    @invariant()
+    def says_what_is(self):
+        if self.live is not None:
+            expected = {State(self.live[1])}
+        elif self.failed is not None:
+            expected = {State.FAILED}
+        elif "joined" in self.groups.values():
+            expected = {State.GROUPED}
+        else:
+            expected = {State.IDLE}
+        assert {self.book.state} == expected
+        assert {group.group_name for group in self.book.groups} == set(self.groups)
+        assert (self.book.transfer is None) is (self.live is None and self.failed is None)
+        assert self.book.facts(1.0)["state"] == self.book.state.value
+
+
+TestAgainstANaiveTrainer = Naive.TestCase

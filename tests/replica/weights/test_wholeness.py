@@ -1,0 +1,38 @@
+import pytest
+
+from omni_proxy.replica.weights.wholeness import Standing, Wholeness
+
+
+def after(*events):
+    found = Wholeness()
+    for event in events:
+        if event in ("bucket", "last"):
+            found.bucket(last=event == "last")
+        else:
+            getattr(found, event)()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("events", "standing", "buckets"),
+    [
+        ([], "whole", 0),
+        (["last"], "whole", 0),
+        (["bucket"], "open", 1),
+        (["bucket", "bucket"], "open", 2),
+        (["bucket", "last"], "whole", 0),
+        (["bucket", "left"], "whole", 0),
+        (["bucket", "broken"], "uncertain", 1),
+        (["broken"], "whole", 0),
+        (["bucket", "broken", "left"], "uncertain", 1),
+        (["bucket", "broken", "bucket"], "uncertain", 2),
+        (["bucket", "broken", "bucket", "last"], "whole", 0),
+        (["bucket", "broken", "whole"], "whole", 0),
+    ],
+)
+def test_what_is_known_after(events, standing, buckets):
+    found = after(*events)
+    assert found.facts() == {"weights": standing, "buckets_applied": buckets}
+    whole = found.standing is Standing.WHOLE
+    assert ("are whole" in found.told("v1")) is whole
+    assert "'v1'" in found.told("v1")
