@@ -2,9 +2,9 @@
 
     at the start        nothing is known of            because
     operation begun     its targets                    we ended in its middle
+    sync, from arming   its members                    their receivers may have gone on
     uncertain workers   them                           the reason of then
     unreadable          everybody                      anything may have been under way
-
 Whom a trainer had paused stays paused: its engine is, too.
 
 Invariant: a record is written before the first call of its operation leaves, and cleared only after
@@ -17,6 +17,8 @@ import msgspec
 from msgspec import Struct
 
 FORMAT = 1
+# In these a member of a sync has nothing yet that it had not before.
+HARMLESS = ("joining", "grouped")
 
 
 class Begun(Struct, frozen=True, kw_only=True):
@@ -30,26 +32,32 @@ class Begun(Struct, frozen=True, kw_only=True):
 
 
 class Journal(Struct, frozen=True, kw_only=True):
-    """`uncertain`: worker URL to reason; `paused`: URLs that are out until they continue."""
+    """`uncertain`: worker URL to reason; `paused`: URLs that are out until they continue.
+
+    `sync`: a grouped sync, which lasts longer than any one operation of it.
+    """
 
     format: int = FORMAT
     begun: Begun | None = None
+    sync: Begun | None = None
     uncertain: dict[str, str] = {}
     paused: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return self.begun is not None or bool(self.uncertain or self.paused)
+        under_way = self.begun is not None or self.sync is not None
+        return under_way or bool(self.uncertain or self.paused)
 
     def at_start(self) -> dict[str, str]:
         """Who is uncertain when the program starts with this record, and why."""
-        if self.begun is None:
-            return dict(self.uncertain)
-        begun = self.begun
-        reason = (
-            f"the proxy ended while {begun.path.removeprefix('/')} was under way "
-            f"(begun {begun.begun_at}, step {begun.step})"
-        )
-        return {**dict.fromkeys(begun.targets, reason), **self.uncertain}
+        found: dict[str, str] = {}
+        for begun in (self.begun, self.sync):
+            if begun is not None and begun.step not in HARMLESS:
+                reason = (
+                    f"the proxy ended while {begun.path.removeprefix('/')} was under way "
+                    f"(begun {begun.begun_at}, step {begun.step})"
+                )
+                found |= dict.fromkeys(begun.targets, reason)
+        return {**found, **self.uncertain}
 
 
 class UnreadableJournal(ValueError):

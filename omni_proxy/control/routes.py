@@ -64,6 +64,10 @@ class AdminRoute:
 
 
 INIT: Final = "/init_weights_update_group"
+PREPARE: Final = "/prepare_weights_update"
+COMPLETE: Final = "/complete_weights_update"
+DESTROY: Final = "/destroy_weights_update_group"
+END: Final = "/end_weight_update"
 FROM_DISTRIBUTED: Final = "/update_weights_from_distributed"
 FROM_TENSOR: Final = "/update_weights_from_tensor"
 MODEL_INFO: Final = "/model_info"
@@ -77,9 +81,11 @@ ROUTES: Final = (
     AdminRoute("/continue_generation", Kind.CONTINUE),
     AdminRoute("/pause_generation", Kind.PAUSE),
     AdminRoute(INIT, Kind.GROUP),
-    AdminRoute("/destroy_weights_update_group", Kind.GROUP),
+    AdminRoute(PREPARE, Kind.GROUP),
+    AdminRoute(COMPLETE, Kind.UPDATE, receives=True),
+    AdminRoute(DESTROY, Kind.GROUP),
     AdminRoute("/begin_weight_update", Kind.GROUP),
-    AdminRoute("/end_weight_update", Kind.UPDATE, receives=True),
+    AdminRoute(END, Kind.UPDATE, receives=True),
     AdminRoute("/update_weights_from_disk", Kind.UPDATE, whole=True),
     AdminRoute(FROM_DISTRIBUTED, Kind.UPDATE, receives=True),
     AdminRoute(FROM_TENSOR, Kind.UPDATE, receives=True),
@@ -88,5 +94,6 @@ ROUTES: Final = (
 BY_PATH: Final = {route.path: route for route in ROUTES}
 RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
 # Whoever refuses one of these says `success`, `message` and `status` at the top, too.
-TOPPED: Final = frozenset((*BY_PATH, *RESOLVES))
+ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
+TOPPED: Final = frozenset((*BY_PATH, *RESOLVES, ROLLBACK.path))
 CONTINUE: Final = BY_PATH["/continue_generation"]

@@ -32,6 +32,9 @@ class Book:
         self._file = file
         self._everybody = ""  # why all are uncertain that the start finds
         self._begun: Begun | None = None
+        self._sync: Begun | None = None
+        self.left_in_group: tuple[str, ...] = ()  # by a sync that our last end cut short
+        self.left_group = ""
         self._writing = trio.Lock()
         self.reasons: dict[str, str] = {}
         self.paused: set[str] = set()
@@ -41,6 +44,8 @@ class Book:
         try:
             journal = file.read()
             self.reasons, self.paused = journal.at_start(), set(journal.paused)
+            if journal.sync is not None:
+                self.left_in_group, self.left_group = journal.sync.targets, journal.sync.operation
         except UnreadableJournal as error:
             self.readable = False
             self._everybody = f"the journal {file.path} can't be read: {error}"
@@ -63,9 +68,10 @@ class Book:
                 await trio.to_thread.run_sync(self._file.set_aside)
             except OSError as error:
                 self._note(error)
-        if self._begun is not None:
+        if self._begun is not None or self._sync is not None:
             # Our own task failed in the middle of it: as if the program had ended.
-            self.mark(Journal(begun=self._begun).at_start())
+            self.mark(Journal(begun=self._begun, sync=self._sync).at_start())
+            self._sync = None
         for worker in self._fleet.workers:
             if UPDATING in worker.holds:
                 self._fleet.release(worker, UPDATING)
@@ -76,6 +82,22 @@ class Book:
         async with self._writing:
             await self._write(begun)
             self._begun = begun
+
+    async def begin_sync(self, begun: Begun) -> None:
+        """Beside what else is under way. Raises OSError: then nothing may be sent."""
+        async with self._writing:
+            before, self._sync = self._sync, begun
+            try:
+                await self._write(self._begun)
+            except OSError:
+                self._sync = before
+                raise
+
+    async def settle_sync(self) -> None:
+        """Every member's fate is settled, and no group is left."""
+        async with self._writing:
+            self._sync = None
+            await self._try_to_write()
 
     async def settle(self) -> None:
         """Write down how things stand with nothing under way."""
@@ -135,7 +157,7 @@ class Book:
 
     async def _write(self, begun: Begun | None) -> None:
         paused = tuple(sorted(self.paused))
-        journal = Journal(begun=begun, uncertain=dict(self.reasons), paused=paused)
+        journal = Journal(begun=begun, sync=self._sync, uncertain=dict(self.reasons), paused=paused)
         await trio.to_thread.run_sync(self._file.write, journal)
 
     async def _write_published(self) -> None:

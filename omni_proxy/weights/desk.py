@@ -18,17 +18,21 @@ import trio
 
 from omni_proxy.config.schema import Config
 from omni_proxy.control import model_info
-from omni_proxy.control.operation import Operation
+from omni_proxy.control.operation import Operation, Step
 from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate, refused
-from omni_proxy.control.routes import CONTINUE, INIT, MODEL_INFO, AdminRoute, Kind
+from omni_proxy.control.routes import CONTINUE, INIT, MODEL_INFO, ROLLBACK, AdminRoute, Kind
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.weights.book import PAUSED, Book
 from omni_proxy.weights.calling import call_all, limit_secs
+from omni_proxy.weights.catchup import CATCHING_UP
+from omni_proxy.weights.holding import Holding
 from omni_proxy.weights.journal_file import JournalFile
 from omni_proxy.weights.labels import Labels
+from omni_proxy.weights.rollback import Rollback
+from omni_proxy.weights.sync import Sync
 from omni_proxy.weights.work import AdminCall, Tools, Work
 from omni_proxy.wire.errors import Refusal
 
@@ -62,7 +66,10 @@ class WeightDesk:
         self._tickets: list[_Ticket] = []
         self._line: list[Operation] = []
         self._current: Operation | None = None
-        self._labels = Labels(fleet, self.book, self._busy, self._compares)
+        self._tools = Tools(fleet, keeper, self.book)
+        self.holding = Holding(self._tools, file.folder, self.at_work_on)
+        self.sync = Sync(fleet, keeper, self.book, self.holding)
+        self._labels = Labels(fleet, self.book, self._busy, self._compares, self._is_grouped)
         if keeper.config.routing.while_paused == "pass":
             self.book.paused.clear()
         keeper.subscribe(self._follow_config)
@@ -72,10 +79,13 @@ class WeightDesk:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = self._labels.nursery = nursery
+                await nursery.start(self.holding.run)
+                await self.sync.start(nursery)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
             self._nursery = self._labels.nursery = None
+            self.sync.stop()
 
     async def submit(self, call: AdminCall) -> Answer:
         """Wait for the answer; who is cancelled meanwhile has only left."""
@@ -89,6 +99,8 @@ class WeightDesk:
         now = trio.current_time()
         return {
             "operation": self._current.status(now) if self._current else None,
+            "sync": self.sync.status(),
+            "store": self.holding.status(),
             "waiting": [operation.status(now) for operation in self._line],
             "weight_epoch": self.book.published.epoch,
             "weight_version": self.book.published.label,
@@ -129,19 +141,46 @@ class WeightDesk:
             ticket.answer = refused(refusal)
         finally:
             self._tickets.remove(ticket)
+            if not ticket.callers and ticket.answer is not None:
+                self.sync.keep(ticket.key, ticket.answer)
             ticket.done.set()
 
     async def _perform(self, call: AdminCall) -> Answer:
         if not call.route.takes_turn:
             return await self._at_once(call)
+        if self.sync.takes(call.route):
+            return await self._sync(call)
+        self.sync.refuse_beside(call.route)
         _refuse_rank_clash(call, self._targets(call))
         operation = self._operation(call.route, call.caller)
 
         async def work() -> Answer:
-            tools = Tools(self._fleet, self._keeper, self.book)
             workers = self._targets(call)  # again: in the meantime some may have come or gone
+            self.sync.refuse_beside(call.route)
             _refuse_rank_clash(call, workers)
-            return await Work(tools, call, operation).run(workers)
+            return await self._work(call, operation).run(workers)
+
+        return await self._in_turn(operation, work)
+
+    def _work(self, call: AdminCall, operation: Operation) -> Work:
+        if call.route is ROLLBACK:
+            return Rollback(self._tools, call, operation, self.holding.source)
+        return Work(self._tools, call, operation)
+
+    async def _sync(self, call: AdminCall) -> Answer:
+        """A step of a grouped sync, over all members of the group."""
+        if (stored := self.sync.stored(call)) is not None:
+            return stored
+        await self.sync.before_turn(call)
+        operation = self._operation(call.route, call.caller)
+
+        async def work() -> Answer:
+            life = self.sync.life
+            known = [*life.workers, *life.recipients]
+            workers = self._targets(call) if call.route.path == INIT else known
+            operation.targets = tuple(worker.url for worker in workers)
+            operation.enter(Step.CALLING, trio.current_time())
+            return await self.sync.perform(call, workers)
 
         return await self._in_turn(operation, work)
 
@@ -150,14 +189,18 @@ class WeightDesk:
         workers = self._targets(call)
         began = trio.current_time()
         request = call.to_workers(limit_secs(self._keeper.config.admin.worker_timeout_secs))
+        told: dict[str, object] = {}
+        if call.route.kind is Kind.CONTINUE:
+            told = await self.sync.before_continue(call.credentials)
         answers = await call_all(workers, request)
         done = [w for w, answer in zip(workers, answers, strict=True) if answer.success]
         if call.route.path == MODEL_INFO:
-            for worker, told in zip(workers, answers, strict=True):
-                if told.success:
-                    self._labels.learn(worker, model_info.version_of(told.body))
+            for worker, each in zip(workers, answers, strict=True):
+                if each.success:
+                    self._labels.learn(worker, model_info.version_of(each.body))
             return model_info.merge(answers)
         answer = aggregate(call.route.path, answers, {})
+        answer = Answer(answer.status, {**answer.body, **told})
         if call.route.kind is Kind.CONTINUE and self._go_on(done):
             await self.book.keep()
         elif call.route.kind is Kind.FLUSH:
@@ -308,7 +351,16 @@ class WeightDesk:
         return worker.id if worker else url
 
     def _busy(self, worker: Worker) -> bool:
-        return self._current is not None and worker.url in self._current.targets
+        """Whoever is at it reads its version back itself."""
+        return CATCHING_UP in worker.holds or self.at_work_on(worker)
+
+    def at_work_on(self, worker: Worker) -> bool:
+        """Its weights are being changed, or it is asked to do something that takes long."""
+        current = self._current is not None and worker.url in self._current.targets
+        return current or worker in self.sync.life.doubt
+
+    def _is_grouped(self) -> bool:
+        return self._keeper.config.weight_sync.mode != "off"
 
     def _compares(self) -> bool:
         return self._keeper.config.weight_sync.verify == "checksum"

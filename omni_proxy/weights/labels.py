@@ -8,6 +8,7 @@ meant for it is uncertain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import trio
 
@@ -20,12 +21,14 @@ from omni_proxy.weights.readback import compare_checksums, labels_of
 
 AGAIN_SECS = 5.0
 CHECKSUM_SECS = 300.0
+UNPROVEN: Final = "unproven"
 
 
 class Labels:
     """`busy(worker)`: an operation is at it, and will read its label back itself.
 
-    `may_hash()`: whether a worker may be stopped for as long as hashing takes.
+    `may_hash()`: whether a worker may be stopped for as long as hashing takes. `strict()`: whether
+    who comes up is kept out of routing until it has told what it has.
     """
 
     def __init__(
@@ -34,11 +37,13 @@ class Labels:
         book: Book,
         busy: Callable[[Worker], bool],
         may_hash: Callable[[], bool],
+        strict: Callable[[], bool] = lambda: False,
     ) -> None:
         self._fleet = fleet
         self._book = book
         self._busy = busy
         self._may_hash = may_hash
+        self._strict = strict
         self._newest: dict[Worker, object] = {}
         self.nursery: trio.Nursery | None = None
         fleet.watch_health(lambda worker, _: self.ask_soon(worker, came_up=True))
@@ -48,7 +53,14 @@ class Labels:
         """Without a known label it has come up, too: whoever saw its restart dropped that."""
         if self.nursery is not None and self._here(worker) and not self._busy(worker):
             self._newest[worker] = asking = object()
+            if self._strict() and self._owes(worker) and UNPROVEN not in worker.holds:
+                self._fleet.hold(worker, UNPROVEN)
             self.nursery.start_soon(self._ask, worker, asking, came_up)
+
+    def _owes(self, worker: Worker) -> bool:
+        """There was an update for it, and nobody knows whether it has that."""
+        due = self._due(worker)
+        return due is not None and not due.waived and worker.weight_epoch != due.epoch
 
     def learn(self, worker: Worker, label: str | None) -> None:
         """It told its label, and no operation is at it."""
@@ -78,10 +90,16 @@ class Labels:
                     if due is not None and (came_up or version.label is None):
                         await self._judge(worker, due, label)
                     return
+                self._let_go(worker)  # it can't tell: nothing is claimed of it
                 await trio.sleep(AGAIN_SECS)
         finally:
             if self._newest.get(worker) is asking:
                 del self._newest[worker]
+                self._let_go(worker)
+
+    def _let_go(self, worker: Worker) -> None:
+        if UNPROVEN in worker.holds:
+            self._fleet.release(worker, UNPROVEN)
 
     async def _judge(self, worker: Worker, due: Due, label: str | None) -> None:
         """Hold it back where it has not what the last update gave to the others."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from omni_proxy.control.agreement import Verdict, compare
 from omni_proxy.control.model_info import version_of
+from omni_proxy.control.outcomes import WorkerAnswer
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.calls import Call
 from omni_proxy.weights.calling import ANSWER_BYTES, call_all
@@ -35,9 +36,9 @@ async def labels_of(
     return labels
 
 
-async def compare_checksums(
+async def ask_checksums(
     workers: Sequence[Worker], headers: Mapping[str, str], timeout_secs: float
-) -> Verdict:
+) -> list[WorkerAnswer]:
     call = Call(
         "POST",
         "/weights_checker",
@@ -46,4 +47,11 @@ async def compare_checksums(
         timeout_secs=timeout_secs,
         max_bytes=ANSWER_BYTES,
     )
-    return compare({answer.worker: answer for answer in await call_all(workers, call)})
+    return await call_all(workers, call)
+
+
+async def compare_checksums(
+    workers: Sequence[Worker], headers: Mapping[str, str], timeout_secs: float
+) -> Verdict:
+    answers = await ask_checksums(workers, headers, timeout_secs)
+    return compare({answer.worker: answer for answer in answers})

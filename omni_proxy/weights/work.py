@@ -29,10 +29,10 @@ from omni_proxy.watch.calls import Call
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.weights.book import PAUSED, Book
 from omni_proxy.weights.calling import ANSWER_BYTES, call_all, limit_secs
+from omni_proxy.weights.draining import until_idle
 from omni_proxy.weights.readback import compare_checksums, labels_of
 from omni_proxy.wire.errors import Refusal
 
-IDLE_POLL_SECS = 0.05
 DIFFERS = Left(Fate.UNCERTAIN, "its checksums differ from those of other workers")
 _log = logging.getLogger(__name__)
 
@@ -114,8 +114,7 @@ class Work:
             raise
         self._enter(Step.CALLING)
         self._doubt(workers)
-        call = self._call.to_workers(limit_secs(self._config.admin.worker_timeout_secs))
-        answers = await call_all(workers, call, self._operation.hear)
+        answers = await self._ask(workers)
         left = fates(self._route, answers)
         done = [worker for worker, answer in zip(workers, answers, strict=True) if answer.success]
         told: dict[str, object] = {}
@@ -128,6 +127,11 @@ class Work:
         self._let_go(workers)
         self._enter(Step.OVER)
         return self._answer(answers, left, told)
+
+    async def _ask(self, workers: Sequence[Worker]) -> list[WorkerAnswer]:
+        """What it is all about: each worker's answer, in their order."""
+        call = self._call.to_workers(limit_secs(self._config.admin.worker_timeout_secs))
+        return await call_all(workers, call, self._operation.hear)
 
     def _enter(self, step: Step) -> None:
         self._operation.enter(step, trio.current_time())
@@ -146,13 +150,7 @@ class Work:
         if not self._route.drains or not secs:
             return
         self._enter(Step.DRAINING)
-        held = [worker for worker in workers if worker.holds]
-        with trio.move_on_after(secs) as scope:
-            while any(worker.in_flight for worker in held):  # noqa: ASYNC110  # plain ints ring no bell
-                await trio.sleep(IDLE_POLL_SECS)
-        if scope.cancelled_caught:
-            left = sum(worker.in_flight for worker in held)
-            _log.info("%s does not wait for %d requests that still run", self._route.name, left)
+        await until_idle(workers, secs, self._route.name)
 
     async def _record(self) -> None:
         self._enter(Step.RECORDING)

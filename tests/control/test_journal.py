@@ -53,3 +53,17 @@ def test_a_record_that_was_cut_is_refused(journal, data):
 def test_what_is_no_record_is_refused(raw):
     with pytest.raises(UnreadableJournal):
         decode(raw)
+
+
+@pytest.mark.parametrize("step", ["joining", "grouped", "arming", "armed", "committing"])
+def test_members_of_a_sync_are_doubted_from_the_moment_on_in_which_they_may_receive(step):
+    sync = Begun(
+        operation="g",
+        path="/prepare_weights_update",
+        targets=("http://a",),
+        begun_at="now",
+        step=step,
+    )
+    journal = decode(encode(Journal(sync=sync)))
+    assert journal
+    assert set(journal.at_start()) == (set() if step in ("joining", "grouped") else {"http://a"})

@@ -7,6 +7,7 @@ from omni_proxy.control.operation import Fate, Operation, Step, fates
 from omni_proxy.control.outcomes import WorkerAnswer
 from omni_proxy.control.routes import BY_PATH, INIT, ROUTES, Kind
 
+APPLY = ("/end_weight_update", "/complete_weights_update")
 KINDS = st.sampled_from(("well", "denied", "4xx", "5xx", "lost"))
 ANSWER_OF = {
     "well": (200, {"success": True}, ""),
@@ -32,7 +33,7 @@ def naive(route, kinds):
             found.append(Fate.RESTORED)
         elif route.path == INIT:
             found.append(Fate.DISABLED)
-        elif route.path.startswith("/update_weights") or route.path == "/end_weight_update":
+        elif route.path.startswith("/update_weights") or route.path in APPLY:
             nothing = route.path == "/update_weights_from_disk" and set(kinds) == {"4xx"}
             found.append(Fate.RESTORED if nothing else Fate.UNCERTAIN)
         else:

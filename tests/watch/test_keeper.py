@@ -12,6 +12,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.watch import keeper as keeping
 from omni_proxy.watch.keeper import Keeper, write_atomically
+from omni_proxy.wire.errors import Refusal
 from tests.fleet.entries import entry, heal
 
 A, B = "http://a:1", "http://b:1"
@@ -262,3 +263,77 @@ async def test_what_a_reload_did_is_still_told_after_the_watcher_has_read_again(
     await keeper.reload("file")
     assert keeper.last_reload["outcome"] == "unchanged"
     assert "error" not in keeper.last_reload
+
+
+def in_words():
+    return "group 'g' at host:1, begun 3 s ago, step armed"
+
+
+async def test_while_it_is_frozen_all_but_the_set_of_workers_follows_the_file(file, keeper):
+    keeper.freeze.begin(in_words)
+    file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
+    told = await keeper.reload("file")
+    assert (told.outcome, urls(keeper)) == ("applied", [A])
+    assert keeper.config.health.interval_secs == 7
+    assert in_words() in keeper.last_reload["waits"]
+    file.write_text(toml(B, more="[health]\ninterval_secs = 8\n"))
+    await keeper.reload("file")
+    assert (urls(keeper), keeper.config.health.interval_secs) == ([A], 8)
+    await keeper.thaw()
+    assert urls(keeper) == [B]
+    assert "waits" not in keeper.last_reload
+
+
+async def test_a_file_that_takes_its_change_back_has_nothing_that_waits(file, keeper):
+    keeper.freeze.begin(in_words)
+    file.write_text(toml(A, B))
+    await keeper.reload("file")
+    file.write_text(toml(A))
+    await keeper.reload("file")
+    assert "waits" not in keeper.last_reload
+    await keeper.thaw()
+    assert urls(keeper) == [A]
+
+
+async def test_while_it_is_frozen_a_worker_may_be_switched_but_none_comes_or_goes(
+    keeper, nursery, autojump_clock
+):
+    keeper.freeze.begin(in_words)
+    await keeper.change(lambda state, _: with_switched(state, A, disabled=True))
+    assert keeper.fleet.find(A).disabled
+    added = trio.Event()
+
+    async def add():
+        await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
+        added.set()
+
+    nursery.start_soon(add)
+    await trio.sleep(100)
+    assert (added.is_set(), urls(keeper)) == (False, [A])
+    await keeper.thaw()
+    await added.wait()
+    assert urls(keeper) == [A, B]
+
+
+async def test_who_waits_too_long_for_the_thaw_is_told_for_whom(keeper, autojump_clock):
+    keeper.freeze.begin(in_words)
+    with pytest.raises(Refusal) as refused:
+        await keeper.change(lambda state, config: with_deleted(state, config, A))
+    assert refused.value.status == 503
+    assert in_words() in refused.value.message
+    assert ("retry-after", "5") in refused.value.headers
+    assert trio.current_time() >= keeper.config.admin.lock_timeout_secs
+    assert urls(keeper) == [A]
+
+
+async def test_what_waits_for_a_turn_goes_on_when_the_turn_freezes_the_fleet(file, keeper, nursery):
+    await keeper.turn.acquire()
+    file.write_text(toml(A, more="[health]\ninterval_secs = 7\n"))
+    nursery.start_soon(keeper.reload, "file")
+    await wait_all_tasks_blocked()
+    assert keeper.config.health.interval_secs == 10
+    keeper.freeze.begin(in_words)
+    with trio.fail_after(5):
+        while keeper.config.health.interval_secs != 7:  # noqa: ASYNC110  # read in a thread
+            await trio.sleep(0.01)
+    keeper.turn.release()

@@ -17,6 +17,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch import child, launched
+from omni_proxy.watch.freeze import Freeze
 from omni_proxy.watch.launcher import Launcher
 
 SERVER = """
@@ -47,6 +48,7 @@ class Keeper:
 
     def __init__(self, fleet: Fleet) -> None:
         self.config = Config()
+        self.freeze = Freeze()
         self._fleet = fleet
         self._subscribers = []
 
@@ -164,6 +166,20 @@ async def test_a_killed_replica_is_out_at_once_and_comes_back(base_port):
         assert seen[0] == (Health.UNHEALTHY, "process ended with signal SIGKILL")
         assert house.launcher.status()[0]["restarts"] == 1
         assert len(house.routable()) == 2
+
+
+async def test_a_killed_replica_is_started_anew_only_when_its_ranks_count_for_nobody(base_port):
+    async with running(entry(base_port)) as house:
+        await house.until_states("ready")
+        killed = house.pids()[0]
+        house.keeper.freeze.begin(lambda: "a sync")
+        os.kill(killed, signal.SIGKILL)
+        await house.until(lambda: house.launcher.status()[0]["restarts"] == 1)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert house.pids()[0] is None
+        house.keeper.freeze.end()
+        await house.until_states("ready")
+        assert house.pids()[0] not in (None, killed)
 
 
 async def test_an_unready_replica_is_not_routable_and_tells_why_it_is_given_another_try(base_port):

@@ -4,7 +4,7 @@ import trio
 import trio.lowlevel
 
 from omni_proxy.fleet.health import Thresholds
-from omni_proxy.watch import prober as prober_module
+from omni_proxy.watch import calls
 from omni_proxy.watch.prober import Prober
 from tests.watch.prober_world import NOW, URL, build_world
 
@@ -38,7 +38,7 @@ def asked(monkeypatch):
     def open_client(worker):
         return Client(transport=httpx.MockTransport(unread(answer)), timeout=None)
 
-    monkeypatch.setattr(prober_module, "open_client", open_client)
+    monkeypatch.setattr(calls, "open_client", open_client)
     return seen
 
 
@@ -396,3 +396,32 @@ async def test_what_a_restarted_worker_said_of_its_weights_is_no_longer_believed
     assert len(asked) >= 3
     # Told when it was gone, and again when it could be asked.
     assert forgotten == [URL] * (2 if between else 1)
+
+
+@pytest.mark.parametrize("spared", [True, False])
+async def test_a_worker_whose_weights_change_may_be_slow_and_busy(
+    world, asked, nursery, autojump_clock, spared
+):
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(2)
+    world.prober.spares = lambda it: spared and it is worker
+    asked.reply = lambda request: httpx.Response(503)
+    await trio.sleep(60)
+    assert worker.machine.state == ("healthy" if spared else "dead")
+
+
+async def test_a_worker_whose_process_is_gone_is_spared_by_nothing(
+    world, asked, nursery, autojump_clock
+):
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(2)
+    world.prober.spares = lambda _: True
+
+    def refuse(request):
+        raise httpx.ConnectError("refused") from ConnectionRefusedError(111, "refused")
+
+    asked.reply = refuse
+    await trio.sleep(60)
+    assert worker.machine.state == "dead"

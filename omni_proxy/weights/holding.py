@@ -1,0 +1,88 @@
+"""Everything that has to do with versions that we hold ourselves, put together once.
+
+Invariant: where [weight_sync] mode does not ask for it, nothing of it touches a disk, starts a
+process or holds a worker back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from omni_proxy.config.schema import Config, WeightSync
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.weights.catchup import CatchUp
+from omni_proxy.weights.own_rank import OwnRank
+from omni_proxy.weights.relay import Relay
+from omni_proxy.weights.remote import GroupSends
+from omni_proxy.weights.rollback import Source
+from omni_proxy.weights.store.shelf import Shelf
+from omni_proxy.weights.work import Tools
+
+
+class Holding:
+    """`folder`: where versions lie unless [weight_sync] store_dir says so; `busy` as in CatchUp."""
+
+    def __init__(self, tools: Tools, folder: Path, busy: Callable[[Worker], bool]) -> None:
+        keeper = tools.keeper
+
+        def settings() -> WeightSync:
+            return keeper.config.weight_sync
+
+        self.shelf = Shelf(settings, folder)
+        self.own = OwnRank(self.shelf, settings)
+        self.relay = Relay(self.shelf, GroupSends(settings, self.own.sender))
+        self.source = Source(self.shelf, self.relay)
+        self.catch_up = CatchUp(tools, self.shelf, self.relay, busy)
+        self._settings = settings
+        self._nursery: trio.Nursery | None = None
+        keeper.subscribe(self._follow_config)
+
+    @property
+    def on(self) -> bool:
+        """Whether a rank of our own takes part in the groups of trainers."""
+        return self.shelf.wanted
+
+    @property
+    def relays(self) -> bool:
+        """Whether it is the only one of ours, so that every worker gets a version from us."""
+        return self._settings().mode == "receive"
+
+    def ranks_behind(self, of_workers: int) -> int:
+        """How many ranks of a trainer's group this endpoint has, with workers of so many."""
+        return OwnRank.ranks if self.relays else of_workers + OwnRank.ranks * self.on
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until it is cancelled; the versions of before are known once it has started."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = self.catch_up.nursery = nursery
+                await nursery.start(self.shelf.run)
+                if self.on:
+                    nursery.start_soon(self.own.warm)
+                self.catch_up.all_soon()
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = self.catch_up.nursery = None
+            await self.own.close()
+
+    def status(self) -> dict[str, object]:
+        """JSON-ready, for whoever asks how the weights stand."""
+        current = self.shelf.current
+        store = self.shelf.store
+        return {
+            "store": str(store.folder) if store is not None else None,
+            "versions": len(self.shelf.versions()),
+            "current": current.number if current is not None else None,
+            "error": self.shelf.error or None,
+            "caught_up": self.catch_up.caught_up,
+            "not_caught_up": self.catch_up.failed,
+        }
+
+    def _follow_config(self, old: Config, new: Config) -> None:
+        self.shelf.poke()
+        if self.on and old.weight_sync.mode != new.weight_sync.mode and self._nursery is not None:
+            self._nursery.start_soon(self.own.warm)

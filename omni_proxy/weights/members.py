@@ -1,0 +1,91 @@
+"""Who takes part in a trainer's group behind us: each worker, and perhaps a rank of our own.
+
+Contract: a call ends with an answer, never with an error of the transport; it has no deadline of
+its own. Whoever cancels it learns nothing more, and undoes it with `destroy`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from omni_proxy.control.outcomes import WorkerAnswer, parsed
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.broadcast import ask
+from omni_proxy.watch.calls import Call
+from omni_proxy.weights.calling import ANSWER_BYTES
+
+NO_LIMIT = float("inf")
+INIT_PATH = "/init_weights_update_group"
+
+
+class Member(Protocol):
+    """One party of a group. `ranks` follow each other from its `rank_offset` on.
+
+    Bodies are the trainer's own bytes, except that of `init`, whose ranks are each member's own.
+    """
+
+    @property
+    def name(self) -> str:
+        """A worker's URL, or "proxy"."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    async def init(
+        self, body: Mapping[str, Any], rank_offset: int, world_size: int
+    ) -> WorkerAnswer: ...
+
+    async def prepare(self, body: bytes) -> WorkerAnswer: ...
+
+    async def complete(self, body: bytes) -> WorkerAnswer: ...
+
+    async def update(self, body: bytes) -> WorkerAnswer: ...
+
+    async def destroy(self, body: bytes) -> WorkerAnswer: ...
+
+
+class Relay(Protocol):
+    """What brings a version that we hold to workers that were not in the trainer's group."""
+
+    async def deliver(self, version: str, workers: Sequence[Worker]) -> list[WorkerAnswer]:
+        """In the order of the workers; each applied the whole version, or says why it did not."""
+
+
+class WorkerMember:
+    """A worker, over its control routes. `headers`: those of the caller, of each call anew."""
+
+    def __init__(self, worker: Worker, ranks: int) -> None:
+        self.worker = worker
+        self.ranks = ranks
+        self.headers: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        return self.worker.url
+
+    async def init(
+        self, body: Mapping[str, Any], rank_offset: int, world_size: int
+    ) -> WorkerAnswer:
+        own = {**body, "rank_offset": rank_offset, "world_size": world_size}
+        return await self.call(INIT_PATH, json.dumps(own).encode())
+
+    async def prepare(self, body: bytes) -> WorkerAnswer:
+        return await self.call("/prepare_weights_update", body)
+
+    async def complete(self, body: bytes) -> WorkerAnswer:
+        return await self.call("/complete_weights_update", body)
+
+    async def update(self, body: bytes) -> WorkerAnswer:
+        return await self.call("/update_weights_from_distributed", body)
+
+    async def destroy(self, body: bytes) -> WorkerAnswer:
+        return await self.call("/destroy_weights_update_group", body)
+
+    async def call(self, path: str, body: bytes) -> WorkerAnswer:
+        headers = {**self.headers, "content-type": "application/json"}
+        request = Call("POST", path, body, headers, timeout_secs=NO_LIMIT, max_bytes=ANSWER_BYTES)
+        outcome = await ask(self.worker, request)
+        body_of = parsed(outcome.body)
+        return WorkerAnswer(self.name, outcome.status, body_of, outcome.error, outcome.secs)

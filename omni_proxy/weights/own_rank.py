@@ -1,0 +1,270 @@
+"""The proxy as one rank of a trainer's group: what is broadcast lands in a version of the store.
+
+One trainer, one receiver, however many workers are behind us. The receive itself is a child's (see
+collective/receiver.py): nothing here imports torch. Invariant: whatever fails leaves no version, no
+file and nothing armed; a version exists only once every announced byte of it has come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import trio
+
+from omni_proxy.collective.receiver import (
+    Armed,
+    GroupError,
+    Limits,
+    Place,
+    Received,
+    Receiver,
+    Rendezvous,
+    open_receiver,
+)
+from omni_proxy.collective.rendezvous import GLOO, Meeting
+from omni_proxy.collective.sender import Sender
+from omni_proxy.collective.specs import Plan, plans_of
+from omni_proxy.config.schema import WeightSync
+from omni_proxy.control.outcomes import WorkerAnswer
+from omni_proxy.control.sync_bodies import group_name_of, object_of
+from omni_proxy.weights.store.draft import Draft
+from omni_proxy.weights.store.layout import LayoutError
+from omni_proxy.weights.store.record import Version
+from omni_proxy.weights.store.shelf import Shelf
+from omni_proxy.weights.store.versions import NoRoom
+
+T = TypeVar("T")
+
+NAME: Final = "proxy"
+NO_LIMIT_SECS: Final = 86400.0  # a clock that is off: torch wants a number
+HEADER_BYTES: Final = 512  # of a file's header for each tensor, more than it takes
+_REFUSALS: Final = (GroupError, NoRoom, LayoutError, OSError)
+_log = logging.getLogger(__name__)
+
+
+class OwnRank:
+    """A Member of the session (see members.py). `settings` are those of the moment."""
+
+    name = NAME
+    ranks = 1
+
+    def __init__(self, shelf: Shelf, settings: Callable[[], WeightSync]) -> None:
+        self._shelf = shelf
+        self._settings = settings
+        self._threads = trio.CapacityLimiter(16)
+        self._receiver: Receiver | None = None
+        self._armed: Armed | None = None
+        self._draft: Draft | None = None
+        self._in_group = False
+        self._made_for: tuple[object, ...] = ()  # what the receiver was opened with
+
+    async def warm(self) -> None:
+        """So that the first `init` waits for no import. Quiet where there is no torch."""
+        try:
+            (await self._open()).warm()
+        except GroupError as error:
+            _log.warning("weight_sync.mode needs more than is installed: %s", error)
+
+    async def init(
+        self, body: Mapping[str, Any], rank_offset: int, world_size: int
+    ) -> WorkerAnswer:
+        """Joins as rank `rank_offset`."""
+
+        async def join() -> dict[str, object]:
+            await self._shelf.open()
+            receiver = await self._open()
+            settings = self._settings()
+            backend = body.get("backend") if settings.backend == "auto" else settings.backend
+            rendezvous = Rendezvous(
+                master_address=body.get("master_address", ""),
+                master_port=body.get("master_port", 0),
+                rank=rank_offset,
+                world_size=world_size,
+                group_name=group_name_of(body),
+                backend=str(backend or GLOO),
+                timeout_s=settings.init_timeout_secs or NO_LIMIT_SECS,
+            )
+            self._in_group = True
+            await self._blocking("init", receiver.init, rendezvous)
+            return {"status": "ok", "message": f"joined as rank {rank_offset} of {world_size}"}
+
+        return await self._answered(join)
+
+    async def prepare(self, body: bytes) -> WorkerAnswer:
+        """Takes room for what is announced and waits for its first byte."""
+
+        async def arm() -> dict[str, object]:
+            plans = await self._arm(body)
+            return {"status": "ready", "message": f"ready for {len(plans)} buckets"}
+
+        return await self._answered(arm)
+
+    async def complete(self, body: bytes) -> WorkerAnswer:
+        """Waits until all that was announced has come."""
+        return await self._answered(self._receive)
+
+    async def update(self, body: bytes) -> WorkerAnswer:
+        """Both in one call."""
+
+        async def both() -> dict[str, object]:
+            await self._arm(body)
+            return await self._receive()
+
+        return await self._answered(both)
+
+    async def destroy(self, body: bytes) -> WorkerAnswer:
+        """Ends whatever is under way; what came of a version that is not sealed is thrown away."""
+
+        async def leave() -> dict[str, object]:
+            self._armed = None
+            try:
+                if self._receiver is not None:
+                    name = group_name_of(object_of(body))
+                    await self._blocking("destroy", self._receiver.destroy, name)
+            finally:
+                self._in_group = False
+                await self.discard()
+            return {"status": "ok", "message": "left the group"}
+
+        return await self._answered(leave)
+
+    async def sender(self, meeting: Meeting) -> Sender:
+        """Rank 0 of a group of our own, in a child as well. Raises GroupError."""
+        receiver = await self._open()
+        return await self._blocking("lead", receiver.sender, meeting)
+
+    async def seal(self, label: str | None) -> Version:
+        """What came since the last one is a version. Raises OSError, LookupError if nothing did."""
+        draft, self._draft = self._draft, None
+        if draft is None:
+            raise LookupError("nothing was received that could become a version")
+        store = await self._shelf.open()
+        return await self._shelf.in_thread(store.seal, draft, label)
+
+    async def discard(self) -> None:
+        """Throw away what came of a version that will not be ended."""
+        draft, self._draft = self._draft, None
+        if draft is not None and self._shelf.store is not None:
+            await self._shelf.in_thread(self._shelf.store.discard, draft)
+
+    async def close(self) -> None:
+        """Ends the child."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(receiver.close, limiter=self._threads)
+
+    def fault(self) -> str:
+        """Why what is under way has failed already, "" while it has not; waits for nothing."""
+        error = self._armed.fault() if self._armed is not None else None
+        return str(error) if error is not None else ""
+
+    def status(self) -> dict[str, object]:
+        """JSON-ready: how far the present receive has come."""
+        armed = self._armed
+        if armed is None:
+            return {"armed": False}
+        progress = armed.progress()
+        return {
+            "armed": True,
+            "buckets_done": progress.buckets_done,
+            "bytes_come": progress.bytes_come,
+            "bytes_expected": progress.bytes_expected,
+        }
+
+    async def _open(self) -> Receiver:
+        """Raises GroupError where torch is not installed."""
+        settings = self._settings()
+        wanted = (settings.isolation, settings.stall_timeout_secs)
+        if self._receiver is not None and self._made_for != wanted and not self._in_group:
+            await self.close()
+        if self._receiver is None:
+            limits = Limits(stall_secs=settings.stall_timeout_secs or NO_LIMIT_SECS)
+            self._made_for = wanted
+            open_one = partial(open_receiver, settings.isolation, limits, name=NAME)
+            self._receiver = await self._blocking("open", open_one)
+        return self._receiver
+
+    async def _arm(self, body: bytes) -> tuple[Plan, ...]:
+        """Raises one of _REFUSALS: then nothing is armed, and what came before is thrown away."""
+        name, plans = await self._blocking("read", _announced, body)
+        settings, receiver = self._settings(), self._receiver
+        if receiver is None:
+            raise GroupError("there is no group: call init_weights_update_group first")
+        try:
+            place = await self._room(plans)
+            call = partial(
+                receiver.arm,
+                name,
+                plans,
+                ready_secs=settings.ready_timeout_secs,
+                into=place,
+                digests=settings.verify == "checksum",
+            )
+            self._armed = await self._blocking("arm", call)
+        except _REFUSALS:
+            # It names tensors now that did not come: such a version must never be sealed.
+            await self.discard()
+            raise
+        return plans
+
+    async def _room(self, plans: tuple[Plan, ...]) -> Place:
+        store = await self._shelf.open()
+        count = sum(len(plan.tensors) for plan in plans)
+        nbytes = sum(plan.block_bytes for plan in plans) + count * HEADER_BYTES
+        if self._draft is None:
+            self._draft = await self._shelf.in_thread(store.begin, nbytes)
+        else:
+            await self._shelf.in_thread(store.require_room, self._draft, nbytes)
+        buckets = [plan.tensors for plan in plans]
+        block = await self._shelf.in_thread(self._draft.add, buckets)
+        return Place(str(block.path), block.starts)
+
+    async def _receive(self) -> dict[str, object]:
+        armed, secs = self._armed, self._settings().receive_timeout_secs
+        if armed is None or self._draft is None:
+            raise GroupError("complete without prepare: nothing is armed")
+        try:
+            received: Received = await self._blocking("receive", armed.wait, secs)
+        except GroupError:
+            await self.discard()
+            raise
+        finally:
+            self._armed = None
+        self._draft.digested(received.digests)
+        told = {
+            "status": "ok",
+            "num_buckets_received": received.buckets,
+            "message": f"received {received.buckets} buckets, {received.nbytes} bytes",
+            "bytes": received.nbytes,
+            "seconds": round(received.secs, 6),
+        }
+        received.close()
+        return told
+
+    async def _blocking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
+        """Whoever cancels it leaves the thread to `destroy`, which ends the call that it is in."""
+        return await trio.to_thread.run_sync(
+            partial(call, *arguments),
+            thread_name=f"weights-own-{what}",
+            limiter=self._threads,
+            abandon_on_cancel=True,
+        )
+
+    async def _answered(self, step: Callable[[], Any]) -> WorkerAnswer:
+        began = trio.current_time()
+        try:
+            status, body = 200, {"success": True, **await step()}
+        except _REFUSALS as error:
+            message = str(error) or type(error).__name__
+            status, body = 400, {"success": False, "status": "error", "message": message}
+        return WorkerAnswer(NAME, status, body, secs=round(trio.current_time() - began, 6))
+
+
+def _announced(body: bytes) -> tuple[str, tuple[Plan, ...]]:
+    """The group's name, and the buckets; of a large model that takes long. Raises GroupError."""
+    told = object_of(body)
+    return group_name_of(told), plans_of(told, dense=True)

@@ -1,0 +1,160 @@
+"""The store as the running program has it: opened where it is first wanted, tidied meanwhile.
+
+What takes long happens in threads of its own. `run` brings new versions to the disk and hashes what
+was found at the start, one after another; nothing waits for it. Invariant: no version is offered
+again whose bytes were found to have changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from omni_proxy.config.schema import WeightSync
+from omni_proxy.weights.store.places import memory_for
+from omni_proxy.weights.store.record import Version
+from omni_proxy.weights.store.versions import UnknownVersion, VersionStore
+
+T = TypeVar("T")
+
+MODES = ("receive", "both")  # in which we hold versions
+FOLDER = "versions"
+LEAVE_SECS = 10.0
+AGAIN_SECS = 60.0  # after a disk that failed
+_log = logging.getLogger(__name__)
+
+
+class Shelf:
+    """`settings` are those of the moment; `beside` is where versions lie without a `store_dir`."""
+
+    def __init__(self, settings: Callable[[], WeightSync], beside: Path) -> None:
+        self._settings = settings
+        self._beside = beside
+        self._opening = trio.Lock()
+        self._threads = trio.CapacityLimiter(8)
+        self._news = trio.Event()
+        self._hashed: set[int] = set()
+        self.store: VersionStore | None = None
+        self.error = ""  # why the last one could not be opened, or brought to the disk
+
+    @property
+    def wanted(self) -> bool:
+        """Whether versions are kept at all, as we are configured."""
+        return self._settings().mode in MODES
+
+    @property
+    def current(self) -> Version | None:
+        return self.store.current if self.store is not None else None
+
+    @property
+    def _place(self) -> Path:
+        folder = self._settings().store_dir
+        return Path(folder) if folder else self._beside / FOLDER
+
+    def versions(self) -> list[Version]:
+        """The newest first; none while the store is not open."""
+        return self.store.versions() if self.store is not None else []
+
+    async def open(self) -> VersionStore:
+        """Raises OSError where the folder can't be used, also for being another program's."""
+        async with self._opening:
+            place = self._place
+            if self.store is not None and self.store.folder != place and not self.store.in_use:
+                moved, self.store = self.store, None
+                await self._left(moved)
+            if self.store is None:
+                try:
+                    self.store = await self.in_thread(
+                        _opened, place, self._settings().keep_versions
+                    )
+                except OSError as error:
+                    self.error = f"{place}: {error.strerror or error}"
+                    raise
+                self.error = ""
+            self.store.keep = self._settings().keep_versions
+            return self.store
+
+    async def in_thread(self, call: Callable[..., T], *arguments: object) -> T:
+        """What blocks, beside the loop. It goes on to its end, also where nobody waits any more."""
+        name = f"weights-store-{getattr(call, '__name__', 'call')}"
+        return await trio.to_thread.run_sync(
+            partial(call, *arguments),
+            thread_name=name,
+            limiter=self._threads,
+            abandon_on_cancel=True,
+        )
+
+    async def published(self, version: Version, label: str | None, epoch: int) -> None:
+        """The fleet has it. A disk that fails is told of, and changes nothing of that."""
+        store = await self.open()
+        try:
+            await self.in_thread(store.publish, version, label, epoch)
+        except (OSError, UnknownVersion) as error:
+            self.error = f"{version.name}: {error}"
+            _log.error("%s was published, and could not be noted so: %s", version.name, error)
+        self.poke()
+
+    def poke(self) -> None:
+        """There is something new to bring to the disk."""
+        self._news.set()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until it is cancelled. What is found at the start is there once it has started."""
+        await self._opened_if_wanted()
+        task_status.started()
+        try:
+            while True:
+                self._news = trio.Event()
+                await self._opened_if_wanted()
+                patience = AGAIN_SECS if not await self._tidied() else float("inf")
+                with trio.move_on_after(patience):
+                    await self._news.wait()
+        finally:
+            store, self.store = self.store, None
+            if store is not None:
+                await self._left(store)
+
+    async def _left(self, store: VersionStore) -> None:
+        with trio.move_on_after(LEAVE_SECS, shield=True):
+            try:
+                await self.in_thread(store.leave)
+            except OSError as error:
+                _log.warning("%s could not be left in good order: %s", store.folder, error)
+
+    async def _opened_if_wanted(self) -> None:
+        if self.wanted:
+            try:
+                await self.open()
+            except OSError as error:
+                _log.error("versions of weights can't be kept: %s: %s", self.error, error)
+
+    async def _tidied(self) -> bool:
+        """Whether nothing is left to be done."""
+        store, whole = self.store, True
+        for version in store.versions() if store is not None else ():
+            assert store is not None
+            try:
+                if version.epoch:
+                    await self.in_thread(store.persist, version)
+                if version.number not in self._hashed:
+                    await self.in_thread(store.digest, version)
+                    self._hashed.add(version.number)
+                await self.in_thread(store.collect)
+                self.error = ""
+            except UnknownVersion:
+                pass  # a newer one has taken its place
+            except OSError as error:
+                self.error = f"{version.name}: {error.strerror or error}"
+                _log.error("%s could not be brought to the disk: %s", version.name, error)
+                whole = False
+        return whole
+
+
+def _opened(folder: Path, keep: int) -> VersionStore:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return VersionStore(folder, keep=keep, memory=memory_for(folder))

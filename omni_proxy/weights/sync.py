@@ -1,0 +1,220 @@
+"""The fleet as one endpoint of a trainer's group: who may ask what, and what is answered again.
+
+Contract: `takes` says which admin routes come here, and only where [weight_sync] mode asks for it.
+A caller who leaves stops nothing, and hears the stored answer when it asks the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import trio
+
+from omni_proxy.collective.specs import GroupError
+from omni_proxy.control.layout import LayoutError
+from omni_proxy.control.outcomes import Answer
+from omni_proxy.control.routes import (
+    COMPLETE,
+    DESTROY,
+    END,
+    FROM_DISTRIBUTED,
+    INIT,
+    PREPARE,
+    AdminRoute,
+    Kind,
+)
+from omni_proxy.control.sync_bodies import InitAsked, group_name_of, init_of, object_of
+from omni_proxy.control.sync_states import OutOfPlace, State
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.weights.book import Book
+from omni_proxy.weights.holding import Holding
+from omni_proxy.weights.members import WorkerMember
+from omni_proxy.weights.sync_closing import Closing
+from omni_proxy.weights.sync_delivery import SyncDelivery
+from omni_proxy.weights.sync_life import SyncLife
+from omni_proxy.weights.sync_steps import Steps
+from omni_proxy.weights.work import AdminCall
+from omni_proxy.wire.errors import Refusal
+
+MODES: Final = ("coordinate", "receive", "both")
+ROUTES: Final = (INIT, PREPARE, COMPLETE, FROM_DISTRIBUTED, DESTROY)
+# What the steps are called where they are counted.
+PHASES: Final = {
+    INIT: "init",
+    PREPARE: "arm",
+    COMPLETE: "receive",
+    FROM_DISTRIBUTED: "receive",
+    END: "end",
+    DESTROY: "destroy",
+}
+T = TypeVar("T")
+ANSWER_SECS: Final = 1.0  # of an undo, that an answer waits for
+_log = logging.getLogger(__name__)
+
+
+class Sync:
+    """Beside the desk: its calls have their turn, and the sync lives on between them."""
+
+    def __init__(self, fleet: Fleet, keeper: Keeper, book: Book, holding: Holding) -> None:
+        self.life = SyncLife(fleet, keeper, book)
+        self._keeper = keeper
+        self._book = book
+        self._closing = Closing(self.life, SyncDelivery(self.life, holding))
+        self._steps = Steps(self.life, self._closing, holding)
+        self._stored: tuple[object, Answer] | None = None
+        self._left_for: str | None = None  # the group whose owner asked for its end meanwhile
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Groups that our own last end left behind are taken down."""
+        self.life.nursery = nursery
+        left, self._book.left_in_group = self._book.left_in_group, ()
+        if left:
+            nursery.start_soon(self.life.tell_left_in_group, left, self._book.left_group)
+
+    def stop(self) -> None:
+        self.life.stop()
+
+    def takes(self, route: AdminRoute) -> bool:
+        if self._keeper.config.weight_sync.mode not in MODES and not self._under_way:
+            return False
+        closes = route.path == END and self.life.session.open
+        return route.path in ROUTES or closes
+
+    def stored(self, call: AdminCall) -> Answer | None:
+        """What the same call, asked before, came to: nobody heard it, or it was a complete."""
+        if self._stored is not None and self._stored[0] == call.key:
+            return self._stored[1]
+        return None
+
+    def keep(self, key: object, answer: Answer) -> None:
+        """Nobody waited for it any more."""
+        if isinstance(key, tuple) and key[1:2] and key[1] in PHASES:
+            self._stored = (key, answer)
+
+    async def before_turn(self, call: AdminCall) -> None:
+        """What must not wait for whoever has the turn. Raises Refusal."""
+        if call.route.path == INIT:
+            await _judged(self._make_room(call))
+        elif call.route.path == DESTROY and self.life.busy.locked():
+            owner = self.life.session.owner
+            if owner is not None and _names(call, owner.group_name):
+                self._left_for = owner.group_name
+                self.life.interrupt("its destroy was asked for", "destroyed")
+
+    async def perform(self, call: AdminCall, workers: Sequence[Worker]) -> Answer:
+        """Raises Refusal: then nothing was sent."""
+        life, ok = self.life, False
+        await life.until_settled()
+        async with life.busy:
+            self._stored, began = None, trio.current_time()
+            for member in life.members.values():
+                if isinstance(member, WorkerMember):
+                    member.headers = call.credentials
+            try:
+                answer = await _judged(self._step(call, workers))
+                ok = answer.ok
+            finally:
+                secs = trio.current_time() - began
+                life.meters.note(PHASES[call.route.path], secs, ok=ok)
+                life.wind_up()
+        if life.session.state is State.ABORTING:
+            with trio.move_on_after(ANSWER_SECS):
+                await life.until_idle()
+        if call.route.path == COMPLETE:
+            self._stored = (call.key, answer)
+        return answer
+
+    async def before_continue(self, headers: Mapping[str, str]) -> dict[str, object]:
+        """A round that is open ends here, well or not; what is to be told of it."""
+        life = self.life
+        if not life.session.open or life.session.state is not State.GROUPED or life.busy.locked():
+            return {}
+        async with life.busy:
+            try:
+                if life.session.round.ends_itself:
+                    return await self._closing.close(headers)
+                return {"uncertain": await self._closing.give_up()}
+            finally:
+                life.wind_up()
+
+    def refuse_beside(self, route: AdminRoute) -> None:
+        """Raises Refusal 409 for what would mix with the weights that are on their way."""
+        session = self.life.session
+        quiet = session.state in (State.IDLE, State.GROUPED) and not session.open
+        if route.kind is Kind.UPDATE and not quiet and route.path != END:
+            message = f"a weight sync is under way: {self.life.describe()}"
+            raise Refusal(409, message, "sync_in_progress", detail=message)
+
+    def status(self) -> dict[str, Any]:
+        return self.life.status()
+
+    @property
+    def _under_way(self) -> bool:
+        return self.life.session.state is not State.IDLE
+
+    async def _step(self, call: AdminCall, workers: Sequence[Worker]) -> Answer:
+        steps, path = self._steps, call.route.path
+        if path == INIT:
+            return await steps.init(call, workers)
+        if path == DESTROY:
+            left_for, self._left_for = self._left_for, None
+            if left_for is not None and not self._under_way:
+                return Answer(200, {**steps.left(call).body})
+        each: dict[str, Callable[[AdminCall], Awaitable[Answer]]] = {
+            PREPARE: steps.prepare,
+            COMPLETE: steps.complete,
+            FROM_DISTRIBUTED: steps.update,
+            DESTROY: steps.destroy,
+            END: steps.end,
+        }
+        return await each[path](call)
+
+    async def _make_room(self, call: AdminCall) -> None:
+        """Raises Refusal 409 while the owner of the present group lives."""
+        asked = init_of(object_of(call.body))
+        life = self.life
+        await life.until_settled()
+        while self._under_way:
+            if life.session.state is not State.ABORTING:
+                await self._release(asked)
+            await life.until_idle()
+
+    async def _release(self, asked: InitAsked) -> None:
+        life = self.life
+        if asked.force:
+            life.interrupt(f"{asked.address} took it over", "forced")
+        elif life.ending:
+            return
+        elif await life.owner_lives():
+            owner, words = life.session.owner, life.describe()
+            assert owner is not None
+            message = f"another trainer owns the weight sync: {words}"
+            told = life.status()
+            holder = {**(told["owner"] or {}), "state": told["state"]}
+            raise Refusal(409, message, "sync_owned", detail=message, owner=holder)
+        else:
+            _log.warning("replaced stale group: %s", life.describe())
+            life.interrupt("its trainer is gone, and another one came", "owner_dead")
+
+
+async def _judged(step: Awaitable[T]) -> T:
+    """What can't be done, in HTTP's words. Raises Refusal."""
+    try:
+        return await step
+    except OutOfPlace as error:
+        message = str(error)
+        raise Refusal(error.status, message, "sync_out_of_place", detail=message) from None
+    except (GroupError, LayoutError) as error:
+        message = str(error)
+        raise Refusal(400, message, "sync_malformed", detail=message) from None
+
+
+def _names(call: AdminCall, group_name: str) -> bool:
+    try:
+        return group_name_of(object_of(call.body)) == group_name
+    except GroupError:
+        return False

@@ -1,0 +1,303 @@
+"""The life of a grouped sync: its owner and its members watched, its end brought to everybody.
+
+Invariant: whatever ends it, every member is told to leave its group, whoever may hold something
+new is uncertain, and only then may the set of workers change again. Nothing here waits for a turn:
+a trainer that is gone is answered for within seconds, whoever else waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from math import inf
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from omni_proxy.collective.specs import GroupError
+from omni_proxy.control.journal import Begun
+from omni_proxy.control.layout import Seat
+from omni_proxy.control.outcomes import WorkerAnswer
+from omni_proxy.control.sync_session import Owner, SyncSession
+from omni_proxy.control.sync_states import State
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.observe.syncs import SyncMeters
+from omni_proxy.watch.keeper import Keeper
+from omni_proxy.weights.book import Book
+from omni_proxy.weights.fan_out import FanOut, Patience
+from omni_proxy.weights.in_doubt import InDoubt
+from omni_proxy.weights.members import Member, WorkerMember
+from omni_proxy.weights.owner import OwnerLink, reachable
+from omni_proxy.weights.reach import until_refused
+
+UNDO_SECS: Final = 10.0
+ALIVE_SECS: Final = 2.0
+_WATCHED: Final = (State.ARMING, State.ARMED, State.COMMITTING)
+# What is the trainer's own doing is for it to mend; a lost member is ours.
+STATUS: Final = {"owner_dead": 400, "owner_unreachable": 400, "destroyed": 409, "forced": 409}
+_log = logging.getLogger(__name__)
+
+
+class SyncLife:
+    """One sync at a time; `begin` opens it, and `interrupt` or `wind_up` ends it."""
+
+    def __init__(self, fleet: Fleet, keeper: Keeper, book: Book) -> None:
+        self.fleet, self.keeper, self.book = fleet, keeper, book
+        self.session = SyncSession()
+        self.doubt = InDoubt(fleet)
+        self.members: dict[str, Member] = {}
+        self.workers: list[Worker] = []  # that are members
+        self.recipients: list[Worker] = []  # that get from us what our own rank receives
+        self.left: list[WorkerAnswer] = []  # what the members of the last one said to its end
+        self.meters = SyncMeters()
+        self.ending = ""  # why the present one has to end, once the step that runs is over
+        self.ending_status = 0  # of the answer of that step
+        self.spoiled: dict[
+            str, frozenset[str]
+        ] = {}  # names of tensors, by whom they made uncertain
+        self.nursery: trio.Nursery | None = None
+        self.busy = trio.Lock()  # held by whoever moves the session
+        self._lost: set[str] = set()
+        self._lost_now = ""  # the member for whom the present one ends
+        self._undoing = False
+        self._fan: FanOut | None = None
+        self._link: OwnerLink | None = None
+        self._watching = trio.CancelScope()
+        self._idle = trio.Event()
+        self._idle.set()
+        fleet.watch_health(self._follow_health)
+
+    def stop(self) -> None:
+        """Nothing runs any more that could watch over it."""
+        self.nursery = None
+        if self._link is not None:
+            self._link.close()
+
+    def describe(self) -> str:
+        """The present one, for somebody who waits for it."""
+        owner = self.session.owner
+        return owner.in_words(trio.current_time(), self.session.state) if owner else ""
+
+    def begin(self, owner: Owner, place: tuple[str, int], seats: Iterable[Seat],
+              members: Sequence[Member]) -> None:  # fmt: skip
+        """Raises OutOfPlace while another one is there."""
+        assert self.nursery is not None
+        self.session.begin(owner, seats)
+        self.members = {member.name: member for member in members}
+        self.workers = [m.worker for m in members if isinstance(m, WorkerMember)]
+        self.ending, self.left, self.recipients = "", [], []
+        self._idle = trio.Event()
+        if self.workers:
+            # Whoever gets its version from us may come and go: the group does not count on it.
+            self.keeper.freeze.begin(self.describe)
+        self._link = OwnerLink(*place)
+        self._watching = trio.CancelScope()
+        self.nursery.start_soon(self._watch, self._watching, self._link)
+
+    async def record(self, path: str) -> None:
+        """Raises OSError: then nothing may be sent."""
+        assert self.session.owner is not None
+        await self.book.begin_sync(
+            Begun(
+                operation=self.session.owner.group_name,
+                path=path,
+                targets=tuple(worker.url for worker in self._in_question),
+                begun_at=datetime.now(UTC).isoformat(),
+                step=self.session.state.value,
+            )
+        )
+
+    @property
+    def _in_question(self) -> list[Worker]:
+        """Whose weights may be about to change."""
+        giving = self.session.state is State.VERIFYING
+        return [*self.workers, *(self.recipients if giving else ())]
+
+    async def fan_out(self, fan: FanOut, patience: Patience) -> list[WorkerAnswer]:
+        """Whatever ends the sync meanwhile ends this, too."""
+        self._fan = fan
+        if self.ending:
+            fan.fail(self.ending)
+        try:
+            return await fan.run(patience)
+        finally:
+            self._fan = None
+
+    async def linked(self, within_secs: float) -> None:
+        """Give the connection to the owner a moment to come up."""
+        with trio.move_on_after(within_secs):
+            while self._link is not None and not self._link.is_open:  # noqa: ASYNC110  # a thread
+                await trio.sleep(0.02)
+
+    async def owner_lives(self) -> bool:
+        link, owner = self._link, self.session.owner
+        if link is None or owner is None:
+            return False
+        if link.is_open:
+            return await link.answers(ALIVE_SECS)
+        if self.session.state is State.JOINING:
+            return True  # its store may still be coming up
+        host, _, port = owner.address.rpartition(":")
+        return await reachable(host.strip("[]"), int(port), ALIVE_SECS)
+
+    def interrupt(self, cause: str, why: str, name: str = "") -> None:
+        """End it from outside; `why` is one word for the metrics."""
+        if self.session.state in (State.IDLE, State.ABORTING) or self.ending:
+            return
+        self.ending, self.ending_status, self._lost_now = cause, STATUS.get(why, 502), name
+        self.meters.aborts[why] += 1
+        _log.warning("the weight sync of %s ends: %s", self.describe(), cause)
+        if self._fan is not None:
+            self._fan.fail(cause)
+        elif not self.busy.locked():
+            self.wind_up()
+
+    def wind_up(self) -> None:
+        """No step runs any more: where the sync is over, everybody is told."""
+        session = self.session
+        if self.ending and session.state not in (State.IDLE, State.ABORTING):
+            session.fail(self.ending, self._lost_now)
+        if session.state is State.ABORTING and self.nursery is not None and not self._undoing:
+            self._undoing = True
+            self._watching.cancel()
+            self.nursery.start_soon(self._undo)
+
+    async def until_idle(self) -> None:
+        await self._idle.wait()
+
+    async def until_settled(self) -> None:
+        """Until the end of the last one is behind everybody."""
+        while self._undoing:
+            await self._idle.wait()
+
+    async def clear_left_behind(self) -> None:
+        """Members that never answered the end of an earlier one are told again."""
+        again = [m for m in self.members.values() if m.name in self._lost]
+        self._lost.clear()
+        for member in again:
+            with trio.move_on_after(ALIVE_SECS):
+                await member.destroy(self._destroys())
+
+    async def tell_left_in_group(self, urls: Sequence[str], group_name: str) -> None:
+        """Whom our own end left in a group; they may not be there yet, or no more."""
+        found = [worker for url in urls if (worker := self.fleet.find(url)) is not None]
+        body = msgspec.json.encode({"group_name": group_name})
+        async with trio.open_nursery() as nursery:
+            for worker in found:
+                nursery.start_soon(self._destroy, WorkerMember(worker, 1), body)
+
+    def spoil(self, doubted: Mapping[str, str], names: Iterable[str]) -> None:
+        """These are uncertain for a sync of just those tensors, and healed by one that has them."""
+        for url in doubted:
+            if url not in self.book.reasons:
+                self.spoiled[url] = frozenset(names)
+            elif url in self.spoiled:
+                self.spoiled[url] |= frozenset(names)
+        self.book.mark({u: why for u, why in doubted.items() if self.fleet.find(u)})
+
+    async def _undo(self) -> None:
+        session, names = self.session, set(self.session.round.names)
+        body = self._destroys()
+        answers: dict[str, WorkerAnswer] = {}
+
+        async def leave(member: Member) -> None:
+            answers[member.name] = answer = await self._destroy(member, body)
+            gone = answer.success or answer.refused
+            session.disarm(member.name, ok=gone)
+            if not gone:
+                self._lost.add(member.name)
+
+        async with trio.open_nursery() as nursery:
+            for member in self.members.values():
+                nursery.start_soon(leave, member)
+        self.left = [answers[name] for name in self.members]
+        doubted = session.end()
+        self.spoil(doubted, names)
+        await self.book.settle_sync()
+        self.doubt.let_go(doubted)
+        if self._link is not None:
+            self._link.close()
+        await self.keeper.thaw()
+        self.ending, self._undoing = "", False
+        self._idle.set()
+
+    async def _destroy(self, member: Member, body: bytes) -> WorkerAnswer:
+        with trio.move_on_after(UNDO_SECS):
+            return await member.destroy(body)
+        return WorkerAnswer(member.name, None, error=f"no answer within {UNDO_SECS:g} s")
+
+    def _destroys(self) -> bytes:
+        assert self.session.owner is not None
+        return msgspec.json.encode({"group_name": self.session.owner.group_name})
+
+    async def _watch(self, scope: trio.CancelScope, link: OwnerLink) -> None:
+        with scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_owner, link)
+                for worker in self.workers:
+                    nursery.start_soon(self._watch_member, worker)
+
+    async def _watch_owner(self, link: OwnerLink) -> None:
+        try:
+            await link.open()
+        except GroupError as error:
+            if self.session.state is State.JOINING:
+                self.interrupt(str(error), "owner_unreachable")
+            return
+        gone = await link.until_gone(self._stall_secs)
+        self.interrupt(f"the trainer is gone: {gone}", "owner_dead")
+
+    async def _watch_member(self, worker: Worker) -> None:
+        why = await until_refused(worker, self.keeper.config.health.endpoint)
+        self.member_lost(worker, why)
+
+    def member_lost(self, worker: Worker, why: str) -> None:
+        self.interrupt(f"{worker.url} is lost: {why}", "member_lost", worker.url)
+
+    def _stall_secs(self) -> float:
+        """How long an owner may be silent; one that only has a group may be busy for ever."""
+        stall = self.keeper.config.weight_sync.stall_timeout_secs
+        return stall if stall and self.session.state in _WATCHED else inf
+
+    def _follow_health(self, worker: Worker, _: Health) -> None:
+        if worker in self.workers and worker.machine.state is Health.DEAD:
+            self.member_lost(worker, worker.machine.last_error or "its health probes fail")
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready: the state, its owner, and how each member stands."""
+        session, now = self.session, trio.current_time()
+        owner = session.owner if session.state is not State.IDLE else None
+        return {
+            "state": session.state.value,
+            "owner": None
+            if owner is None
+            else {
+                "group_name": owner.group_name,
+                "master": owner.address,
+                "caller": owner.caller,
+                "age_secs": round(now - owner.since, 3),
+            },
+            "open": session.open,
+            "buckets": session.round.buckets,
+            "members": [self._row(name) for name in session.parts] if owner else [],
+            "last_cause": session.cause or None,
+        }
+
+    def _row(self, name: str) -> dict[str, Any]:
+        seat = self.session.parts[name].seat
+        asked, answers = self._fan is not None, self._fan.answers if self._fan else {}
+        answer = answers.get(name)
+        said = "done" if answer and answer.success else "failed" if answer else "asked"
+        progress = getattr(self.members.get(name), "status", None)
+        return {
+            "member": name,
+            "rank_offset": seat.offset,
+            "ranks": seat.ranks,
+            "standing": self.session.standings()[name],
+            "progress": said if asked else "idle",
+            **({"receive": progress()} if callable(progress) else {}),
+        }

@@ -1,0 +1,84 @@
+"""What workers hold after a sync, by what they say themselves, and whether it is one and the same.
+
+Invariant: nobody is agreed with whose checker should have answered and did not. A worker without a
+checker, or one whose digests nobody else's can be compared with, is taken at its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omni_proxy.control.agreement import Verdict, compare
+from omni_proxy.control.outcomes import WorkerAnswer
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.weights.readback import ask_checksums, labels_of
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`wrong`: worker URL to reason. `held`: names of the tensors that each one's checker tells."""
+
+    labels: Mapping[Worker, str | None] = field(default_factory=dict)
+    verdict: Verdict = field(default_factory=Verdict)
+    wrong: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def agreed(self) -> list[Worker]:
+        return [worker for worker in self.labels if worker.url not in self.wrong]
+
+    @property
+    def label(self) -> str | None:
+        told = {self.labels[worker] for worker in self.agreed}
+        return told.pop() if len(told) == 1 else None
+
+
+async def prove(
+    workers: Sequence[Worker], headers: Mapping[str, str], *, compares: bool, timeout_secs: float
+) -> Proof:
+    labels = await labels_of(workers, headers)
+    if not compares:
+        return Proof(labels)
+    answers = await ask_checksums(workers, headers, timeout_secs)
+    verdict = compare({answer.worker: answer for answer in answers})
+    wrong = dict.fromkeys(verdict.mismatched, "its checksums differ from those of other workers")
+    for answer in answers:
+        if not answer.success and not answer.refused:
+            wrong[answer.worker] = f"its checksums could not be read: {answer.why}"
+    held = {answer.worker: frozenset(_names(answer)) for answer in answers}
+    return Proof(labels, verdict, wrong, held)
+
+
+def healed(
+    proof: Proof, names: frozenset[str], spoiled: Mapping[str, frozenset[str]], sure: set[str]
+) -> list[str]:
+    """URLs of those that are right again, whatever was wrong with them before.
+
+    Either the sync had every tensor that they hold, or every one of the sync that failed; or their
+    digest is that of somebody who was right before (`sure`).
+    """
+    found = []
+    agreed = [worker.url for worker in proof.agreed]
+    proven = any(url in sure and url in proof.verdict.checked for url in agreed)
+    for url in agreed:
+        held = proof.held.get(url, frozenset())
+        whole = not held or held <= names
+        mended = url in spoiled and spoiled[url] <= names
+        if whole or mended or (proven and url in proof.verdict.checked):
+            found.append(url)
+    return found
+
+
+def _names(answer: WorkerAnswer) -> Iterator[str]:
+    """Of every tensor, whatever the place of the table in the answer."""
+    waiting: list[object] = [answer.body if answer.success else None]
+    while waiting:
+        place = waiting.pop()
+        if isinstance(place, list):
+            waiting += place
+        elif isinstance(place, dict):
+            sums = place.get("checksums")
+            if isinstance(sums, dict):
+                yield from sums
+            waiting += [place.get(name) for name in ("results", "data", "rank_results", "ranks")]

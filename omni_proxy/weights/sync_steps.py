@@ -1,0 +1,264 @@
+"""What a trainer asks of its group, step by step, of every member at once.
+
+Invariant: everything is judged before the first call leaves, and written down before it; a step
+that fails at one member fails, and is undone at the others. No clock but [weight_sync]'s ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import trio
+
+from omni_proxy.control.layout import Seat, ranks_in, seats_of
+from omni_proxy.control.outcomes import Answer, WorkerAnswer
+from omni_proxy.control.sync_answers import Failed, as_ready, bytes_in, merged, with_counts
+from omni_proxy.control.sync_bodies import (
+    LARGE_BYTES,
+    group_name_of,
+    init_of,
+    marks_of,
+    object_of,
+    prepare_of,
+)
+from omni_proxy.control.sync_session import Owner
+from omni_proxy.control.sync_states import Event, OutOfPlace, State
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.broadcast import broadcast
+from omni_proxy.watch.calls import Call
+from omni_proxy.weights.calling import limit_secs
+from omni_proxy.weights.fan_out import Ask, FanOut, Patience
+from omni_proxy.weights.holding import Holding
+from omni_proxy.weights.members import Member, WorkerMember
+from omni_proxy.weights.sync_closing import Closing, Told, certain
+from omni_proxy.weights.sync_life import SyncLife
+from omni_proxy.weights.work import AdminCall
+from omni_proxy.wire.errors import Refusal
+
+GRACE_SECS: Final = 3.0  # for the others, after one member failed to apply
+LINK_SECS: Final = 1.0
+ABSENT: Final = (404, 405, 501)
+V = TypeVar("V")
+T = TypeVar("T")
+
+
+class Steps:
+    """Each takes the call and the ear that hears what members answer; `busy` is held around it."""
+
+    def __init__(self, life: SyncLife, closing: Closing, holding: Holding) -> None:
+        self._life = life
+        self._closing = closing
+        self._holding = holding
+
+    async def init(self, call: AdminCall, workers: Sequence[Worker]) -> Answer:
+        life = self._life
+        body = await read(call.body, object_of, call.body)
+        asked = init_of(body)
+        life.session.place(Event.INIT)
+        members = await self._members(workers, call.credentials)
+        seats = seats_of(asked.rank_offset, asked.world_size, {m.name: m.ranks for m in members})
+        body["master_port"] = asked.port
+        backend = life.keeper.config.weight_sync.backend
+        if backend != "auto":
+            body["backend"] = backend
+        owner = Owner(asked.group_name, asked.address, trio.current_time(), call.caller)
+        life.begin(owner, (asked.host, asked.port), seats, members)
+        await self._record(call)
+        await life.clear_left_behind()
+        offsets = {seat.name: seat.offset for seat in seats}
+        answers, cause = await self._ask(
+            lambda member: member.init(body, offsets[member.name], asked.world_size),
+            Patience(limit_secs(life.keeper.config.weight_sync.init_timeout_secs)),
+        )
+        if not cause:
+            await life.linked(LINK_SECS)
+            await life.record(call.route.path)
+        return self._told(call, answers, cause, {"layout": [_seat(seat) for seat in seats]})
+
+    async def prepare(self, call: AdminCall) -> Answer:
+        life = self._life
+        life.session.place(Event.PREPARE)
+        body = await read(call.body, object_of, call.body)
+        self._require_group(body)
+        asked = await read(body, prepare_of, call.body)
+        life.session.arm(batched=asked.batched, buckets=asked.buckets, names=asked.names)
+        await self._record(call)
+        answers, cause = await self._ask(
+            lambda member: member.prepare(call.body),
+            Patience(limit_secs(life.keeper.config.weight_sync.ready_timeout_secs)),
+        )
+        return as_ready(self._told(call, answers, cause, {}))
+
+    async def complete(self, call: AdminCall) -> Answer:
+        life = self._life
+        life.session.place(Event.COMPLETE)
+        body = await read(call.body, object_of, call.body)
+        self._require_group(body)
+        marks = marks_of(body)
+        life.session.commit(marks)
+        self._closing.heard(marks, flushes=marks.flush_cache is True)
+        return await self._apply(call, lambda member: member.complete(call.body))
+
+    async def update(self, call: AdminCall) -> Answer:
+        """Arm and complete in one; engines flush their caches here unless they are told not to."""
+        life = self._life
+        life.session.place(Event.UPDATE)
+        body = await read(call.body, object_of, call.body)
+        self._require_group(body)
+        asked, marks = await read(body, prepare_of, call.body), marks_of(body)
+        life.session.update(marks, asked.names)
+        self._closing.heard(marks, flushes=marks.flush_cache is not False)
+        return await self._apply(call, lambda member: member.update(call.body))
+
+    async def end(self, call: AdminCall) -> Answer:
+        """The round is over, says the trainer; the workers close theirs first."""
+        life = self._life
+        life.session.commit_end()
+        await self._record(call)
+
+        async def end(member: Member) -> WorkerAnswer:
+            if isinstance(member, WorkerMember):
+                return await member.call(call.route.path, call.body)
+            return WorkerAnswer(member.name, 200, {"success": True})
+
+        secs = limit_secs(life.keeper.config.admin.worker_timeout_secs)
+        return await self._applied(call, end, Patience(secs, GRACE_SECS))
+
+    async def destroy(self, call: AdminCall) -> Answer:
+        life = self._life
+        life.session.place(Event.DESTROY)
+        body = await read(call.body, object_of, call.body)
+        self._require_group(body)
+        told: Told = {}
+        if life.session.open and life.session.state is State.GROUPED:
+            told = await self._closing.close(call.credentials)
+        if life.session.state is not State.ABORTING:
+            life.session.leave()
+        life.wind_up()
+        await life.until_idle()
+        answer = self.left(call)
+        if told.get("uncertain") or (told and self._closing.cause):
+            why = self._closing.cause or "not all workers agree"
+            return _failed(answer, f"the group is destroyed, but {why}", told)
+        return Answer(answer.status, {**answer.body, **told})
+
+    def left(self, call: AdminCall) -> Answer:
+        """What its members said when the group was taken down for this very call."""
+        return merged(call.route.path, self._life.left, self._life.session)
+
+    async def _apply(self, call: AdminCall, ask: Ask) -> Answer:
+        life, sync = self._life, self._life.keeper.config.weight_sync
+        await self._record(call)
+        await self._closing.hold(life.workers, call.route.name)
+        patience = Patience(
+            limit_secs(sync.receive_timeout_secs), GRACE_SECS, lambda m: m.destroy(call.body)
+        )
+        return await self._applied(call, ask, patience)
+
+    async def _applied(self, call: AdminCall, ask: Ask, patience: Patience) -> Answer:
+        life, session = self._life, self._life.session
+        batched = session.round.batched
+        fan = FanOut(list(life.members.values()), ask)
+        answers = await life.fan_out(fan, patience)
+        for each in answers:
+            touched = each.success or not certain(each, batched=batched)
+            session.hear(each, touched=touched)
+            life.meters.nbytes += bytes_in(each)
+        failed = session.cause = "" if session.whole else fan.cause
+        told: Told = {}
+        if session.settle() is State.VERIFYING:
+            told = await self._closing.close(call.credentials)
+            answers, failed = self._closing.retold(answers), self._closing.judged(failed)
+        elif session.state is State.GROUPED:
+            await life.record(call.route.path)
+        answer = self._answer(call, answers, failed, told)
+        if not failed and told.get("uncertain"):
+            message = "every member took the weights, but their checksums differ"
+            return _failed(answer, message, told)
+        return answer
+
+    async def _ask(self, ask: Ask, patience: Patience) -> tuple[list[WorkerAnswer], str]:
+        """Every member's answer, and why the step failed, "" where it did not."""
+        life, session = self._life, self._life.session
+        fan = FanOut(list(life.members.values()), ask)
+        answers = await life.fan_out(fan, patience)
+        for answer in answers:
+            session.hear(answer)
+        if fan.cause and session.whole:
+            session.fail(fan.cause)
+        else:
+            session.cause = fan.cause
+            session.settle()
+        return answers, fan.cause
+
+    async def _record(self, call: AdminCall) -> None:
+        """Raises Refusal 503; then nothing was sent, and the sync is over."""
+        try:
+            await self._life.record(call.route.path)
+        except OSError as error:
+            reason = error.strerror or error
+            where = self._life.book.where
+            message = f"nothing was sent: the journal {where} can't be written: {reason}"
+            self._life.session.fail(message)
+            raise Refusal(503, message, "journal_unwritable") from None
+
+    async def _members(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> list[Member]:
+        """With the ranks that each has now. Raises Refusal 502 where one does not tell."""
+        if self._holding.relays:
+            return [self._holding.own]
+        secs = self._life.keeper.config.health.timeout_secs
+        found: dict[Worker, int] = {}
+        left = list(workers)
+        for path in ("/server_info", "/get_server_info"):
+            call = Call("GET", path, headers=headers, timeout_secs=secs)
+            outcomes = await broadcast(left, call)
+            for outcome in outcomes:
+                if outcome.ok:
+                    found[outcome.worker] = ranks_in(outcome.parsed())
+                elif outcome.status not in ABSENT:
+                    message = f"{outcome.worker.url} does not tell its ranks: {outcome.why}"
+                    raise Refusal(502, f"nothing was forwarded: {message}", "ranks_unknown")
+            left = [worker for worker in left if worker not in found]
+        members: list[Member] = []
+        for worker in workers:
+            member = WorkerMember(worker, found.get(worker, 1))
+            member.headers = dict(headers)
+            members.append(member)
+        return [*members, self._holding.own] if self._holding.on else members
+
+    def _require_group(self, body: Mapping[str, Any]) -> None:
+        owner, name = self._life.session.owner, group_name_of(body)
+        if owner is not None and name != owner.group_name:
+            now, state = trio.current_time(), self._life.session.state
+            message = f"there is no group {name!r}; there is {owner.in_words(now, state)}"
+            raise OutOfPlace(400, message)
+
+    def _told(
+        self, call: AdminCall, answers: Sequence[WorkerAnswer], cause: str, more: Told
+    ) -> Answer:
+        failed = Failed(cause, self._life.ending_status if cause == self._life.ending else 0)
+        answer = merged(call.route.path, answers, self._life.session, failed)
+        return Answer(answer.status, {**answer.body, **more})
+
+    def _answer(
+        self, call: AdminCall, answers: Sequence[WorkerAnswer], failed: str, told: Told
+    ) -> Answer:
+        answer = self._told(call, answers, failed, told)
+        return with_counts(answer, answers)
+
+
+def _failed(answer: Answer, message: str, told: Told) -> Answer:
+    top = {"success": False, "message": message, "status": "error"}
+    return Answer(502, {**answer.body, **told, **top})
+
+
+def _seat(seat: Seat) -> dict[str, object]:
+    return {"member": seat.name, "rank_offset": seat.offset, "ranks": seat.ranks}
+
+
+async def read(value: V, parse: Callable[[V], T], raw: bytes) -> T:
+    """Parse it, in a thread where `raw`, all of it, is large. Raises GroupError."""
+    if len(raw) < LARGE_BYTES:
+        return parse(value)
+    return await trio.to_thread.run_sync(parse, value)
