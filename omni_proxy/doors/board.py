@@ -1,0 +1,49 @@
+"""The board: what is in flight, counted in memory that all processes share.
+
+Invariant: every cell has one writer, the process whose row it is in, so nothing is lost without any
+lock; a row passes to control when its process has ended. Row 0 is control's own; cell 0 of a row
+counts all of its process, the others one worker each, by its serial number.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Final
+
+ROWS: Final = 1025  # [server] processes has at most 1024
+CELLS: Final = 1 << 16
+CELL_BYTES: Final = 4
+
+Cells = memoryview  # of unsigned 32-bit integers
+
+
+class Board:
+    """268 MB of addresses; of memory, a page for each 1024 workers and process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        size = ROWS * CELLS * CELL_BYTES
+        self._cells = memoryview(mmap.mmap(descriptor, size)).cast("I")
+
+    @classmethod
+    def made(cls) -> Board:
+        """Raises OSError."""
+        descriptor = os.memfd_create("omni-proxy-counts", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, ROWS * CELLS * CELL_BYTES)
+        return cls(descriptor)
+
+    def row(self, index: int) -> Cells:
+        return self._cells[index * CELLS : (index + 1) * CELLS]
+
+    def clear(self, index: int, upto: int) -> None:
+        """Its process has ended: what it had in flight is no more. `upto`: the highest serial."""
+        row = self.row(index)
+        for cell in range(min(upto, CELLS - 1) + 1):
+            if row[cell]:
+                row[cell] = 0
+
+
+def cell_of(serial: int) -> int:
+    """Serials go on for ever; whoever has cell 65536 steps onto the cell of a worker long gone."""
+    return (serial - 1) % (CELLS - 1) + 1

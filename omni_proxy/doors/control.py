@@ -1,0 +1,306 @@
+"""The doors as control leads them: how many, what they know, what they must have heard.
+
+Invariant: what `agreed` waits for is in force at every door that serves: one that does not
+acknowledge in time is killed, for a door that can't be told anything must not route. A door that
+ends unasked is replaced, and what it had in flight is taken off the counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import trio
+from msgspec import structs
+
+from omni_proxy.config.schema import Config
+from omni_proxy.door.core import Door
+from omni_proxy.doors import sessions
+from omni_proxy.doors.hearing import Hearing
+from omni_proxy.doors.link import Link
+from omni_proxy.doors.messages import (
+    Ack,
+    Begin,
+    Drain,
+    Forget,
+    Lines,
+    Listen,
+    Stand,
+    Tally,
+    ToControl,
+)
+from omni_proxy.doors.news import Newsroom
+from omni_proxy.doors.port import Port
+from omni_proxy.doors.roster import Roster
+from omni_proxy.doors.seat import Seat
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.observe.instruments import Instruments
+
+_log = logging.getLogger(__name__)
+
+SILENT_SECS: Final = 10.0  # a door that hears nothing for so long answers /ready with 503
+DEAF_TICKS: Final = 10  # one that acknowledges nothing for so many is killed
+TICK_SECS: Final = 1.0
+COUNT_SECS: Final = 0.1  # whoever is asked, or waits for all, looks by himself
+NEWS_SECS: Final = 0.002  # between two lots of news: a thousand failures a second are no thousand
+PARTING_SECS: Final = 1.0  # for handshakes under way when connections are steered elsewhere
+
+
+def processes_of(config: Config) -> int:
+    return config.server.processes or len(os.sched_getaffinity(0))
+
+
+def share(config: Config, doors: int) -> Config:
+    """What each of so many doors has to keep to; rounded up, so that none is left without."""
+    server = structs.replace(
+        config.server,
+        queue_size=-(-config.server.queue_size // doors),
+        max_held_bytes=-(-config.server.max_held_bytes // doors),
+    )
+    return structs.replace(config, server=server, workers=(), launch=())
+
+
+class Doors:
+    """All door processes, and control's own door, which serves alone while there is one process."""
+
+    def __init__(
+        self, fleet: Fleet, door: Door, instruments: Instruments, front_socket: str
+    ) -> None:
+        self.door = door
+        self.draining = False
+        self.seats: dict[int, Seat] = {}  # by index
+        self.roster = Roster(fleet, door)
+        self.gone: Counter[str] = Counter()
+        self.gone_ended: Counter[str] = Counter()
+        self._news = Newsroom(fleet, self.roster)
+        self._hearing = Hearing(fleet, door, self.roster, instruments, self.gone, self.gone_ended)
+        self._front_socket = front_socket
+        self._sessions: int | None = None  # the descriptor of their memory
+        self._port: Port | None = None
+        self._wanted = 0
+        self._nursery: trio.Nursery | None = None
+        self._manned = trio.Event()  # there are seats
+        self._emptied = trio.Event()
+        self._dirty = trio.Event()
+        fleet.watch(lambda: self._dirty.set())
+        fleet.watch_forgotten(self._forgotten)
+
+    @property
+    def links(self) -> list[Link]:
+        """Those of the processes that are alive."""
+        links = [seat.link for seat in self.seats.values()]
+        return [link for link in links if link is not None and not link.over]
+
+    def prepare(self, new: Config) -> Callable[[], None]:
+        """As the door's: the result puts `new` in force. Raises OSError, ConfigError."""
+        enter = self.door.prepare(new)
+
+        def commit() -> None:
+            enter()
+            self._settle(new)
+
+        return commit
+
+    def open(self) -> None:
+        """Let them in where the door was held. Raises OSError."""
+        self.door.open()
+        if self.seats and self._port is not None:
+            self._port.rest()
+        self._seat_all()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start and keep the processes that are wanted; ends them when cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._regularly, COUNT_SECS, self.roster.recount)
+            nursery.start_soon(self._regularly, TICK_SECS, self._tick)
+            nursery.start_soon(self._regularly, TICK_SECS / 4, self._publish)
+            task_status.started()
+            while True:
+                await self._dirty.wait()
+                self._dirty = trio.Event()
+                self._publish()
+                await trio.sleep(NEWS_SECS)
+
+    async def agreed(self) -> None:
+        """Until everything that is so now is so at every door that serves."""
+        self._publish()
+        for link in [link for link in self.links if link.ready]:
+            await link.acknowledged(link.told)
+        self.count()
+
+    def count(self) -> None:
+        """What all have in flight, now."""
+        if self.seats:
+            self.roster.recount()
+
+    def begin_drain(self) -> None:
+        """No new connection anywhere; each door ends with its last one."""
+        self.draining = True
+        if self._port is not None:
+            self._port.end()
+        self.door.begin_drain()
+        for seat in self.seats.values():
+            seat.retire()
+        for link in self.links:
+            link.tell(Drain())
+
+    async def drained(self) -> None:
+        """Until the last connection has ended; the caller's scope bounds it."""
+        while self.seats:
+            await self._emptied.wait()
+        await self.door.drained()
+
+    async def _regularly(self, secs: float, chore: Callable[[], None]) -> None:
+        """Costs nothing while there are no seats."""
+        while True:
+            await self._manned.wait()
+            chore()
+            await trio.sleep(secs)
+
+    def _settle(self, new: Config) -> None:
+        """As many seats as `new` wants, at the port that it names."""
+        accepting = self._wanted == 1
+        self._wanted = processes_of(new)
+        several = self._wanted > 1
+        if self.draining or (not several and not self.seats):
+            return
+        self._news.config = share(new, self._wanted)
+        self._move_port(accepting=accepting)
+        active = [seat for seat in self.seats.values() if not seat.retiring]
+        for seat in active[self._wanted if several else 0 :]:
+            self._retire(seat)
+        for _ in range(self._wanted - len(active) if several else 0):
+            self._take_seat()
+        if not several and self._port is not None:
+            self._port.work()
+        self._seat_all()
+        self._dirty.set()
+
+    def _end_port(self) -> None:
+        """Our own door is alone again, with the listener that it has."""
+        if self._port is not None and self._wanted == 1:
+            self._port.end()
+            self._port = None
+
+    def _move_port(self, *, accepting: bool) -> None:
+        """`accepting`: our own door goes on until the first of the others can."""
+        listener = self.door.public_listener()
+        if listener is None or (self._port is not None and self._port.listener is listener):
+            return
+        if self._port is not None:
+            self._port.end()
+        self._port = Port(self.door.pump, listener)
+        if not accepting:
+            self._port.rest()
+        for link in self.links:
+            link.listening = False
+
+    def _take_seat(self) -> None:
+        assert self._nursery is not None
+        index = next(free for free in range(1, len(self.seats) + 2) if free not in self.seats)
+        seat = self.seats[index] = Seat(index)
+        self.roster.doors = max(self.seats)
+        self._manned.set()
+        self._nursery.start_soon(self._keep, seat)
+
+    async def _keep(self, seat: Seat) -> None:
+        try:
+            await seat.keep(self._begin, self._hear, self._ended)
+        finally:
+            del self.seats[seat.index]
+            self.roster.doors = max(self.seats, default=0)
+            if self._port is not None:
+                self._seat_all()
+                self._port.close(seat.index - 1)
+            if not self.seats:
+                self.roster.recount()
+                self._end_port()
+                self._manned = trio.Event()
+                self._emptied.set()
+                self._emptied = trio.Event()
+
+    def _retire(self, seat: Seat) -> None:
+        assert self._nursery is not None
+        seat.retire()
+        self._nursery.start_soon(self._see_off, seat)
+
+    async def _see_off(self, seat: Seat) -> None:
+        """New connections go elsewhere; when those under way have come, and have asked, it drains:
+        that would close one that has only just been made."""
+        config, link = self._news.config, seat.link
+        if link is None or config is None:
+            return
+        if seat.index > 1:  # the first socket is served by others too
+            await trio.sleep(PARTING_SECS / 2)
+        link.tell(Listen(0))
+        await trio.sleep(PARTING_SECS / 2)
+        link.tell(Drain())
+        await trio.sleep(config.server.drain_timeout_secs)
+        link.kill()
+
+    def _begin(self, link: Link) -> None:
+        if self._sessions is None:
+            self._sessions = sessions.made()
+        begin = Begin(link.index, self._front_socket, SILENT_SECS)
+        link.tell_begin(begin, self.roster.board.descriptor, self._sessions)
+        self._news.tell_all([link])
+
+    def _hear(self, link: Link, message: ToControl) -> None:
+        self._hearing.hear(link, message)
+        if link.ready and not link.listening:
+            self._seat_all()
+        if not isinstance(message, Ack | Lines | Stand | Tally):
+            self._dirty.set()
+
+    def _ended(self, seat: Seat, link: Link) -> None:
+        self.roster.clear(link.index)
+        self._hearing.bury(link)
+        self._seat_all()
+        self._dirty.set()
+
+    def _seat_all(self) -> None:
+        """Who is ready and not leaving gets its socket; new connections go to those who have."""
+        port = self._port
+        if port is None or self.draining or self.door.entrances.held:
+            return
+        for link in self.links:
+            if link.ready and not link.listening and not self.seats[link.index].retiring:
+                try:
+                    link.tell(Listen(1), port.listen(link.index - 1))
+                except OSError as error:
+                    _log.error("door %d can't listen: %s", link.index, error)
+                    continue
+                link.listening = True
+        serving = [link.index - 1 for link in self.links if self._serves(link)]
+        if self._wanted == 1:
+            port.steer([0])
+        else:
+            port.steer(serving)
+            if serving:
+                port.rest()
+
+    def _serves(self, link: Link) -> bool:
+        return link.listening and not self.seats[link.index].retiring
+
+    def _publish(self) -> None:
+        links = self.links
+        self._news.turn_leases(links, trio.current_time())
+        self._news.tell_all(links)
+
+    def _tick(self) -> None:
+        """A beat for those that hear of nothing else, and the end of those that hear nothing."""
+        for link in self.links:
+            link.silent_ticks += 1
+            if link.silent_ticks > DEAF_TICKS and link.acked < link.told:
+                _log.error("door %d does not listen to us any more; it is killed", link.index)
+                link.kill()
+        self._news.tell_all(self.links, beat=True)
+
+    def _forgotten(self, worker: Worker) -> None:
+        for link in self.links:
+            link.tell(Forget(self.roster.serial(worker)))

@@ -1,0 +1,129 @@
+"""One door process, as control has it: started, told, heard, ended.
+
+Invariant: when `live` returns, also by being cancelled, the process is gone; whoever waits for an
+acknowledgement of it waits no longer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import trio
+
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.doors.channel import Channel
+from omni_proxy.doors.messages import Ack, Begin, News, Stand, ToControl, ToDoor
+from omni_proxy.watch.recipe import OURSELVES, argv_of
+
+WORD: Final = "door-process"
+EXIT_SECS: Final = 2.0  # from the end of its socket to SIGKILL
+
+Hear = Callable[["Link", ToControl], None]
+
+
+class Link:
+    """`stand` is what it told last of itself."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        ours, self._theirs = socket.socketpair()
+        self._channel: Channel[ToControl] = Channel(ours, msgspec.msgpack.Decoder(ToControl))
+        self._process: trio.Process | None = None
+        self._moved = trio.Event()  # set, and replaced, when it has acknowledged
+        self.acked = 0
+        self.revision = 0
+        self.listening = False
+        self.over = False
+        self.silent_ticks = 0
+        self.stand: Stand | None = None
+        self.trials: dict[tuple[int, int], int] = {}  # its number of a trial -> control's
+        self.news: News | None = None  # the newest, whole
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def told(self) -> int:
+        """How many messages it should acknowledge."""
+        return self._channel.told
+
+    @property
+    def ready(self) -> bool:
+        """It has a fleet and a configuration."""
+        return self.acked >= 2 and not self.over
+
+    def tell(self, message: ToDoor, *socks: socket.socket) -> int:
+        descriptors = [sock.fileno() for sock in socks]
+        return 0 if self.over else self._channel.tell(message, descriptors)
+
+    def tell_begin(self, begin: Begin, *descriptors: int) -> None:
+        self._channel.tell(begin, descriptors)
+
+    async def acknowledged(self, count: int) -> None:
+        """Until so many messages have taken effect there, or it has ended."""
+        while self.acked < count and not self.over:
+            await self._moved.wait()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def live(self, hear: Hear) -> str:
+        """Start it and hear it until it ends; how it did. Raises OSError where it can't start."""
+        try:
+            with self._theirs:
+                self._process = await trio.lowlevel.open_process(
+                    command(self._theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[self._theirs.fileno()],
+                    env=dict(os.environ),
+                )
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._channel.pass_on)
+                await self._hear(hear)
+                nursery.cancel_scope.cancel()
+        finally:
+            self.over, self.listening = True, False
+            self._channel.close()
+            self._moved.set()
+            with trio.CancelScope(shield=True):
+                status = await self._gone()
+        return _told(status)
+
+    async def _hear(self, hear: Hear) -> None:
+        while heard := await self._channel.hear():
+            for message in heard:
+                if isinstance(message, Ack):
+                    self.acked, self.revision = message.count, message.revision
+                    self.silent_ticks = 0
+                    self._moved.set()
+                    self._moved = trio.Event()
+                elif isinstance(message, Stand):
+                    self.stand = message
+                hear(self, message)
+
+    async def _gone(self) -> int:
+        if self._process is None:
+            return 0
+        with trio.move_on_after(EXIT_SECS):
+            return await self._process.wait()
+        self.kill()
+        return await self._process.wait()
+
+
+def command(descriptor: int) -> list[str]:
+    """Our own program again, however it was started."""
+    return argv_of(LaunchEntry(command=(OURSELVES, WORD, str(descriptor))), 0, ())
+
+
+def _told(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -1,0 +1,81 @@
+"""What each door is told of the fleet and the configuration: only what it does not know yet.
+
+Invariant: a door's picture is that of one moment: rows, owner and configuration that belong
+together come in one message. Who may begin a worker's trial is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from omni_proxy.config.schema import Config
+from omni_proxy.doors.leases import Leases
+from omni_proxy.doors.link import Link
+from omni_proxy.doors.messages import News
+from omni_proxy.doors.roster import Roster
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.snapshot import Row
+
+
+class Newsroom:
+    """`config` is what each door has to keep to; `owner` the URL of who keeps the voices."""
+
+    def __init__(self, fleet: Fleet, roster: Roster) -> None:
+        self.config: Config | None = None
+        self._fleet = fleet
+        self._roster = roster
+        self._leases = Leases()
+        self._revision = 0
+
+    def tell_all(self, links: Sequence[Link], *, beat: bool = False) -> None:
+        """Each what is new for it; those who know all of it only on a `beat`."""
+        rows = self._roster.rows() if links else ()
+        for link in links:
+            self._tell(link, rows, beat=beat)
+
+    def _tell(self, link: Link, all_rows: tuple[Row, ...], *, beat: bool) -> None:
+        rows = self._rows_for(link, all_rows)
+        known = link.news
+        news = News(
+            revision=self._revision + 1,
+            rows=None if known and rows == known.rows else rows,
+            config=None if known and self.config is known.config else self.config,
+            owner=self._roster.voice_owner,
+            doors=self._roster.doors,
+        )
+        moved = known is None or (known.owner, known.doors) != (news.owner, news.doors)
+        if moved or news.rows is not None or news.config is not None or beat:
+            self._revision += 1
+            link.news = structs.replace(news, rows=rows, config=self.config)
+            link.tell(news)
+
+    def turn_leases(self, links: Sequence[Link], now: float) -> None:
+        owed = [
+            self._roster.serial(worker)
+            for worker in self._fleet.workers
+            if worker.machine.on_trial and not worker.machine.trial
+        ]
+        by_index = {link.index: link for link in links if link.listening}
+        acked = {index: link.acked for index, link in by_index.items()}
+        losing = self._leases.turn(owed, sorted(by_index), now, lambda index: acked[index])
+        for index in losing:
+            link = by_index[index]
+            self._leases.taken(index, link.told + 1)
+            self.tell_all([link], beat=True)
+
+    def _rows_for(self, link: Link, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """A trial that nobody runs is blocked for all but the one that may begin it."""
+        if not any(row.owes for row in rows):
+            return rows
+        return tuple(
+            structs.replace(row, blocked=True)
+            if row.owes and row.state is Health.HEALTHY and not self._may(link, row)
+            else row
+            for row in rows
+        )
+
+    def _may(self, link: Link, row: Row) -> bool:
+        return self._leases.holder(row.serial) == link.index

@@ -1,0 +1,93 @@
+"""The workers by number, and what all processes together have in flight with each.
+
+Invariant: a number belongs to one worker for ever. `in_flight` of control's workers is the sum over
+all rows of the board after each `recount`; what control's own door has there is in row 0.
+"""
+
+from __future__ import annotations
+
+from omni_proxy.door.core import Door
+from omni_proxy.doors.board import Board, cell_of
+from omni_proxy.doors.shared_door import DOOR_CELL
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.snapshot import Row, row_of
+from omni_proxy.fleet.worker import Worker
+
+
+class Roster:
+    """`doors`: the highest index of a door process that has a row."""
+
+    def __init__(self, fleet: Fleet, door: Door) -> None:
+        self._fleet = fleet
+        self._door = door
+        self._board: Board | None = None
+        self._serials: dict[Worker, int] = {}
+        self._workers: dict[int, Worker] = {}
+        self._elsewhere: dict[Worker, int] = {}
+        self._made = 0
+        self.doors = 0
+        self.in_flight = 0
+        self.peak_in_flight = 0
+
+    @property
+    def board(self) -> Board:
+        """Made when the first door is. Raises OSError."""
+        if self._board is None:
+            self._board = Board.made()
+        return self._board
+
+    @property
+    def voice_owner(self) -> str:
+        return self._door.voice_owner
+
+    def in_flight_at(self, index: int) -> int:
+        return self.board.row(index)[DOOR_CELL]
+
+    def find(self, serial: int) -> Worker | None:
+        return self._workers.get(serial)
+
+    def serial(self, worker: Worker) -> int:
+        serial = self._serials.get(worker)
+        if serial is None:
+            self._made += 1
+            serial = self._serials[worker] = self._made
+            self._workers[serial] = worker
+        return serial
+
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row_of(worker, self.serial(worker)) for worker in self._fleet.workers)
+
+    def clear(self, index: int) -> None:
+        """Its process has ended."""
+        self.board.clear(index, self._made)
+        self.recount()
+
+    def recount(self) -> None:
+        """Tell what is ours, and take in what is the others'."""
+        if self._board is None:
+            self.in_flight = self._door.in_flight
+            return
+        own = self._board.row(0)
+        others = [self._board.row(index) for index in range(1, self.doors + 1)]
+        own[DOOR_CELL] = self._door.in_flight
+        self.in_flight = self._door.in_flight + sum(row[DOOR_CELL] for row in others)
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        here = set(self._fleet.workers)
+        for worker, serial in list(self._serials.items()):
+            cell = cell_of(serial)
+            before = self._elsewhere.get(worker, 0)
+            elsewhere = sum(row[cell] for row in others)
+            own[cell] = worker.in_flight - before
+            self._elsewhere[worker] = elsewhere
+            if elsewhere != before:
+                worker.in_flight += elsewhere - before
+                worker.peak_in_flight = max(worker.peak_in_flight, worker.in_flight)
+            if worker not in here and not worker.in_flight:
+                self._forget(worker, serial)
+
+    def _forget(self, worker: Worker, serial: int) -> None:
+        """It was removed, and its last request has ended. One that a door sends it even now, not
+        having heard of it, is counted nowhere."""
+        del self._serials[worker]
+        del self._workers[serial]
+        self._elsewhere.pop(worker, None)

@@ -1,0 +1,168 @@
+"""What a door has counted since it last told: taken out of its meters, and put into control's.
+
+Invariant: `taken` empties what it takes, so each exchange is told once; what a door had not told
+when it was killed (a quarter of a second's) is lost. Both ends use the same cells, so the sums over
+all doors are those that one process would have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from omni_proxy.doors.following import Counted
+from omni_proxy.doors.messages import CellTally, EndTally, SlotTally, Spread, Tally
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.observe.histogram import Histogram
+from omni_proxy.observe.metrics import Cell, Meters, Phases
+from omni_proxy.observe.recent import End, Recent, Slot
+
+WHOLE_DOOR = -1
+_PHASES = ("queue", "connect", "head", "overhead", "longest_gap")
+
+Find = Callable[[int], Worker | None]
+
+
+class DoorMeters(Meters):
+    """Meters whose contents go elsewhere every moment."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet, DoorRecent())
+
+    def taken(self) -> Tally:
+        cells, self.cells = self.cells, {}
+        phases, self.phases = self.phases, {}
+        tries, self.failed_tries = self.failed_tries, Counter()
+        retries, self.retries = self.retries, 0
+        recent, self._recent = self._recent, DoorRecent()
+        assert isinstance(recent, DoorRecent)
+        return Tally(
+            cells=[_of_cell(route, worker, cell) for (route, worker), cell in cells.items()],
+            phases={route: _of_phases(each) for route, each in phases.items()},
+            slots=recent.slots(),
+            ends=recent.told(),
+            failed_tries=[(_serial(w), cause, count) for (w, cause), count in tries.items()],
+            retries=retries,
+            worker_ends=_of_workers(self._fleet.workers),
+        )
+
+
+class DoorRecent(Recent):
+    def slots(self) -> list[SlotTally]:
+        if not self.second.requests:
+            return []
+        slots = [(WHOLE_DOOR, self.second)]
+        slots += [(_serial(worker), slot) for worker, slot in self.slots_now.items()]
+        return [
+            SlotTally(serial, slot.requests, slot.errors, _sparse(slot.firsts))
+            for serial, slot in slots
+        ]
+
+    def told(self) -> list[EndTally]:
+        well = [EndTally(False, tuple(end)) for end in self._ends]
+        return well + [EndTally(True, tuple(end)) for end in self._troubles]
+
+
+def add(tally: Tally, meters: Meters, recent: Recent, find: Find) -> None:
+    """`find` knows workers by their serial; what was counted for one that is gone is dropped."""
+    for told in tally.cells:
+        worker = find(told.serial)
+        if worker is not None or not told.serial:
+            _add_cell(told, meters, worker)
+    for route, spreads in tally.phases.items():
+        phases = meters.phases.setdefault(route, Phases())
+        for name, spread in zip(_PHASES, spreads, strict=True):
+            _add_spread(getattr(phases, name), spread)
+    for serial, cause, count in tally.failed_tries:
+        worker = find(serial)
+        if worker is not None:
+            meters.failed_tries[worker, cause] += count
+    meters.retries += tally.retries
+    _add_recent(tally, recent, find)
+    for serial, traffic, routed, succeeded, failed in tally.worker_ends:
+        worker = find(serial)
+        if worker is not None:
+            worker.routed[traffic] += routed
+            worker.succeeded[traffic] += succeeded
+            worker.failed[traffic] += failed
+
+
+def _serial(worker: Worker | None) -> int:
+    return worker.serial if isinstance(worker, Counted) else 0
+
+
+def _sparse(counts: list[int]) -> dict[int, int]:
+    return {place: count for place, count in enumerate(counts) if count}
+
+
+def _spread(of: Histogram) -> Spread:
+    return Spread(_sparse(of.counts), of.sum)
+
+
+def _of_cell(route: str, worker: Worker | None, cell: Cell) -> CellTally:
+    return CellTally(
+        route=route,
+        serial=_serial(worker),
+        ends=[(*key, count) for key, count in cell.ends.items()],
+        spreads=(_spread(cell.total), _spread(cell.first), _spread(cell.between)),
+        sums=(cell.bytes_in, cell.bytes_out, cell.pieces),
+        tokens=[(*key, count) for key, count in cell.tokens.items()],
+    )
+
+
+def _of_phases(phases: Phases) -> list[Spread]:
+    return [_spread(getattr(phases, name)) for name in _PHASES]
+
+
+def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
+    rows = []
+    for worker in workers:
+        for traffic in worker.routed | worker.succeeded | worker.failed:
+            ended = (worker.succeeded[traffic], worker.failed[traffic])
+            rows.append((_serial(worker), traffic, worker.routed[traffic], *ended))
+        for each in (worker.routed, worker.succeeded, worker.failed):
+            each.clear()
+    return rows
+
+
+def _add_cell(told: CellTally, meters: Meters, worker: Worker | None) -> None:
+    phases = meters.phases.setdefault(told.route, Phases())
+    cell = meters.cells.setdefault((told.route, worker), Cell(phases))
+    for model, hundreds, end, count in told.ends:
+        key = (model, hundreds, end)
+        cell.ends[key] = cell.ends.get(key, 0) + count
+    for of, spread in zip((cell.total, cell.first, cell.between), told.spreads, strict=True):
+        _add_spread(of, spread)
+    cell.bytes_in += told.sums[0]
+    cell.bytes_out += told.sums[1]
+    cell.pieces += told.sums[2]
+    for model, kind, count in told.tokens:
+        cell.tokens[model, kind] += count
+
+
+def _add_spread(of: Histogram, spread: Spread) -> None:
+    for place, count in spread.places.items():
+        of.counts[place] += count
+    of.sum += spread.sum
+
+
+def _add_recent(tally: Tally, recent: Recent, find: Find) -> None:
+    for slot in tally.slots:
+        _add_slot(slot, recent, find)
+    for noted in tally.ends:
+        (recent._troubles if noted.trouble else recent._ends).append(End(*noted.end))
+
+
+def _add_slot(told: SlotTally, recent: Recent, find: Find) -> None:
+    worker = find(told.serial)
+    if told.serial == WHOLE_DOOR:
+        slot: Slot = recent.second
+    elif worker is None and told.serial:
+        return
+    else:
+        slot = recent.slots_now.get(worker) or recent.open_slot(worker)
+    slot.requests += told.requests
+    slot.errors += told.errors
+    for place, count in told.firsts.items():
+        slot.firsts[place] += count

@@ -1,0 +1,94 @@
+"""What is counted at doors and summed by control is what one process would have counted."""
+
+import msgspec
+
+from omni_proxy.doors.board import Board
+from omni_proxy.doors.following import FollowingFleet
+from omni_proxy.doors.messages import Tally
+from omni_proxy.doors.tally import DoorMeters, add
+from omni_proxy.fleet.snapshot import row_of
+from omni_proxy.observe.metrics import Meters
+from omni_proxy.observe.recent import Recent
+from tests.fleet.entries import NOW, entry, fleet_of
+from tests.observe.ends import ended, refused
+
+
+def fleets():
+    """One process's, and that of a door beside it."""
+    whole = fleet_of(entry("a"), entry("b"))
+    rows = [row_of(worker, serial) for serial, worker in enumerate(whole.workers, start=1)]
+    follows = FollowingFleet(Board.made(), 1, lambda: 0.0, lambda message: None)
+    follows.follow(rows, NOW)
+    return whole, follows
+
+
+def exchanges(fleet):
+    a, b = fleet.workers
+    yield ended(a), a
+    yield ended(a, outcome="cut_by_proxy", ended_by="proxy"), a
+    yield ended(b, status=502, outcome="upstream_error", model="m"), b
+    tried = [(a, "connect_failure"), (b, "503")]
+    yield ended(b, tried=tried, attempts=3, queued_secs=0.3, connect_secs=0.1), b
+    usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
+    yield ended(a, tail=usage), a
+    yield refused(), None
+
+
+def shown(meters, recent):
+    names = {worker: worker.url for worker in meters._fleet.workers} | {None: ""}
+    cells = {
+        (route, names[worker]): (
+            cell.ends, cell.total.counts, cell.first.counts, cell.between.counts,
+            cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
+        )
+        for (route, worker), cell in meters.cells.items()
+    }  # fmt: skip
+    phases = {
+        route: [getattr(each, name).counts for name in each.__slots__]
+        for route, each in meters.phases.items()
+    }
+    tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_tries.items()}
+    slots = {names[worker]: slot.requests for worker, slot in recent.slots_now.items()}
+    second = (recent.second.requests, recent.second.errors, recent.second.firsts)
+    return cells, phases, tries, meters.retries, slots, second, len(recent.ends())
+
+
+def overhead_aside(shown):
+    """It is measured with the clock of the moment."""
+    cells, phases, *rest = shown
+    return cells, {route: len(each) for route, each in phases.items()}, *rest
+
+
+def test_two_doors_make_what_one_would():
+    whole, follows = fleets()
+    recent, door = Recent(), DoorMeters(follows)
+    one = Meters(whole, recent)
+    for mine, worker in exchanges(whole):
+        one.count(mine, worker)
+    summed_recent = Recent()
+    summed = Meters(whole, summed_recent)
+    workers = dict(enumerate(whole.workers, start=1))
+    for mine, worker in exchanges(follows):
+        door.count(mine, worker)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(door.taken()), type=Tally)
+        add(told, summed, summed_recent, workers.get)
+    left = door.taken()
+    assert not left.cells
+    assert not left.slots
+    wanted = overhead_aside(shown(one, recent))
+    assert overhead_aside(shown(summed, summed_recent)) == wanted
+    assert wanted[3] == 2
+
+
+def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped():
+    whole, follows = fleets()
+    meters, recent = Meters(whole, Recent()), Recent()
+    door = DoorMeters(follows)
+    for worker in follows.workers:
+        worker.routed["chat"] += 3
+        worker.failed["chat"] += 1
+    told = door.taken()
+    add(told, meters, recent, {1: whole.workers[0]}.get)
+    assert (whole.workers[0].routed["chat"], whole.workers[0].failed["chat"]) == (3, 1)
+    assert not whole.workers[1].routed
+    assert not door.taken().worker_ends
