@@ -7,9 +7,12 @@ suffers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import socket
+import stat
 from collections.abc import Callable
 from typing import Final
 
@@ -22,11 +25,16 @@ ACCEPTS_PER_EVENT: Final = 64  # then the others get their turn
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def open_socket(host: str, port: int, *, listening: bool = True) -> socket.socket:
+def open_socket(
+    host: str, port: int, *, listening: bool = True, mode: int = 0o660
+) -> socket.socket:
     """Bound, and listening unless that shall come later: until then connections are refused.
 
-    Raises OSError (also for a host that is no address of this machine).
+    `mode` is for the file of a `unix:PATH` host. Raises OSError (also for a host that is no address
+    of this machine).
     """
+    if host.startswith("unix:"):
+        return _open_file(host[5:], listening=listening, mode=mode)
     family, kind, proto, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -45,18 +53,62 @@ def open_socket(host: str, port: int, *, listening: bool = True) -> socket.socke
     return sock
 
 
+def _open_file(path: str, *, listening: bool, mode: int) -> socket.socket:
+    """In the place of a socket file that nobody listens on any more; any other stays."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _make_way(path)
+        sock.bind(path)
+        os.chmod(path, mode)  # before anybody can connect
+        if listening:
+            sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _make_way(path: str) -> None:
+    """Raises OSError where somebody listens there, or where it is no socket."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise FileExistsError(errno.EEXIST, "there is a file of that name, and it is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(path)
+    if code in (0, errno.EAGAIN):  # EAGAIN: its backlog is full
+        raise OSError(errno.EADDRINUSE, "another program listens on that socket")
+    if code != errno.ECONNREFUSED:
+        raise OSError(code, os.strerror(code))
+    os.unlink(path)
+
+
 class Listener:
-    """`welcome` gets each accepted socket and the peer's address as text."""
+    """`welcome` gets each accepted socket and the peer's address as text.
+
+    `keeps_file`: that of a Unix socket is not ours to remove.
+    """
 
     def __init__(
-        self, pump: Pump, sock: socket.socket, welcome: Callable[[socket.socket, str], None]
+        self,
+        pump: Pump,
+        sock: socket.socket,
+        welcome: Callable[[socket.socket, str], None],
+        *,
+        keeps_file: bool = False,
     ) -> None:
         self._pump = pump
         self._sock = sock
-        self._welcome = welcome
+        self.welcome = welcome
         self._stalled = False
-        host, port = sock.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._is_file = sock.family == socket.AF_UNIX
+        self.address = _shown(sock)
+        removes = self._is_file and not keeps_file
+        self._file = os.lstat(self.address[5:]) if removes else None
         self._fd = sock.fileno()
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             pump.register(self._fd, self)
@@ -81,8 +133,11 @@ class Listener:
                 self._refused(error)
                 return
             sock.setblocking(False)
+            if self._is_file:
+                self.welcome(sock, "unix")
+                continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._welcome(sock, f"{peer[0]}:{peer[1]}")
+            self.welcome(sock, f"{peer[0]}:{peer[1]}")
         self._stalled = True  # more may wait, and an edge is not given twice
 
     def sweep(self) -> None:
@@ -90,8 +145,23 @@ class Listener:
         if self._stalled and self._sock.fileno() >= 0:
             self.on_event(0)
 
+    def permit(self, mode: int) -> None:
+        """Who may connect, where it is a file."""
+        if self._is_file:
+            with contextlib.suppress(OSError):
+                os.chmod(self.address[5:], mode)
+
     def close(self) -> None:
+        if self._file is not None:
+            self._remove(self._file)
         self._pump.forget(self._fd, self._sock)
+
+    def _remove(self, mine: os.stat_result) -> None:
+        """Its file, unless another program has put its own there meanwhile."""
+        with contextlib.suppress(OSError):
+            found = os.lstat(self.address[5:])
+            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+                os.unlink(self.address[5:])
 
     def _refused(self, error: OSError) -> None:
         if error.errno not in _NO_ROOM:
@@ -99,3 +169,11 @@ class Listener:
         elif not self._stalled:
             _log.error("%s stops accepting for a moment: %s", self.address, error.strerror)
         self._stalled = True
+
+
+def _shown(sock: socket.socket) -> str:
+    """As in a URL, without its scheme; `unix:PATH`."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,262 @@
+"""Workers behind https: whom the door believes, and what a connection costs."""
+
+import ssl
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import pytest
+import trio
+
+from omni_proxy.config.overlay import desired
+from omni_proxy.config.parse import parse
+from omni_proxy.config.state import State
+from tests.door.pumping import until
+from tests.promises.clients import CHAT, STREAMED, Truncated, post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    LAST_CHUNK,
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    silent,
+)
+from tests.promises.secure import AUTHORITY, FILES, SecureWorker, secure_workers
+
+BELIEVING = f"[server]\ntls_worker_ca = '{AUTHORITY}'\n"
+OK = answering(counted(b"{}"))
+
+
+@asynccontextmanager
+async def door_to(*workers, config=BELIEVING):
+    async with secure_workers(*workers), open_door(*workers, config=config) as opened:
+        yield opened
+
+
+async def asked(opened, body=CHAT):
+    async with opened.client() as client:
+        await client.send(post(body))
+        return await client.answer()
+
+
+async def test_requests_go_over_one_kept_connection():
+    worker = SecureWorker(OK, host="localhost")
+    async with door_to(worker) as opened, opened.client() as client:
+        for _ in range(3):
+            await client.send(post())
+            assert (await client.answer()).status == 200
+    assert len(worker.calls) == 1
+    assert worker.names == ["localhost"]
+
+
+async def test_an_address_is_compared_with_those_of_the_certificate_and_is_no_name():
+    worker = SecureWorker(OK)
+    async with door_to(worker) as opened:
+        assert (await asked(opened)).status == 200
+    assert worker.names == [None]
+
+
+async def test_large_bodies_and_answers_pass_unchanged():
+    answer = bytes(range(256)) * 8_000
+    body = b'{"messages": [], "x": "%b"}' % (b"y" * 900_000)
+    worker = SecureWorker(answering(counted(answer)))
+    async with door_to(worker) as opened:
+        for _ in range(2):
+            assert (await asked(opened, body)).body == answer
+    assert [sent for _, sent in worker.requests] == [body] * 2
+
+
+async def test_events_come_one_by_one():
+    seen = trio.Event()
+
+    async def stream(call):
+        await call.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+        await seen.wait()
+        await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
+
+    async with door_to(SecureWorker(stream)) as opened, opened.client() as client:
+        await client.send(post(STREAMED))
+        await client.until(b"data: 1\n\n")
+        seen.set()
+        await client.until(b"data: 2\n\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        ("", "server", b"certificate verify failed"),
+        (BELIEVING, "stranger", b"certificate verify failed"),
+        (BELIEVING, "elsewhere", b"IP address mismatch"),
+    ],
+)
+async def test_who_can_not_be_believed_gets_nothing(config, name, words):
+    worker = SecureWorker(OK, name)
+    async with door_to(worker, config="[routing]\nmax_total_retries = 1\n" + config) as opened:
+        answer = await asked(opened)
+        assert answer.status == 502
+        assert words in answer.body
+        assert opened.failures() == [1]
+    assert worker.requests == []
+
+
+async def test_another_worker_is_tried_instead():
+    bad, good = SecureWorker(OK, "stranger"), SecureWorker(OK)
+    async with door_to(bad, good) as opened:
+        for _ in range(2):
+            assert (await asked(opened)).status == 200
+    assert (len(bad.requests), len(good.requests)) == (0, 2)
+
+
+def entry(worker, keys):
+    return f"[[workers]]\nurl = '{worker.url}'\n{keys}\n"
+
+
+@pytest.mark.parametrize("keys", ["tls_verify = false", f"tls_ca = '{FILES / 'stranger.pem'}'"])
+async def test_a_worker_can_have_authorities_of_its_own_or_be_taken_as_it_is(keys):
+    worker = SecureWorker(OK, "stranger")
+    async with secure_workers(worker):
+        config = BELIEVING + entry(worker, keys)
+        async with open_door(config=config) as opened:
+            assert (await asked(opened)).status == 200
+    assert len(worker.requests) == 1
+
+
+async def test_a_change_of_trust_counts_for_the_next_request():
+    worker = SecureWorker(OK, "stranger")
+    async with secure_workers(worker):
+        loose = BELIEVING + entry(worker, "tls_verify = false")
+        async with open_door(config=loose) as opened:
+            assert (await asked(opened)).status == 200
+            strict = parse(BELIEVING + entry(worker, ""))
+            opened.fleet.apply(desired(strict, (), State()), datetime.now(UTC))
+            assert (await asked(opened)).status == 502
+    assert len(worker.requests) == 1
+
+
+async def test_a_new_connection_resumes_the_session_of_an_old_one():
+    async def once(call):
+        await call.send(counted(b"{}", "connection: close"))
+
+    worker = SecureWorker(once, host="localhost")
+    worker.context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with door_to(worker) as opened:
+        for _ in range(2):
+            assert (await asked(opened)).status == 200
+    assert worker.resumed == [False, False]  # those were not kept: nothing is learnt of them
+
+    kept = SecureWorker(OK, host="localhost")
+    async with door_to(kept) as opened:
+        assert (await asked(opened)).status == 200
+        [lane] = opened.door._lanes.values()
+        lane.idle.pop().close()
+        assert (await asked(opened)).status == 200
+    assert kept.resumed == [False, True]
+
+
+async def test_a_ticket_that_comes_late_costs_no_kept_connection():
+    calls = []
+
+    async def rekeying(call):
+        await call.send(counted(b"{}"))
+        calls.append(call)
+
+    worker = SecureWorker(rekeying)
+    async with door_to(worker) as opened:
+        assert (await asked(opened)).status == 200
+        [lane] = opened.door._lanes.values()
+        [conn] = lane.idle
+        conn.hot = True
+        lane._drop(conn)  # as for an event with nothing of HTTP in it
+        assert lane.idle == [conn]
+        await calls[0].send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+        await until(lambda: lane.idle == [])
+
+
+async def test_a_handshake_that_is_never_answered_is_cut_by_connect_secs():
+    async with fake_workers(silent) as (worker,):
+        mute = worker.url.replace("http:", "https:")
+        config = BELIEVING + "[server.timeouts]\nconnect_secs = 0.05\n[routing]\n"
+        async with open_door(mute, config=config + "max_total_retries = 1\n") as opened:
+            answer = await asked(opened)
+            assert answer.status == 502
+            assert b"ConnectTimeout" in answer.body
+
+
+async def test_a_worker_that_speaks_plain_http_is_a_failed_try():
+    async def plain(call):
+        await call.send(counted(b"{}"))
+
+    async with fake_workers(plain) as (worker,):
+        url = worker.url.replace("http:", "https:")
+        config = BELIEVING + "[routing]\nmax_total_retries = 1\n[server.timeouts]\nconnect_secs = 1"
+        async with open_door(url, config=config) as opened:
+            assert (await asked(opened)).status == 502
+
+
+async def test_a_client_that_leaves_closes_the_connection_to_the_worker():
+    asked_it, left = trio.Event(), trio.Event()
+
+    async def script(call):
+        asked_it.set()
+        await call.until_left()
+        left.set()
+
+    async with door_to(SecureWorker(script)) as opened:
+        async with opened.client() as client:
+            await client.send(post())
+            await asked_it.wait()
+        await left.wait()
+        await until(lambda: opened.door.ended["client_disconnected"] == 1)
+
+
+async def test_an_answer_that_only_its_end_bounds_must_end_in_tls():
+    """Else whoever sits between could shorten it, and nobody would know."""
+
+    async def cut(call):
+        await call.send(b"HTTP/1.1 200 OK\r\n\r\nhalf of i")
+        call.stream.transport_stream.socket.close()
+
+    async def whole(call):
+        await call.send(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await call.stream.unwrap()
+
+    async with door_to(SecureWorker(cut)) as opened:
+        with pytest.raises(Truncated):
+            await asked(opened)
+    async with door_to(SecureWorker(whole)) as opened:
+        assert (await asked(opened)).body == b"all of it"
+
+
+async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
+    trusted = tmp_path / "authorities.pem"
+    trusted.write_bytes((FILES / "stranger.pem").read_bytes())
+    worker = SecureWorker(OK)
+    config = f"[server]\ntls_worker_ca = '{trusted}'\n[routing]\nmax_total_retries = 1\n"
+    async with door_to(worker, config=config) as opened:
+        assert (await asked(opened)).status == 502
+        trusted.write_bytes(AUTHORITY.read_bytes())
+        assert (await asked(opened)).status == 200
+        trusted.write_text("nonsense")  # what it said before stays
+        [lane] = opened.door._lanes.values()
+        lane.idle.pop().close()
+        assert (await asked(opened)).status == 200
+
+
+async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
+    """A new connection has tickets to read while the request is still on its way."""
+    go_on = trio.Event()
+
+    class Slow(SecureWorker):
+        async def _connection(self, stream):
+            await go_on.wait()
+            await super()._connection(stream)
+
+    body = b'{"messages": [], "x": "%b"}' % (b"y" * 6_000_000)
+    worker = Slow(OK)
+    async with door_to(worker) as opened, opened.client() as client, trio.open_nursery() as nursery:
+        nursery.start_soon(client.send, post(body))
+        await until(lambda: any(task.phase == "send" for task in opened.door.pump.tasks))
+        go_on.set()
+        assert (await client.answer()).status == 200
+    assert len(worker.requests[0][1]) == len(body)

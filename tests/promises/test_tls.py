@@ -1,0 +1,358 @@
+"""The listener speaks TLS: what a client of it may rely on."""
+
+import os
+import shutil
+import ssl
+import warnings
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.door import certificates
+from tests.door.pumping import until
+from tests.promises.clients import CHAT, STREAMED, Truncated, client_of, post
+from tests.promises.door_alone import configured, open_door
+from tests.promises.fakes import (
+    CHUNKED_HEAD,
+    LAST_CHUNK,
+    SSE_HEAD,
+    answering,
+    chunk,
+    counted,
+    fake_workers,
+    hanging_up_after,
+    silent,
+)
+from tests.promises.secure import FILES, believing, listening, secure_client
+
+
+@asynccontextmanager
+async def secure_door(*scripts, config=None):
+    async with (
+        fake_workers(*scripts) as workers,
+        open_door(*workers, config=listening() if config is None else config) as opened,
+    ):
+        opened.workers = workers
+        yield opened
+
+
+async def test_requests_of_one_connection_are_answered_in_turn():
+    async with (
+        secure_door(answering(counted(b"{}"))) as opened,
+        secure_client(opened.address) as client,
+    ):
+        assert client.secure.selected_alpn_protocol() is None  # it offered none
+        for _ in range(3):
+            await client.send(post())
+            assert (await client.answer()).status == 200
+        await client.send(post(), post())
+        assert [(await client.answer()).status for _ in range(2)] == [200, 200]
+    assert [body for _, body in opened.workers[0].requests] == [CHAT] * 5
+
+
+async def test_http_1_1_is_agreed_on_where_the_client_asks():
+    context = believing()
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    async with (
+        secure_door(answering(counted(b"{}"))) as opened,
+        secure_client(opened.address, context) as client,
+    ):
+        assert client.secure.selected_alpn_protocol() == "http/1.1"
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
+    body = b'{"messages": [], "x": "%b"}' % (bytes(range(35, 91)) * 20_000).replace(b"\\", b"")
+    answer = os.urandom(700_000)
+    context = believing()
+    context.maximum_version = version
+    async with (
+        secure_door(answering(counted(answer))) as opened,
+        secure_client(opened.address, context) as client,
+    ):
+        assert client.secure.version() == version.name.replace("v1_", "v1.")
+        for _ in range(2):
+            await client.send(post(body))
+            assert (await client.answer()).body == answer
+    assert [sent for _, sent in opened.workers[0].requests] == [body] * 2
+
+
+async def test_events_of_a_stream_come_one_by_one():
+    seen = trio.Event()
+
+    async def stream(call):
+        await call.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+        await seen.wait()
+        await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
+
+    async with secure_door(stream) as opened, secure_client(opened.address) as client:
+        await client.send(post(STREAMED))
+        await client.until(b"data: 1\n\n")
+        seen.set()
+        await client.until(b"data: 2\n\n")
+
+
+async def test_what_is_older_than_tls_1_2_is_refused():
+    context = believing()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context.minimum_version = ssl.TLSVersion.TLSv1
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    async with secure_door(answering(counted(b"{}"))) as opened:
+        with pytest.raises(trio.BrokenResourceError):
+            async with secure_client(opened.address, context):
+                pass
+        await until(lambda: opened.door.failed_handshakes == 1)
+
+
+async def test_a_client_that_reads_slowly_gets_it_all():
+    answer = os.urandom(6_000_000)
+    async with (
+        secure_door(answering(counted(answer))) as opened,
+        secure_client(opened.address) as client,
+    ):
+        await client.send(post())
+        await until(lambda: any(t.phase == "client" for t in opened.door.pump.tasks))
+        assert (await client.answer()).body == answer
+
+
+async def test_a_client_that_stops_reading_is_cut():
+    async def endless(call):
+        await call.send(CHUNKED_HEAD)
+        while True:
+            await call.send(chunk(bytes(65536)))
+
+    config = listening() + "[server.timeouts]\nidle_secs = 0.2\n"
+    async with (
+        secure_door(endless, config=config) as opened,
+        secure_client(opened.address) as client,
+    ):
+        await client.send(post())
+        await until(lambda: opened.door.ended["client_stalled"] == 1)
+        with pytest.raises(Truncated):
+            await client.answer()
+
+
+async def test_a_truncated_answer_does_not_end_like_a_whole_one():
+    async with (
+        secure_door(hanging_up_after(counted(b"x" * 10)[:-4])) as opened,
+        secure_client(opened.address) as client,
+    ):
+        await client.send(post())
+        with pytest.raises(Truncated):
+            await client.answer()
+
+
+async def test_the_end_of_a_connection_is_said_in_tls():
+    async with (
+        secure_door(answering(counted(b"{}"))) as opened,
+        secure_client(opened.address) as client,
+    ):
+        client.secure._https_compatible = False  # an unannounced end would be an error now
+        await client.send(post(CHAT, "connection: close"))
+        assert (await client.answer()).one("connection") == "close"
+        assert await client.receive() == b""
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_client_that_leaves_frees_its_worker(told):
+    asked, left = trio.Event(), trio.Event()
+
+    async def script(call):
+        asked.set()
+        await call.until_left()
+        left.set()
+
+    async with secure_door(script) as opened, secure_client(opened.address) as client:
+        await client.send(post())
+        await asked.wait()
+        if told:
+            await client.secure.aclose()
+        else:
+            client.close()
+        await left.wait()
+        await until(lambda: opened.door.ended["client_disconnected"] == 1)
+
+
+async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allowed():
+    go_on = trio.Event()
+
+    async def later(call):
+        await go_on.wait()
+        await call.send(counted(b"{}"))
+
+    config = listening(half_close="'answer'")
+    async with secure_door(later, config=config) as opened, secure_client(opened.address) as client:
+        await client.send(post())
+        await until(lambda: opened.workers[0].calls)
+        client.stop_sending()
+        go_on.set()
+        assert (await client.answer()).status == 200
+
+
+async def test_plain_http_on_the_port_is_told_to_use_https():
+    async with secure_door(silent) as opened, client_of(opened.address) as client:
+        await client.send(post())
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (400, "close")
+        assert b"plain_http_on_tls_port" in answer.body
+        assert await client.until_closed() == b""
+    assert opened.workers[0].requests == []
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x00\x05hello", b"\x00\x01\x02", b"\x80\x2e\x01\x00\x02" + bytes(60)]
+)
+async def test_what_is_neither_ends_the_connection(sent):
+    async with secure_door(silent) as opened, client_of(opened.address) as client:
+        await client.send(sent)
+        await client.until_closed() if sent[0] == 0x16 else client.close()
+        await until(lambda: opened.door.failed_handshakes == 1)
+        await until(lambda: not opened.door.pump.tasks)
+    assert opened.workers[0].requests == []
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
+    config = listening() + "[server.timeouts]\nclient_head_secs = 0.05\n"
+    async with secure_door(silent, config=config) as opened, client_of(opened.address) as client:
+        await client.send(sent)
+        assert await client.until_closed() == b""
+    assert opened.door.failed_handshakes == 1
+
+
+async def test_the_bytes_of_a_handshake_may_come_one_by_one():
+    async with secure_door(answering(counted(b"{}"))) as opened:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        shake = believing().wrap_bio(incoming, outgoing, server_hostname="localhost")
+        async with client_of(opened.address) as client:
+            opened_up = False
+            while not opened_up:
+                try:
+                    shake.do_handshake()
+                    opened_up = True
+                except ssl.SSLWantReadError:
+                    pass
+                for byte in outgoing.read():
+                    await client.send(bytes((byte,)))
+                if not opened_up:
+                    incoming.write(await client.receive())
+            shake.write(post())
+            for byte in outgoing.read():
+                await client.send(bytes((byte,)))
+            got = b""
+            while not got.endswith(b"{}"):
+                incoming.write(await client.receive())
+                try:
+                    got += shake.read(65536)
+                except ssl.SSLWantReadError:
+                    continue
+    assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def cut_off(client):
+    """A refused certificate shows only after the client's own part of the handshake."""
+    try:
+        await client.send(post())
+        await client.answer()
+    except (trio.BrokenResourceError, Truncated):
+        return True
+    return False
+
+
+async def test_who_must_show_a_certificate_and_has_none_is_refused():
+    config = listening(tls_client_ca=f"'{FILES / 'authority.pem'}'")
+    async with secure_door(answering(counted(b"{}")), config=config) as opened:
+        for own in ("", "stranger"):
+            async with secure_client(opened.address, believing(own=own)) as client:
+                assert await cut_off(client)
+        async with secure_client(opened.address, believing(own="client")) as client:
+            await client.send(post())
+            assert (await client.answer()).status == 200
+    assert opened.door.failed_handshakes == 2
+
+
+async def test_a_certificate_may_be_optional_and_a_wrong_one_is_refused_all_the_same():
+    ca = f"'{FILES / 'authority.pem'}'"
+    config = listening(tls_client_ca=ca, tls_client_require="false")
+    async with secure_door(answering(counted(b"{}")), config=config) as opened:
+        for own in ("", "client"):
+            async with secure_client(opened.address, believing(own=own)) as client:
+                await client.send(post())
+                assert (await client.answer()).status == 200
+        async with secure_client(opened.address, believing(own="stranger")) as client:
+            assert await cut_off(client)
+
+
+def copied(folder, name):
+    for end in ("", "-key"):
+        shutil.copyfile(FILES / f"{name}{end}.pem", folder / f"mine{end}.pem")
+
+
+def shown_at(client):
+    return client.secure.getpeercert(binary_form=True)
+
+
+async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(certificates, "LOOK_SECS", 0.02)
+    copied(tmp_path, "server")
+    config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
+    async with secure_door(answering(counted(b"{}")), config=config) as opened:
+        held = opened.door.entrances.certificates
+        async with secure_client(opened.address) as before:
+            first = held.context
+            (tmp_path / "mine.pem").write_text("nonsense")
+            await until(lambda: held.error)
+            assert "server.tls_cert" in held.error
+            assert held.context is first
+            async with secure_client(opened.address) as client:
+                assert shown_at(client) == shown_at(before)
+            copied(tmp_path, "renewed")
+            await until(lambda: held.context is not first)
+            assert held.status()["error"] is None
+            async with secure_client(opened.address) as client:
+                assert shown_at(client) != shown_at(before)
+            await before.send(post())
+            assert (await before.answer()).status == 200
+
+
+async def test_a_reload_turns_tls_on_and_off_on_the_same_port():
+    async with secure_door(answering(counted(b"{}")), config="") as opened:
+        door, address = opened.door, opened.address
+        urls = [worker.url for worker in opened.workers]
+        async with client_of(address) as early:
+            door.prepare(configured(listening(log_format="'json'"), urls))()
+            assert opened.address == address
+            assert door.entrances.urls() == [f"https://{address}"]
+            async with secure_client(address) as client:
+                await client.send(post())
+                assert (await client.answer()).status == 200
+            await early.send(post())
+            assert (await early.answer()).status == 200
+        door.prepare(configured("[server]\nlog_format = 'json'", urls))()
+        assert door.entrances.urls() == [f"http://{address}"]
+        async with client_of(address) as client:
+            await client.send(post())
+            assert (await client.answer()).status == 200
+
+
+async def test_a_pair_that_does_not_fit_changes_nothing():
+    async with secure_door(answering(counted(b"{}"))) as opened:
+        broken = listening().replace("server-key", "renewed-key")
+        with pytest.raises(ConfigError, match=r"server\.tls_key: .* is not the key of"):
+            opened.door.prepare(configured(broken, []))
+        async with secure_client(opened.address) as client:
+            await client.send(post())
+            assert (await client.answer()).status == 200
+
+
+async def test_a_drain_lets_a_handshake_end_and_then_closes():
+    async with secure_door(silent) as opened, client_of(opened.address) as client:
+        await until(lambda: any(t.phase == "handshake" for t in opened.door.pump.tasks))
+        opened.door.begin_drain()
+        secure = trio.SSLStream(client.stream, believing(), server_hostname="localhost")
+        assert await secure.receive_some(1) == b""
+        await opened.door.drained()

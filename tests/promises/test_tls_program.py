@@ -1,0 +1,157 @@
+"""The whole program with TLS on either side: start, reload, probes, commands and clients."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+import trio
+
+from tests.promises.fakes import answering, counted
+from tests.promises.fleet_program import PATIENCE_SECS, PROBES, chat, put, starting, toml, workers
+from tests.promises.secure import AUTHORITY, FILES, SecureWorker, believing, secure_workers
+
+CERT, KEY = FILES / "server.pem", FILES / "server-key.pem"
+TLS = f"tls_cert = '{CERT}'\ntls_key = '{KEY}'\n"
+FLAGS = ("--tls-cert-path", CERT, "--tls-key-path", KEY)
+
+
+@pytest.fixture(autouse=True)
+async def soon():
+    with trio.fail_after(30):
+        yield
+
+
+@asynccontextmanager
+async def secure_program(*words):
+    """Asked by https from its first answer on."""
+    async with starting(*words) as running:
+        url = (await running.says(r"listening on (https://[^\s\"]+)"))[1]
+        await running.client.aclose()
+        running.client = httpx.AsyncClient(
+            base_url=url, verify=believing(), timeout=PATIENCE_SECS, trust_env=False
+        )
+        await running.until("/live", lambda told: told.get("status") == "alive")
+        yield running
+
+
+async def command(*words):
+    """(exit status, what it said) of `omni-proxy` with these words."""
+    ended = await trio.run_process(
+        [sys.executable, "-m", "omni_proxy", *map(str, words)],
+        capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=FILES.parents[2],
+    )  # fmt: skip
+    assert b"Traceback" not in ended.stdout
+    return ended.returncode, ended.stdout.decode()
+
+
+async def test_flags_of_other_routers_turn_it_on_and_their_clients_work(tmp_path):
+    file = tmp_path / "proxy.toml"
+    completion = (
+        b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,'
+        b'"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}]}'
+    )
+    kind = "content-type: application/json"
+    worker = SecureWorker(answering(counted(completion, kind)))
+    async with secure_workers(worker):
+        entry = f"[[workers]]\nurl = '{worker.url}'\n"
+        file.write_text(f"[server]\nport = 0\ntls_worker_ca = '{AUTHORITY}'\n{PROBES}{entry}")
+        async with secure_program("--config", file, *FLAGS) as running:
+            await running.until_routable(worker)
+            base = str(running.client.base_url)
+
+            def ask():
+                with (
+                    httpx.Client(verify=believing(), trust_env=False) as http,
+                    openai.OpenAI(base_url=f"{base}/v1", api_key="k", http_client=http) as client,
+                ):
+                    return client.chat.completions.create(model="m", messages=chat()["messages"])
+
+            told = await trio.to_thread.run_sync(ask)
+            assert told.choices[0].message.content == "hello"
+            assert (await running.told("/status"))["listeners"] == [base.partition("://")[2]]
+
+
+async def test_a_worker_that_can_not_be_believed_stays_out_and_the_probe_says_why(tmp_path):
+    file = tmp_path / "proxy.toml"
+    worker = SecureWorker(answering(counted(b"{}")), "stranger")
+    async with secure_workers(worker):
+        entry = f"[[workers]]\nurl = '{worker.url}'\n"
+        file.write_text(f"[server]\nport = 0\n{TLS}{PROBES}{entry}")
+        async with secure_program("--config", file) as running:
+            told = await running.until("/workers", lambda told: told["workers"][0]["last_error"])
+            assert "certificate verify failed" in told["workers"][0]["last_error"]
+            assert not told["workers"][0]["routable"]
+            put(file, f"[server]\nport = 0\n{TLS}{PROBES}{entry}tls_verify = false\n")
+            await running.until_routable(worker)
+
+
+async def test_commands_find_it_by_its_file(tmp_path):
+    file = tmp_path / "proxy.toml"
+    place = tmp_path / "admin.sock"
+    async with workers("w") as fleet:
+        with_tls = toml(fleet, port=_free_port(), more=TLS)
+        file.write_text(with_tls)
+        async with secure_program("--config", file) as running:
+            await running.until_routable(*fleet)
+            status, said = await command("workers", "list", "--config", file)
+            assert (status, fleet[0].url in said) == (0, True), said
+            put(file, f"{with_tls}[admin]\nlisten = 'unix:{place}'\n")
+            await running.says("for control requests")
+            status, said = await command("workers", "disable", fleet[0].url, "--config", file)
+            assert status == 0, said
+            status, said = await command("status", "--url", str(running.client.base_url))
+            assert status == 2, said
+            assert "certificate" in said
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "words"),
+    [
+        ("server", "renewed-key", "server.tls_key: "),
+        ("nowhere", "server-key", "cannot be read"),
+        ("server", "locked-key", "is encrypted"),
+    ],
+)
+async def test_a_pair_that_can_not_be_used_is_told_by_check_and_at_the_start(
+    tmp_path, cert, key, words
+):
+    file = tmp_path / "proxy.toml"
+    names = f"tls_cert = '{FILES / cert}.pem'\ntls_key = '{FILES / key}.pem'\n"
+    file.write_text(f"[server]\nport = 0\n{names}[[workers]]\nurl = 'http://127.0.0.1:1'\n")
+    for asked in (("check", file), ("--config", file)):
+        status, said = await command(*asked)
+        assert status == 2
+        assert words in said
+        assert "server.tls_" in said
+        assert "listening" not in said
+
+
+async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_path):
+    file, mine = tmp_path / "proxy.toml", tmp_path / "mine-key.pem"
+    shutil.copyfile(KEY, mine)
+    async with workers("w") as fleet:
+        good = toml(fleet, more=f"tls_cert = '{CERT}'\ntls_key = '{mine}'\n")
+        file.write_text(good)
+        async with secure_program("--config", file) as running:
+            await running.until_routable(*fleet)
+            put(file, good.replace(str(mine), str(FILES / "renewed-key.pem")))
+            await running.says(r"refused, the running one stays:\n.*server\.tls_key: .*not the key")
+            assert (await running.client.post("/reload")).status_code == 422
+            assert (await running.ask()).status_code == 200
+            put(file, good)
+            mine.write_text("nonsense")  # the renewal of a certificate went wrong
+            await running.says("the renewed certificate is refused, the running one stays")
+            assert (await running.ask()).status_code == 200
+            told = (await running.told("/status"))["door"]["tls"]
+            assert "mine-key.pem" in told["error"]
