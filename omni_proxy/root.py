@@ -16,12 +16,16 @@ import tempfile
 from pathlib import Path
 
 import trio
+from quart import Response, request
+from quart_trio import QuartTrio
 
 from omni_proxy import __version__
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.door.core import Door
+from omni_proxy.doors.control import Doors
+from omni_proxy.doors.view import View
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -95,19 +99,23 @@ class House:
         self.drains = Drains(fleet, keeper)
         self.instruments = Instruments(
             fleet,
-            lambda: (self.door.in_flight, self.door.queue.waiting),
+            lambda: self.view.load,
             {"access_log": self.access_log, "route_log": self.route_log},
         )
+        self.doors = Doors(fleet, self.door, self.instruments, str(front_socket))
+        self.view = View(self.doors)
+        fleet.agreed = self.doors.agreed
         self.reloader = Reloader(keeper)
         folder = folder_for(keeper.state_file, config, os.environ)
         self.desk = WeightDesk(fleet, keeper, JournalFile(folder))
+        self.prober.spares = self.desk.at_work_on
         self.leaving = False
         self.supervisors: list[Supervisor] = []
         rooms = Rooms(
             fleet=fleet,
             keeper=keeper,
             prober=self.prober,
-            door=self.door,
+            door=self.view,
             desk=self.desk,
             launcher=self.launcher,
             instruments=self.instruments,
@@ -117,7 +125,7 @@ class House:
         )
         # A QuartTrio can be served once only, so a restarted front gets a new one.
         self.front = Supervisor(
-            "front", lambda told: serve(create_app(rooms), front_socket, task_status=told)
+            "front", lambda told: serve(self._app(rooms), front_socket, task_status=told)
         )
         self.supervisors = [
             Supervisor("access_log", lambda told: self.access_log.run(task_status=told)),
@@ -132,16 +140,33 @@ class House:
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
         ]
         fleet.watch_health(_log_health)
-        keeper.prepare_with(self.door.prepare)
+        keeper.prepare_with(self.doors.prepare)
         keeper.subscribe(self._follow_config)
+
+    def _app(self, rooms: Rooms) -> QuartTrio:
+        """It knows what is in flight at every door, and what it has answered holds there."""
+        app = create_app(rooms)
+
+        async def counted() -> None:
+            self.doors.count()
+
+        async def agreed(response: Response) -> Response:
+            if request.method not in ("GET", "HEAD"):
+                await self.doors.agreed()
+            return response
+
+        app.before_request(counted)
+        app.after_request(agreed)
+        return app
 
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
         async with trio.open_nursery() as root:
             # The front first: what can be reached can be answered from its first moment on.
             await root.start(self.door.run)
+            await root.start(self.doors.run)
             await root.start(self.front.run)
-            self.door.held = bool(self.keeper.startup.launch)
+            self.door.entrances.held = bool(self.keeper.startup.launch)
             try:
                 self.keeper.start()
             except OSError as error:
@@ -155,21 +180,22 @@ class House:
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
-            if self.door.held:
+            if self.door.entrances.held:
                 await until_ready(self.launcher.status, self.launcher.until_moved, _tell)
                 try:
-                    self.door.open()
+                    self.doors.open()
                 except OSError as error:
                     root.cancel_scope.cancel()
                     return self._cannot_listen(error)
-                for address in self.door.addresses():
-                    _tell(f"serving on http://{address}")
+                for url in self.door.entrances.urls():
+                    _tell(f"serving on {url}")
         _log.info("omni-proxy has stopped")
         return 0
 
     def _cannot_listen(self, error: OSError) -> int:
         server = self.keeper.config.server
-        _log.error("cannot listen on %s:%d: %s", server.host, server.port, error.strerror or error)
+        where = error.filename or f"{server.host}:{server.port}"
+        _log.error("cannot listen on %s: %s", where, error.strerror or error)
         return CANNOT_LISTEN
 
     def _follow_config(self, old: Config, new: Config) -> None:
@@ -198,11 +224,10 @@ class House:
         server = self.keeper.config.server
         _log.info("draining: up to %g s for what is in flight", server.drain_timeout_secs)
         await trio.sleep(server.ready_off_secs)
-        self.door.begin_drain()
+        self.doors.begin_drain()
         with trio.move_on_after(server.drain_timeout_secs) as scope:
-            await self.door.drained()
+            await self.doors.drained()
         if scope.cancelled_caught:
-            _log.warning(
-                "%d connections are cut: their time to drain is over", len(self.door.pump.tasks)
-            )
+            left = self.view.counts()["connections"]
+            _log.warning("%d connections are cut: their time to drain is over", left)
         everything.cancel()

@@ -20,7 +20,15 @@ import msgspec
 from msgspec import inspect as types
 
 from omni_proxy.config import schema
-from omni_proxy.config.fields import read_endpoint, read_size, read_worker_url
+from omni_proxy.config.fields import (
+    read_endpoint,
+    read_header_name,
+    read_host,
+    read_listen,
+    read_mode,
+    read_size,
+    read_worker_url,
+)
 from omni_proxy.config.flags import FLAGS
 from omni_proxy.config.supported import NOT_YET, toml
 
@@ -33,7 +41,11 @@ SLIP: Final = 1_000_000_000
 READ_AS: Final = {
     read_size: 'bytes, or a string such as "64MiB"',
     read_endpoint: "a path",
+    read_header_name: "the name of a header, or empty",
     read_worker_url: "a base URL, or unix:PATH",
+    read_host: "an address or a name, or unix:PATH",
+    read_listen: "host:port, or unix:PATH",
+    read_mode: 'a file mode in octal, such as "0660"',
 }
 HEAD: Final = """# Configuration
 

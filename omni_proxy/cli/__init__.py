@@ -27,11 +27,18 @@ COMMANDS: Final = {
     "workers": "omni_proxy.cli.workers",
 }
 
+# What the program starts of itself; nobody else has a use for it.
+INNER: Final = {
+    "door-process": "omni_proxy.doors.process",
+    "receiver-process": "omni_proxy.collective.child",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    command = words.pop(0) if words and words[0] in COMMANDS else "serve"
-    module, _, function = COMMANDS[command].partition(":")
+    known = COMMANDS | INNER
+    command = words.pop(0) if words and words[0] in known else "serve"
+    module, _, function = known[command].partition(":")
     found = getattr(importlib.import_module(module), function or "main")
     try:
         status = cast("Callable[[Sequence[str]], int]", found)(words)

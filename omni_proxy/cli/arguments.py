@@ -74,6 +74,8 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "--health-check-endpoint": ("PATH", "path that is probed (default /health)"),
     "--admin-api-key": ("KEY", "needed for changes; else the file's, else SGLANG_OMNI_ADMIN_KEY"),
     "--log-level": ("LEVEL", "debug, info, warning, error or critical (default info)"),
+    "--tls-cert": ("FILE", "PEM file of the certificate and its chain; needs --tls-key too"),
+    "--tls-key": ("FILE", "PEM file of its key"),
 }
 
 

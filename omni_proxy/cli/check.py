@@ -8,12 +8,14 @@ from omni_proxy.cli.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.watch.keeper import read_file
+from omni_proxy.watch.trust import judge_files
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = check_parser().parse_args(argv)
     try:
         config = read_file(arguments.file)
+        judge_files(config, str(arguments.file))
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))
@@ -29,11 +31,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _summary(config: Config) -> str:
+    server = config.server
+    where = server.host if server.host.startswith("unix:") else f"{server.host} port {server.port}"
     replicas = sum(group.replicas for group in config.launch)
     return (
         f"{_counted(len(config.workers), 'worker')} named, "
         f"{_counted(replicas, 'replica')} launched, policy {config.routing.policy}, "
-        f"listens on {config.server.host} port {config.server.port}"
+        f"listens on {where}{' with TLS' if server.tls_cert else ''}"
     )
 
 

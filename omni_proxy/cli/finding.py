@@ -22,6 +22,8 @@ from omni_proxy.config.schema import Config
 from omni_proxy.watch.keeper import read_file
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 DEFAULT_URL: Final = "http://127.0.0.1:30000"
@@ -42,11 +44,13 @@ class CannotAsk(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the proxy is; `key_from` says in words where its key came from."""
+    """Where the proxy is; `key_from` says in words where its key came from. `certificate` is the
+    file of the one that it shows, where we know it."""
 
     url: str
     key: str = ""
     key_from: str = ""
+    certificate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def place_of(arguments: argparse.Namespace) -> Place:
         (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
     )
     key, key_from = next((found for found in keys if found[0]), ("", ""))
-    return Place(url, key, key_from)
+    return Place(url, key, key_from, config.server.tls_cert if config else "")
 
 
 def config_of(arguments: argparse.Namespace) -> Config | None:
@@ -102,14 +106,21 @@ def config_of(arguments: argparse.Namespace) -> Config | None:
 
 
 def _url_of(config: Config, file: Path) -> str:
+    """Of the listener that takes control requests."""
+    listen = config.admin.listen or config.server.host
+    if listen.startswith("unix:"):
+        return listen
     host, port = config.server.host, config.server.port
+    if config.admin.listen:
+        host, port = listen.rpartition(":")[0].strip("[]"), int(listen.rpartition(":")[2])
     if port == 0:
         raise CannotAsk(
             f"{file} lets the proxy take any free port: see its log for `listening on`, and name "
             "that with --url URL"
         )
     host = ANY_ADDRESS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if config.server.tls_cert else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def normal(url: str) -> str:
@@ -119,6 +130,17 @@ def normal(url: str) -> str:
     if url.startswith(":"):
         url = f"127.0.0.1{url}"
     return (url if _SCHEME.match(url) else f"http://{url}").rstrip("/")
+
+
+def _trusted(place: Place) -> ssl.SSLContext | None:
+    """The proxy by the certificate in its file, else by the authorities of this system."""
+    if not place.url.startswith("https:"):
+        return None
+    from omni_proxy.watch.trust import client_context, pinned_context
+
+    if place.certificate:
+        return pinned_context(place.certificate)
+    return client_context("", verify=True)
 
 
 class Proxy:
@@ -134,13 +156,16 @@ class Proxy:
         try:
             self._client = httpx.Client(
                 base_url="http://localhost" if socket else place.url,
-                transport=httpx.HTTPTransport(uds=socket) if socket else None,
+                transport=httpx.HTTPTransport(uds=socket, verify=_trusted(place) or False),
                 timeout=httpx.Timeout(answer_secs, connect=CONNECT_SECS),
                 headers=headers,
                 trust_env=False,  # no HTTP_PROXY between an operator and his proxy
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CannotAsk(f"{place.url} is no URL: {error}; {_WHERE}") from None
+        except OSError as error:
+            why = f"{error.filename or place.certificate}: {error.strerror or error}"
+            raise CannotAsk(f"the certificate of {place.url} can't be read: {why}") from None
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Readers for values with a spelling of their own: sizes, probe endpoints, worker URLs.
+"""Readers for values with a spelling of their own: sizes, probe endpoints, places, worker URLs.
 
 Each takes the value as TOML gave it, returns the value that the schema stores, and raises
 ValueError with a reason. The schema names them in `Meta(extra={"read": …})`; `walk` calls them.
@@ -11,6 +11,8 @@ from typing import Final
 from omni_proxy.config.url import normalize_url
 
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+_MODE: Final = re.compile(r"0?[0-7]{3}")
+_PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
 _UNITS: Final = {
     "": 1,
     "b": 1,
@@ -21,6 +23,12 @@ _UNITS: Final = {
     "mib": 1024**2,
     "gib": 1024**3,
 }
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+# They say where a message ends or who may read it.
+_NOT_FREE = frozenset(
+    ("host", "content-length", "content-type", "transfer-encoding", "connection", "authorization",
+     "upgrade", "expect", "te", "trailer", "keep-alive", "via", "x-forwarded-for")
+)  # fmt: skip
 
 
 def read_size(value: object) -> object:
@@ -50,3 +58,35 @@ def read_worker_url(value: object) -> object:
 def read_network_url(value: object) -> object:
     """For sources other than FILE: sockets of this machine are FILE's to name."""
     return normalize_url(value, allow_unix=False) if isinstance(value, str) else value
+
+
+def read_host(value: object) -> object:
+    """An address or a name; `unix:PATH` for a socket of this machine."""
+    if isinstance(value, str) and value[:5].lower() == "unix:":
+        return normalize_url(value, allow_unix=True)
+    return value
+
+
+def read_listen(value: object) -> object:
+    """`host:port` (an IPv6 address in brackets) or `unix:PATH`; empty is none."""
+    if not isinstance(value, str) or not value or value[:5].lower() == "unix:":
+        return read_host(value)
+    host, port = _PLACE.fullmatch(value.strip()), value.strip().rpartition(":")[2]
+    if host is None or int(port) > 65535:
+        raise ValueError(f'"{value}" is neither "host:port" nor "unix:PATH"')
+    return value.strip()
+
+
+def read_mode(value: object) -> object:
+    if isinstance(value, str) and not _MODE.fullmatch(value):
+        raise ValueError(f'"{value}" is no file mode; write it in octal, as in "0660"')
+    return value
+
+
+def read_header_name(value: object) -> object:
+    """Empty is none."""
+    if not isinstance(value, str) or not value:
+        return value
+    if not _HEADER_NAME.fullmatch(value) or value.lower() in _NOT_FREE:
+        raise ValueError(f'"{value}" can\'t be the name of such a header; "x-request-id" can')
+    return value

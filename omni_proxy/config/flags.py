@@ -13,7 +13,7 @@ import msgspec
 from omni_proxy.config.problem import ConfigError, Problem, shown
 from omni_proxy.config.rules import judge
 from omni_proxy.config.schema import Config, LaunchEntry
-from omni_proxy.config.supported import not_yet, toml
+from omni_proxy.config.supported import toml
 from omni_proxy.config.url import normalize_url
 from omni_proxy.config.walk import walk
 
@@ -38,9 +38,15 @@ FLAGS: Final = {
     "--health-check-endpoint": "health.endpoint",
     "--admin-api-key": "admin.api_key",
     "--log-level": "server.log_level",
+    "--tls-cert": "server.tls_cert",
+    "--tls-key": "server.tls_key",
 }
 # The same flags by the names that later routers gave them.
-ALIASES: Final = {"--eviction-interval": "--eviction-interval-secs"}
+ALIASES: Final = {
+    "--eviction-interval": "--eviction-interval-secs",
+    "--tls-cert": "--tls-cert-path",
+    "--tls-key": "--tls-key-path",
+}
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
 
@@ -93,7 +99,7 @@ def worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
     for text in texts:
         try:
             url = normalize_url(text, allow_unix=False)
-            reason = "is named twice" if url in urls else not_yet("workers.url", url)
+            reason = "is named twice" if url in urls else ""
         except ValueError as error:
             url, reason = text, str(error)
         if reason:

@@ -34,6 +34,7 @@ __all__ = [
     "render_state",
     "settle",
     "with_added",
+    "with_defaults",
     "with_deleted",
     "with_switched",
 ]
@@ -53,6 +54,8 @@ class Desired:
     max_inflight: int
     origin: Origin
     api_key_env: str = ""
+    tls_ca: str = ""
+    tls_verify: bool = True
 
 
 def desired(config: Config, flag_urls: tuple[str, ...], state: State) -> tuple[Desired, ...]:
@@ -61,14 +64,21 @@ def desired(config: Config, flag_urls: tuple[str, ...], state: State) -> tuple[D
     for entry, origin, fingerprint in _named(config, flag_urls):
         if entry.url not in workers and not _buried(state, entry.url, fingerprint):
             switched = _switched(entry, state.switches.get(entry.url, Switch()))
-            workers[entry.url] = _desired(switched, origin, entry.api_key_env)
+            workers[entry.url] = _desired(switched, origin, entry)
     for added in state.workers:
         known = workers.get(added.url)
-        workers[added.url] = (
-            _desired(added, known.origin, known.api_key_env) if known else _desired(added, "api")
-        )
-    default = config.routing.model or None
-    return tuple(replace(worker, model=worker.model or default) for worker in workers.values())
+        workers[added.url] = _desired(added, known.origin if known else "api", known)
+    return tuple(with_defaults(worker, config) for worker in workers.values())
+
+
+def with_defaults(worker: Desired, config: Config) -> Desired:
+    """With what `config` says for all workers that do not say it themselves."""
+    secure = worker.url.startswith("https:") and worker.tls_verify
+    return replace(
+        worker,
+        model=worker.model or config.routing.model or None,
+        tls_ca=worker.tls_ca or config.server.tls_worker_ca if secure else "",
+    )
 
 
 def settle(state: State, config: Config, flag_urls: tuple[str, ...] = ()) -> State:
@@ -151,7 +161,10 @@ def _switched(entry: WorkerEntry, switch: Switch) -> WorkerEntry:
     return structs.replace(entry, **touched)
 
 
-def _desired(entry: WorkerEntry | StateWorker, origin: Origin, api_key_env: str = "") -> Desired:
+def _desired(
+    entry: WorkerEntry | StateWorker, origin: Origin, kept: WorkerEntry | Desired | None
+) -> Desired:
+    """`kept` has what HTTP can't say."""
     return Desired(
         url=entry.url,
         model=entry.model or None,
@@ -160,7 +173,9 @@ def _desired(entry: WorkerEntry | StateWorker, origin: Origin, api_key_env: str 
         weight=entry.weight,
         max_inflight=entry.max_inflight,
         origin=origin,
-        api_key_env=api_key_env,
+        api_key_env=kept.api_key_env if kept else "",
+        tls_ca=kept.tls_ca if kept else "",
+        tls_verify=kept.tls_verify if kept else True,
     )
 
 

@@ -15,6 +15,8 @@ from omni_proxy.config.walk import Finding
 def judge(tables: Mapping[str, Any]) -> Iterator[Finding]:
     launch = tables.get("launch", [])
     yield from _half_a_pair(tables.get("server", {}))
+    yield from _idle_tls(tables)
+    yield from _nothing_to_mend_with(tables.get("weight_sync", {}))
     for index, entry in enumerate(launch):
         yield from _unusable_launch(entry, ("launch", index))
     yield from _said_twice(_launch_names(launch), "group name")
@@ -30,6 +32,30 @@ def _half_a_pair(server: Mapping[str, Any]) -> Iterator[Finding]:
     for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if server.get(given) and not server.get(other):
             yield ("server", given), f"needs {other} beside it", ""
+
+
+def _idle_tls(tables: Mapping[str, Any]) -> Iterator[Finding]:
+    """Keys of TLS that would do nothing: whoever wrote them believes to be safe."""
+    server = tables.get("server", {})
+    if server.get("tls_cert") and server.get("host", "").startswith("unix:"):
+        yield ("server", "tls_cert"), "a Unix socket speaks no TLS", "listen on a port"
+    if server.get("tls_client_ca") and not server.get("tls_cert"):
+        yield ("server", "tls_client_ca"), "needs tls_cert and tls_key beside it", ""
+    for index, entry in enumerate(tables.get("workers", [])):
+        path = ("workers", index)
+        unverified = entry.get("tls_verify") is False
+        chosen = "tls_ca" if entry.get("tls_ca") else "tls_verify" if unverified else ""
+        if chosen and not entry.get("url", "https").startswith("https"):
+            yield (*path, chosen), "is for https workers only", "write its url with https://"
+        elif entry.get("tls_ca") and unverified:
+            yield (*path, "tls_verify"), "is off, so tls_ca does nothing", "drop one of them"
+
+
+def _nothing_to_mend_with(sync: Mapping[str, Any]) -> Iterator[Finding]:
+    policy = sync.get("on_failure", "quarantine")
+    if policy != "quarantine" and sync.get("mode", "off") not in ("receive", "both"):
+        reason = f'"{policy}" needs versions that we keep'
+        yield ("weight_sync", "on_failure"), reason, 'set weight_sync.mode to "receive" or "both"'
 
 
 def _unusable_launch(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:

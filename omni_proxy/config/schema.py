@@ -12,6 +12,10 @@ from msgspec import Meta, Struct
 from omni_proxy.config.capabilities import CAPABILITIES, Capability
 from omni_proxy.config.fields import (
     read_endpoint,
+    read_header_name,
+    read_host,
+    read_listen,
+    read_mode,
     read_network_url,
     read_size,
     read_worker_url,
@@ -29,6 +33,10 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Name = Annotated[str, Meta(min_length=1)]
 Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
 WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
+Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
+Listen = Annotated[str, Meta(extra={"read": read_listen})]
+HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
+Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
 
 PolicyName = Literal[
@@ -66,13 +74,18 @@ class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Loopback unless the operator opens it.
-    host: Name = "127.0.0.1"
+    host: Host = "127.0.0.1"
     # 0 takes any free port; the chosen one is logged.
     port: Annotated[int, Meta(ge=0, le=65535)] = 30000
+    # Who may connect to a Unix socket that is listened on: the permissions of its file.
+    unix_mode: Mode = "0660"
     # Door processes that share the port; 0 is one per core.
     processes: Annotated[int, Meta(ge=0, le=1024)] = 1
     # Bytes of a request body; a larger one gets 413. Room for video in a JSON body.
     max_payload_size: Size = 512 * 1024 * 1024
+    # Bytes of request bodies in our memory at a time, those that came with their head aside; past
+    # it 503 with Retry-After.
+    max_held_bytes: Size = 2 * 1024 * 1024 * 1024
     # A whole exchange that does not stream; 0 is none.
     request_timeout_secs: Duration = 1800.0
     # Requests in flight over the whole fleet; 0 is no bound, past it 503 with Retry-After.
@@ -84,6 +97,16 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # A client's FIN before its answer: `abort` frees the worker, `answer` serves clients that
     # close their sending side early.
     half_close: Literal["abort", "answer"] = "abort"
+    # X-Forwarded-For, -Proto, -Host and Via: `append` trusts who came before us, `replace` drops
+    # what clients claim, `off` passes on what came and adds nothing.
+    forwarded: Literal["append", "replace", "off"] = "off"
+    # The field that carries a request's id to the worker and back; made where a client sends none.
+    # Empty: what came is passed on.
+    request_id_header: HeaderName = ""
+    # Every connection begins with the PROXY protocol, version 1 or 2; its address is the client's.
+    proxy_protocol: bool = False
+    # A comment for whoever waits for a stream that has not begun: so often, 0 is never.
+    sse_keepalive_secs: Duration = 0.0
     # After SIGTERM: what is in flight gets so long, then it is cut.
     drain_timeout_secs: Duration = 120.0
     # Head start for balancers that poll /ready: it is off so long before draining begins.
@@ -100,9 +123,15 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: bool = True
     # true: token counts are read out of the last piece of each answer that tells its `usage`.
     usage_metrics: bool = False
-    # PEM files; both or none.
+    # PEM files; both or none. Renewed files are taken without a change of FILE.
     tls_cert: str = ""
     tls_key: str = ""
+    # Set: clients show certificates that one of these authorities has signed.
+    tls_client_ca: str = ""
+    # false: a client may come without one; a wrong one is refused all the same.
+    tls_client_require: bool = True
+    # Who vouches for https workers that name no authorities of their own; empty is the system's.
+    tls_worker_ca: str = ""
     timeouts: Timeouts = Timeouts()
 
 
@@ -191,7 +220,7 @@ class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Set: whatever changes something needs it as a bearer token.
     api_key: str = ""
     # "host:port" or "unix:PATH": control routes answer there only.
-    listen: str = ""
+    listen: Listen = ""
     # false: that listener asks for no key.
     listen_key: bool = True
     # One weight update at a time: the next one waits so long, then 503.
@@ -243,6 +272,10 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_inflight: Count = 0
     # Environment variable with the bearer key for this worker. A name, so that FILE holds no key.
     api_key_env: str = ""
+    # For https: PEM file of the authorities that vouch for it; empty is server.tls_worker_ca.
+    tls_ca: str = ""
+    # false: whoever answers at its address is believed to be it, and gets its requests and key.
+    tls_verify: bool = True
 
 
 class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

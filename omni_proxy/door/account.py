@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from random import getrandbits
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,8 @@ from omni_proxy.fleet.version import UNKNOWN
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.table import Route
+from omni_proxy.wire.head import RequestHead
+from omni_proxy.wire.stamps import Stamps
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
@@ -31,10 +34,11 @@ class Exchange:
 
     __slots__ = (
         "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "connect_secs",
-        "dialled_at", "ended_at", "ended_by", "error", "first_at", "head_at", "idempotency_key",
-        "last_worker", "longest_gap", "method", "need", "outcome", "own_secs", "phase", "pieces",
-        "policy", "queued_secs", "relayed", "request_id", "route", "started_at", "status", "stream",
-        "tail", "target", "trial", "tried", "version", "wait_at", "worker", "worker_seen",
+        "dialled_at", "ended_at", "ended_by", "error", "first_at", "head_at", "id_line",
+        "idempotency_key", "last_worker", "longest_gap", "method", "need", "outcome", "own_secs",
+        "phase", "pieces", "policy", "queued_secs", "relayed", "request_id", "route", "started_at",
+        "status", "stream", "tail", "target", "trial", "tried", "version", "wait_at", "worker",
+        "worker_seen",
     )  # fmt: skip
 
     def __init__(self, now: float, client: str) -> None:
@@ -45,6 +49,7 @@ class Exchange:
         self.method = "-"  # until the head could be read
         self.target = "-"
         self.request_id = ""
+        self.id_line = b""  # the field that carries it in heads, where one was asked for
         self.idempotency_key = False
         self.route: Route | None = None
         self.need: Need | None = None
@@ -103,6 +108,18 @@ class Exchange:
         """Say how it ended and where; the first word stands."""
         if not self.outcome:
             self.outcome, self.ended_by, self.error, self.phase = outcome, by, error, phase
+
+
+def new_id() -> str:
+    return f"{getrandbits(128):032x}"
+
+
+def stamp(stamps: Stamps, mine: Exchange, head: RequestHead) -> None:
+    """The client's address and the request's id into the lines that go on, as configured."""
+    head.lines += stamps.peer_line(mine.client)
+    if stamps.id_name:
+        head.lines = stamps.with_id(head.lines, mine.request_id)
+        mine.id_line = stamps.id_line(mine.request_id)
 
 
 def settle(door: Door, exchange: Exchange, phase: str) -> None:

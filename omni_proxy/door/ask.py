@@ -6,20 +6,23 @@ try again. A connection that was kept idle and broke without a byte is redialled
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import Expired, pause
 from omni_proxy.door.upstream import PIECE_BYTES, Lane
 from omni_proxy.wire.answer import Answer, UpstreamGarbage, find_answer_end
+from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
+    from omni_proxy.door.upload import Upload
 
 JOIN_BYTES: Final = 4096  # below this, joining head and body beats a second buffer
 
@@ -43,16 +46,15 @@ class _Broke(Exception):
         self.silent = silent  # not one byte had come
 
 
-@dataclass(slots=True)
-class First:
+class First(msgspec.Struct, gc=False):
     """The head of an answer, and what came along of its body, already fed to it."""
 
     lane: Lane
     up: Conn
     answer: Answer
     piece: bytes
-    all_sent: bool
     bodiless: bool  # it ended with its head
+    all_sent: bool = True
 
 
 async def ask(
@@ -62,7 +64,8 @@ async def ask(
     lane, lines, body = way
     may_redial = True
     while True:
-        up = lane.take(conn)
+        # For a body that streams a new one: an idle one that is dead could cost it.
+        up = lane.take(conn) if conn.upload is None else None
         reused = up is not None
         if up is None:
             before = conn.pump.now
@@ -71,7 +74,8 @@ async def ask(
         conn.upstream = up
         mine.dialled_at = conn.pump.now
         try:
-            return await _ask_on(conn, head, lane, up, _framed(lane, lines, head, body))
+            request = _framed(conn, lane, lines, head, body)
+            return await _ask_on(conn, head, lane, up, request)
         except _Broke as broke:
             _give_up(conn)
             if reused and broke.silent and may_redial:
@@ -81,8 +85,13 @@ async def ask(
         except UpstreamGarbage as garbage:
             _give_up(conn)
             raise TryFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
+        except Refusal:  # of the rest of the body
+            _give_up(conn)
+            raise
         except Expired as expired:
             _give_up(conn)
+            if conn.phase == "body":  # that was the client
+                raise
             error = f"ReadTimeout: no answer's head in time (phase {expired})"
             raise TryFailed("response_timeout", error, 504) from None
 
@@ -93,8 +102,12 @@ def _give_up(conn: Connection) -> None:
         up.close()
 
 
-def _framed(lane: Lane, lines: bytes, head: RequestHead, body: bytes) -> list[bytes]:
+def _framed(
+    conn: Connection, lane: Lane, lines: bytes, head: RequestHead, body: bytes
+) -> list[bytes]:
     """The one framing writer: whatever came in, a plain length goes out."""
+    if conn.upload is not None:
+        return [conn.upload.begin(lines + lane.host_line)]
     if body or head.length or head.method in (b"POST", b"PUT", b"PATCH"):
         top = b"%b%bcontent-length: %d\r\n\r\n" % (lines, lane.host_line, len(body))
     else:
@@ -115,17 +128,23 @@ async def _dial(conn: Connection, lane: Lane) -> Conn:
 async def _ask_on(
     conn: Connection, head: RequestHead, lane: Lane, up: Conn, request: list[bytes]
 ) -> First:
-    limit = conn.door.limits.response_head if lane is not conn.door.front else inf
+    limit = inf if lane.to_front else conn.door.limits.response_head
     conn.clock("send", limit)
     conn.phase = "wait"
     all_sent = _begin(conn, up, request)
     if not all_sent:
         all_sent = await _send_rest(conn, up, request)
         conn.clock("wait", limit)
+    upload = conn.upload if all_sent else None
     buffer = b""
     while True:
+        if upload is not None and not up.speaks():  # not even where all that came was interim
+            upload = None if await _pour(conn, upload, up) else upload
         if conn.waits_for(up):
-            await pause()
+            if conn.comments is None:
+                await pause()
+            else:
+                await conn.comments.for_head(up)
         try:
             piece = up.read(PIECE_BYTES)
         except OSError as error:
@@ -135,40 +154,55 @@ async def _ask_on(
         if not piece:
             raise _Broke("the worker closed without an answer", silent=not buffer)
         buffer = buffer + piece if buffer else piece
-        end = find_answer_end(buffer)
-        while end:
-            to_head = head.method == b"HEAD"
-            answer = conn.door.answers.read(buffer[:end], to_head=to_head)
-            buffer = buffer[end:]
-            if answer.status >= 200:
-                return _first(lane, up, answer, buffer, all_sent=all_sent)
-            if answer.status == 101:
-                raise UpstreamGarbage("an upgrade that nobody asked for")
-            end = find_answer_end(buffer) if buffer else 0
+        found = _first_in(conn, head, lane, up, buffer)
+        if isinstance(found, First):
+            found.all_sent = all_sent and upload is None and not up.late
+            return found
+        buffer = found
 
 
-def _first(lane: Lane, up: Conn, answer: Answer, came: bytes, *, all_sent: bool) -> First:
-    bodiless = answer.whole
-    if bodiless:
-        answer.excess = bool(came)  # nobody's: handed on, it could be taken for an answer
-        came = b""
-    elif came:
-        came = answer.feed(came)
-    return First(lane, up, answer, came, all_sent, bodiless)
+async def _pour(conn: Connection, upload: Upload, up: Conn) -> bool:
+    """The body that streams; False as `Upload.pour` has it."""
+    all_sent = await upload.pour(up)
+    conn.clock("wait", conn.door.limits.response_head)
+    return all_sent
+
+
+def _first_in(
+    conn: Connection, head: RequestHead, lane: Lane, up: Conn, came: bytes
+) -> First | bytes:
+    """The final answer in what came, or what is left of it behind the heads of interim ones."""
+    while end := find_answer_end(came):
+        answer = conn.door.answers.read(came[:end], to_head=head.method == b"HEAD")
+        came = came[end:]
+        if answer.status >= 200:
+            bodiless = answer.whole
+            if bodiless:
+                answer.excess = bool(came)  # nobody's: handed on, it could be taken for an answer
+                came = b""
+            elif came:
+                came = answer.feed(came)
+            return First(lane, up, answer, came, bodiless)
+        if answer.status == 101:
+            raise UpstreamGarbage("an upgrade that nobody asked for")
+    return came
 
 
 def _begin(conn: Connection, up: Conn, request: list[bytes]) -> bool:
     """As `_send`; what the request took until now, within its batch, was our own time."""
-    all_sent = _send(up, request)
+    all_sent = _send(up, request, late=conn.upload is None)
     if conn.exchange is not None:
         conn.exchange.own_secs += monotonic() - conn.pump.now
     return all_sent
 
 
-def _send(up: Conn, request: list[bytes]) -> bool:
-    """Whether all of it went at once; what did not stays in `request`."""
+def _send(up: Conn, request: list[bytes], *, late: bool) -> bool:
+    """Whether all of it went, or soon will; what did not stays in `request`."""
+    if late and len(request) == 1:
+        up.put(request[0])
+        return True
     try:
-        sent = up.send(request[0]) if len(request) == 1 else up.sock.sendmsg(request)
+        sent = up.sendmsg(request)
     except BlockingIOError:
         return False
     except OSError:
@@ -185,7 +219,7 @@ async def _send_rest(conn: Connection, up: Conn, request: list[bytes]) -> bool:
     conn.phase = "send"
     view = memoryview(b"".join(request))
     while view:
-        if up.hot:
+        if up.speaks():
             return False
         conn.awaits = up
         await pause()

@@ -30,13 +30,16 @@ _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 class Conn:
     """A socket in the epoll set, a client's or a worker's; nothing else touches its socket.
 
-    `hot`: there may be bytes to read. `ended`: the peer has closed or broken its side.
+    `hot`: there may be bytes to read. `ended`: the peer has closed or broken its side. `late`: what
+    `put` has taken and nobody has sent yet; `send` itself must not be used before that has left.
     """
 
     __slots__ = (
-        "closed", "ended", "fd", "hot", "idle_since", "on_idle_news", "pump", "recv", "send",
-        "sock", "task",
+        "closed", "ended", "fd", "hot", "idle_since", "late", "on_idle_news", "pump", "recv",
+        "send", "sock", "task",
     )  # fmt: skip
+
+    secure = False  # its bytes are sealed on the wire
 
     def __init__(self, pump: Pump, sock: socket.socket, task: Task | None) -> None:
         self.pump = pump
@@ -47,6 +50,7 @@ class Conn:
         self.hot = False
         self.ended = False
         self.closed = False
+        self.late = b""
         self.task = task
         self.idle_since = 0.0
         self.on_idle_news: Callable[[Conn], None] | None = None
@@ -57,6 +61,8 @@ class Conn:
             self.hot = True
             if mask & LEFT:
                 self.ended = True
+        if self.late:
+            self.send_late()
         task = self.task
         if task is None:
             if mask & NEWS and self.on_idle_news is not None:
@@ -65,6 +71,33 @@ class Conn:
             task.step()
         elif mask & LEFT and self is task.client and task.counts_as_gone(mask):
             task.throw(Gone())
+
+    def put(self, piece: bytes) -> None:
+        """Have it leave with the end of this turn of the pump, together with everybody else's.
+
+        A peer that is woken finds all that there is for it, and is woken once: 15 us less for each
+        request. What it does not take then stays here.
+        """
+        if self.late:
+            self.late += piece
+            return
+        self.late = piece
+        self.pump.put(self)
+
+    def send_late(self) -> None:
+        """As much of it as the peer takes now. A broken peer is told of by the next read."""
+        if not self.late:
+            return
+        try:
+            self.late = self.late[self.send(self.late) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.late = b""
+            self.hot = self.ended = True
+            task = self.task
+            if task is not None and (task.awaits is self or task.awaits is EITHER):
+                self.pump.resume(task)
 
     def read(self, size: int) -> bytes | None:
         """What is there: None for nothing yet, b"" for the peer's end. Raises OSError."""
@@ -77,10 +110,32 @@ class Conn:
         self.hot = len(piece) == size or self.ended
         return piece
 
+    def sendmsg(self, pieces: list[bytes]) -> int:
+        """As one `send` of all of them."""
+        return self.sock.sendmsg(pieces)
+
+    def speaks(self) -> bool:
+        """Whether its peer has said something, or has left, that is still to be read."""
+        return self.hot
+
+    def end_sending(self) -> None:
+        """Say that nothing more will come from us; what comes may still be read. Raises OSError."""
+        self.sock.shutdown(socket.SHUT_WR)
+
+    def peek(self, size: int) -> bytes | None:
+        """As `read`, and all of it stays to be read. Raises OSError."""
+        try:
+            return self.recv(size, socket.MSG_PEEK)
+        except BlockingIOError:
+            self.hot = False
+            return None
+
     def close(self, *, reset: bool = False) -> None:
         """Leave the set now; the socket itself is closed after the batch."""
         if not self.closed:
             self.closed = True
+            if self.late and not reset:
+                self.send_late()
             if reset:
                 with contextlib.suppress(OSError):
                     self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Final
 
 from omni_proxy.control.routes import TOPPED
 from omni_proxy.door import exchange as exchanges
-from omni_proxy.door.account import Exchange, diagnostics, settle
+from omni_proxy.door.account import Exchange, diagnostics, new_id, settle
 from omni_proxy.door.conn import CUT, LEFT, Conn
+from omni_proxy.door.introduction import introduce
 from omni_proxy.door.task import Expired, Gone, Task, pause
 from omni_proxy.door.upstream import PIECE_BYTES
-from omni_proxy.wire.chunked import ChunkedBody
 from omni_proxy.wire.errors import Refusal, answer
-from omni_proxy.wire.head import CHUNKED, RequestHead, find_end
+from omni_proxy.wire.head import RequestHead, find_end
 
 if TYPE_CHECKING:
+    from omni_proxy.door.comments import Comments
     from omni_proxy.door.core import Door
+    from omni_proxy.door.upload import Upload
 
-BODY_PIECE_BYTES: Final = 262144
+LINGER_PIECE_BYTES: Final = 262144
 LINGER_SECS: Final = 2.0
 LINGER_BYTES: Final = 16 * 1024 * 1024
 
@@ -32,9 +34,13 @@ LINGER_BYTES: Final = 16 * 1024 * 1024
 class Connection(Task):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
-    __slots__ = ("deadline", "door", "exchange", "peer", "rest", "turn_at", "upstream")
+    __slots__ = (
+        "comments", "deadline", "door", "exchange", "held_bytes", "introduced", "peer", "rest",
+        "turn_at", "upload", "upstream",
+    )  # fmt: skip
 
     client: Conn
+    front_only = False  # whatever comes goes to the control routes
 
     def __init__(self, door: Door, sock: socket.socket, peer: str) -> None:
         super().__init__(door.pump)
@@ -46,6 +52,10 @@ class Connection(Task):
         self.deadline = inf  # of the whole exchange, whatever phase it is in
         self.turn_at = self.pump.now  # when the present request's first byte came
         self.rest = b""  # read from the client, not yet consumed
+        self.upload: Upload | None = None  # a body that streams to its worker
+        self.comments: Comments | None = None  # where a stream is awaited, and they are asked for
+        self.held_bytes = 0  # of the bodies that all connections hold, ours
+        self.introduced = self.front_only or not door.config.server.proxy_protocol
 
     def counts_as_gone(self, mask: int) -> bool:
         return bool(mask & (LEFT if self.door.half_close_aborts else CUT))
@@ -53,11 +63,15 @@ class Connection(Task):
     def clock(self, phase: str, secs: float) -> None:
         """Enter a phase that may last `secs`."""
         self.phase = phase
-        self.due = min(self.pump.now + secs, self.deadline)
+        due = self.pump.now + secs
+        # min() would cost as much as all the rest of this.
+        self.due = due if due < self.deadline else self.deadline  # noqa: FURB136
 
     async def serve(self) -> None:
         """One exchange after the other. In one frame on purpose: each more costs every event."""
         try:
+            if not self.introduced:
+                await introduce(self)
             keep = True
             while keep:
                 self.deadline = inf
@@ -70,7 +84,8 @@ class Connection(Task):
                     return
                 mine = self.exchange = Exchange(self.turn_at, self.peer)
                 try:
-                    keep = await exchanges.answer(self, mine, self.door.requests.judge(raw))
+                    known = self.door.requests[self.client.secure]
+                    keep = await exchanges.answer(self, mine, known.judge(raw))
                 except (Refusal, Expired) as error:
                     keep = await self._refuse(mine, error)
                 except Gone:
@@ -83,6 +98,8 @@ class Connection(Task):
         except (Gone, OSError):
             pass  # whoever would be told is not there any more
         finally:
+            if self.held_bytes:
+                self.let_go()
             if self.upstream is not None:
                 self.upstream.close()
             self.client.close()
@@ -94,9 +111,9 @@ class Connection(Task):
         buffer = self.rest.lstrip(b"\r\n")  # RFC 9112 2.2: empty lines before a request
         self.turn_at = self.pump.now
         searched = 0
-        if self.door.draining and not buffer:
-            return None
         while True:
+            if self.door.draining and not (buffer or client.late):
+                return None
             if buffer:
                 end = find_end(buffer, searched)
                 if end:
@@ -129,43 +146,10 @@ class Connection(Task):
         mine.body_at = self.pump.now
         return body
 
-    async def read_body(self, mine: Exchange, head: RequestHead, limit: int) -> bytes:
-        """A body that is still coming, unchunked. Raises Refusal 413 and 400, Expired, Gone."""
-        if head.expects_continue and not self.rest:
-            await self.write(self.client, b"HTTP/1.1 100 Continue\r\n\r\n")
-        if head.length == CHUNKED:
-            body = await self._read_chunked(limit)
-        else:
-            body = await self._read_counted(head.length)
-        mine.bytes_in = len(body)
-        mine.body_at = self.pump.now
-        return body
-
-    async def _read_counted(self, length: int) -> bytes:
-        body = bytearray(self.rest)
-        while len(body) < length:
-            body += await self._body_piece()
-        self.rest = bytes(body[length:])
-        del body[length:]
-        return bytes(body)
-
-    async def _read_chunked(self, limit: int) -> bytes:
-        body = ChunkedBody(limit)
-        body.feed(self.rest)
-        while not body.whole:
-            body.feed(await self._body_piece())
-        self.rest = body.rest
-        return b"".join(body.payload)
-
-    async def _body_piece(self) -> bytes:
-        self.clock("body", self.door.limits.client_body)
-        try:
-            piece = await self.more(self.client, BODY_PIECE_BYTES)
-        except OSError:
-            raise Gone from None
-        if not piece:
-            raise Gone
-        return piece
+    def let_go(self) -> None:
+        """The bodies that were held for the present exchange are needed no more."""
+        self.door.held_bytes -= self.held_bytes
+        self.held_bytes = 0
 
     async def more(self, conn: Conn, size: int = PIECE_BYTES) -> bytes:
         """What comes next; b"" at the peer's end. Raises OSError for a broken connection."""
@@ -178,6 +162,11 @@ class Connection(Task):
 
     async def write(self, conn: Conn, piece: bytes) -> None:
         """All of it; a peer that does not read makes us wait, under the present clock."""
+        while conn.late:
+            conn.send_late()
+            if conn.late:
+                self.awaits = conn
+                await pause()
         try:
             sent = conn.send(piece)
         except BlockingIOError:
@@ -210,13 +199,22 @@ class Connection(Task):
         refusal = error if isinstance(error, Refusal) else _late(str(error))
         if mine.route is None and mine.target.partition("?")[0] in TOPPED:
             refusal.topped()
-        worker_lines = diagnostics(mine) if mine.attempts else b""
+        worker_lines = (diagnostics(mine) if mine.attempts else b"") + self._id_line(mine)
         mine.status = refusal.status
-        outcome = "upstream_error" if mine.attempts else "refused"
+        outcome = "upstream_error" if mine.attempts and refusal.status >= 500 else "refused"
+        comments, self.comments = self.comments, None
+        if comments is not None and comments.begun:
+            comments.refuse(refusal)
+            return False
         mine.end(outcome, _whose(refusal), str(refusal.code), phase=self.phase)
         if mine.relayed:
             return False
-        keep = not refusal.close and not self.door.draining
+        if self.held_bytes:
+            error.__traceback__ = error.__context__ = None  # their frames keep the body
+            self.let_go()
+        unread = self.upload is not None and not self.upload.whole
+        keep = not refusal.close and not unread and not self.door.draining
+        self.upload = None
         body = refusal.body()
         reply = answer(refusal.status, body, refusal.headers, close=not keep)
         if worker_lines:
@@ -228,17 +226,25 @@ class Connection(Task):
         await self.write(self.client, reply)
         mine.bytes_out += len(body)
         if not keep:
-            await self._linger()
+            await self.linger()
         return keep
 
-    async def _linger(self) -> None:
+    def _id_line(self, mine: Exchange) -> bytes:
+        """Of a request that may have been refused before it got an id."""
+        stamps = self.door.stamps
+        if stamps is None or not stamps.id_name:
+            return b""
+        mine.request_id = mine.request_id or new_id()
+        return stamps.id_line(mine.request_id)
+
+    async def linger(self) -> None:
         """Read on for a moment: closing on unread bytes would reset the answer away."""
-        self.client.sock.shutdown(socket.SHUT_WR)
+        self.client.end_sending()
         self.clock("linger", LINGER_SECS)
         left = LINGER_BYTES
         try:
             while left > 0:
-                piece = await self.more(self.client, BODY_PIECE_BYTES)
+                piece = await self.more(self.client, LINGER_PIECE_BYTES)
                 if not piece:
                     break
                 left -= len(piece)

@@ -10,32 +10,36 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import trio
 
-from omni_proxy.config.schema import Config
+from omni_proxy.config.schema import Config, Routing
 from omni_proxy.door import clocks
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.connection import Connection
+from omni_proxy.door.entrances import Entrances
 from omni_proxy.door.holding import Holding
 from omni_proxy.door.limits import limits_of
-from omni_proxy.door.listener import Listener, open_socket
+from omni_proxy.door.listener import Listener
 from omni_proxy.door.pump import Pump
 from omni_proxy.door.queue import Queue
 from omni_proxy.door.task import Gone
 from omni_proxy.door.timers import Timers
-from omni_proxy.door.upstream import Lane
+from omni_proxy.door.upload import too_much_held
+from omni_proxy.door.upstream import FrontLane, Lane, lane_to
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
+from omni_proxy.wire.stamps import Stamps
 from omni_proxy.wire.template import AnswerTemplates, RequestTemplates
 
 _log = logging.getLogger(__name__)
 
 SHOWN_CONNECTIONS = 100
+ADMIN_HOST = "admin"  # the Host of requests that came by the [admin] listener: see `front.auth`
 
 
 class LineSink(Protocol):
@@ -56,14 +60,19 @@ class Door:
     def __init__(self, fleet: Fleet, config: Config, *, front_socket: str, below: Below) -> None:
         self.pump = Pump()
         self.fleet = fleet
-        self.front = Lane(self.pump, front_socket, "front")
+        # The front tells them apart by the Host, which nobody but we can write.
+        self.front: FrontLane = FrontLane(self.pump, front_socket, "front")
+        self.admin_front: FrontLane = FrontLane(self.pump, front_socket, ADMIN_HOST)
         self.draining = False
-        self.held = False  # the port is taken, yet nobody is let in
         self.in_flight = 0
         self.peak_in_flight = 0
         self.rejected = 0
+        self.held_bytes = 0  # of request bodies, see door.upload
+        self.port_elsewhere = False  # others open the sockets that we listen on
         self.accepted = 0
-        self.ended: Counter[str] = Counter()
+        self.failed_handshakes = 0  # of TLS
+        self.failed_introductions = 0  # that were no PROXY protocol
+        self.ended: defaultdict[str, int] = defaultdict(int)
         self.across_versions = 0  # answers whose worker got other weights meanwhile
         self.queue = Queue(self)
         self.holding = Holding(self)
@@ -73,10 +82,11 @@ class Door:
         self.route_log: LineSink | None = None
         self.meters: Meters | None = None
         self.below = below  # chance, for policies and for pauses
-        self.requests = RequestTemplates()
+        self.stamps: Stamps | None = None
+        self.requests = (RequestTemplates(), RequestTemplates())  # plain, and over TLS
         self.answers = AnswerTemplates()
         self._lanes: dict[Worker, Lane] = {}
-        self._listeners: list[Listener] = []
+        self.entrances = Entrances(self)
         self.policy: Policy = build(config.routing, below, self.pump.now)
         self._take(config)
         fleet.watch(self._follow_fleet)
@@ -85,46 +95,41 @@ class Door:
     def _take(self, config: Config) -> None:
         self.config = config
         self.limits = limits_of(config)
+        self._stamp(
+            Stamps(config.server.forwarded, config.server.request_id_header.lower().encode())
+        )
         self.half_close_aborts = config.server.half_close == "abort"
         self.access_json = config.server.log_format == "json"
         self.keeps_tail = config.server.metrics and config.server.usage_metrics
         if not self.policy.tune(config.routing):
-            self.policy = build(config.routing, self.below, self.pump.now, self.policy)
+            self.policy = self.build_policy(config.routing)
         self.queue.serve(changed=True)
 
+    def build_policy(self, routing: Routing) -> Policy:
+        """What of the present one still serves lives on in it."""
+        return build(routing, self.below, self.pump.now, self.policy)
+
     def prepare(self, new: Config) -> Callable[[], None]:
-        """Open what `new` needs; the result puts it in force. Raises OSError, changing nothing."""
-        now = self.config.server
-        moved = (new.server.host, new.server.port) != (now.host, now.port) or not self._listeners
-        wanted = moved and not self.draining  # a reload does not open what a drain has closed
-        sock = None
-        if wanted:
-            sock = open_socket(new.server.host, new.server.port, listening=not self.held)
+        """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,
+        changing nothing."""
+        # A reload does not open what a drain has closed.
+        enter = self.entrances.prepare(new, opens=not (self.draining or self.port_elsewhere))
 
         def commit() -> None:
             self._take(new)
-            if sock is not None:
-                self._move_to(sock)
+            enter()
 
         return commit
 
-    def _move_to(self, sock: socket.socket) -> None:
-        """The new listener is open before the old one closes; its connections live on."""
-        old, self._listeners = self._listeners, [Listener(self.pump, sock, self._welcome)]
-        for listener in old:
-            listener.close()
-        self.pump.settle()
-        if not self.held:
-            _log.info("listening on http://%s", self._listeners[0].address)
-
     def open(self) -> None:
-        """Let them in where `held` kept them out. Raises OSError."""
-        self.held = False
-        for listener in self._listeners:
-            listener.listen()
-            _log.info("listening on http://%s", listener.address)
+        """Let them in where `entrances.held` kept them out. Raises OSError."""
+        self.entrances.open()
 
-    def _welcome(self, sock: socket.socket, peer: str) -> None:
+    def listen_on(self, socks: Sequence[socket.socket], *, admin: bool = False) -> None:
+        """Accept on these, which were opened elsewhere, and on no others."""
+        self.entrances.listen_on(socks, admin=admin)
+
+    def welcome(self, sock: socket.socket, peer: str) -> None:
         self.accepted += 1
         Connection(self, sock, peer).start()
 
@@ -135,20 +140,30 @@ class Door:
                 await nursery.start(self.pump.run)
                 nursery.start_soon(self.timers.run)
                 nursery.start_soon(clocks.run, self.pump, self._sweep)
+                nursery.start_soon(self.entrances.certificates.run)
                 task_status.started()
         finally:
-            self._close_listeners()
-            for lane in (self.front, *self._lanes.values()):
+            self.entrances.close()
+            for lane in (self.front, self.admin_front, *self._lanes.values()):
                 lane.close()
             self.pump.settle()
 
     def lane(self, worker: Worker) -> Lane:
         lane = self._lanes.get(worker)
         if lane is None:
-            host = "localhost" if isinstance(worker.address, str) else worker.display_id
-            lane = self._lanes[worker] = Lane(self.pump, worker.address, host)
+            lane = self._lanes[worker] = lane_to(self.pump, worker)
         lane.address = worker.address  # a name may resolve anew
         return lane
+
+    def _stamp(self, stamps: Stamps) -> None:
+        """What was remembered of heads goes where they are to be written in another way."""
+        wanted = stamps or None
+        if wanted != self.stamps:
+            self.stamps = wanted
+            self.requests = (
+                RequestTemplates(wanted),
+                RequestTemplates(wanted, secure=True),
+            )
 
     def has_slot(self) -> bool:
         bound = self.config.server.max_inflight
@@ -165,12 +180,19 @@ class Door:
             mine.admitted = False
             self.in_flight -= 1
 
+    def check_room(self, body_bytes: int) -> None:
+        """Raises Refusal 503 where so much more of bodies may not be held."""
+        if self.held_bytes + body_bytes > self.limits.held:
+            self.rejected += 1
+            raise too_much_held()
+
     def begin_drain(self) -> None:
         """No new connection; idle ones close now, the others after the answer they wait for."""
         self.draining = True
-        self._close_listeners()
+        self.entrances.close()
         for task in [task for task in self.pump.tasks if task.phase == "idle"]:
-            task.throw(Gone())
+            if task.client is None or not task.client.late:
+                task.throw(Gone())
         self.pump.settle()
 
     async def drained(self) -> None:
@@ -186,6 +208,7 @@ class Door:
             "rejected_total": self.rejected,
             "waiting": self.queue.waiting,
             "peak_waiting": self.queue.peak_waiting,
+            "held_bytes": self.held_bytes,
         }
 
     def counts(self) -> dict[str, object]:
@@ -195,28 +218,35 @@ class Door:
             "connections": len(self.pump.tasks),
             "ended": dict(self.ended),
             "failures": self.pump.failures,
+            "failed_tls_handshakes": self.failed_handshakes,
+            "failed_proxy_introductions": self.failed_introductions,
             "answers_across_versions": self.across_versions,
         }
 
+    def public_listener(self) -> Listener | None:
+        """That of [server] host and port, while there is one."""
+        return self.entrances.public()
+
     def addresses(self) -> list[str]:
-        return [listener.address for listener in self._listeners]
+        return self.entrances.addresses()
 
     def status(self) -> dict[str, object]:
         tasks = self.pump.tasks
         oldest = sorted(tasks, key=lambda task: task.began)[:SHOWN_CONNECTIONS]
         return {
             "draining": self.draining,
+            "tls": self.entrances.certificates.status(),
             **self.counts(),
             "phases": dict(Counter(task.phase for task in tasks)),
             **self.admission(),
             "voice_owner": self.voice_owner or None,
             "policy": {"name": self.policy.name, **self.policy.facts()},
             "oldest_connections": [
-                self._shown(task) for task in oldest if isinstance(task, Connection)
+                self.shown(task) for task in oldest if isinstance(task, Connection)
             ],
         }
 
-    def _shown(self, conn: Connection) -> dict[str, object]:
+    def shown(self, conn: Connection) -> dict[str, object]:
         mine = conn.exchange
         return {
             "peer": conn.peer,
@@ -228,8 +258,10 @@ class Door:
 
     def _follow_fleet(self) -> None:
         workers = set(self.fleet.workers)
-        for worker in [worker for worker in self._lanes if worker not in workers]:
-            self._lanes.pop(worker).close()
+        for worker, lane in list(self._lanes.items()):
+            if worker not in workers or not lane.suits(worker):
+                lane.close()
+                del self._lanes[worker]
         if self.voice_owner and self.fleet.find(self.voice_owner) is None:
             _log.warning("the worker that kept the uploaded voices is gone: %s", self.voice_owner)
             self.voice_owner = ""
@@ -244,12 +276,7 @@ class Door:
     def _sweep(self) -> None:
         self.policy.tend(self.pump.now)
         self.front.sweep()
+        self.admin_front.sweep()
         for lane in self._lanes.values():
             lane.sweep()
-        for listener in self._listeners:
-            listener.sweep()
-
-    def _close_listeners(self) -> None:
-        for listener in self._listeners:
-            listener.close()
-        self._listeners = []
+        self.entrances.sweep()

@@ -10,21 +10,24 @@ from __future__ import annotations
 import os
 from collections.abc import Coroutine
 from math import inf
-from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from omni_proxy.door import speech
-from omni_proxy.door.account import Exchange, report
+from omni_proxy.door.account import Exchange, new_id, report, stamp
 from omni_proxy.door.ask import TryFailed, ask
+from omni_proxy.door.comments import Comments
 from omni_proxy.door.relay import relay
 from omni_proxy.door.task import Gone
 from omni_proxy.door.tries import Tries
+from omni_proxy.door.upload import Upload
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import inspect
+from omni_proxy.routing.early import known_early
+from omni_proxy.routing.inspect import Need, inspect
 from omni_proxy.routing.keys import routing_key
+from omni_proxy.routing.large import LARGE_BYTES
 from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.pick import choose
-from omni_proxy.routing.table import Place, WrongMethod, match
+from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
 
@@ -40,6 +43,10 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     """
     mine.head_at = conn.pump.now
     mine.method, mine.target, path = head.words
+    if conn.door.stamps is not None:
+        mine.request_id = head.request_id.decode("latin-1")  # for a refusal, too
+    if conn.front_only:
+        return _by_front(conn, mine, head)
     try:
         route = match(mine.method, path)
     except WrongMethod as wrong:
@@ -75,29 +82,66 @@ def _admitted(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[
 
 
 async def _when_read(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
-    limit = conn.door.limits.max_body
+    upload = await _begun(conn, mine, head, conn.door.limits.max_body)
+    may_stream = head.length > LARGE_BYTES or not await upload.hold(LARGE_BYTES)
+    need = _known(conn, mine, head, upload) if may_stream else None
+    if need is None and may_stream and not await upload.hold(LARGE_BYTES):
+        need = _known(conn, mine, head, upload)
+    if need is not None:
+        return await _streamed(conn, mine, head, need)
+    await upload.hold_all()
     # No name for the body: this frame lives as long as the answer, and would keep it.
-    return await _inspected(conn, mine, head, await conn.read_body(mine, head, limit))
+    return await _inspected(conn, mine, head, upload.take())
+
+
+async def _begun(conn: Connection, mine: Exchange, head: RequestHead, limit: int) -> Upload:
+    if head.expects_continue and not conn.rest:
+        await conn.write(conn.client, b"HTTP/1.1 100 Continue\r\n\r\n")
+    return Upload(conn, mine, head, limit)
+
+
+def _known(conn: Connection, mine: Exchange, head: RequestHead, upload: Upload) -> Need | None:
+    """What a large body needs, where that can be told before it has come."""
+    assert mine.route is not None
+    if upload.whole:
+        return None
+    need = known_early(conn.door.fleet, mine.route, upload.beginning, head)
+    if need is not None:
+        conn.upload = upload
+    return need
+
+
+async def _streamed(conn: Connection, mine: Exchange, head: RequestHead, need: Need) -> bool:
+    """An answer that came before the body's end is relayed; then that is all for the connection."""
+    keep = await _inspected(conn, mine, head, b"", need)
+    upload, conn.upload = conn.upload, None
+    if upload is not None and not upload.whole and not conn.client.closed:
+        await conn.linger()
+        return False
+    return keep
 
 
 def _inspected(
-    conn: Connection, mine: Exchange, head: RequestHead, body: bytes
+    conn: Connection, mine: Exchange, head: RequestHead, body: bytes, known: Need | None = None
 ) -> Coroutine[Any, Any, bool]:
     route = mine.route
     assert route is not None
-    need = mine.need = inspect(route, body, head)
+    need = mine.need = known or inspect(route, body, head)
     if need.large:
         settle_large(conn.door.fleet, need)
     mine.stream = need.stream
     if conn.door.policy.wants_key:
         need.key = routing_key(head.lines)
-    mine.request_id = (
-        head.request_id.decode("latin-1")
-        or _printable(need.request_id)
-        or f"{getrandbits(128):032x}"
-    )
+    mine.request_id = head.request_id.decode("latin-1") or _printable(need.request_id) or new_id()
+    if conn.door.stamps is not None:
+        stamp(conn.door.stamps, mine, head)
     if conn.client.ended and conn.door.half_close_aborts:
         raise Gone
+    if need.stream:
+        if conn.door.limits.sse_keepalive:
+            conn.comments = Comments(conn, mine, head)
+    elif conn.door.limits.total < inf:
+        conn.deadline = conn.pump.now + conn.door.limits.total
     return _by_worker(conn, mine, head, body)
 
 
@@ -113,8 +157,6 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
     assert need is not None
     assert route is not None
     mine.policy = door.policy.name
-    if not need.stream and door.limits.total < inf:
-        conn.deadline = conn.pump.now + door.limits.total
     tries: Tries | None = None
     try:
         worker = choose(door.fleet, need, door.policy, owner=door.voice_owner)
@@ -145,9 +187,11 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
             break
         worker = other
     del body, way
+    if conn.held_bytes:
+        conn.let_go()
     need.body = None  # nobody is picked any more: a long answer shall not hold a large body
     keep = await relay(conn, mine, head, first)
-    if mine.outcome != "completed" or worker.machine.failed_tries or route.place is not Place.ANY:
+    if mine.outcome != "completed" or worker.machine.failed_tries or route.place is not ANYWHERE:
         _learn(conn, mine, worker)
     return keep
 
@@ -159,7 +203,7 @@ def _learn(conn: Connection, mine: Exchange, worker: Worker) -> None:
         report(conn, mine, worker, mine.error)
     elif mine.outcome == "completed" and mine.status < 500 and worker.machine.failed_tries:
         door.fleet.observe_good_answer(worker, mine.trial)
-    if route is not None and route.place is Place.VOICE_OWNER and _kept_a_voice(mine):
+    if route is not None and route.place is VOICE_OWNER and _kept_a_voice(mine):
         door.keep_voices_at(worker)
 
 
@@ -174,11 +218,17 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     limit = door.config.admin.max_body_bytes
     body = conn.body_at_hand(mine, head, limit)
     if body is None:
-        body = await conn.read_body(mine, head, limit)
+        upload = await _begun(conn, mine, head, limit)
+        await upload.hold_all()
+        body = upload.take()
+    if door.stamps is not None:
+        mine.request_id = head.request_id.decode("latin-1") or new_id()
+        stamp(door.stamps, mine, head)
     conn.pump.front_exchanges += 1
     hurries = True
     try:
-        first = await ask(conn, mine, head, (door.front, head.lines + hint_lines(head.hints), body))
+        lane = door.admin_front if conn.front_only else door.front
+        first = await ask(conn, mine, head, (lane, head.lines + hint_lines(head.hints), body))
         if first.answer.sse:  # an event a second: others need not pay to have it sooner
             conn.pump.front_exchanges -= 1
             hurries = False

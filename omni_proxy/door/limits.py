@@ -10,7 +10,7 @@ from omni_proxy.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds, `inf` for none; `max_body` in bytes."""
+    """Seconds, `inf` for none; `max_body` and `held` in bytes."""
 
     connect: float
     response_head: float
@@ -21,6 +21,8 @@ class Limits:
     client_body: float
     total: float
     max_body: int
+    held: int
+    sse_keepalive: float
 
 
 def limits_of(config: Config) -> Limits:
@@ -35,4 +37,6 @@ def limits_of(config: Config) -> Limits:
         client_body=times.client_body_secs or inf,
         total=server.request_timeout_secs or inf,
         max_body=server.max_payload_size,
+        held=server.max_held_bytes,
+        sse_keepalive=server.sse_keepalive_secs,  # 0: none
     )

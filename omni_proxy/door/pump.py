@@ -22,6 +22,7 @@ from omni_proxy.door.task import Task
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 LINGER_SECS: Final = 0.004  # sleeping here saves trio's park and wake (20 us) on a busy door
 SLICE_SECS: Final = 0.002  # then trio gets a turn
+LATE_AT_MOST: Final = 32  # then they leave at once: a millisecond is what anybody waits for others
 POLITE_ROUNDS: Final = 4  # trio's count of runnable tasks can't see those of our own batch
 
 
@@ -29,6 +30,12 @@ class Slot(Protocol):
     """Whatever has a descriptor in the epoll set."""
 
     def on_event(self, mask: int) -> None: ...
+
+
+class Late(Protocol):
+    """A socket with something to send at the end of a turn."""
+
+    def send_late(self) -> None: ...
 
 
 class Pump:
@@ -43,6 +50,7 @@ class Pump:
         self._set = epoll()
         self._slots: dict[int, Slot] = {}
         self._doomed: list[socket.socket] = []
+        self._late: list[Late] = []  # who has something to send when this turn ends
         self._again: list[Task] = []  # those that gave their turn up though they could go on
         self._last_yield = self.now
         self._polite = 0
@@ -55,11 +63,26 @@ class Pump:
         self._slots[fd] = slot
         self._set.register(fd, ALL_EVENTS)
 
+    def replace(self, fd: int, slot: Slot) -> None:
+        """From now on `slot` gets the events of a descriptor that is in the set."""
+        self._slots[fd] = slot
+
     def forget(self, fd: int, sock: socket.socket) -> None:
         if self._slots.pop(fd, None) is not None:
             with contextlib.suppress(OSError, ValueError):  # ValueError: the pump has ended
                 self._set.unregister(fd)
         self._doomed.append(sock)
+
+    def put(self, late: Late) -> None:
+        """It has something to send at the end of this turn."""
+        self._late.append(late)
+        if len(self._late) >= LATE_AT_MOST:
+            self._send_late()
+
+    def _send_late(self) -> None:
+        late, self._late = self._late, []
+        for each in late:
+            each.send_late()
 
     def again(self, task: Task) -> None:
         """Resume it after everybody else had a turn."""
@@ -81,7 +104,9 @@ class Pump:
             self.emptied = trio.Event()
 
     def settle(self) -> None:
-        """Close what was given up. Call after acting on tasks from outside a batch."""
+        """Send what is late, close what was given up. Call after acting on tasks from outside."""
+        if self._late:
+            self._send_late()
         doomed = self._doomed
         while doomed:
             with contextlib.suppress(OSError):
@@ -123,6 +148,8 @@ class Pump:
             again, self._again = self._again, []
             for task in again:
                 task.step()
+        if self._late:
+            self._send_late()
         if self._doomed:
             self.settle()
 

@@ -20,7 +20,7 @@ from omni_proxy.door.task import Expired, Gone, pause
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.pick import able, choose, meeting
-from omni_proxy.routing.table import Place
+from omni_proxy.routing.table import ANYWHERE
 from omni_proxy.wire.errors import Refusal
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _key_of(need: Need | None, *, names_models: bool) -> Hashable:
     if need is None:
         return None
     model = need.model if names_models else None
-    place = need.place if need.place is not Place.ANY else ""
+    place = need.place if need.place is not ANYWHERE else ""
     return model, need.mask, place, need.worker, need.version
 
 

@@ -17,9 +17,18 @@ from omni_proxy.door.ask import First
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import Expired, Gone, nested, pause
 from omni_proxy.door.upstream import PIECE_BYTES
-from omni_proxy.wire.answer import Answer, Framing, Unchunker, UpstreamGarbage, with_reason
+from omni_proxy.wire.answer import (
+    CHUNKED,
+    CLOSE,
+    LENGTH,
+    Answer,
+    Unchunker,
+    UpstreamGarbage,
+    with_reason,
+)
+from omni_proxy.wire.chunked import LAST_CHUNK, as_chunk
 from omni_proxy.wire.errors import stream_error_event
-from omni_proxy.wire.head import RequestHead
+from omni_proxy.wire.head import RequestHead, drop_fields
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
@@ -38,27 +47,28 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
     if answer.sse or mine.stream:
         mine.stream = True
         conn.deadline = inf
+    ours = conn.comments if conn.comments is not None and conn.comments.begun else None
+    if ours is not None and not ours.goes_on_with(first):
+        return await ours.tell_instead(first)
+    shape = _shape(first, head, begun=ours is not None)
     keep = head.keep_alive and not conn.door.draining
-    shape = _shape(first, head)
-    keep &= shape is None or shape.ends
-    top = _head_bytes(mine, first, head, keep=keep)
+    keep &= (shape is None or shape.ends) and (first.all_sent or conn.upload is None)
+    top = b"" if ours is not None else _head_bytes(mine, first, head, keep=keep)
     try:
         top = _start(conn, mine, first, (top, shape))
-        sent = _put(conn.client, top)
+        sent = _leaving(conn.client, top, late=answer.whole and keep)
         if sent < len(top):
             await _rest(conn, top, sent)
         if not answer.whole:
+            if conn.comments is not None:
+                await conn.comments.for_first(up, answer)
             await nested(_pieces(conn, mine, first, shape))
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
-        if conn.phase == "client":
-            mine.end("client_stalled", "client", "the client stopped reading", phase="client")
-            conn.client.close(reset=True)
-            return False
-        return await _break(conn, mine, answer, shape, _overdue(conn, mine, str(expired)))
+        return await _cut_late(conn, mine, answer, shape, str(expired))
     mine.end("completed", "")
-    conn.upstream = None
+    conn.upstream = conn.comments = None
     if answer.keep_alive and first.all_sent and not answer.excess and answer.whole:
         first.lane.give_back(up)
     else:
@@ -141,10 +151,20 @@ def _put(client: Conn, piece: bytes) -> int:
         raise Gone from None
 
 
+def _leaving(client: Conn, top: bytes, *, late: bool) -> int:
+    """How much of it has left, or will with this turn. Raises Gone."""
+    if client.late:
+        return 0
+    if late:
+        client.put(top)
+        return len(top)
+    return _put(client, top)
+
+
 async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> None:
     """The worker closed. Where that says the answer's end, the client is told as its framing has
     it; elsewhere UpstreamGarbage is raised."""
-    if answer.framing is not Framing.CLOSE:
+    if answer.framing is not CLOSE:
         raise UpstreamGarbage("the worker closed before the answer's end")
     if shape is not None and shape.last:
         sent = _put(conn.client, shape.last)
@@ -155,19 +175,25 @@ async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> No
 async def _rest(conn: Connection, piece: bytes, sent: int) -> None:
     """The client reads slower than the worker writes: wait for it, and let the worker wait."""
     phase, conn.phase = conn.phase, "client"
+    client = conn.client
+    client.send_late()  # of the answer before, where it asks on without having read that
     view = memoryview(piece)[sent:]
-    while view:
-        conn.awaits = conn.client
+    while True:
+        if not client.late:
+            try:
+                view = view[client.send(view) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                raise Gone from None
+            else:
+                conn.clock("client", conn.door.limits.idle)
+            if not view:
+                break
+        conn.awaits = client
         await pause()
-        if conn.client.ended and conn.door.half_close_aborts:
+        if client.ended and conn.door.half_close_aborts:
             raise Gone
-        try:
-            view = view[conn.client.send(view) :]
-        except BlockingIOError:
-            continue
-        except OSError:
-            raise Gone from None
-        conn.clock("client", conn.door.limits.idle)
     conn.phase = phase
 
 
@@ -182,20 +208,23 @@ class _Shape:
         self.ends = ends  # the client can tell the end without our closing
 
 
-def _shape(first: First, head: RequestHead) -> _Shape | None:
-    """None for the usual case: the very bytes of the worker go on."""
+def _shape(first: First, head: RequestHead, *, begun: bool) -> _Shape | None:
+    """None for the usual case: the very bytes of the worker go on. `begun`: in chunks of ours."""
     answer = first.answer
-    if first.bodiless or answer.framing is Framing.LENGTH:
+    if (first.bodiless or answer.framing is LENGTH) and not begun:
         return None
-    if answer.framing is Framing.CHUNKED:
+    if answer.framing is CHUNKED:
         return _Shape(Unchunker().feed, b"", ends=False) if head.http_1_0 else None
     if head.http_1_0:
         return _Shape(bytes, b"", ends=False)
-    return _Shape(_as_chunk, b"0\r\n\r\n", ends=True)
+    if answer.framing is LENGTH:
+        return _Shape(lambda piece: _as_last_chunk(piece, answer), b"", ends=True)
+    return _Shape(as_chunk, LAST_CHUNK, ends=True)
 
 
-def _as_chunk(piece: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(piece), piece)
+def _as_last_chunk(piece: bytes, answer: Answer) -> bytes:
+    """Of a counted body, which tells of its end by its count."""
+    return as_chunk(piece) + LAST_CHUNK if answer.whole else as_chunk(piece)
 
 
 def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) -> bytes:
@@ -206,7 +235,10 @@ def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) 
         parts.append(mine.version.lines)
         if mine.worker is not None and mine.worker.version is not mine.version:
             parts.append(mine.worker.version.end_lines(mine.version))
-    if not first.bodiless and not head.http_1_0 and answer.framing is not Framing.LENGTH:
+    if mine.id_line:
+        parts[0] = drop_fields(parts[0], frozenset((mine.id_line.partition(b":")[0].lower(),)))
+        parts.append(mine.id_line)
+    if not first.bodiless and not head.http_1_0 and answer.framing is not LENGTH:
         parts.append(b"transfer-encoding: chunked\r\n")
     if not keep:
         parts.append(b"connection: close\r\n")
@@ -214,6 +246,16 @@ def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) 
         parts.append(b"connection: keep-alive\r\n")
     parts.append(b"\r\n")
     return b"".join(parts)
+
+
+async def _cut_late(
+    conn: Connection, mine: Exchange, answer: Answer, shape: _Shape | None, phase: str
+) -> bool:
+    if phase == "client":
+        mine.end("client_stalled", "client", "the client stopped reading", phase="client")
+        conn.client.close(reset=True)
+        return False
+    return await _break(conn, mine, answer, shape, _overdue(conn, mine, phase))
 
 
 def _overdue(conn: Connection, mine: Exchange, phase: str) -> str:
@@ -229,12 +271,13 @@ async def _break(
 ) -> bool:
     """The answer can't be finished: say so where the format has a place for it, then cut."""
     mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
-    framed = answer.framing is Framing.CHUNKED and answer.at_chunk_end
-    if answer.sse and (framed or answer.framing is Framing.CLOSE):
+    framed = answer.framing is CHUNKED and answer.at_chunk_end
+    begun = conn.comments is not None and conn.comments.begun
+    if answer.sse and (framed or answer.framing is CLOSE or begun):
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         raw = shape is not None and not shape.ends
         with contextlib.suppress(OSError):
-            conn.client.send(event if raw else _as_chunk(event))
+            conn.client.send(event if raw else as_chunk(event))
     # Where only closing would tell the end, a plain close would look like one.
     conn.client.close(reset=shape is not None and not shape.ends)
     return False

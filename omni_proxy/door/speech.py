@@ -8,13 +8,12 @@ reaches a worker in part; a worker's go on in the pieces they come in. Source: o
 
 from __future__ import annotations
 
-from random import getrandbits
 from typing import TYPE_CHECKING, Final
 
 from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
-from omni_proxy.door.account import Exchange, report
+from omni_proxy.door.account import Exchange, new_id, report, stamp
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.handshake import reach_worker
 from omni_proxy.door.task import EITHER, Expired, Gone, pause
@@ -51,8 +50,11 @@ async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
 
     Raises Refusal for what is no handshake, Gone when the client leaves without a closing frame.
     """
-    mine.request_id = head.request_id.decode("latin-1") or f"{getrandbits(128):032x}"
-    top = accept(head, b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id.encode("latin-1"))
+    mine.request_id = head.request_id.decode("latin-1") or new_id()
+    if conn.door.stamps is not None:
+        stamp(conn.door.stamps, mine, head)
+    told = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id.encode("latin-1")
+    top = accept(head, told + mine.id_line)
     mine.status, mine.stream, mine.relayed = 101, True, True
     here = _Session(conn, mine)
     here.down.out += top
@@ -299,12 +301,4 @@ def _flush(sock: Conn, frames: Frames) -> int:
 
 def _read(sock: Conn) -> bytes | None:
     """What is there: None for nothing yet, b"" at the end. Raises OSError."""
-    if not sock.hot:
-        return None
-    try:
-        piece = sock.recv(PIECE_BYTES)
-    except BlockingIOError:
-        sock.hot = False
-        return None
-    sock.hot = len(piece) == PIECE_BYTES or sock.ended
-    return piece
+    return sock.read(PIECE_BYTES) if sock.hot else None

@@ -42,6 +42,10 @@ class Tries:
         self._note(worker, kind)
         if not self._allowed(kind):
             raise refusal
+        upload = self._conn.upload
+        if upload is not None and upload.poured:
+            refusal.message += "; not tried again: its body was not kept, since it is large"
+            raise refusal
         if self._too_large():
             keep = self._conn.door.config.routing.retry_body_bytes
             refusal.message += f"; not tried again: its body is larger than {keep} bytes"
@@ -59,7 +63,7 @@ class Tries:
         """The same for an answer of 503; None where that is what the client shall get."""
         conn, mine, worker = self._conn, self._mine, self._mine.worker
         assert worker is not None
-        if not self._allowed("503") or self._too_large():
+        if not self._allowed("503") or self._too_large() or conn.upload is not None:
             return None
         self._give_up(worker)
         await self._pause()

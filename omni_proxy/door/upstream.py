@@ -8,11 +8,17 @@ comes back.
 
 from __future__ import annotations
 
+import contextlib
+import ssl
 from typing import Final
+from urllib.parse import urlsplit
 
 from omni_proxy.door.conn import Conn, connect
 from omni_proxy.door.pump import Pump
 from omni_proxy.door.task import Task
+from omni_proxy.door.tls import Handshake, TlsConn
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.trust import client_context, reason_of
 
 IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
 PIECE_BYTES: Final = 16384
@@ -22,6 +28,8 @@ class Lane:
     """The way to one upstream: a worker, or the front on its Unix socket."""
 
     __slots__ = ("address", "closed", "host_line", "idle", "pump")
+
+    to_front = False
 
     def __init__(self, pump: Pump, address: tuple[str, int] | str, host: str) -> None:
         self.pump = pump
@@ -41,6 +49,10 @@ class Lane:
     async def dial(self, task: Task) -> Conn:
         """A new connection. Raises OSError."""
         return await connect(task, self.address)
+
+    def suits(self, worker: Worker) -> bool:
+        """Whether it is still the way, as the worker is configured now."""
+        return True
 
     def give_back(self, conn: Conn) -> None:
         """Keep a connection whose last answer has ended cleanly."""
@@ -76,10 +88,74 @@ class Lane:
 def _drained(conn: Conn) -> bool:
     """Whether nothing is left to read after an answer that filled the last read to the brim."""
     try:
-        conn.recv(1)
-    except BlockingIOError:
-        conn.hot = False
-        return True
+        return conn.read(1) is None
     except OSError:
         return False
-    return False
+
+
+class FrontLane(Lane):
+    """The way to the front, whose answers may take any time."""
+
+    __slots__ = ()
+
+    to_front = True
+
+
+class TlsLane(Lane):
+    """The way to an https worker. `ca` and `verify` are the worker's `tls_ca` and `tls_verify`."""
+
+    __slots__ = ("_context", "_name", "_session", "ca", "verify")
+
+    def __init__(
+        self, pump: Pump, address: tuple[str, int] | str, host: str, *, ca: str, verify: bool
+    ) -> None:
+        super().__init__(pump, address, host)
+        self.ca = ca
+        self.verify = verify
+        # As its URL has it, without the port: an address may have been resolved from it.
+        self._name = urlsplit(f"//{host}").hostname or host
+        self._context: ssl.SSLContext | None = None
+        self._session: ssl.SSLSession | None = None  # of `_context`
+
+    def suits(self, worker: Worker) -> bool:
+        return (self.ca, self.verify) == (worker.tls_ca, worker.tls_verify)
+
+    async def dial(self, task: Task) -> Conn:
+        """With its handshake; the task's clock bounds both. Raises OSError."""
+        context = client_context(self.ca, verify=self.verify)
+        if context is not self._context:
+            self._context, self._session = context, None
+        plain = await connect(task, self.address)
+        shake = Handshake(context, server_name=self._name, session=self._session)
+        try:
+            return await shake.run(task, plain)
+        except OSError as error:
+            plain.close()
+            raise ConnectionError(f"TLS with {self._name}: {reason_of(error)}") from None
+        except BaseException:
+            plain.close()
+            raise
+
+    def give_back(self, conn: Conn) -> None:
+        if isinstance(conn, TlsConn) and conn.on_idle_news is None:  # its first answer
+            session = conn.session
+            if session is not None and conn.context is self._context:
+                self._session = session
+        super().give_back(conn)
+
+    def _drop(self, conn: Conn) -> None:
+        """Unless it was TLS that spoke: servers send tickets for later whenever they like."""
+        with contextlib.suppress(OSError):
+            if not conn.ended and conn.read(1) is None:
+                return
+        super()._drop(conn)
+
+
+def lane_to(pump: Pump, worker: Worker) -> Lane:
+    """A new one, for what its URL says."""
+    if worker.url.startswith("https://"):
+        return TlsLane(
+            pump, worker.address, worker.display_id, ca=worker.tls_ca, verify=worker.tls_verify
+        )
+    host = "localhost" if isinstance(worker.address, str) else worker.display_id
+    return Lane(pump, worker.address, host)

@@ -7,7 +7,7 @@ are shared and must not be changed by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import unquote
@@ -32,11 +32,17 @@ class Change:
         return bool(self.added or self.removed or self.changed)
 
 
+async def _nobody_else() -> None:
+    """There is one process."""
+
+
 class Fleet:
     """All known workers. Every method is an atom; watchers are told after it, once per change."""
 
     def __init__(self) -> None:
         self.revision = 0
+        # Wait for it where what is so here has to be so wherever requests are routed.
+        self.agreed: Callable[[], Awaitable[None]] = _nobody_else
         self.thresholds = Thresholds()
         self.limited = False  # some worker has a max_inflight, so a pick has to look at room
         self.names_models = False  # some worker names a model, so a request's model may matter
@@ -76,7 +82,7 @@ class Fleet:
         for entry in entries:
             worker = before.get(entry.url)
             if worker is None:
-                worker = Worker(entry, now)
+                worker = self._make(entry, now)
                 added.append(worker)
             elif not worker.matches(entry):
                 worker.configure(entry)
@@ -226,6 +232,9 @@ class Fleet:
     def watch_health(self, callback: Callable[[Worker, Health], None]) -> None:
         """`callback(worker, before)` after each change of a worker's state."""
         self._health_watchers.append(callback)
+
+    def _make(self, entry: Desired, now: datetime) -> Worker:
+        return Worker(entry, now)
 
     def _after(self, worker: Worker, before: Health) -> None:
         if worker.machine.state is not before:

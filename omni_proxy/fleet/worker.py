@@ -7,7 +7,7 @@ change only through `Fleet`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from datetime import datetime
 from typing import Final
 
@@ -18,7 +18,7 @@ from omni_proxy.fleet.health import Health, HealthMachine
 from omni_proxy.fleet.version import UNKNOWN, Version
 
 # Out of routing for one of these, a worker is still well: only its weights are in question.
-WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain"))
+WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
 
 
 class Worker:
@@ -46,6 +46,8 @@ class Worker:
         "route_line",
         "routed",
         "succeeded",
+        "tls_ca",
+        "tls_verify",
         "url",
         "version",
         "weight",
@@ -65,9 +67,10 @@ class Worker:
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
         self.version: Version = UNKNOWN  # of its weights
-        self.routed: Counter[str] = Counter()
-        self.succeeded: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
+        # By traffic class. No Counter: writing to one costs a call of Python.
+        self.routed: defaultdict[str, int] = defaultdict(int)
+        self.succeeded: defaultdict[str, int] = defaultdict(int)
+        self.failed: defaultdict[str, int] = defaultdict(int)
         self.configure(entry)
 
     def configure(self, entry: Desired) -> None:
@@ -80,6 +83,8 @@ class Worker:
         self.max_inflight = entry.max_inflight
         self.origin = entry.origin
         self.api_key_env = entry.api_key_env
+        self.tls_ca = entry.tls_ca
+        self.tls_verify = entry.tls_verify
 
     def matches(self, entry: Desired) -> bool:
         return (
@@ -90,6 +95,8 @@ class Worker:
             and self.max_inflight == entry.max_inflight
             and self.origin == entry.origin
             and self.api_key_env == entry.api_key_env
+            and self.tls_ca == entry.tls_ca
+            and self.tls_verify == entry.tls_verify
         )
 
     @property
@@ -125,9 +132,9 @@ class Worker:
             "routable": self.routable,
             "consecutive_failures": machine.consecutive_failures,
             "consecutive_successes": machine.consecutive_successes,
-            "routed_requests": self.routed.total(),
-            "successful_requests": self.succeeded.total(),
-            "failed_requests": self.failed.total(),
+            "routed_requests": sum(self.routed.values()),
+            "successful_requests": sum(self.succeeded.values()),
+            "failed_requests": sum(self.failed.values()),
             "routed_requests_by_class": dict(self.routed),
             "successful_requests_by_class": dict(self.succeeded),
             "failed_requests_by_class": dict(self.failed),

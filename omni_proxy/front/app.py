@@ -22,6 +22,7 @@ from omni_proxy.front.replies import speak_json
 from omni_proxy.front.rl import RlRoutes
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.front.scaling import ScalingRoutes
+from omni_proxy.front.versions import VersionRoutes
 from omni_proxy.front.weights import WeightRoutes
 from omni_proxy.front.workers import WorkerRoutes
 
@@ -51,6 +52,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
         OpenApiRoutes(),
         AdminRoutes(rooms, chosen),
         WeightRoutes(rooms),
+        VersionRoutes(rooms),
         RlRoutes(rooms, records, chosen),
     ):
         routes.mount(app)

@@ -1,7 +1,9 @@
-"""Who needs the admin key: everything, except what is listed here as open.
+"""Who may ask for what: everything needs the admin key, except what is listed here as open.
 
 Invariant: a route that is added and forgotten here is closed. A request for a route that doesn't
-exist learns that without a key.
+exist learns that without a key. With [admin] listen all that is closed answers there alone
+(/metrics aside, which is scraped where the rest is); by which listener a request came says its
+Host, for that is the door's own word.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hmac
 from quart import Request, request
 
 from omni_proxy.config.schema import Admin
+from omni_proxy.routing.table import WrongMethod, match
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.wire.errors import Refusal
 
@@ -23,6 +26,8 @@ OPEN_PATHS = frozenset(
     )
 )  # fmt: skip
 OPEN_PREFIX = "/workers/"
+ON_BOTH = "/metrics"
+ADMIN_HOST = "admin"  # as `door.core` writes it
 
 
 def needs_key(method: str, path: str, admin: Admin) -> bool:
@@ -46,13 +51,27 @@ class KeyCheck:
 
     def presented(self) -> bool:
         """Whether the present request may see what only key holders see."""
-        return not self.key or _matches(_bearer(request), self.key)
+        return not self.key or self._trusted_place() or _matches(_bearer(request), self.key)
+
+    def _trusted_place(self) -> bool:
+        """Whether it came by a listener that asks for no key."""
+        admin = self._keeper.config.admin
+        return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
-        """Raises Refusal 401 where a due key is missing or malformed, 403 where it is wrong."""
+        """Raises Refusal 401 where a due key is missing or malformed, 403 where it is wrong, and
+        where the route answers on the other listener alone."""
         admin = self._keeper.config.admin
         unknown = request.routing_exception is not None
-        if unknown or not self.key or not needs_key(request.method, request.path, admin):
+        if unknown:
+            _tell_model_traffic(request)
+            return
+        if not needs_key(request.method, request.path, admin):
+            return
+        if admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
+            elsewhere = "this route answers on the [admin] listen address only"
+            raise Refusal(403, elsewhere, "admin_listener_only", detail=elsewhere)
+        if not self.key or self._trusted_place():
             return
         given = _bearer(request)
         if not given:
@@ -63,6 +82,19 @@ class KeyCheck:
         if not _matches(given, self.key):
             wrong = "Invalid admin API key"
             raise Refusal(403, wrong, "admin_key_invalid", detail=wrong)
+
+
+def _tell_model_traffic(of: Request) -> None:
+    """Raises Refusal 404 for what would be routed to a worker on the other listener."""
+    if of.host != ADMIN_HOST:
+        return
+    try:
+        served = match(of.method, of.path) is not None
+    except WrongMethod:
+        served = True
+    if served:
+        elsewhere = "the [admin] listener takes control requests only, no model traffic"
+        raise Refusal(404, elsewhere, "admin_listener", detail="Not Found")
 
 
 def _bearer(of: Request) -> bytes:

@@ -14,7 +14,6 @@ from quart import request
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import Desired, State, with_added, with_deleted
 from omni_proxy.config.schema import Config
-from omni_proxy.config.supported import not_yet
 from omni_proxy.config.url import dial_address, normalize_url
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.replies import bad
@@ -92,12 +91,9 @@ def _told(status: int, message: str, code: str) -> Refusal:
 def judged_url(text: str) -> str:
     """A worker's URL as somebody wrote it, normalized. Raises Refusal 400."""
     try:
-        url = normalize_url(text, allow_unix=False)
+        return normalize_url(text, allow_unix=False)
     except ValueError as reason:
         raise _told(400, f"url {reason}", "worker_url_refused") from None
-    if refused := not_yet("workers.url", url):
-        raise bad(refused, "not_supported_yet")
-    return url
 
 
 def wanted_url(body: Mapping[str, object]) -> str:

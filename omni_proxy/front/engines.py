@@ -65,7 +65,9 @@ class EngineRoutes:
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
-        workers = self._routable()
+        mode = self._rooms.keeper.config.weight_sync.mode
+        # A trainer's group has the ranks of everybody who lives, routable or not.
+        workers = self._routable() if mode == "off" else self._alive()
         found = await broadcast(workers, self._get("/server_info"))
         old = [outcome.worker for outcome in found if outcome.status in ABSENT]
         again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
@@ -73,6 +75,8 @@ class EngineRoutes:
         merged = merge_server_info(found)
         if merged is None:
             raise _nothing("server_info", {o.worker.url: o.why for o in found})
+        holding = self._rooms.desk.holding
+        merged["tp_size"] = holding.ranks_behind(merged["tp_size"])
         return reply(merged)
 
     async def loads(self) -> Response:

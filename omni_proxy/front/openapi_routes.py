@@ -14,6 +14,7 @@ from omni_proxy.control.routes import (
     FROM_TENSOR,
     INIT,
     RESOLVES,
+    ROLLBACK,
     ROUTES,
     AdminRoute,
 )
@@ -167,6 +168,10 @@ def _weights() -> Iterator[Route]:
         for method in route.methods:
             yield _admin(route, method)
     yield Route("get", "/weights", "how the weights of the fleet stand", {200: "Weights"})
+    yield Route("get", "/weights/versions", "the versions that are kept", {200: "Versions"})
+    answers = dict.fromkeys((200, 400, 404, 502, 503), "Outcome")
+    says = "a version that is kept, on all workers"
+    yield Route("post", ROLLBACK.path, says, answers, (), "Fields")
     for path in RESOLVES:
         answers = dict.fromkeys((200, 400, 422, 502, 503), "Outcome")
         yield Route(

@@ -255,9 +255,13 @@ SCHEMAS: Final[dict[str, Schema]] = {
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals too; an error tells why."},
     "Weights": shape(
-        operation=OBJECT_OR_NULL, waiting=listed(OBJECT), weight_epoch=COUNT,
+        operation=OBJECT_OR_NULL, store=OBJECT, waiting=listed(OBJECT), weight_epoch=COUNT,
         weight_version=TEXT_OR_NULL, workers=listed(OBJECT), uncertain=OBJECT, journal=OBJECT,
         history=listed(OBJECT),
+    ),
+    "Versions": shape(
+        store=TEXT_OR_NULL, versions=listed(OBJECT), current={"type": ["integer", "null"]},
+        error=TEXT_OR_NULL, caught_up=COUNT, not_caught_up=COUNT,
     ),
     "Acknowledgement": shape(acknowledge={"const": True}),
     "RlWorker": _RL_WORKER,

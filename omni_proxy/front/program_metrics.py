@@ -8,8 +8,10 @@ from datetime import datetime
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from omni_proxy import __version__
+from omni_proxy.control.sync_states import State
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.observe.families import counters, gauges, histograms, one, total
+from omni_proxy.observe.syncs import SyncMeters
 
 
 def of_program(rooms: Rooms) -> Iterator[Metric]:
@@ -85,6 +87,21 @@ def _weights(rooms: Rooms) -> Iterator[Metric]:
     yield one("weight_operations_waiting", "Operations that wait for their turn", desk.waiting)
     uncertain = len(desk.book.reasons)
     yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
+    yield from _syncs(desk.sync.life.session.state, desk.sync.life.meters)
+
+
+def _syncs(now: State, meters: SyncMeters) -> Iterator[Metric]:
+    states = [((state.value,), state is now) for state in State]
+    yield from gauges("weight_sync_state", "1 for where it stands", ("state",), states)
+    labels = ("phase", "result")
+    text = "Steps of grouped syncs that have ended"
+    yield from counters("weight_sync_steps", text, labels, meters.ended.items())
+    secs = [((phase,), spent) for phase, spent in meters.secs.items()]
+    yield from counters("weight_sync_seconds", "Time that they took", ("phase",), secs)
+    aborts = [((why,), count) for why, count in meters.aborts.items()]
+    text = "Grouped syncs that were ended from outside"
+    yield from counters("weight_sync_aborts", text, ("why",), aborts)
+    yield total("weight_sync_bytes", "What members told that they received", meters.nbytes)
 
 
 def _itself(rooms: Rooms) -> Iterator[Metric]:

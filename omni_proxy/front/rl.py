@@ -104,7 +104,7 @@ class RlRoutes:
         route = known or AdminRoute(target, Kind.READ)
         body = await body_bytes()
         if known is not None:
-            refuse_no_object(known, body)
+            await refuse_no_object(known, body)
         headers = worker_headers(body)
         call = AdminCall(route, request.method, target_of(target), body, headers, urls, caller())
         return await self._rooms.desk.submit(call)

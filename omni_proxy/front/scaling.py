@@ -14,7 +14,7 @@ from urllib.parse import quote
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import Desired, with_defaults
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.changes import Changes, api_entry, judged_url
@@ -93,7 +93,7 @@ class ScalingRoutes:
     async def _illness(self, entry: Desired) -> str:
         """Why the worker is not healthy now, "" when it is."""
         health = self._rooms.keeper.config.health
-        worker = Worker(entry, datetime.now(UTC))
+        worker = Worker(with_defaults(entry, self._rooms.keeper.config), datetime.now(UTC))
         place = dial_address(entry.url)
         try:
             if not isinstance(place, str):

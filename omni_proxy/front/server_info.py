@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from omni_proxy.control.layout import ranks_in
 from omni_proxy.watch.broadcast import Outcome
 
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
+# Of one worker that has it the client has to know: it asks for more care, never for less.
+CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
+        "fp8_kv_cache_static_scales")  # fmt: skip
 OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
 
 
@@ -26,7 +30,7 @@ def merge_server_info(outcomes: Iterable[Outcome]) -> dict[str, Any] | None:
     for name in dict.fromkeys(name for info in infos for name in info):
         if name not in OWN:
             merged[name] = _merged(name, infos)
-    merged["tp_size"] = sum(_ranks(info) for info in infos)
+    merged["tp_size"] = sum(ranks_in(info) for info in infos)
     merged["internal_states"] = [state for info in infos for state in _states(info)]
     merged["workers"] = [
         {"url": o.worker.url, "info": told.get(o.worker.url), "error": None if o.ok else o.why}
@@ -40,13 +44,8 @@ def _merged(name: str, infos: Sequence[Mapping[str, Any]]) -> Any:
     if name in SUMMED and all(isinstance(value, int | float) for value in values):
         return sum(values)
     if all(isinstance(value, bool) for value in values):
-        return all(values)
+        return any(values) if name in CARE else all(values)
     return values[0] if all(value == values[0] for value in values) else None
-
-
-def _ranks(info: Mapping[str, Any]) -> int:
-    size = info.get("tp_size")
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
 
 def _states(info: Mapping[str, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ import msgspec
 from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
 from omni_proxy.routing.form import form_fields
 from omni_proxy.routing.large import LARGE_BYTES, read_top
-from omni_proxy.routing.table import BodyKind, Place, Route
+from omni_proxy.routing.table import ALWAYS_JSON, ANYWHERE, FORM, JSON, NAMED, Place, Route
 from omni_proxy.routing.wanted import Wanted, wanted_by
 from omni_proxy.wire.errors import Refusal
 
@@ -56,7 +56,7 @@ class Need:
     model: str | None = None
     stream: bool = False
     request_id: str = ""
-    place: Place = Place.ANY
+    place: Place = ANYWHERE
     worker: str = ""  # id or URL, for Place.NAMED
     body: Payload | None = None  # the decoded body, for policies that read the prompt
     key: str = ""  # what keeps a client with its worker, for policies that want it
@@ -110,24 +110,35 @@ _FIELDS = Payload.__struct_fields__
 def inspect(route: Route, body: bytes, facts: Facts) -> Need:
     """Raises Refusal 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
     need = Need(route.mask, place=route.place)
-    if route.place is Place.NAMED:
+    if route.place is NAMED:
         named = facts.hints.get(b"worker", b"")
         if not named:
             raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
         need.worker = named.decode("latin-1")
-    if _is_json(route, facts) and len(body) > LARGE_BYTES:
-        _read_large(route, body, need)
-        need.hinted = frozenset(facts.hints)
-        _apply_hints(need, facts.hints, source="JSON body")
-    elif _is_json(route, facts) and body:
-        payload = need.body = decode(body)
-        _read(route, payload, need)
+    if body and is_json(route, facts):
+        if len(body) > LARGE_BYTES:
+            _read_large(route, body, need)
+            need.hinted = frozenset(facts.hints)
+        else:
+            payload = need.body = decode(body)
+            _read(route, payload, need)
         if facts.hints:
             _apply_hints(need, facts.hints, source="JSON body")
     else:
-        told = route.body is BodyKind.FORM and _read_form(body, facts.content_type, need)
+        told = route.body is FORM and _read_form(body, facts.content_type, need)
         if facts.hints:
             _apply_hints(need, facts.hints, source="multipart form" if told else None)
+    return need
+
+
+def by_hints(route: Route, facts: Facts, model: str | None = None) -> Need:
+    """What the hints alone say, beside a `model` that the body has told. Raises Refusal 400."""
+    need = Need(route.mask, model, place=route.place)
+    if route.traffic.startswith("speech") and is_json(route, facts):
+        need.mask |= AUDIO  # as for any large body of speech
+    _apply_hints(need, facts.hints, source=None)
+    if model is not None and need.model != model:
+        raise _bad("x-sglang-omni-route-model conflicts with the multipart form model")
     return need
 
 
@@ -201,10 +212,11 @@ def _bad(message: str, code: str = "invalid_request") -> Refusal:
     return Refusal(400, message, code)
 
 
-def _is_json(route: Route, facts: Facts) -> bool:
-    if route.body is BodyKind.ALWAYS_JSON:
-        return True
-    return route.body is BodyKind.JSON and b"json" in facts.content_type.lower()
+def is_json(route: Route, facts: Facts) -> bool:
+    if route.body is not JSON:
+        return route.body is ALWAYS_JSON
+    told = facts.content_type
+    return told == b"application/json" or b"json" in told.lower()
 
 
 def _present(value: object) -> bool:

@@ -14,7 +14,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.table import Place
+from omni_proxy.routing.table import ANYWHERE, NAMED, VOICE_OWNER
 from omni_proxy.wire.errors import Refusal
 
 
@@ -27,7 +27,7 @@ def able(fleet: Fleet, need: Need, owner: str = "") -> Sequence[Worker]:
     candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
     if need.version is not None:
         candidates = meeting(need, candidates)
-    if need.place is not Place.ANY:
+    if need.place is not ANYWHERE:
         candidates = _placed(fleet, need, candidates, owner)
     if fleet.limited:
         candidates = [worker for worker in candidates if has_room(worker)]
@@ -57,7 +57,7 @@ def meeting(need: Need, workers: Sequence[Worker]) -> Sequence[Worker]:
 
 
 def _placed(fleet: Fleet, need: Need, candidates: Sequence[Worker], owner: str) -> Sequence[Worker]:
-    if need.place is Place.NAMED:
+    if need.place is NAMED:
         named = fleet.get(need.worker)
         if named is None:
             raise Refusal(404, "unknown route worker", "unknown_worker")
@@ -88,9 +88,9 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -
         reasons.append(need.version.against(worker.version))
     if not has_room(worker):
         reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
-    if need.place is Place.NAMED and fleet.get(need.worker) is not worker:
+    if need.place is NAMED and fleet.get(need.worker) is not worker:
         reasons.append("is not the worker that the request names")
-    if need.place is Place.VOICE_OWNER:
+    if need.place is VOICE_OWNER:
         reasons += _against_as_keeper(fleet, worker, need, owner)
     return reasons
 
@@ -135,10 +135,10 @@ def kept_back(fleet: Fleet, need: Need, owner: str = "") -> list[Worker]:
 
 def _meant(fleet: Fleet, need: Need, owner: str) -> list[Worker]:
     """Whom its place leaves: one worker, where it names one or the voices are kept."""
-    if need.place is Place.NAMED:
+    if need.place is NAMED:
         named = fleet.get(need.worker)
         return [named] if named else []
-    if need.place is Place.VOICE_OWNER:
+    if need.place is VOICE_OWNER:
         if owner:
             return [worker for worker in fleet.workers if worker.url == owner]
         return [worker for worker in fleet.workers if "audio_input" in worker.capabilities]
@@ -167,10 +167,10 @@ def _first_cause(fleet: Fleet, need: Need, owner: str) -> tuple[str, str]:
         if not passed:
             return code, why(left)
         left = passed
-    if need.place is Place.VOICE_OWNER:
+    if need.place is VOICE_OWNER:
         keeper = owner or "none has speech and audio_input"
         return "voice_owner_unavailable", f"the worker that keeps the voices is out ({keeper})"
-    if need.place is Place.NAMED:
+    if need.place is NAMED:
         return "worker_unavailable", f"the worker {need.worker} is not routable"
     return "model_not_found", f"no routable worker serves the model {need.model!r}"
 

@@ -21,12 +21,19 @@ class BodyKind(Enum):
     OPAQUE = "opaque"
 
 
+# Of an enum itself a member costs 0.2 us to look up in Python 3.11, ten times a name of a module.
+JSON, ALWAYS_JSON, FORM, OPAQUE = BodyKind
+
+
 class Place(Enum):
     """Routes that are bound to one worker instead of chosen by the policy."""
 
     ANY = "any"
     VOICE_OWNER = "voice_owner"
     NAMED = "named"  # by the header x-sglang-omni-route-worker
+
+
+ANYWHERE, VOICE_OWNER, NAMED = Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ and no connection outlives its call. Deadlines belong to the caller.
 
 from __future__ import annotations
 
-import functools
 import os
 import ssl
 from collections.abc import Mapping
@@ -17,24 +16,26 @@ import httpx
 from omni_proxy import __version__
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.trust import client_context
 
 # A kept connection can be closed by the worker in the moment we reuse it, which would count as a
 # failed probe; a fresh one also tells whether the worker still accepts.
 _LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=0)
 
 
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    # Loading the CA bundle costs some 20 ms: once per program, and only with an https worker.
-    return httpx.create_ssl_context(trust_env=False)
+def trusted(worker: Worker) -> ssl.SSLContext | None:
+    """What it is believed by, the same as for model traffic; None without TLS. Raises OSError."""
+    if not worker.url.startswith("https://"):
+        return None
+    return client_context(worker.tls_ca, verify=worker.tls_verify)
 
 
 def open_client(worker: Worker) -> httpx.AsyncClient:
-    """The caller closes it."""
+    """The caller closes it, and opens another once `trusted` gives another context. Raises
+    OSError where that does."""
     path = dial_address(worker.url)
-    secure = worker.url.startswith("https://")
     transport = httpx.AsyncHTTPTransport(
-        verify=_tls() if secure else False,  # plain HTTP has nothing to verify, so load no bundle
+        verify=trusted(worker) or False,  # plain HTTP has nothing to verify, so load no bundle
         trust_env=False,
         limits=_LIMITS,
         uds=path if isinstance(path, str) else None,
@@ -47,6 +48,28 @@ def open_client(worker: Worker) -> httpx.AsyncClient:
         # Identity: a small compressed reply must not unfold into a large one here.
         headers={"user-agent": f"omni-proxy/{__version__}", "accept-encoding": "identity"},
     )
+
+
+class Caller:
+    """The client of one worker over many calls; another one as soon as it trusts others."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._client: httpx.AsyncClient | None = None
+        self._trusted: ssl.SSLContext | None = None
+
+    async def client(self) -> httpx.AsyncClient:
+        """Raises OSError where what it trusts can't be read."""
+        now = trusted(self._worker)
+        if self._client is None or now is not self._trusted:
+            await self.close()
+            self._client, self._trusted = open_client(self._worker), now
+        return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from omni_proxy.config.schema import Config
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.keeper import Keeper
+from omni_proxy.wire.errors import Refusal
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ class Drains:
         empty = not worker.in_flight
         if not empty and trio.current_time() < drain.ends_at:
             return
+        if drain.remove and self._keeper.freeze.on:
+            return  # it stays until a weight sync lets the set of workers change again
         drain.in_time = empty
         if empty:
             _log.info("Worker %s is drained", worker.url)
@@ -124,7 +127,11 @@ class Drains:
             wanted = drain.state == RUNS and self._fleet.find(worker.url) is worker
             return with_deleted(state, config, worker.url) if wanted else state
 
-        changed = await self._keeper.change(edit)
+        try:
+            changed = await self._keeper.change(edit)
+        except Refusal as refusal:
+            drain.refused = refusal.message
+            return
         if changed.error is not None:
             drain.refused = str(changed.error)
             _log.error("worker %s could not be removed: %s", worker.url, changed.error)

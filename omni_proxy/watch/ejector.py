@@ -16,6 +16,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.keeper import Keeper
+from omni_proxy.wire.errors import Refusal
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,12 @@ class Ejector:
             return with_deleted(state, config, worker.url)
 
         why = worker.machine.last_error
-        changed = await self._keeper.change(edit)
+        await self._keeper.freeze.over()
+        try:
+            changed = await self._keeper.change(edit)
+        except Refusal:  # a sync began in between: then after that one
+            self._ejected.append(worker)
+            return
         if changed.outcome == "applied":
             _log.warning("worker %s was removed: its requests keep failing: %s", worker.url, why)
         elif changed.error is not None:

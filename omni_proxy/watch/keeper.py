@@ -3,7 +3,8 @@
 Invariant: a configuration is applied whole or not at all. Everything that may fail (reading,
 judging, opening a listener) happens before the first thing changes; after that nothing may fail.
 All changes, whoever asks, go through one lock and one path; `revision` rises with each that changed
-something. While an operation on the workers has the `turn` they wait, unless they are `at_once`.
+something. While an operation on the workers has the `turn` they wait, unless they are `at_once`;
+while the set of workers is frozen, what FILE says of it is withheld and applied at the thaw.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
+from msgspec.structs import replace
 
 from omni_proxy.config.diff import diff
 from omni_proxy.config.flags import Startup
@@ -28,6 +30,8 @@ from omni_proxy.config.schema import Config
 from omni_proxy.config.state import State, read_state, render_state
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.watch.freeze import Freeze
+from omni_proxy.watch.trust import judge_files
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +95,7 @@ class Keeper:
         self.fleet = fleet
         self.file = startup.config_path
         self.config = startup.over(read_file(self.file))
+        judge_files(self.config, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = State()
         if self.state_file is not None and self.state_file.exists():
@@ -100,12 +105,15 @@ class Keeper:
         self.reloads: Counter[tuple[str, str]] = Counter()  # outcome, source
         self.state_error = ""
         self.turn = trio.Lock()  # before `_lock`, never inside it
+        self.freeze = Freeze()
+        self._withheld: Config | None = None  # what FILE says, while its workers have to wait
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
         self._subscribers: list[Callable[[Config, Config], None]] = []
 
     def prepare_with(self, prepare: Prepare) -> None:
-        """`prepare(new)` does what may fail (OSError) and returns what puts it in force."""
+        """`prepare(new)` does what may fail (OSError, ConfigError) and returns what puts it in
+        force."""
         self._prepares.append(prepare)
 
     def subscribe(self, callback: Callable[[Config, Config], None]) -> None:
@@ -124,29 +132,72 @@ class Keeper:
                 return Reloaded("precondition_failed", self.revision)
             try:
                 new = self.startup.over(await trio.to_thread.run_sync(read_file, self.file))
+                await trio.to_thread.run_sync(judge_files, new, str(self.file))
             except ConfigError as error:
                 return self._refused(source, error)
-            return await self._change(source, new, settle(self.state, new, self.startup.flag_urls))
+            new = self._without_waiting(new)
+            state = settle(self.state, new, self.startup.flag_urls)
+            changed = await self._change(source, new, state)
+            self._tell_waiting()
+            return changed
+
+    async def thaw(self) -> None:
+        """The set of workers may change again; what waited for that happens now."""
+        self.freeze.end()
+        async with self._lock:
+            new, self._withheld = self._withheld, None
+            if new is not None and not self.freeze.on:
+                state = settle(self.state, new, self.startup.flag_urls)
+                await self._change("file", new, state)
+            self._tell_waiting()
 
     async def change(
         self, edit: Edit, if_match: str | None = None, *, at_once: bool = False
     ) -> Reloaded:
         """Edit the runtime state (worker CRUD). What `edit` raises passes through, changing
-        nothing."""
-        async with self._alone(at_once=at_once):
-            if not self._matches(if_match):
-                return Reloaded("precondition_failed", self.revision)
-            state = settle(edit(self.state, self.config), self.config, self.startup.flag_urls)
-            return await self._change("api", self.config, state)
+        nothing. Raises Refusal 503 where the set of workers stays frozen for too long."""
+        waits_until = trio.current_time() + self.config.admin.lock_timeout_secs
+        while True:
+            async with self._alone(at_once=at_once):
+                if not self._matches(if_match):
+                    return Reloaded("precondition_failed", self.revision)
+                state = settle(edit(self.state, self.config), self.config, self.startup.flag_urls)
+                if not self.freeze.on or not self._moves_workers(self.config, state):
+                    return await self._change("api", self.config, state)
+            await self.freeze.over_within(waits_until - trio.current_time())
 
     @asynccontextmanager
     async def _alone(self, *, at_once: bool = False) -> AsyncIterator[None]:
-        if at_once:
+        if at_once or self.freeze.on or not await self.freeze.turn(self.turn):
             async with self._lock:
                 yield
             return
-        async with self.turn, self._lock:
-            yield
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self.turn.release()
+
+    def _without_waiting(self, new: Config) -> Config:
+        """What of it may be applied now."""
+        state = settle(self.state, new, self.startup.flag_urls)
+        moves = new.launch != self.config.launch or self._moves_workers(new, state)
+        self._withheld = new if self.freeze.on and moves else None
+        if self._withheld is None:
+            return new
+        return replace(new, workers=self.config.workers, launch=self.config.launch)
+
+    def _moves_workers(self, config: Config, state: State) -> bool:
+        wanted = desired(config, self.startup.flag_urls, state)
+        return {entry.url for entry in wanted} != {worker.url for worker in self.fleet.workers}
+
+    def _tell_waiting(self) -> None:
+        if self._withheld is not None:
+            waits = f"[[workers]] and [[launch]] wait for the end of a sync: {self.freeze.why()}"
+            self.last_reload = {**self.last_reload, "waits": waits}
+            _log.info("%s", waits)
+        else:
+            self.last_reload.pop("waits", None)
 
     async def _change(self, source: str, new: Config, state: State) -> Reloaded:
         told = diff(self.config, new)
@@ -159,6 +210,8 @@ class Keeper:
             commits = [prepare(new) for prepare in self._prepares]
         except OSError as error:
             return self._refused(source, self._unbound(new, error))
+        except ConfigError as error:
+            return self._refused(source, error)
         edited = state != self.state
         self._apply(new, state, commits)
         if source != "api":
@@ -194,11 +247,10 @@ class Keeper:
         return Reloaded("refused", self.revision, error=error)
 
     def _unbound(self, new: Config, error: OSError) -> ConfigError:
-        where = f"{new.server.host}:{new.server.port}"
+        where = error.filename or f"{new.server.host}:{new.server.port}"
+        key = "admin.listen" if where == new.admin.listen else "server.port"
         reason = f"cannot listen on {where}: {error.strerror or error}"
-        return ConfigError(
-            [Problem("server.port", None, reason, file=str(self.file))], str(self.file)
-        )
+        return ConfigError([Problem(key, None, reason, file=str(self.file))], str(self.file))
 
     def _note(
         self,

@@ -121,6 +121,7 @@ class Launched:
                 await self._live()
                 if self._ending and not self.called:
                     await self._wait(backoff)
+                await self._standing.until_thawed()
         finally:
             self._gpus.give_back(self._own_gpus)
             self._enter(State.STOPPED)

@@ -23,7 +23,7 @@ from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.watch.calls import Call, build, open_client, read_bounded
+from omni_proxy.watch.calls import Call, Caller, build, read_bounded
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.resolver import RefusedAddress, addresses
 
@@ -63,6 +63,8 @@ class Prober:
         self._jitter = jitter
         self._nursery: trio.Nursery | None = None
         self._loops: dict[Worker, _Loop] = {}
+        # Who may be slow, or say that it is busy, and is well all the same: its weights change.
+        self.spares: Callable[[Worker], bool] = lambda _: False
         fleet.watch(self._follow_fleet)
         fleet.watch_ejected(self._look_at)
         keeper.subscribe(self._follow_config)
@@ -116,21 +118,20 @@ class Prober:
                 loop.woken.set()
 
     async def _watch(self, worker: Worker, loop: _Loop) -> None:
-        client = open_client(worker)
+        caller = Caller(worker)
         try:
             with loop.scope:
                 while True:
                     loop.woken = trio.Event()
-                    if await self._probe(worker, client, loop):
+                    if await self._probe(worker, caller, loop):
                         # A cancelled connect can leave httpcore's pool poisoned (httpcore #1093).
-                        await client.aclose()
-                        client = open_client(worker)
+                        await caller.close()
                     with trio.move_on_after(self._pause_secs(worker)):
                         await loop.woken.wait()
         finally:
             loop.finished.set()
             with trio.move_on_after(CLOSE_SECS, shield=True):
-                await client.aclose()
+                await caller.close()
 
     def _pause_secs(self, worker: Worker) -> float:
         machine = worker.machine
@@ -139,7 +140,7 @@ class Prober:
             return min(interval_secs, RISING_SECS)
         return interval_secs * (0.8 + 0.4 * self._jitter())
 
-    async def _probe(self, worker: Worker, client: httpx.AsyncClient, loop: _Loop) -> bool:
+    async def _probe(self, worker: Worker, caller: Caller, loop: _Loop) -> bool:
         """Make one probe and have it observed. True when it ran out of time."""
         health = self._keeper.config.health
         epoch = loop.probing = worker.machine.epoch
@@ -147,7 +148,7 @@ class Prober:
         error: str | None
         with trio.move_on_after(health.timeout_secs) as scope:
             try:
-                answer = await _ask(worker, client, health)
+                answer = await _ask(worker, await caller.client(), health)
                 status = answer.status
                 worker.health_body = _parsed(answer.body)
                 error = None if 200 <= status < 300 else _fault(status, answer.body)
@@ -159,9 +160,10 @@ class Prober:
         if scope.cancelled_caught:
             error = f"no answer within {health.timeout_secs:g} s"
         loop.probing = None
-        self._fleet.observe_probe(
-            worker, status=status, error=error, at=datetime.now(UTC), epoch=epoch
-        )
+        if error is None or loop.refused or not self.spares(worker):
+            self._fleet.observe_probe(
+                worker, status=status, error=error, at=datetime.now(UTC), epoch=epoch
+            )
         loop.finished.set()
         loop.finished = trio.Event()
         return scope.cancelled_caught

@@ -42,6 +42,10 @@ class Standing:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
+    async def until_thawed(self) -> None:
+        """No process is started anew under a weight sync that counts on its ranks."""
+        await self._keeper.freeze.over()
+
     def find(self, url: str) -> Worker | None:
         return self._fleet.find(url)
 

@@ -38,6 +38,10 @@ class Framing(Enum):
     CLOSE = "close"
 
 
+# Of an enum itself a member costs 0.2 us to look up in Python 3.11, ten times a name of a module.
+LENGTH, CHUNKED, CLOSE = Framing
+
+
 class UpstreamGarbage(Exception):
     """The worker's bytes are no HTTP/1.1 answer."""
 
@@ -54,7 +58,7 @@ class Answer:
         self.parser: httptools.HttpResponseParser | None = None  # only where it has work
         self.status = 0
         self.lines = b""  # status line and the worker's own fields, each ended by CRLF
-        self.framing = Framing.LENGTH
+        self.framing = LENGTH
         self.remaining = 0
         self.keep_alive = False
         self.sse = False
@@ -85,11 +89,11 @@ class Answer:
         self._clean(head)
         if to_head or self.status in (204, 304) or self.status < 200:
             self.whole = True  # RFC 9112 6.3: no body, whatever the fields say
-        elif self.framing is Framing.LENGTH:
+        elif self.framing is LENGTH:
             self.whole = self.remaining == 0
         else:
             self.whole = False
-            self.keep_alive &= self.framing is Framing.CHUNKED
+            self.keep_alive &= self.framing is CHUNKED
 
     def _clean(self, head: bytes) -> None:
         kept: list[bytes] = []
@@ -121,11 +125,11 @@ class Answer:
             # Of any other coding llhttp would read to the connection's end, and call it whole.
             if codings != [b"chunked"]:
                 raise UpstreamGarbage("a transfer-encoding other than chunked")
-            self.framing = Framing.CHUNKED
+            self.framing = CHUNKED
         elif length >= 0:
-            self.framing, self.remaining = Framing.LENGTH, length
+            self.framing, self.remaining = LENGTH, length
         else:
-            self.framing = Framing.CLOSE
+            self.framing = CLOSE
 
     def feed(self, piece: bytes) -> bytes:
         """Follow the body; the part of `piece` that belongs to it.
@@ -133,16 +137,18 @@ class Answer:
         Raises UpstreamGarbage where the framing is broken, or where bytes follow a chunked end:
         which of them were the body's isn't known then, and they could be taken for another answer.
         """
-        if self.framing is Framing.CHUNKED and self.parser is not None:
+        if self.framing is CHUNKED and self.parser is not None:
             try:
                 self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade:  # another answer stands behind this one
+                self.excess = True
             except httptools.HttpParserError as error:
                 raise UpstreamGarbage(str(error)) from None
             if self.excess:
                 raise UpstreamGarbage("bytes after the end of the answer")
             if self.whole:
                 return self._without_stray_lines(piece)
-        elif self.framing is Framing.LENGTH:
+        elif self.framing is LENGTH:
             self.remaining -= len(piece)
             if self.remaining <= 0:
                 self.whole = True

@@ -1,4 +1,4 @@
-"""Chunked request bodies, read to their exact end.
+"""Chunked bodies: those of requests read to their exact end, and how a chunk is written.
 
 llhttp doesn't tell how many bytes belong to a message, and what follows it is the next request. So
 the framing is read here, strictly: sizes are plain hexadecimal, lines end with CRLF, trailers are
@@ -11,9 +11,17 @@ import re
 
 from omni_proxy.wire.errors import Refusal
 
+LAST_CHUNK = b"0\r\n\r\n"
 MAX_LINE_BYTES = 4096  # a size line with its extensions
 MAX_TRAILER_BYTES = 16384
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\Z")
+# Dropped, and yet read as strictly as those of a head: others might take them for something else.
+_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\Z")
+
+
+def as_chunk(payload: bytes) -> bytes:
+    """Never of an empty one: that is what ends a body."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
 def _bad(message: str) -> Refusal:
@@ -54,6 +62,8 @@ class ChunkedBody:
             self._trailer += len(line) + 2
             if self._trailer > MAX_TRAILER_BYTES:
                 raise _bad("the trailer is too long")
+            if line and not _FIELD.match(line):
+                raise _bad("a line of the trailer is no field")
             self.whole = not line
             return True
         found = _SIZE.match(line)

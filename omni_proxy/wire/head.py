@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import httptools
+import msgspec
 
 from omni_proxy.wire.errors import Refusal
 
@@ -40,6 +40,7 @@ _OURS = re.compile(
 # Stricter than llhttp, which takes several spaces, RTSP and fragments (RFC 9112 3).
 _REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
 _REQUEST_LINE_SPARE = 64  # room for method and version beside the longest target
+_BARE_LF = re.compile(rb"(?<!\r)\n")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]*)(.*)")
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]{0,5})?\Z")
 _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
@@ -47,8 +48,7 @@ _REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlat
 PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 
-@dataclass(slots=True)
-class RequestHead:
+class RequestHead(msgspec.Struct, gc=False):
     """What the rest of the program may know of a request's head."""
 
     method: bytes
@@ -64,7 +64,7 @@ class RequestHead:
     request_id: bytes = b""
     websocket_key: bytes = b""
     idempotency_key: bool = False
-    hints: dict[bytes, bytes] = field(default_factory=dict)
+    hints: dict[bytes, bytes] = {}
     words: tuple[str, str, str] = ("", "", "")  # method, target and path as text
 
 
@@ -87,7 +87,7 @@ def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
         longest = MAX_TARGET_BYTES + _REQUEST_LINE_SPARE
         if len(buffer) > longest and buffer.find(b"\r\n", 0, longest) < 0:
             raise _too_long()
-        if b"\n\n" in buffer or buffer.startswith(b"\n"):
+        if _BARE_LF.search(buffer, max(0, searched - 1)):
             raise _bad("lines must end with CRLF")
         return 0
     raise Refusal(

@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.wire.answer import Answer, Framing
+from omni_proxy.wire.answer import LENGTH, Answer
 from omni_proxy.wire.head import RequestHead, judge
+from omni_proxy.wire.stamps import Stamps
 
 TEMPLATES: Final = 1024
 
@@ -28,9 +29,11 @@ _REQUEST_ID: Final = len(b"x-request-id")
 
 
 class RequestTemplates:
-    """`judge` as `wire.head.judge`, remembered."""
+    """`judge` as `wire.head.judge`, remembered, and stamped for what came over TLS or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, stamps: Stamps | None = None, *, secure: bool = False) -> None:
+        self._stamps = stamps
+        self._secure = secure
         self._known: dict[tuple[bytes, ...], RequestHead] = {}
 
     def judge(self, head: bytes) -> RequestHead:
@@ -44,10 +47,16 @@ class RequestTemplates:
             filled = _filled(known, parts, values)
             if filled is not None:
                 return filled
-        seen = judge(head)
+        seen = self._judge(head)
         if known is None:
             self._learn(key, parts, values, seen)
         return seen
+
+    def _judge(self, head: bytes) -> RequestHead:
+        found = judge(head)
+        if self._stamps is not None:
+            self._stamps.prepare(found, secure=self._secure)
+        return found
 
     def _learn(
         self, key: tuple[bytes, ...], parts: list[bytes], values: list[bytes], seen: RequestHead
@@ -56,7 +65,7 @@ class RequestTemplates:
         names = [name.lower() for name in parts[1::2]]
         if len(set(names)) < len(names):
             return  # one is said twice: not ours to understand
-        bare = judge(b"".join(parts[0::2]))
+        bare = self._judge(b"".join(parts[0::2]))
         if bare.request_id and b"x-request-id" in names:
             return  # which of the two ids counts is the judge's knowledge
         filled = _filled(bare, parts, values)
@@ -104,7 +113,7 @@ def _filled(known: RequestHead, parts: list[bytes], values: list[bytes]) -> Requ
 def _fields(head: RequestHead) -> list[object]:
     """For comparison: everything, the lines without their order and inner spaces."""
     lines = sorted(line.replace(b": ", b":") for line in head.lines.split(b"\r\n"))
-    others = [getattr(head, name) for name in RequestHead.__slots__ if name != "lines"]
+    others = [getattr(head, name) for name in RequestHead.__struct_fields__ if name != "lines"]
     return [lines, *others]
 
 
@@ -147,7 +156,7 @@ class AnswerTemplates:
 
     def _learn(self, key: tuple[bytes, ...], answer: Answer) -> None:
         bodiless = answer.status < 200 or answer.status in (204, 304)
-        if answer.framing is not Framing.LENGTH or bodiless:
+        if answer.framing is not LENGTH or bodiless:
             return
         if len(self._known) >= TEMPLATES:
             self._known.clear()

@@ -53,6 +53,29 @@ def test_a_file_says_where_its_proxy_listens(place, file, host, url):
     assert place("--config", file).url == url
 
 
+@pytest.mark.parametrize(
+    ("tables", "url"),
+    [
+        ("[server]\nhost = 'unix:/run/p.sock'", "unix:/run/p.sock"),
+        ("[admin]\nlisten = 'unix:/run/a.sock'", "unix:/run/a.sock"),
+        ("[admin]\nlisten = '0.0.0.0:9'", "http://127.0.0.1:9"),
+        ("[admin]\nlisten = '[::1]:9'", "http://[::1]:9"),
+        ("[server]\nport = 0\n[admin]\nlisten = 'h:9'", "http://h:9"),
+    ],
+)
+def test_it_is_asked_where_it_takes_control_requests(place, file, tables, url):
+    file.write_text(tables)
+    assert place("--config", file).url == url
+
+
+def test_a_proxy_with_tls_is_known_by_the_certificate_of_its_file(place, file):
+    file.write_text("[server]\ntls_cert = 'c.pem'\ntls_key = 'k.pem'\n")
+    found = place("--config", file)
+    assert (found.url, found.certificate) == ("https://127.0.0.1:30000", "c.pem")
+    with pytest.raises(CannotAsk, match=r"c\.pem: No such file"):
+        Proxy(found)
+
+
 def test_without_a_word_it_is_where_it_is_by_default(place):
     assert place() == Place("http://127.0.0.1:30000")
 

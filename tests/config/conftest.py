@@ -15,7 +15,16 @@ settings.load_profile("patient")
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
+PLACES = st.sampled_from(["", "unix:/run/admin.sock"]) | NAMES.map(lambda name: f"{name}:80")
 SPELLED = {
+    "server.host": NAMES | st.just("unix:/run/door.sock"),
+    "server.unix_mode": st.from_regex(r"0[0-7]{3}", fullmatch=True),
+    "server.tls_cert": st.just(""),  # needs others beside it
+    "server.tls_key": st.just(""),
+    "server.tls_client_ca": st.just(""),
+    "admin.listen": PLACES,
+    "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
+    "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
 }
 

@@ -158,6 +158,17 @@ def test_a_value_out_of_range_is_refused(text, problem):
     assert problem in said
 
 
+def test_a_policy_that_needs_kept_versions_needs_a_mode_that_keeps_them():
+    text = 'weight_sync = {{ mode = "{}", on_failure = "{}" }}'
+    for mode in ("off", "coordinate"):
+        for policy in ("rollback", "forward"):
+            (said,) = problems(text.format(mode, policy))
+            assert f'"{policy}" needs versions that we keep' in said
+        parse(text.format(mode, "quarantine"))
+    for mode in ("receive", "both"):
+        assert parse(text.format(mode, "rollback")).weight_sync.mode == mode
+
+
 def test_a_certificate_and_its_key_come_together():
     assert any("needs tls_key" in said for said in problems("server.tls_cert = 'a'"))
     assert any("needs tls_cert" in said for said in problems("server.tls_key = 'a'"))

@@ -47,17 +47,12 @@ def test_another_value_is_refused_and_never_ignored(key):
 
 def test_the_refusal_says_what_may_stand_there_today():
     with pytest.raises(ConfigError) as caught:
-        parse('weight_sync.mode = "both"', "proxy.toml")
+        parse('routing.voice_owner = "http://a"', "proxy.toml")
     assert str(caught.value) == (
-        'proxy.toml:1: weight_sync.mode: "both" is not supported yet (today: "off")'
+        'proxy.toml:1: routing.voice_owner: "http://a" is not supported yet (today: "")'
     )
 
 
 def test_a_list_may_hold_any_part_of_what_is_supported():
     assert parse("routing.retry_on = []").routing.retry_on == ()
     assert parse('routing.retry_on = ["connect_failure"]').routing.retry_on == ("connect_failure",)
-
-
-def test_a_worker_behind_https_is_not_supported_yet():
-    with pytest.raises(ConfigError, match="https workers are not supported yet"):
-        parse('[[workers]]\nurl = "HTTPS://a"')

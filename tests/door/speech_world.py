@@ -144,9 +144,12 @@ class Setting:
         host, port = door.addresses()[0].rsplit(":", 1)
         self.address = host, int(port)
 
+    async def dial(self):
+        return await trio.open_tcp_stream(*self.address)
+
     @asynccontextmanager
     async def client(self, target=PATH, headers=()):
-        stream = await trio.open_tcp_stream(*self.address)
+        stream = await self.dial()
         ws = WSConnection(ConnectionType.CLIENT)
         socket = Socket(stream, ws)
         async with stream:
@@ -167,10 +170,10 @@ class Setting:
         return dict(self.door.ended)
 
 
-def entry(url, model=None, capabilities=CAPABILITIES):
+def entry(url, model=None, capabilities=CAPABILITIES, **trust):
     return Desired(
         url=url, model=model, capabilities=frozenset(capabilities), disabled=False, weight=1,
-        max_inflight=0, origin="file",
+        max_inflight=0, origin="file", **trust,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 import errno
 import socket
+import stat
 
 import pytest
 
@@ -148,3 +149,58 @@ async def test_one_that_never_listened_closes_as_any_other(pump):
     Listener(pump, sock, lambda *guest: None).close()
     pump.settle()
     assert sock.fileno() < 0
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "door.sock"
+
+
+async def test_a_socket_file_lets_in_who_may_and_goes_with_its_listener(pump, guests, file):
+    listener = Listener(
+        pump, open_socket(f"unix:{file}", 0, mode=0o600), lambda *guest: guests.append(guest)
+    )
+    assert (listener.address, stat.S_IMODE(file.stat().st_mode)) == (f"unix:{file}", 0o600)
+    listener.permit(0o640)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(file))
+        await until(lambda: guests)
+    assert guests[0][1] == "unix"
+    listener.close()
+    assert not file.exists()
+
+
+async def test_a_file_that_is_another_programs_by_now_stays(pump, file):
+    listener = Listener(pump, open_socket(f"unix:{file}", 0), lambda *_: None)
+    file.unlink()
+    with open_socket(f"unix:{file}", 0):
+        listener.close()
+        assert file.exists()
+    given = Listener(pump, open_socket(f"unix:{file}", 0), lambda *_: None, keeps_file=True)
+    given.close()
+    assert file.exists()
+
+
+def test_a_file_that_nobody_listens_on_is_replaced_and_any_other_is_not(file):
+    open_socket(f"unix:{file}", 0).close()
+    with open_socket(f"unix:{file}", 0), pytest.raises(OSError, match="another program") as taken:
+        open_socket(f"unix:{file}", 0)
+    assert taken.value.errno == errno.EADDRINUSE
+    file.unlink()
+    file.write_text("precious")
+    with pytest.raises(FileExistsError, match="no socket"):
+        open_socket(f"unix:{file}", 0)
+    assert file.read_text() == "precious"
+
+
+async def test_a_socket_file_may_be_taken_before_it_is_open(pump, guests, file):
+    sock = open_socket(f"unix:{file}", 0, listening=False)
+    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    with socket.socket(socket.AF_UNIX) as caller:
+        with pytest.raises(ConnectionRefusedError):
+            caller.connect(str(file))
+        listener.listen()
+        caller.connect(str(file))
+        await until(lambda: guests)
+    listener.close()

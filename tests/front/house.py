@@ -22,6 +22,7 @@ from omni_proxy.front.rooms import Rooms
 from omni_proxy.observe.instruments import Instruments
 from omni_proxy.routing.policies import build
 from omni_proxy.watch.drains import Drains
+from omni_proxy.watch.freeze import Freeze
 from omni_proxy.weights.desk import WeightDesk
 from omni_proxy.weights.journal_file import JournalFile
 
@@ -57,6 +58,7 @@ class KeeperStandIn:
         self.state_error = ""
         self.next_reload = Outcome("unchanged", 1)
         self.turn = trio.Lock()
+        self.freeze = Freeze()
         self.apply()
 
     def apply(self):
@@ -77,6 +79,9 @@ class KeeperStandIn:
         if if_match is not None and if_match.strip('"') != str(self.revision):
             return Outcome("precondition_failed", self.revision)
         return self.next_reload
+
+    async def thaw(self):
+        self.freeze.end()
 
     def subscribe(self, callback):
         pass

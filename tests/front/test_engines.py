@@ -1,6 +1,7 @@
 import httpx
 import pytest
 
+from omni_proxy.config.schema import WeightSync
 from tests.front.engines_at_hand import Engines
 from tests.front.house import A, B, build_house, entry
 
@@ -35,6 +36,18 @@ async def test_server_info_shows_every_rank_behind_us(house, engines, path):
     assert told["internal_states"] == [{"a": 1}, {"b": 1}]
     assert "port" not in told
     assert [each["url"] for each in told["workers"]] == [A, B]
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("coordinate", 3), ("receive", 1), ("both", 4)])
+async def test_a_trainers_group_has_the_ranks_of_all_that_live_or_ours(engines, mode, ranks):
+    house = build_house(entry(A), entry(B), weight_sync=WeightSync(mode=mode))
+    house.healthy(A, B)
+    house.fleet.hold(house.worker(A), "uncertain")
+    engines.tell(A, "/server_info", {"tp_size": 2, "radix_cache_enabled": True})
+    engines.tell(B, "/server_info", {"tp_size": 1, "radix_cache_enabled": False})
+    _, told = await got(house, "/server_info")
+    assert told["tp_size"] == ranks
+    assert told["radix_cache_enabled"] is True
 
 
 async def test_one_silent_worker_costs_only_its_own_info(house, engines):

@@ -230,3 +230,11 @@ def test_chunks_arrive_unchanged_and_unchunk_to_what_h11_reads(payloads, cuts):
 
 def test_a_head_of_just_the_limit_is_still_waited_for():
     assert find_answer_end(OK.ljust(MAX_HEAD_BYTES, b"a")) == 0
+
+
+def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
+    answer = Answer()
+    answer.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
+    behind = b"HTTP/1.1 101 Switching\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
+    with pytest.raises(UpstreamGarbage, match="after the end"):
+        answer.feed(b"0\r\n\r\n" + behind)

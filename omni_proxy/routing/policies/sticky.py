@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from omni_proxy.config.schema import Routing
 from omni_proxy.fleet.worker import Worker
@@ -18,23 +19,79 @@ from omni_proxy.routing.policies.contract import Policy
 DROPPED_PER_SLICE = 1000
 
 
+class Sessions(Protocol):
+    """Where the keys are remembered. `now` is monotonic seconds."""
+
+    def tune(self, most: int, idle_secs: float) -> None:
+        """`sticky_max` and `sticky_idle_secs`."""
+
+    def find(self, key: str, now: float) -> Worker | None: ...
+    def keep(self, key: str, worker: Worker, now: float) -> None: ...
+    def tend(self, now: float) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class OwnSessions:
+    """In this process's memory."""
+
+    __slots__ = ("_idle_secs", "_max", "_sessions")
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, tuple[Worker, float]] = OrderedDict()
+        self._max = 1
+        self._idle_secs = 0.0
+
+    def tune(self, most: int, idle_secs: float) -> None:
+        self._max, self._idle_secs = most, idle_secs
+
+    def find(self, key: str, now: float) -> Worker | None:
+        session = self._sessions.get(key)
+        if session is None or self._idle(session[1], now):
+            return None
+        return session[0]
+
+    def keep(self, key: str, worker: Worker, now: float) -> None:
+        self._sessions[key] = (worker, now)
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > self._max and len(self._sessions) > 1:
+            self._sessions.popitem(last=False)
+
+    def tend(self, now: float) -> None:
+        for _ in range(DROPPED_PER_SLICE):
+            oldest = next(iter(self._sessions.values()), None)
+            full = len(self._sessions) > self._max
+            if oldest is None or (not full and not self._idle(oldest[1], now)):
+                break
+            self._sessions.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def _idle(self, used: float, now: float) -> bool:
+        return self._idle_secs > 0 and now - used > self._idle_secs
+
+
 class Sticky(Policy):
     """Goes by the name of the policy below it."""
 
-    __slots__ = ("_hits", "_idle_secs", "_max", "_misses", "_now", "_sessions", "inner", "name")
+    __slots__ = ("_hits", "_misses", "_now", "_sessions", "inner", "name")
     wants_key = True
 
     def __init__(self, inner: Policy, routing: Routing, now: float) -> None:
         self.inner = inner
         self.name = inner.name
         self._now = now
-        self._sessions: OrderedDict[str, tuple[Worker, float]] = OrderedDict()
+        self._sessions: Sessions = OwnSessions()
         self._hits = self._misses = 0
         self._take(routing)
 
     def _take(self, routing: Routing) -> None:
-        self._idle_secs = routing.sticky_idle_secs
-        self._max = routing.sticky_max
+        self._sessions.tune(routing.sticky_max, routing.sticky_idle_secs)
+
+    def remember_in(self, sessions: Sessions, routing: Routing) -> None:
+        """From now on; those that are known already stay behind."""
+        self._sessions = sessions
+        self._take(routing)
 
     def tune(self, routing: Routing) -> bool:
         return self.adopt(routing) and routing.sticky_sessions
@@ -59,10 +116,7 @@ class Sticky(Policy):
         else:
             self._misses += 1
             worker = self.inner.pick(candidates, need)
-        self._sessions[key] = (worker, self._now)
-        self._sessions.move_to_end(key)
-        while len(self._sessions) > self._max and len(self._sessions) > 1:
-            self._sessions.popitem(last=False)
+        self._sessions.keep(key, worker, self._now)
         return worker
 
     def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
@@ -84,21 +138,12 @@ class Sticky(Policy):
     def tend(self, now: float) -> None:
         self._now = now
         self.inner.tend(now)
-        for _ in range(DROPPED_PER_SLICE):
-            oldest = next(iter(self._sessions.values()), None)
-            if oldest is None or (not self._idle(oldest[1]) and len(self._sessions) <= self._max):
-                break
-            self._sessions.popitem(last=False)
+        self._sessions.tend(now)
 
     def facts(self) -> dict[str, object]:
         sessions = {"sessions": len(self._sessions), "kept": self._hits, "begun": self._misses}
         return {**self.inner.facts(), "sticky": sessions}
 
-    def _idle(self, used: float) -> bool:
-        return self._idle_secs > 0 and self._now - used > self._idle_secs
-
     def _kept(self, candidates: Sequence[Worker], key: str) -> Worker | None:
-        session = self._sessions.get(key)
-        if session is None or self._idle(session[1]) or session[0] not in candidates:
-            return None
-        return session[0]
+        worker = self._sessions.find(key, self._now)
+        return worker if worker in candidates else None

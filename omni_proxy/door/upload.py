@@ -1,0 +1,182 @@
+"""A request's body that did not come along with its head: held whole, or streamed to the worker.
+
+Contract: it is held to its end, or until its worker can be known (routing.early). Streamed, at most
+one piece of it is in our hands, the client is read only while the worker takes what it has, and
+from the first byte that a worker got there is no second try. What all requests hold together is
+bounded by `[server] max_held_bytes`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from omni_proxy.door.account import Exchange
+from omni_proxy.door.conn import Conn
+from omni_proxy.door.task import EITHER, Gone, pause
+from omni_proxy.wire.chunked import LAST_CHUNK, ChunkedBody, as_chunk
+from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.head import CHUNKED, RequestHead
+
+if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
+
+PIECE_BYTES: Final = 262144
+
+
+class Upload:
+    """The body of one request. `whole`: its last byte has come; `poured`: a worker got some of it.
+
+    Whatever reads raises Refusal 400 for broken chunks, 413 past the limit, 503 where too much is
+    held; Expired when the client stops, Gone when it leaves.
+    """
+
+    __slots__ = (
+        "_conn", "_held", "_left", "_mine", "_out", "_reader", "held_bytes", "poured", "whole",
+    )  # fmt: skip
+
+    def __init__(self, conn: Connection, mine: Exchange, head: RequestHead, limit: int) -> None:
+        self.whole = self.poured = False
+        self.held_bytes = 0
+        self._conn = conn
+        self._mine = mine
+        self._held: list[bytes] = []
+        self._left = head.length  # of a counted body
+        self._reader = ChunkedBody(limit) if head.length == CHUNKED else None
+        self._out = memoryview(b"")  # of what was read, what the worker has not taken yet
+        came, conn.rest = conn.rest, b""
+        self._hold(self._payload_in(came))
+
+    @property
+    def beginning(self) -> bytes:
+        """What is held so far."""
+        return b"".join(self._held)
+
+    async def hold(self, most: int) -> bool:
+        """Read until it is whole or more than `most` bytes are held; whether it is whole."""
+        while not self.whole and self.held_bytes <= most:
+            self._hold(self._payload_in(await self._read()))
+        return self.whole
+
+    async def hold_all(self) -> None:
+        """Raises Refusal 503 at once where the length that was told can't be held."""
+        if self._left > 0:
+            self._conn.door.check_room(self._left)
+        while not self.whole:
+            self._hold(self._payload_in(await self._read()))
+
+    def take(self) -> bytes:
+        """What is held; it is the caller's now."""
+        held, self._held = self._held, []
+        return held[0] if len(held) == 1 else b"".join(held)
+
+    def begin(self, lines: bytes) -> bytes:
+        """The head with our framing. From here on what is held can be poured only."""
+        body = self.take()
+        self._conn.let_go()
+        self.poured = True
+        if self._reader is None:
+            self._out = memoryview(body)
+            return b"%bcontent-length: %d\r\n\r\n" % (lines, len(body) + self._left)
+        self._out = memoryview(self._chunked(body))
+        return b"%btransfer-encoding: chunked\r\n\r\n" % lines
+
+    async def pour(self, up: Conn) -> bool:
+        """The rest of it to the worker; False where that has something to say before, or broke."""
+        while await self._flush(up):
+            if self.whole:
+                return True
+            piece = await self._read_beside(up)
+            if piece is None:
+                break
+            payload = self._payload_in(piece)
+            self._out = memoryview(payload if self._reader is None else self._chunked(payload))
+        return False
+
+    def _chunked(self, payload: bytes) -> bytes:
+        framed = as_chunk(payload) if payload else b""
+        return framed + LAST_CHUNK if self.whole else framed
+
+    def _payload_in(self, came: bytes) -> bytes:
+        """What of it is the body's; what stands behind its end is the next request's."""
+        reader, conn = self._reader, self._conn
+        if reader is None:
+            payload = came[: self._left]
+            self._left -= len(payload)
+            self.whole = not self._left
+            conn.rest = came[len(payload) :]
+        else:
+            reader.feed(came)
+            payload = b"".join(reader.payload)
+            reader.payload.clear()
+            self.whole = reader.whole
+            if self.whole:
+                conn.rest = reader.rest
+        self._mine.bytes_in += len(payload)
+        if self.whole:
+            self._mine.body_at = conn.pump.now
+        return payload
+
+    def _hold(self, payload: bytes) -> None:
+        if payload:
+            self._conn.door.check_room(len(payload))
+            self._conn.door.held_bytes += len(payload)
+            self._conn.held_bytes += len(payload)
+            self.held_bytes += len(payload)
+            self._held.append(payload)
+
+    async def _read(self) -> bytes:
+        conn = self._conn
+        conn.clock("body", conn.door.limits.client_body)
+        try:
+            piece = await conn.more(conn.client, PIECE_BYTES)
+        except OSError:
+            raise Gone from None
+        if not piece:
+            raise Gone
+        return piece
+
+    async def _read_beside(self, up: Conn) -> bytes | None:
+        """As `_read`; None where the worker was first to say something."""
+        conn, client = self._conn, self._conn.client
+        conn.clock("body", conn.door.limits.client_body)
+        while not up.speaks():
+            if conn.waits_for(client):
+                if not client.hot:
+                    conn.awaits = EITHER
+                await pause()
+                continue
+            try:
+                piece = client.read(PIECE_BYTES)
+            except OSError:
+                raise Gone from None
+            if piece == b"":
+                raise Gone
+            if piece is not None:
+                return piece
+        return None
+
+    async def _flush(self, up: Conn) -> bool:
+        """What was read to the worker, however long that takes; False as in `pour`."""
+        conn = self._conn
+        if self._out:
+            conn.clock("send", conn.door.limits.response_head)
+        while self._out:
+            if up.speaks():
+                return False
+            try:
+                self._out = self._out[up.send(self._out) :]
+            except BlockingIOError:
+                conn.awaits = up
+                await pause()
+            except OSError:
+                up.hot = True  # its answer, or its end, is waiting to be read
+                return False
+        return True
+
+
+def too_much_held() -> Refusal:
+    """The error of omni-router.md 10 for bodies that would not fit beside the others."""
+    return Refusal(
+        503, "router overloaded: too many bytes of request bodies are held", 503,
+        close=True, type="overloaded_error", reason="max_held_bytes",
+    ).with_headers(("retry-after", "1"))  # fmt: skip

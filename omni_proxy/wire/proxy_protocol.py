@@ -1,0 +1,90 @@
+"""The PROXY protocol, versions 1 and 2: who a balancer in front of us says the client is.
+
+Contract: `read` takes what has come so far and never looks past the introduction's end; everything
+that is no such introduction, or longer than `MAX_BYTES`, is Malformed. Extensions are skipped.
+Source: haproxy.org, proxy-protocol.txt.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from ipaddress import AddressValueError, IPv4Address, IPv6Address
+from typing import Final, NamedTuple
+
+MAX_BYTES: Final = 4096
+_V1_BYTES: Final = 107
+_SIGNATURE: Final = b"\r\n\r\n\x00\r\nQUIT\n"
+_V2_HEAD_BYTES: Final = 16
+_LINE: Final = re.compile(
+    rb"PROXY (TCP4|TCP6) ([0-9A-Fa-f.:]{2,45}) ([0-9A-Fa-f.:]{2,45}) ([0-9]{1,5}) ([0-9]{1,5})\Z"
+)
+_UNKNOWN: Final = re.compile(rb"PROXY UNKNOWN(?: [ -~]*)?\Z")
+_V2_ADDRESSES: Final = {0x11: struct.Struct("!4s4sHH"), 0x21: struct.Struct("!16s16sHH")}
+_V2_OTHERS: Final = (0x00, 0x12, 0x22, 0x31, 0x32)  # unknown, datagrams, Unix sockets
+_LOCAL, _PROXY = 0x20, 0x21
+
+
+class Malformed(Exception):
+    """The bytes are no introduction."""
+
+
+class Introduction(NamedTuple):
+    """`length`: bytes that it took. `peer`: HOST:PORT of the client, "" where it is not told."""
+
+    length: int
+    peer: str
+
+
+def read(came: bytes) -> Introduction | None:
+    """None while more must come. Raises Malformed."""
+    if came.startswith(_SIGNATURE):
+        return _read_v2(came)
+    if _SIGNATURE.startswith(came):
+        return None
+    return _read_v1(came)
+
+
+def _read_v1(came: bytes) -> Introduction | None:
+    if not (came.startswith(b"PROXY ") or b"PROXY ".startswith(came)):
+        raise Malformed("neither version of the PROXY protocol begins like this")
+    end = came.find(b"\r\n", 0, _V1_BYTES)
+    if end < 0:
+        if len(came) >= _V1_BYTES or b"\n" in came or b"\r" in came[:-1]:
+            raise Malformed("the line of version 1 does not end")
+        return None
+    line = came[:end]
+    if _UNKNOWN.match(line):
+        return Introduction(end + 2, "")
+    found = _LINE.match(line)
+    if found is None:
+        raise Malformed("the line of version 1 is not as it should be")
+    kind = IPv4Address if found[1] == b"TCP4" else IPv6Address
+    try:
+        source, _ = (str(kind(text.decode())) for text in found.group(2, 3))
+    except AddressValueError as error:
+        raise Malformed(str(error)) from None
+    if max(int(found[4]), int(found[5])) > 65535:
+        raise Malformed("a port above 65535")
+    return Introduction(end + 2, f"{source}:{int(found[4])}")
+
+
+def _read_v2(came: bytes) -> Introduction | None:
+    if len(came) < _V2_HEAD_BYTES:
+        return None
+    command, family = came[12], came[13]
+    length = _V2_HEAD_BYTES + int.from_bytes(came[14:16], "big")
+    if command not in (_LOCAL, _PROXY):
+        raise Malformed(f"version and command {command:#04x}")
+    if length > MAX_BYTES:
+        raise Malformed(f"an introduction of {length} bytes")
+    if len(came) < length:
+        return None
+    if command == _LOCAL or family in _V2_OTHERS:
+        return Introduction(length, "")
+    layout = _V2_ADDRESSES.get(family)
+    if layout is None or length < _V2_HEAD_BYTES + layout.size:
+        raise Malformed(f"address family {family:#04x}, {length - _V2_HEAD_BYTES} bytes")
+    source, _, port, _ = layout.unpack_from(came, _V2_HEAD_BYTES)
+    address = IPv4Address(source) if len(source) == 4 else IPv6Address(source)
+    return Introduction(length, f"{address}:{port}")

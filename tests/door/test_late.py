@@ -1,0 +1,110 @@
+"""What `Conn.put` has taken: it leaves with the end of a turn, in order, and is never lost."""
+
+import socket
+
+import trio
+import trio.lowlevel
+import trio.testing
+
+from omni_proxy.door.conn import Conn
+from omni_proxy.door.pump import LATE_AT_MOST, Pump
+from omni_proxy.door.task import pause
+from tests.door.pumping import Scripted, until
+
+ROUND = 1000
+
+
+def small_buffers(conn, far) -> None:
+    conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+
+async def read_all(far: socket.socket, size: int) -> bytes:
+    far.setblocking(False)
+    came = b""
+    with trio.fail_after(10):
+        while len(came) < size:
+            await trio.lowlevel.wait_readable(far)
+            piece = far.recv(65536)
+            assert piece, "closed early"
+            came += piece
+    return came
+
+
+def test_nothing_leaves_before_the_turn_is_over():
+    pump = Pump()
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    with near, far:
+        conn = Conn(pump, near, None)
+        conn.put(b"one ")
+        conn.put(b"two")
+        try:
+            came = far.recv(10)
+        except BlockingIOError:
+            came = b""
+        assert came == b""
+        pump.settle()
+        assert (far.recv(10), conn.late) == (b"one two", b"")
+
+
+def test_a_turn_that_is_long_sends_in_between():
+    pump = Pump()
+    pairs = [socket.socketpair() for _ in range(LATE_AT_MOST)]
+    try:
+        for near, far in pairs:
+            near.setblocking(False)
+            far.setblocking(False)
+            Conn(pump, near, None).put(b"x")
+        assert [far.recv(2) for _, far in pairs] == [b"x"] * LATE_AT_MOST
+    finally:
+        for near, far in pairs:
+            near.close()
+            far.close()
+
+
+async def test_what_the_peer_does_not_take_follows_when_it_reads(pump, wires):
+    payload = bytes(range(256)) * ROUND
+    conn, far = wires.conn(None)
+    small_buffers(conn, far)
+    conn.put(payload)
+    pump.settle()
+    assert 0 < len(conn.late) < len(payload)
+    conn.put(b"the end")
+    assert await read_all(far, len(payload) + 7) == payload + b"the end"
+    await until(lambda: conn.late == b"")
+
+
+async def test_a_peer_that_is_gone_is_met_by_the_next_read(pump, wires):
+    met = []
+
+    async def script(task):
+        conn = task.first[0]
+        conn.put(b"hello")
+        task.awaits = conn
+        await pause()
+        try:
+            met.append(conn.read(10))
+        except OSError as error:
+            met.append(type(error))
+
+    task = Scripted(pump, script)
+    task.first = wires.conn(task)
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    conn, far = task.first
+    far.close()
+    task.start()
+    pump.settle()
+    with trio.fail_after(5):
+        await task.ended.wait()
+    assert met in ([b""], [ConnectionResetError], [BrokenPipeError])
+    assert (conn.late, conn.ended) == (b"", True)
+
+
+async def test_closing_sends_what_was_late(pump, wires):
+    conn, far = wires.conn(None)
+    conn.put(b"last words")
+    conn.close()
+    pump.settle()
+    assert await read_all(far, 10) == b"last words"
