@@ -39,6 +39,7 @@ class OpenDoor:
         self.fleet = fleet
         self.door = door
         self.workers: list[FakeWorker] = []
+        self.urls: list[str] = []
         self.log = Lines()
         door.access_log, door.access_json = self.log, True
 
@@ -48,6 +49,10 @@ class OpenDoor:
 
     def client(self) -> AbstractAsyncContextManager[Client]:
         return client_of(self.address)
+
+    def reload(self, text: str) -> None:
+        self.door.prepare(configured(text, self.urls))()
+        self.door.access_json = True
 
     @property
     def last(self) -> dict:
@@ -85,6 +90,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
         await nursery.start(door.run)
         door.prepare(made)()
         opened = OpenDoor(fleet, door)
+        opened.urls = urls
         yield opened
         nursery.cancel_scope.cancel()
     assert door.pump.failures == 0, "a connection of the door broke on an unexpected error"

@@ -3,9 +3,17 @@ import socket
 import pytest
 import trio
 
+from tests.door.pumping import until
 from tests.promises.clients import STREAMED, post
 from tests.promises.door_alone import door_before, open_door
-from tests.promises.fakes import CHUNKED_HEAD, PATIENCE_SECS, SSE_HEAD, chunk, fake_workers
+from tests.promises.fakes import (
+    CHUNKED_HEAD,
+    PATIENCE_SECS,
+    SSE_HEAD,
+    chunk,
+    counted,
+    fake_workers,
+)
 
 # What the kernel may hold in four socket buffers, with room to spare; the worker offers more.
 MOST_IN_TRANSIT = 32 * 1024 * 1024
@@ -95,3 +103,20 @@ async def test_a_slow_reader_is_held_to_the_time_of_the_whole_exchange():
                 await trio.sleep(0.01)
         assert opened.last["outcome"] in ("client_stalled", "timed_out")
         assert opened.failures() == [0]
+
+
+async def test_answers_to_a_pipelining_client_that_reads_late_all_come_and_in_order():
+    bodies = [b'{"messages": [], "n": "%b"}' % (b"%04d" % number * 4000) for number in range(600)]
+
+    async def echo(call):
+        await call.send(counted(call.body))
+
+    def stuck() -> bool:
+        return any(task.phase == "client" for task in opened.door.pump.tasks)
+
+    async with door_before(echo) as (opened, client), trio.open_nursery() as nursery:
+        client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        nursery.start_soon(client.send, *map(post, bodies))
+        await until(stuck)
+        assert [(await client.answer()).body for _ in bodies] == bodies
+    assert opened.failures() == [0]

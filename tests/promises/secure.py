@@ -1,0 +1,105 @@
+"""TLS for tests: certificates, clients of a TLS listener, workers behind https."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from tests.promises.clients import Client
+from tests.promises.fakes import FakeWorker, Script
+
+FILES = Path(__file__).parent / "certificates"
+AUTHORITY = FILES / "authority.pem"
+
+
+def listening(name: str = "server", **others: str) -> str:
+    """[server] with this certificate; `others` are more of its keys, as TOML."""
+    told = "".join(f"{key} = {value}\n" for key, value in others.items())
+    return f"[server]\ntls_cert = '{FILES / name}.pem'\ntls_key = '{FILES / name}-key.pem'\n{told}"
+
+
+def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:
+    """What a client believes in, and the certificate that it shows if asked."""
+    context = ssl.create_default_context(cafile=FILES / f"{name}.pem")
+    if own:
+        context.load_cert_chain(FILES / f"{own}.pem", FILES / f"{own}-key.pem")
+    return context
+
+
+def showing(name: str = "server") -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(FILES / f"{name}.pem", FILES / f"{name}-key.pem")
+    return context
+
+
+class SecureClient(Client):
+    """`stream` is trio's own TLS; `raw` the connection below it."""
+
+    def __init__(self, stream: trio.SSLStream[trio.SocketStream]) -> None:
+        super().__init__(stream)  # type: ignore[arg-type]
+        self.secure = stream
+        self.raw = stream.transport_stream
+
+    def close(self) -> None:
+        """Without a word of TLS."""
+        self.raw.socket.close()
+
+    def stop_sending(self) -> None:
+        """Without a word of TLS."""
+        self.raw.socket.shutdown(socket.SHUT_WR)
+
+
+@asynccontextmanager
+async def secure_client(
+    address: str, context: ssl.SSLContext | None = None, name: str = "localhost"
+) -> AsyncIterator[SecureClient]:
+    host, _, port = address.rpartition(":")
+    raw = await trio.open_tcp_stream(host, int(port))
+    async with raw:
+        secure = trio.SSLStream(
+            raw, context or believing(), server_hostname=name, https_compatible=True
+        )
+        with trio.fail_after(10):
+            await secure.do_handshake()
+        yield SecureClient(secure)
+
+
+class SecureWorker(FakeWorker):
+    """Behind https, with one certificate; `sessions` says of each connection whether it resumed."""
+
+    def __init__(self, script: Script, name: str = "server", host: str = "127.0.0.1") -> None:
+        super().__init__(script)
+        self.context = showing(name)
+        self.host = host
+        self.resumed: list[bool] = []
+        self.names: list[str | None] = []
+        self.context.sni_callback = lambda _, name, __: self.names.append(name)
+
+    async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.url = f"https://{self.host}:{listener.socket.getsockname()[1]}"
+        await trio.serve_listeners(self._shake, [listener], task_status=task_status)
+
+    async def _shake(self, raw: trio.SocketStream) -> None:
+        secure = trio.SSLStream(raw, self.context, server_side=True, https_compatible=True)
+        try:
+            await secure.do_handshake()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return
+        self.resumed.append(bool(secure.session_reused))
+        async with raw:
+            await self._connection(secure)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def secure_workers(*workers: SecureWorker) -> AsyncIterator[None]:
+    async with trio.open_nursery() as nursery:
+        for worker in workers:
+            await nursery.start(worker.serve)
+        yield
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,164 @@
+"""A door process of its own, with the test as its control."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import trio
+
+from omni_proxy.config.parse import parse
+from omni_proxy.door.listener import Listener, open_socket
+from omni_proxy.door.pump import Pump
+from omni_proxy.doors import sessions
+from omni_proxy.doors.board import Board
+from omni_proxy.doors.link import Link
+from omni_proxy.doors.messages import Begin, Drain, Failed, Forget, Listen, News, Stand, Tally
+from omni_proxy.doors.port import Port
+from omni_proxy.fleet.snapshot import row_of
+from tests.fleet.entries import entry, fleet_of
+from tests.promises.clients import client_of, post
+from tests.promises.fakes import answering, counted, fake_workers, resetting
+
+SILENT_SECS = 0.4
+READY = b"GET /ready HTTP/1.1\r\nhost: door\r\n\r\n"
+
+
+class Control:
+    """One door, told by hand; `heard` is what it said beside its acknowledgements."""
+
+    def __init__(self, tmp_path, urls) -> None:
+        self.front = str(tmp_path / "front.sock")
+        self.config = parse("")
+        self.board = Board.made()
+        self.sessions = sessions.made()
+        self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
+        self.link = Link(1)
+        self.heard: list = []
+        self.ended = ""
+        self.over = trio.Event()
+        self.pump = pump = Pump()
+        self.listener = Listener(pump, open_socket("127.0.0.1", 0), lambda sock, peer: None)
+        self.port = Port(pump, self.listener)
+        self.address = self.listener.address
+
+    def news(self, **changes) -> None:
+        rows = tuple(row_of(worker, n) for n, worker in enumerate(self.fleet.workers, start=1))
+        known = News(1, rows, self.config, "", 1)
+        self.link.tell(msgspec.structs.replace(known, **changes))
+
+    async def begin(self, nursery) -> None:
+        self.link.tell_begin(
+            Begin(1, self.front, SILENT_SECS), self.board.descriptor, self.sessions
+        )
+        self.news()
+        nursery.start_soon(self._live)
+        with trio.fail_after(15):
+            await self.link.acknowledged(2)
+        self.link.tell(Listen(1), self.port.listen(0))
+        await self.settled()
+
+    async def _live(self) -> None:
+        self.ended = await self.link.live(lambda link, message: self.heard.append(message))
+        self.over.set()
+
+    async def settled(self) -> None:
+        with trio.fail_after(15):
+            await self.link.acknowledged(self.link.told)
+
+    async def until_heard(self, kind) -> list:
+        with trio.fail_after(15):
+            while not (found := [each for each in self.heard if isinstance(each, kind)]):
+                await trio.sleep(0.01)
+        return found
+
+
+async def serve_front(path: str, *, task_status=trio.TASK_STATUS_IGNORED) -> None:
+    sock = trio.socket.socket(trio.socket.AF_UNIX)
+    await sock.bind(path)
+    sock.listen()
+
+    async def answer(stream: trio.SocketStream) -> None:
+        while await stream.receive_some(65536):
+            await stream.send_all(counted(b'{"status": "ready"}'))
+
+    await trio.serve_listeners(answer, [trio.SocketListener(sock)], task_status=task_status)
+
+
+async def ready(control) -> tuple[int, bytes]:
+    async with client_of(control.address) as client:
+        await client.send(READY)
+        answer = await client.answer("GET")
+        return answer.status, answer.body
+
+
+@pytest.fixture
+async def world(nursery, tmp_path):
+    async with fake_workers(answering(counted(b"{}")), resetting) as fakes:
+        control = Control(tmp_path, [fake.url for fake in fakes])
+        await nursery.start(serve_front, control.front)
+        await control.begin(nursery)
+        try:
+            yield control
+        finally:
+            control.link.kill()
+            with trio.fail_after(15):
+                await control.over.wait()
+            control.port.end()
+            control.listener.close()
+            control.pump.settle()
+
+
+async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(world):
+    control = world
+    assert await ready(control) == (200, b'{"status": "ready"}')
+    await trio.sleep(2 * SILENT_SECS)
+    status, body = await ready(control)
+    assert status == 503
+    assert b"the control process has been silent" in body
+    async with client_of(control.address) as client:
+        await client.send(post())
+        assert (await client.answer()).status == 200
+    control.news(rows=None, config=None)
+    await control.settled()
+    assert (await ready(control))[0] == 200
+
+
+async def test_it_tells_what_it_learnt_and_counted(world):
+    control = world
+    async with client_of(control.address) as client:
+        for _ in range(2):
+            await client.send(post())
+            assert (await client.answer()).status == 200
+    (failed,) = await control.until_heard(Failed)
+    assert failed.serial == 2
+    assert "reset" in failed.error
+    tally = (await control.until_heard(Tally))[0]
+    assert sum(count for cell in tally.cells for *_, count in cell.ends)
+    stand = (await control.until_heard(Stand))[-1]
+    assert stand.counts["accepted"] >= 0
+    assert control.board.row(1)[0] == 0
+
+
+async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
+    control = world
+    async with client_of(control.address) as client:
+        await client.send(post())
+        assert (await client.answer()).status == 200
+        control.link.tell(Drain())
+        assert await client.until_closed() == b""
+    with trio.fail_after(15):
+        await control.over.wait()
+    assert control.ended == "ended with status 0"
+    tallies = [each for each in control.heard if isinstance(each, Tally)]
+    assert sum(count for tally in tallies for cell in tally.cells for *_, count in cell.ends) == 1
+
+
+async def test_nobody_waits_for_the_acknowledgement_of_one_that_was_killed(world):
+    control = world
+    control.link.kill()
+    control.link.tell(Forget(1))
+    with trio.fail_after(15):
+        await control.link.acknowledged(control.link.told)
+        await control.over.wait()
+    assert control.ended == "was ended by SIGKILL"
+    assert control.link.tell(Forget(1)) == 0

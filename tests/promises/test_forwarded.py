@@ -1,0 +1,142 @@
+import struct
+
+import pytest
+import trio
+
+from tests.promises.clients import CHAT, post
+from tests.promises.door_alone import door_before, open_door
+from tests.promises.fakes import PATIENCE_SECS, answering, counted, fake_workers
+
+WELL = answering(counted(b"{}"))
+BALANCED = "[server]\nproxy_protocol = true\nforwarded = 'append'\n"
+V1 = b"PROXY TCP4 203.0.113.7 10.0.0.1 4711 443\r\n"
+V2 = (
+    b"\r\n\r\n\x00\r\nQUIT\n\x21\x11" + struct.pack("!H", 12)
+    + bytes((203, 0, 113, 7, 10, 0, 0, 1)) + struct.pack("!HH", 4711, 443)
+)  # fmt: skip
+
+
+def told(worker, *names):
+    """What the worker was told in its newest request."""
+    return [(name, value) for name, value in worker.calls[-1].fields if name in names]
+
+
+CLAIMS = ("x-forwarded-for: 8.8.8.8", "x-forwarded-proto: https", "via: 1.1 cdn")
+WAYS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [
+        (
+            "off",
+            [("x-forwarded-for", "8.8.8.8"), ("x-forwarded-proto", "https"), ("via", "1.1 cdn")],
+        ),
+        (
+            "append",
+            [("x-forwarded-for", "8.8.8.8"), ("x-forwarded-proto", "https"), ("via", "1.1 cdn"),
+             ("x-forwarded-host", "door"), ("via", "1.1 omni-proxy"),
+             ("x-forwarded-for", "127.0.0.1")],
+        ),
+        (
+            "replace",
+            [("via", "1.1 cdn"), ("x-forwarded-proto", "http"), ("x-forwarded-host", "door"),
+             ("via", "1.1 omni-proxy"), ("x-forwarded-for", "127.0.0.1")],
+        ),
+    ],
+)  # fmt: skip
+async def test_a_worker_is_told_of_the_way_as_configured(mode, wanted):
+    async with door_before(WELL, config=f"[server]\nforwarded = '{mode}'") as (opened, client):
+        for _ in range(3):  # from memory too
+            await client.send(post(CHAT, *CLAIMS))
+            assert (await client.answer()).status == 200
+            assert told(opened.workers[0], *WAYS) == wanted
+
+
+async def test_a_change_of_the_mode_holds_for_open_connections_too():
+    async with door_before(WELL) as (opened, client):
+        for mode, count in (("off", 0), ("append", 1), ("off", 0)):
+            opened.reload(f"[server]\nforwarded = '{mode}'")
+            await client.send(post())
+            assert (await client.answer()).status == 200
+            assert len(told(opened.workers[0], "x-forwarded-for")) == count
+
+
+@pytest.mark.parametrize("sent", [None, "mine"])
+async def test_a_request_id_goes_to_the_worker_back_and_into_the_log(sent):
+    config = "[server]\nrequest_id_header = 'X-Trace'"
+    both = answering(counted(b"{}", "x-trace: the worker's own"))
+    async with door_before(both, config=config) as (opened, client):
+        for _ in range(2):
+            await client.send(post(CHAT, *([f"x-trace: {sent}"] if sent else [])))
+            answer = await client.answer()
+            ((_, seen),) = told(opened.workers[0], "x-trace")
+            assert answer.all("x-trace") == [seen]
+            assert answer.one("x-sglang-omni-request-id") == seen
+            assert opened.last["request_id"] == seen
+            assert seen == sent or len(seen) == 32
+
+
+async def test_refusals_carry_an_id_too():
+    config = "[server]\nrequest_id_header = 'x-request-id'"
+    async with door_before(WELL, config=config) as (_, client):
+        await client.send(post(b"no json", "x-request-id: mine"))
+        answer = await client.answer()
+        assert (answer.status, answer.one("x-request-id")) == (400, "mine")
+        await client.send(b"nonsense\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, len(answer.one("x-request-id"))) == (400, 32)
+
+
+@pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
+async def test_a_client_behind_a_balancer_is_who_the_balancer_says(introduction):
+    async with door_before(WELL, config=BALANCED) as (opened, client):
+        await client.send(introduction + post())
+        assert (await client.answer()).status == 200
+        await client.send(post())  # once per connection
+        assert (await client.answer()).status == 200
+        assert [line["client"] for line in opened.log.records] == ["203.0.113.7:4711"] * 2
+        assert told(opened.workers[0], "x-forwarded-for") == [("x-forwarded-for", "203.0.113.7")]
+
+
+@pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
+async def test_an_introduction_may_come_byte_by_byte(introduction):
+    async with door_before(WELL, config=BALANCED) as (opened, client):
+        for byte in introduction + post():
+            await client.send(bytes([byte]))
+        assert (await client.answer()).status == 200
+        assert opened.last["client"] == "203.0.113.7:4711"
+
+
+async def test_an_introduction_without_an_address_leaves_the_balancers_own():
+    async with door_before(WELL, config=BALANCED) as (opened, client):
+        await client.send(b"PROXY UNKNOWN\r\n" + post())
+        assert (await client.answer()).status == 200
+        assert opened.last["client"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "sent", [post(), b"PROXY TCP4 nonsense\r\n" + post(), V2[:12] + b"\x99" + V2[13:], V1[:20]]
+)
+async def test_whoever_does_not_introduce_itself_is_cut_without_a_word(sent):
+    config = BALANCED + "[server.timeouts]\nclient_head_secs = 0.1"
+    async with door_before(WELL, config=config) as (opened, client):
+        await client.send(sent)
+        assert await client.until_closed() == b""
+        assert not opened.log.records
+        assert opened.workers[0].requests == []
+
+
+async def test_a_balancer_that_leaves_within_its_introduction_costs_nothing():
+    async with fake_workers(WELL) as made, open_door(*made, config=BALANCED) as opened:
+        async with opened.client() as client:
+            await client.send(V1[:20])
+        with trio.fail_after(PATIENCE_SECS):
+            await opened.door.drained()
+        assert not opened.log.records
+
+
+async def test_without_the_key_an_introduction_is_a_malformed_head():
+    async with door_before(WELL) as (_, client):
+        await client.send(V1 + post())
+        assert (await client.answer()).status == 400

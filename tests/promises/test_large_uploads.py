@@ -1,0 +1,236 @@
+import json
+import re
+
+import pytest
+import trio
+
+from tests.promises.clients import post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    PATIENCE_SECS,
+    answering,
+    counted,
+    fake_workers,
+)
+from tests.promises.takers import (
+    BOUNDARY,
+    END,
+    FILE,
+    FORM,
+    HINTS,
+    MIB,
+    MODEL,
+    SPOKEN,
+    head,
+    whole,
+)
+
+
+async def test_hinted_json_past_a_mebibyte_reaches_its_worker_before_it_has_come(taking):
+    reached = trio.Event()
+
+    async def script(taker):
+        await taker.until(MIB)
+        reached.set()
+        await whole(taker, 3 * MIB)
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        await client.send(head(3 * MIB, *HINTS), b"no json" + bytes(2 * MIB - 7))
+        with trio.fail_after(PATIENCE_SECS):
+            await reached.wait()
+        assert opened.door.held_bytes == 0
+        await client.send(bytes(MIB))
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (200, b"%d" % (3 * MIB))
+        await client.send(head(3 * MIB, *HINTS), bytes(3 * MIB))  # the connection is good for more
+        assert (await client.answer()).status == 200
+        assert opened.last["bytes_in"] == 3 * MIB
+        assert (opened.last["outcome"], opened.last["model"]) == ("completed", "m")
+    assert b"content-length: %d" % (3 * MIB) in worker.taker.head
+    assert b"route-model" not in worker.taker.head
+
+
+@pytest.mark.parametrize("left_out", [0, 1], ids=["model", "capabilities"])
+async def test_json_with_half_of_the_hints_is_read_whole_first(left_out):
+    one_hint = (HINTS[1 - left_out],)
+    async with fake_workers(answering(counted(b"{}"))) as made:
+        text = MODEL.format(made[0].url)
+        async with open_door(config=text) as opened, opened.client() as client:
+            await client.send(head(2 * MIB, *one_hint), b"no json" + bytes(2 * MIB - 7))
+            assert (await client.answer()).status == 400
+            body = json.dumps({"model": "m", "prompt": "x" * 2 * MIB}).encode()
+            await client.send(head(len(body), *one_hint), body)
+            assert (await client.answer()).status == 200
+            assert opened.door.held_bytes == 0
+        assert [sent for _, sent in made[0].requests] == [body]
+
+
+async def test_a_chunked_body_goes_on_in_chunks_of_ours_without_extensions_and_trailers(taking):
+    def payload_of(wire):
+        sizes, payload = [], b""
+        while wire:
+            size, _, wire = wire.partition(b"\r\n")
+            sizes.append(int(size, 16))
+            payload += wire[: sizes[-1]]
+            wire = wire[sizes[-1] + 2 :]
+        return sizes, payload
+
+    async def script(taker):
+        while not taker.body.endswith(b"\r\n0\r\n\r\n"):
+            await taker.until(len(taker.body) + 1)
+        await taker.send(counted(b"{}"))
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        await client.send(head(None, *HINTS))
+        for letter in b"abcdefgh":
+            payload = bytes([letter]) * (MIB // 4)
+            await client.send(b"%x;ext=1\r\n%b\r\n" % (len(payload), payload))
+        await client.send(b"0\r\nx-trailer: 1\r\n\r\n")
+        assert (await client.answer()).status == 200
+        assert opened.last["bytes_in"] == 2 * MIB
+    assert b"transfer-encoding: chunked" in worker.taker.head
+    assert b"content-length" not in worker.taker.head
+    sizes, payload = payload_of(worker.taker.body)
+    assert sizes[-1] == 0
+    assert payload == b"".join(bytes([letter]) * (MIB // 4) for letter in b"abcdefgh")
+    assert b"x-trailer" not in worker.taker.body
+
+
+async def test_a_form_streams_once_its_model_has_come(taking):
+    reached = trio.Event()
+    audio = bytes(range(256)) * (3 * MIB // 256)
+    form = FORM + FILE + audio + END
+
+    async def script(taker):
+        await taker.until(MIB)
+        reached.set()
+        await whole(taker, len(form))
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        sent = head(len(form), path=SPOKEN, kind=BOUNDARY)
+        await client.send(sent, form[: 2 * MIB])
+        with trio.fail_after(PATIENCE_SECS):
+            await reached.wait()
+        await client.send(form[2 * MIB :])
+        assert (await client.answer()).body == b"%d" % len(form)
+        assert opened.last["model"] == "m"
+    assert worker.taker.body == form
+
+
+async def test_a_form_whose_model_comes_last_is_read_whole_where_models_matter():
+    form = FILE + bytes(2 * MIB) + b"\r\n" + FORM + b"--x--\r\n"
+    async with fake_workers(answering(counted(b"{}"))) as made:
+        text = MODEL.format(made[0].url)
+        async with open_door(config=text) as opened, opened.client() as client:
+            sent = head(len(form), path=SPOKEN, kind=BOUNDARY)
+            await client.send(sent, form[:MIB], form[MIB:])
+            assert (await client.answer()).status == 200
+            assert opened.last["model"] == "m"
+        assert [body for _, body in made[0].requests] == [form]
+
+
+async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(taking):
+    go_on = trio.Event()
+    most = 64 * MIB
+
+    async def script(taker):
+        await go_on.wait()
+        while taker.length < most:
+            taker.length += len(await taker.receive())
+        await taker.send(counted(b"{}"))
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        sent = 0
+
+        async def push():
+            nonlocal sent
+            for _ in range(most // MIB):
+                await client.stream.send_all(bytes(MIB))
+                sent += MIB
+
+        await client.send(head(most, *HINTS))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(push)
+            before = -1
+            while sent != before or not sent:
+                before = sent
+                await trio.sleep(0.2)
+            (conn,) = opened.door.pump.tasks
+            assert (conn.phase, opened.door.held_bytes) == ("send", 0)
+            assert sent < most
+            worker.taker.length = len(worker.taker.body)
+            go_on.set()
+        assert (await client.answer()).status == 200
+        assert opened.last["bytes_in"] == most
+
+
+async def test_what_is_held_of_all_bodies_is_bounded():
+    text = '[server]\nmax_held_bytes = "3MiB"\n'
+    body = json.dumps({"model": "m", "prompt": "x" * 2 * MIB}).encode()
+    async with (
+        fake_workers(answering(counted(b"{}"))) as (made,),
+        open_door(config=text + MODEL.format(made.url)) as opened,
+        opened.client() as first,
+        opened.client() as second,
+    ):
+        await first.send(head(len(body)), body[:-10])
+        with trio.fail_after(PATIENCE_SECS):
+            while opened.door.held_bytes < len(body) - 10:
+                await trio.sleep(0.01)
+        await second.send(head(len(body)), body[:-10])
+        answer = await second.answer()
+        assert (answer.status, answer.one("retry-after")) == (503, "1")
+        assert b'"reason":"max_held_bytes"' in answer.body
+        async with opened.client() as small:  # what came with its head is not in it
+            await small.send(post())
+            assert (await small.answer()).status == 200
+        await first.send(body[-10:])
+        assert (await first.answer()).status == 200
+        assert opened.door.held_bytes == 0
+        assert opened.door.admission()["rejected_total"] == 1
+
+
+async def test_a_large_upload_waits_in_the_queue_without_being_read(taking):
+    async def script(taker):
+        await whole(taker, 2 * MIB)
+
+    worker = await taking(script)
+    text = "[server]\nqueue_size = 1\nqueue_timeout_secs = 0.2\n" + MODEL.format(worker.url)
+    text += "disabled = true\n"
+    async with open_door(config=text) as opened, opened.client() as client:
+        await client.send(head(2 * MIB, *HINTS), bytes(MIB))
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (503, "close")
+    assert worker.connections == 0
+
+
+async def test_100_continue_comes_before_a_large_body(taking):
+    async def script(taker):
+        await whole(taker, 2 * MIB)
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        await client.send(head(2 * MIB, *HINTS, "expect: 100-continue"))
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(bytes(2 * MIB))
+        assert (await client.answer()).status == 200
+    assert re.search(rb"\nexpect:", worker.taker.head) is None
+
+
+async def test_a_pipelined_request_behind_a_large_body_is_answered(taking):
+    async def script(taker):
+        body = await taker.until(2 * MIB)
+        await taker.send(counted(b"%d" % len(body)))
+        await taker.until_left()
+
+    worker = await taking(script)
+    async with fake_workers(answering(counted(b"{}"))) as made:
+        text = MODEL.format(worker.url) + MODEL.format(made[0].url).replace('"m"', '"n"')
+        async with open_door(config=text) as opened, opened.client() as client:
+            await client.send(head(2 * MIB, *HINTS), bytes(2 * MIB), post(b'{"model": "n"}'))
+            assert (await client.answer()).body == b"%d" % (2 * MIB)
+            assert (await client.answer()).body == b"{}"

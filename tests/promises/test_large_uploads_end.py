@@ -1,0 +1,181 @@
+import pytest
+import trio
+
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import (
+    LAST_CHUNK,
+    PATIENCE_SECS,
+    chunk,
+    counted,
+    refusing_url,
+)
+from tests.promises.takers import (
+    HINTS,
+    MIB,
+    MODEL,
+    ended,
+    head,
+    whole,
+)
+
+
+@pytest.mark.parametrize("framing", [8 * MIB, None], ids=["counted", "chunked"])
+async def test_an_answer_before_the_bodys_end_is_relayed_and_the_connection_closed(taking, framing):
+    async def script(taker):
+        await taker.until(MIB)
+        await taker.send(counted(b"too loud", status="413 Content Too Large"))
+        await taker.until_left()
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        piece = bytes(MIB)
+        await client.send(head(framing, *HINTS))
+        for _ in range(2):
+            await client.send(piece if framing else chunk(piece))
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (413, b"too loud")
+        assert answer.one("connection") == "close"
+        await client.send(piece if framing else chunk(piece))  # it may still be at it
+        assert await client.until_closed() == b""
+        assert (await ended(opened, client))["outcome"] == "completed"
+        assert opened.failures() == [0]
+
+
+async def test_an_interim_answer_does_not_stop_an_upload(taking):
+    async def script(taker):
+        await taker.until(MIB)
+        await taker.send(b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n")
+        await whole(taker, 4 * MIB)
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
+        with trio.fail_after(PATIENCE_SECS):
+            while worker.taker is None or len(worker.taker.body) < 2 * MIB:
+                await trio.sleep(0.01)
+        await client.send(bytes(2 * MIB))
+        assert (await client.answer()).status == 200
+
+
+async def test_a_chunked_body_past_the_limit_is_413_and_its_worker_is_left(taking):
+    left = trio.Event()
+
+    async def script(taker):
+        await taker.until_left()
+        left.set()
+
+    worker = await taking(script)
+    text = '[server]\nmax_payload_size = "3MiB"\n' + MODEL.format(worker.url)
+    async with open_door(config=text) as opened, opened.client() as client:
+        await client.send(head(None, *HINTS), *[chunk(bytes(MIB))] * 3, b"1\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (413, "close")
+        with trio.fail_after(PATIENCE_SECS):
+            await left.wait()
+        assert await client.until_closed() == b""
+        assert (await ended(opened, client))["outcome"] == "refused"
+        assert opened.failures() == [0]
+    assert not worker.taker.body.endswith(LAST_CHUNK)
+
+
+async def test_broken_chunks_in_a_streamed_body_are_400_and_their_worker_is_left(taking):
+    left = trio.Event()
+
+    async def script(taker):
+        await taker.until_left()
+        left.set()
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        await client.send(head(None, *HINTS), *[chunk(bytes(MIB))] * 2, b"nonsense\r\n")
+        assert (await client.answer()).status == 400
+        with trio.fail_after(PATIENCE_SECS):
+            await left.wait()
+        assert opened.failures() == [0]
+
+
+async def test_a_client_that_dies_in_its_upload_ends_its_workers_connection(taking):
+    left = trio.Event()
+
+    async def script(taker):
+        await taker.until_left()
+        left.set()
+
+    worker = await taking(script)
+    async with open_door(config=MODEL.format(worker.url)) as opened:
+        async with opened.client() as client:
+            await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
+            with trio.fail_after(PATIENCE_SECS):
+                while worker.taker is None:
+                    await trio.sleep(0.01)
+            client.reset()
+        with trio.fail_after(PATIENCE_SECS):
+            await left.wait()
+            await opened.door.drained()
+        assert opened.at_rest()
+        assert opened.last["outcome"] == "client_disconnected"
+        assert opened.failures() == [0]
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_a_worker_that_dies_in_an_upload_is_a_502_and_nobody_else_is_asked(taking, how):
+    async def script(taker):
+        await taker.until(MIB)
+        getattr(taker, how)()
+
+    dying, other = await taking(script), await taking(script)
+    text = MODEL.format(dying.url) + MODEL.format(other.url)
+    async with open_door(config=text) as opened, opened.client() as client:
+        await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (502, "close")
+        assert b"its body was not kept" in answer.body
+        assert sorted(opened.failures()) == [0, 1]
+    assert dying.connections + other.connections == 1
+
+
+async def test_a_worker_that_is_not_there_costs_a_large_upload_nothing(taking):
+    async def script(taker):
+        await whole(taker, 2 * MIB)
+
+    worker = await taking(script)
+    async with refusing_url() as url:
+        text = MODEL.format(url) + MODEL.format(worker.url)
+        async with open_door(config=text) as opened, opened.client() as client:
+            for _ in range(2):  # one of the two begins with the absent one
+                await client.send(head(2 * MIB, *HINTS), bytes(2 * MIB))
+                assert (await client.answer()).status == 200
+            assert min(opened.failures()) == 0
+
+
+async def test_an_upload_that_stops_is_408_and_its_worker_is_left_without_blame(taking):
+    left = trio.Event()
+
+    async def script(taker):
+        await taker.until_left()
+        left.set()
+
+    worker = await taking(script)
+    text = "[server.timeouts]\nclient_body_secs = 0.2\n" + MODEL.format(worker.url)
+    async with open_door(config=text) as opened, opened.client() as client:
+        await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (408, "close")
+        with trio.fail_after(PATIENCE_SECS):
+            await left.wait()
+        assert (await ended(opened, client))["ended_by"] == "client"
+        assert opened.failures() == [0]
+
+
+async def test_a_worker_that_takes_nothing_of_an_upload_is_504(taking):
+    async def script(taker):
+        await trio.sleep_forever()
+
+    worker = await taking(script)
+    text = "[server.timeouts]\nresponse_head_secs = 0.2\n" + MODEL.format(worker.url)
+    async with open_door(config=text) as opened, opened.client() as client:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.stream.send_all, head(64 * MIB, *HINTS) + bytes(64 * MIB))
+            assert (await client.answer()).status == 504
+            nursery.cancel_scope.cancel()
+        assert opened.failures() == [1]

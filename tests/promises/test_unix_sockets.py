@@ -1,0 +1,68 @@
+"""Unix sockets: the proxy listens on one, and its workers may."""
+
+import socket
+
+import httpx
+import pytest
+import trio
+
+from tests.promises.clients import post
+from tests.promises.door_alone import open_door
+from tests.promises.fakes import FakeWorker, answering, counted
+from tests.promises.fleet_program import starting, toml, workers
+from tests.promises.test_tls_program import command
+
+
+@pytest.fixture(autouse=True)
+async def soon():
+    with trio.fail_after(30):
+        yield
+
+
+class FileWorker(FakeWorker):
+    """Listens on a socket file."""
+
+    async def serve_at(self, path, *, task_status=trio.TASK_STATUS_IGNORED):
+        sock = trio.socket.socket(socket.AF_UNIX)
+        await sock.bind(str(path))
+        sock.listen()
+        self.url = f"unix:{path}"
+        await trio.serve_listeners(
+            self._connection, [trio.SocketListener(sock)], task_status=task_status
+        )
+
+
+async def test_a_worker_may_listen_on_a_socket_file(tmp_path):
+    worker = FileWorker(answering(counted(b"{}")))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(worker.serve_at, tmp_path / "worker.sock")
+        async with open_door(worker) as opened, opened.client() as client:
+            for _ in range(2):
+                await client.send(post())
+                assert (await client.answer()).status == 200
+        nursery.cancel_scope.cancel()
+    assert len(worker.calls) == 1
+    assert ("host", "localhost") in worker.calls[0].fields
+
+
+async def test_a_socket_file_is_served_and_replaced_and_removed(tmp_path):
+    file, path = tmp_path / "proxy.toml", tmp_path / "door.sock"
+    stale = trio.socket.socket(trio.socket.AF_UNIX)
+    await stale.bind(str(path))
+    stale.close()
+    async with workers("w") as fleet:
+        more = f"host = 'unix:{path}'\nunix_mode = '0600'\n"
+        file.write_text(toml(fleet, port=30000, more=more))
+        async with starting("--config", file) as running:
+            await running.says(f"listening on unix:{path}")
+            assert path.stat().st_mode & 0o777 == 0o600
+            transport = httpx.AsyncHTTPTransport(uds=str(path))
+            await running.client.aclose()
+            running.client = httpx.AsyncClient(base_url="http://x", transport=transport)
+            await running.until_routable(*fleet)
+            assert (await running.ask()).status_code == 200
+            status, said = await command("--config", file)
+            assert status == 1, said
+            assert f"cannot listen on unix:{path}: another program" in said
+            assert (await running.ask()).status_code == 200
+        assert not path.exists()

@@ -1,0 +1,140 @@
+"""A version of the store, brought to real replicas: by path, or through a group."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import httpx
+import pytest
+import trio
+
+from omni_proxy.config.schema import WeightSync
+from omni_proxy.weights.own_rank import OwnRank
+from omni_proxy.weights.relay import Delivery, Relay
+from omni_proxy.weights.remote import GroupSends
+from omni_proxy.weights.store.shelf import Shelf
+from tests.promises.replica_program import gauges, healthy
+from tests.promises.tiny_fleet import CHAT
+from tests.weights.store.drafts import forget, received
+from tests.weights.store.tiny_version import fleet_of, tiny_version
+
+PATIENCE_SECS = 60
+NEAR, FAR = 0, 1
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """Two workers; the second sees no file of ours."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with ExitStack() as started:
+        urls = []
+        for words in ([], ["--weights-root", str(elsewhere)]):
+            with socket.create_server(("127.0.0.1", 0)) as trial:
+                port = str(trial.getsockname()[1])
+            argv = [sys.executable, "-m", "omni_proxy", "replica", "--model", "tiny"]
+            argv += ["--threads", "1", "--port", port, *words]
+            process = started.enter_context(subprocess.Popen(argv, stderr=subprocess.DEVNULL))
+            started.callback(process.kill)
+            urls.append(f"http://127.0.0.1:{port}")
+        yield fleet_of(*urls).workers
+
+
+@pytest.fixture(autouse=True)
+async def ready(fleet):
+    with trio.fail_after(PATIENCE_SECS):
+        for each in fleet:
+            async with httpx.AsyncClient(base_url=each.url) as client:
+                await healthy(client)
+
+
+@pytest.fixture
+async def house(tmp_path):
+    """A shelf, and a relay from it."""
+    settings = WeightSync(mode="receive", store_dir=str(tmp_path / "versions"))
+    shelf = Shelf(lambda: settings, tmp_path)
+    await shelf.open()
+    own = OwnRank(shelf, lambda: settings)
+    yield shelf, Relay(shelf, GroupSends(lambda: settings, own.sender))
+    await own.close()
+    forget(shelf.store)
+
+
+async def asked(worker, path, **body):
+    async with httpx.AsyncClient(base_url=worker.url, timeout=PATIENCE_SECS) as client:
+        return (await (client.post(path, json=body) if body else client.get(path))).json()
+
+
+async def answer_of(worker):
+    told = await asked(worker, "/v1/chat/completions", **CHAT)
+    return told["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(("seed", "files"), [(7, 1), (8, 3)])
+async def test_who_is_here_takes_it_by_path_others_by_a_group_and_all_prove_it(
+    house, fleet, seed, files
+):
+    shelf, relay = house
+    version = tiny_version(shelf.store, seed, files=files)
+    with trio.fail_after(PATIENCE_SECS):
+        before = await answer_of(fleet[NEAR])
+        answers = await relay.deliver(version, fleet, Delivery(label=f"step-{seed}"))
+        assert all(answer.success for answer in answers), answers
+        ways = [answer.body["delivered_by"] for answer in answers]
+        assert ways == ["disk", "group"]
+        for worker, answer in zip(fleet, answers, strict=True):
+            assert answer.body["checked_tensors"] == len(version.record.tensors)
+            assert (await relay.prove(version, worker, {})).proven
+            assert (await asked(worker, "/model_info"))["weight_version"] == f"step-{seed}"
+        after = [await answer_of(worker) for worker in fleet]
+        assert after[NEAR] == after[FAR] != before
+
+
+async def test_tensors_that_are_not_those_received_are_a_failure(house, fleet):
+    shelf, relay = house
+    version, other = tiny_version(shelf.store, 7), tiny_version(shelf.store, 8)
+    file = "model.safetensors"
+    (version.folder / file).write_bytes((other.folder / file).read_bytes())
+    with trio.fail_after(PATIENCE_SECS):
+        for answer in await relay.deliver(version, fleet):
+            assert (answer.success, answer.refused) == (False, False)
+            assert "full_checksum" in answer.why
+
+
+async def test_what_does_not_fit_is_refused_and_leaves_a_worker_as_it_was(house, fleet):
+    shelf, relay = house
+    good, bad = tiny_version(shelf.store, 7), received(shelf.store)
+    with trio.fail_after(PATIENCE_SECS):
+        await relay.deliver(good, fleet)
+        for answer in await relay.deliver(bad, fleet):
+            assert answer.refused, answer
+            assert "the model has no tensor 'a'" in answer.why
+        for worker in fleet:
+            assert (await relay.prove(good, worker, {})).proven
+        assert all(answer.success for answer in await relay.deliver(good, fleet))
+
+
+async def test_a_worker_that_was_paused_by_its_trainer_stays_so(house, fleet):
+    shelf, relay = house
+    version = tiny_version(shelf.store, 7)
+    with trio.fail_after(PATIENCE_SECS):
+        await asked(fleet[NEAR], "/pause_generation", mode="retract")
+        how = Delivery(paused=frozenset((fleet[NEAR].url,)))
+        assert all(answer.success for answer in await relay.deliver(version, fleet, how))
+        for worker, paused in zip(fleet, (1, 0), strict=True):
+            async with httpx.AsyncClient(base_url=worker.url) as client:
+                assert (await gauges(client))["sglang:engine_paused"] == paused
+        await asked(fleet[NEAR], "/continue_generation", torch_empty_cache=False)
+
+
+async def test_a_worker_that_is_gone_is_told_of_and_costs_the_others_nothing(house, fleet):
+    shelf, relay = house
+    version = tiny_version(shelf.store, 7)
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        nobody = f"http://127.0.0.1:{trial.getsockname()[1]}"
+    with trio.fail_after(PATIENCE_SECS):
+        workers = [*fleet_of(nobody).workers, fleet[FAR]]
+        gone, well = await relay.deliver(version, workers)
+        assert (gone.success, gone.error, well.success) == (False, "ConnectError", True)

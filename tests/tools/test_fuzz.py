@@ -1,0 +1,27 @@
+import pytest
+
+from omni_proxy.wire import proxy_protocol
+from tools import fuzz
+
+FIRST = b"PROXY UNKNOWN\r\n"
+SAME = FIRST + b"more"
+OTHER = b"PROXY TCP4 1.1.1.1 2.2.2.2 3 4\r\n"
+
+
+def test_what_reaches_nothing_new_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "CORPUS", tmp_path / "corpus")
+    found = tmp_path / "found"
+    found.mkdir()
+    for name, data in (("a", SAME), ("b", FIRST), ("c", OTHER)):
+        (found / name).write_bytes(data)
+    assert fuzz.keep("introduction", found) == 2
+    kept = {file.read_bytes() for file in (tmp_path / "corpus/introduction").iterdir()}
+    assert kept == {FIRST, OTHER}
+    assert fuzz.keep("introduction", found) == 0
+
+
+def test_a_reading_that_differs_is_a_finding(monkeypatch):
+    always = proxy_protocol.Introduction(3, "")
+    monkeypatch.setattr(proxy_protocol, "read", lambda came: always)
+    with pytest.raises(fuzz.Finding):
+        fuzz.read_introduction(FIRST)
