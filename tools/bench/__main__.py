@@ -13,6 +13,7 @@ from tools.bench import report
 from tools.bench.build import BuildError, build
 from tools.bench.legs import LOADS, QUICK, Leg, LegError, Load, fake_worker, run_leg
 from tools.bench.profile import profile
+from tools.bench.secure import NoTools
 from tools.bench.sides import NOTHING, OMNI_PROXY, PEERS, Side, proxy
 
 PROFILED = {"unary": "unary c=32", "stream": "stream 17k/s"}
@@ -22,9 +23,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench",
         description=__doc__,
-        epilog="`python -m tools.bench --replica` measures the replica instead.",
+        epilog="`python -m tools.bench --replica` measures the replica instead, and"
+        " `python -m tools.bench --weights` what new weights cost on their way to a fleet.",
     )
-    parser.add_argument("what", choices=["unary", "stream", "all", "profile"])
+    parser.add_argument("what", choices=["unary", "stream", "all", "tls", "profile"])
     parser.add_argument("profiled", nargs="?", choices=list(PROFILED), help="for profile: the load")
     parser.add_argument(
         "--quick", action="store_true", help=f"only {' and '.join(QUICK)}, 3 rounds"
@@ -50,9 +52,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _loads(arguments: argparse.Namespace) -> list[Load]:
-    kinds = ("unary", "stream") if arguments.what == "all" else (arguments.what,)
+    several = arguments.what in ("all", "tls")
+    kinds = ("unary", "stream") if several else (arguments.what,)
     chosen = [load for load in LOADS if load.mode in kinds]
-    return [load for load in chosen if load.name in QUICK] if arguments.quick else chosen
+    few = arguments.quick or arguments.what == "tls"
+    return [load for load in chosen if load.name in QUICK] if few else chosen
 
 
 def _round(sides: list[Side], load: Load, workers: list[int], secs: float) -> dict[str, Leg]:
@@ -81,14 +85,15 @@ def _measure(arguments: argparse.Namespace, sides: list[Side]) -> dict[str, list
 
 def _sides(arguments: argparse.Namespace) -> tuple[Side | None, Side | None]:
     """What is measured and what it is measured by."""
-    peer = None if arguments.no_peer else PEERS[arguments.peer]()
+    secure = arguments.what == "tls"
+    peer = None if arguments.no_peer else PEERS[arguments.peer](secure=secure)
     if peer is None and (arguments.peer_only or arguments.self_check):
         raise LegError(f"{arguments.peer} is not installed, so there is nothing to measure")
     if arguments.peer_only:
         return None, peer
     if arguments.self_check and peer is not None:
         return replace(peer, name=f"{peer.name} again"), peer
-    return proxy(arguments.proxy_command, arguments.proxy_name), peer
+    return proxy(arguments.proxy_command, arguments.proxy_name, secure=secure), peer
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -138,22 +143,37 @@ def _profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replica(argv: list[str]) -> int:
+    from tools.bench.replica import main as replica
+
+    return replica(argv)
+
+
+def _weights(argv: list[str]) -> int:
+    from tools.bench.weights import main as weights
+
+    return weights(argv)
+
+
+# Benches of something else, each with words of its own.
+OTHERS = {"--replica": _replica, "--weights": _weights}
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
 def main() -> int:
-    if "--replica" in sys.argv[1:]:
-        from tools.bench.replica import main as replica
-
-        return replica([word for word in sys.argv[1:] if word != "--replica"])
+    for word, main_of in OTHERS.items():
+        if word in sys.argv[1:]:
+            return main_of([each for each in sys.argv[1:] if each != word])
     arguments = _arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # so that what was started is ended
     try:
         build("worker"), build("load")
         return _profile(arguments) if arguments.what == "profile" else _bench(arguments)
-    except (BuildError, LegError, ValueError) as error:
+    except (BuildError, LegError, NoTools, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -29,13 +29,14 @@ def build(name: str) -> Path:
         )
     texts = [(SOURCES / file).read_bytes() for file in (f"{name}.c", "reply.h")]
     digest = hashlib.sha256(b"\0".join([cc.encode(), *texts])).hexdigest()[:16]
-    program = _cache() / f"{name}-{digest}"
+    program = cache() / f"{name}-{digest}"
     if not program.exists():
         _compile(cc, name, program)
     return program
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """The bench's folder in the user's cache, made if need be."""
     above = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(above) / "omni-proxy" / "bench"
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench.build import build
 from tools.bench.processes import cpu_secs, rss_mib, running
+from tools.bench.secure import bridge
 from tools.bench.sides import Place, Side
 
 WORKERS = 8
@@ -89,10 +90,16 @@ def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         place = Place(_free_port(), workers, Path(folder))
         log = place.folder / "log"
-        with log.open("w") as out, running(side.command(place), out) as process:
-            _wait_ready(side, place.port, process, log)
-            _wait_settled(place.port, process)
-            yield place.port, process.pid
+        with ExitStack() as stack:
+            out = stack.enter_context(log.open("w"))
+            process = stack.enter_context(running(side.command(place), out))
+            port = place.port
+            if side.secure:
+                port = _free_port()
+                stack.enter_context(bridge(port, place.port, place.folder))
+            _wait_ready(side, port, process, log)
+            _wait_settled(port, process)
+            yield port, process.pid
 
 
 def run_leg(side: Side, load: Load, workers: list[int], measured_secs: float) -> Leg:

@@ -2,10 +2,12 @@
  *
  *   load unary  PORT CONNECTIONS WARM_MS MS [REQUESTS]
  *   load stream PORT STREAMS     WARM_MS MS GAP_MS
+ *   load idle   PORT CONNECTIONS WARM_MS MS
  *
  * unary: each connection sends the next request when its answer is whole, taking turns through 499
  * heads and bodies of different lengths; ends after MS or REQUESTS. stream: each connection asks for
- * one SSE answer with an event each GAP_MS, starts are spread evenly over the gap.
+ * one SSE answer with an event each GAP_MS, starts are spread evenly over the gap. idle: each
+ * connection asks once, 64 at a time, and then rests; the window starts WARM_MS after the last answer.
  * Prints "open" when the window starts (after WARM_MS), "shut" when it ends and, after what is still
  * on its way, one JSON line. Whoever measures the proxy's CPU reads its clock at the two words. Every
  * answer is checked: status, framing, whose it is, for streams number and order of events and a clean
@@ -23,8 +25,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { VARIANTS = 499, MAX_CONNS = 4096, MAX_MS = 60000, BATCH = 256, TEXT_BYTES = 2048,
-       MAX_ERRORS = 1000, LATE_MS = 5000, RAMP_MS = 300 };
+enum { VARIANTS = 499, MAX_CONNS = 16384, MAX_MS = 60000, BATCH = 256, TEXT_BYTES = 2048,
+       MAX_ERRORS = 1000, LATE_MS = 5000, RAMP_MS = 300, AT_ONCE = 64, CROWD_MS = 40000 };
 #define MS UINT64_C(1000000)
 
 struct request { char *text; size_t len; char name[32]; };
@@ -41,11 +43,11 @@ struct conn {
     char text[TEXT_BYTES];
 };
 
-static struct { int stream, port, conns; long warm_ms, ms, gap_ms, max_requests, events; } want;
+static struct { int stream, idle, port, conns; long warm_ms, ms, gap_ms, max_requests, events; } want;
 static struct request requests[VARIANTS];
 static struct conn *conns;
 static int poller, starter, open_window, shut, busy_conns, started;
-static uint64_t now, begun, opened, ended;
+static uint64_t now, begun, rested, opened, ended;
 static long asked, whole, units, pieces, errors, reconnects;
 static char first_error[160];
 static struct samples waits, gaps;                /* request or event to arrival; piece to piece */
@@ -135,7 +137,7 @@ static void leave(struct conn *c)                 /* the connection is of no mor
     close(c->fd);
     c->fd = -1;
     if (c->busy) { c->busy = 0; busy_conns--; }
-    if (want.stream || shut || errors >= MAX_ERRORS) return;
+    if (want.stream || want.idle || shut || errors >= MAX_ERRORS) return;
     reconnects++;
     connect_one(c);
     ask(c);
@@ -190,6 +192,13 @@ static void take_body(void *owner, const char *text, size_t len)
     }
 }
 
+static void welcome_next(void)                    /* one more joins the crowd */
+{
+    if (started == want.conns) return;
+    connect_one(&conns[started]);
+    ask(&conns[started++]);
+}
+
 static void take_answer(struct conn *c)
 {
     c->text[c->text_len] = 0;
@@ -203,8 +212,11 @@ static void take_answer(struct conn *c)
         if (!want.stream && open_window && !shut) units++;
         if (!want.stream) sample(&waits, now - c->sent_at);
     }
+    if (want.idle && c->reply.closes) fail(c, "the connection is not kept");
     if (want.stream || c->reply.closes) leave(c);
-    else ask(c);
+    else if (!want.idle) ask(c);
+    else if (whole == want.conns) rested = now;
+    else welcome_next();
 }
 
 static void readable(struct conn *c)
@@ -216,6 +228,7 @@ static void readable(struct conn *c)
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got <= 0) {
         if (c->busy) fail(c, got ? "the connection was reset" : "the connection ended too early");
+        else if (want.idle && !shut) fail(c, "a resting connection was closed");
         leave(c);
         return;
     }
@@ -268,10 +281,7 @@ static void start(void)
     epoll_ctl(poller, EPOLL_CTL_ADD, starter, &event);
     begun = clock_ns();
     if (want.stream) { start_streams(); return; }
-    for (started = 0; started < want.conns; started++) {
-        connect_one(&conns[started]);
-        ask(&conns[started]);
-    }
+    for (int left = want.idle ? AT_ONCE : want.conns; left; left--) welcome_next();
 }
 
 static void say(const char *word)
@@ -283,13 +293,15 @@ static void say(const char *word)
 static int over(void)                             /* moves the window; 1 = nothing more will come */
 {
     int all_asked = want.stream ? started == want.conns : want.max_requests && asked >= want.max_requests;
+    int broken = errors >= (want.idle ? 1 : MAX_ERRORS);
+    uint64_t since = want.idle ? rested : begun;
     now = clock_ns();
-    if (!open_window && (now - begun >= (uint64_t)want.warm_ms * MS || errors >= MAX_ERRORS)) {
+    if (!open_window && ((since && now - since >= (uint64_t)want.warm_ms * MS) || broken)) {
         open_window = 1;
         opened = now;
         say("open");
     }
-    if (open_window && !shut && (now - opened >= (uint64_t)want.ms * MS || errors >= MAX_ERRORS
+    if (open_window && !shut && (now - opened >= (uint64_t)want.ms * MS || broken
                                  || (all_asked && !busy_conns))) {
         shut = 1;
         ended = now;
@@ -320,6 +332,7 @@ static int read_arguments(int argc, char **argv)
     long last = argc == 7 ? atol(argv[6]) : 0;
     if (argc < 6 || argc > 7) return 0;
     want.stream = !strcmp(argv[1], "stream");
+    want.idle = !strcmp(argv[1], "idle");
     want.port = atoi(argv[2]);
     want.conns = atoi(argv[3]);
     want.warm_ms = atol(argv[4]);
@@ -328,7 +341,7 @@ static int read_arguments(int argc, char **argv)
     else want.max_requests = last;
     /* A stream outlives the window by a fifth of a second: the rate must not fall inside it. */
     if (want.gap_ms > 0) want.events = (want.warm_ms + want.ms + 200) / want.gap_ms + 1;
-    return (want.stream ? want.gap_ms > 0 : !strcmp(argv[1], "unary")) && last >= 0
+    return (want.stream ? want.gap_ms > 0 : want.idle ? !last : !strcmp(argv[1], "unary")) && last >= 0
         && want.port > 0 && want.port < 65536 && want.conns > 0 && want.conns <= MAX_CONNS
         && want.warm_ms >= 0 && want.ms > 0 && want.warm_ms + want.ms <= MAX_MS;
 }
@@ -339,10 +352,11 @@ int main(int argc, char **argv)
     if (!read_arguments(argc, argv)) {
         fprintf(stderr, "usage: load unary PORT CONNECTIONS WARM_MS MS [REQUESTS]\n"
                         "       load stream PORT STREAMS WARM_MS MS GAP_MS\n"
+                        "       load idle PORT CONNECTIONS WARM_MS MS\n"
                         "at most %d connections and %d ms\n", MAX_CONNS, MAX_MS);
         return 2;
     }
-    alarm((unsigned)((want.warm_ms + want.ms + LATE_MS) / 1000 + 10));   /* whatever goes wrong, it ends */
+    alarm((unsigned)((want.warm_ms + want.ms + LATE_MS + (want.idle ? CROWD_MS : 0)) / 1000 + 10));   /* whatever goes wrong, it ends */
     write_requests();
     start();
     while (!over()) {

@@ -12,7 +12,7 @@ from dataclasses import replace
 from tools.bench import report
 from tools.bench.build import BuildError
 from tools.bench.legs import LOADS, LegError, fake_worker, run_leg
-from tools.bench.sides import OMNI_PROXY, Place, Side, proxy
+from tools.bench.sides import OMNI_PROXY, Place, Side, proxy, reconfigured
 
 MANY = 500
 FEW = 2
@@ -22,16 +22,18 @@ UNARY, STREAM = "unary c=32", "stream 17k/s"
 def side(policy: str, workers: int, *, metrics: bool = True) -> Side:
     """The proxy with this policy over the first so many workers."""
     counted = "" if metrics else ", metrics off"
-    inner = proxy(OMNI_PROXY, f"{policy}, {workers} workers{counted}")
-    assert inner.command is not None
+    name = f"{policy}, {workers} workers{counted}"
+
+    def changed(text: str) -> str:
+        text = text.replace('policy = "least_request"', f'policy = "{policy}"')
+        return text.replace("[server]", f"[server]\nmetrics = {str(metrics).lower()}")
+
+    inner = reconfigured(proxy(OMNI_PROXY, name), name, changed)
     command = inner.command
+    assert command is not None
 
     def narrowed(place: Place) -> list[str]:
-        argv = command(replace(place, workers=place.workers[:workers]))
-        config = place.folder / "omni-proxy.toml"
-        text = config.read_text().replace('policy = "least_request"', f'policy = "{policy}"')
-        config.write_text(text.replace("[server]", f"[server]\nmetrics = {str(metrics).lower()}"))
-        return argv
+        return command(replace(place, workers=place.workers[:workers]))
 
     return replace(inner, command=narrowed)
 

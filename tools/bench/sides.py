@@ -2,21 +2,33 @@
 
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from tools.bench.borrowed import VERSIONS, borrowed, proxy_python
+from tools.bench.secure import NoTools, make_pair
+
 OMNI_PROXY = f"{shlex.quote(sys.executable)} -m omni_proxy --config {{config}}"
+# As they run by default, but for the policy: the one that costs least (each worker is asked
+# about its load by nobody) and what a log line for each request would cost.
+ROUTER_WORDS = ("--policy", "power_of_two", "--log-level", "warn")
 
 # One thread, connections kept on both sides and, above all, http-no-delay: without it HAProxy sends
 # events with MSG_MORE, the kernel holds them back for up to 200 ms, and the CPU per event is that
 # of a proxy that sends a twentieth of the segments.
+# strict-limits would refuse to start where the descriptors do not suffice for all of maxconn twice,
+# though a crowd of idle clients needs them once.
+HAPROXY_MOST = 17000
 HAPROXY_CONFIG = """\
 global
     nbthread 1
-    maxconn 8192
+    maxconn {most}
+    no strict-limits
 defaults
     mode http
     option http-no-delay
@@ -25,13 +37,14 @@ defaults
     timeout client 75s
     timeout server 75s
 frontend door
-    bind 127.0.0.1:{port}
+    bind 127.0.0.1:{port}{tls}
     default_backend fleet
 backend fleet
     balance leastconn
 {servers}
 """
 
+OMNI_FILE = "omni-proxy.toml"
 OMNI_CONFIG = """\
 [server]
 host = "127.0.0.1"
@@ -39,7 +52,7 @@ port = {port}
 state_file = "off"
 access_log = "off"
 log_level = "warning"
-[routing]
+{tls}[routing]
 policy = "least_request"
 [health]
 interval_secs = 600
@@ -60,12 +73,13 @@ class Place:
 class Side:
     name: str
     command: Callable[[Place], list[str]] | None  # None: the load goes straight to the worker
+    secure: bool = False  # it listens with TLS
 
 
 NOTHING = Side("worker alone", None)
 
 
-def haproxy() -> Side | None:
+def haproxy(*, secure: bool = False) -> Side | None:
     program = shutil.which("haproxy")
     if program is None:
         return None
@@ -75,16 +89,71 @@ def haproxy() -> Side | None:
     def command(place: Place) -> list[str]:
         servers = [f"    server w{n} 127.0.0.1:{port}" for n, port in enumerate(place.workers)]
         config = place.folder / "haproxy.cfg"
-        config.write_text(HAPROXY_CONFIG.format(port=place.port, servers="\n".join(servers)))
+        tls = ""
+        if secure:
+            both = place.folder / "both.pem"
+            both.write_bytes(b"".join(file.read_bytes() for file in make_pair(place.folder)))
+            tls = f" ssl crt {both}"
+        text = HAPROXY_CONFIG.format(
+            port=place.port, servers="\n".join(servers), tls=tls, most=HAPROXY_MOST
+        )
+        config.write_text(text)
         return [program, "-db", "-f", str(config)]
 
-    return Side(f"haproxy {version}", command)
+    return Side(f"haproxy {version}{' TLS' if secure else ''}", command, secure)
 
 
-PEERS: dict[str, Callable[[], Side | None]] = {"haproxy": haproxy}
+def router(name: str, *, secure: bool = False) -> Side:
+    """One of the routers that come as a package. Raises NotInstalled, NoTools."""
+    if secure:
+        raise NoTools(f"{name} is measured without TLS only; haproxy is the peer for that")
+    program = str(borrowed(name))
+
+    def command(place: Place) -> list[str]:
+        urls = [f"http://127.0.0.1:{port}" for port in place.workers]
+        return [
+            *(program, "launch", "--host", "127.0.0.1", "--port", str(place.port)),
+            *("--worker-urls", *urls, *ROUTER_WORDS),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+        ]
+
+    return Side(f"{name} {VERSIONS[name]}", command)
 
 
-def proxy(template: str, name: str) -> Side:
+PEERS: dict[str, Callable[..., Side | None]] = {
+    "haproxy": haproxy,
+    "sglang-router": partial(router, "sglang-router"),
+    "smg": partial(router, "smg"),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def omni_command() -> str:
+    """How omni-proxy is started, by an interpreter that can. Raises NotInstalled."""
+    return f"{shlex.quote(proxy_python())} -m omni_proxy --config {{config}}"
+
+
+def reconfigured(inner: Side, name: str, change: Callable[[str], str]) -> Side:
+    """omni-proxy under another name, with what `change` makes of its configuration."""
+    command = inner.command
+    if command is None:
+        raise ValueError(f"{inner.name} has no configuration")
+
+    def changed(place: Place) -> list[str]:
+        argv = command(place)
+        config = place.folder / OMNI_FILE
+        config.write_text(change(config.read_text()))
+        return argv
+
+    return replace(inner, name=name, command=changed)
+
+
+def proxy(template: str, name: str, *, secure: bool = False) -> Side:
     """A proxy started by a command line with {port}, {worker_urls} (one word each) or {config}."""
     words = shlex.split(template)
     if not any(place in word for place in ("{port}", "{config}") for word in words):
@@ -92,9 +161,14 @@ def proxy(template: str, name: str) -> Side:
 
     def command(place: Place) -> list[str]:
         urls = [f"http://127.0.0.1:{port}" for port in place.workers]
-        config = place.folder / "omni-proxy.toml"
+        config = place.folder / OMNI_FILE
         entries = [f'[[workers]]\nurl = "{url}"\nmodel = "bench"\n' for url in urls]
-        config.write_text(OMNI_CONFIG.format(port=place.port, workers="".join(entries)))
+        tls = ""
+        if secure:
+            cert, key = make_pair(place.folder)
+            tls = f'tls_cert = "{cert}"\ntls_key = "{key}"\n'
+        text = OMNI_CONFIG.format(port=place.port, workers="".join(entries), tls=tls)
+        config.write_text(text)
         argv: list[str] = []
         for word in words:
             if word == "{worker_urls}":
@@ -105,4 +179,4 @@ def proxy(template: str, name: str) -> Side:
                 )
         return argv
 
-    return Side(name, command)
+    return Side(f"{name} TLS" if secure else name, command, secure)

@@ -1,0 +1,105 @@
+"""Programs of others that the bench borrows, each in an environment of its own in the user's cache.
+
+Installed when first asked for, in one fixed version, since figures of different versions do not
+compare. Nothing is taken for installed whose last step did not end well, and the project's own
+environment is left alone.
+"""
+
+import fcntl
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.bench.build import cache
+
+VERSIONS = {"sglang-router": "0.3.2", "smg": "1.13.0", "py-spy": "0.4.3"}
+ROOT = Path(__file__).parents[2]
+INSTALL_SECS = 900
+LAST_LINES = 6
+
+
+class NotInstalled(Exception):
+    """A program could not be had; says which, why, and what mends it."""
+
+
+def borrowed(name: str) -> Path:
+    """The program `name`, installed if need be. Raises NotInstalled."""
+    version = VERSIONS[name]
+    place = cache() / f"{name}-{version}"
+    program, whole = place / "bin" / name, place / "whole"
+    with _alone(place.with_suffix(".lock")):
+        if not (whole.exists() and _runs(place)):
+            whole.unlink(missing_ok=True)
+            _say(f"installing {name} {version} into {place}")
+            _make(place, f"{name}=={version}")
+            if not program.exists():
+                raise NotInstalled(f"the package {name} {version} has no program {name}")
+            whole.touch()
+            _say(f"{name} {version} is there")
+    return program
+
+
+def _make(place: Path, wanted: str) -> None:
+    python = str(place / "bin" / "python")
+    _step([sys.executable, "-m", "venv", "--clear", str(place)], wanted,
+          "Debian and Ubuntu have venv in a package of its own: apt install python3-venv")  # fmt: skip
+    _step([python, "-m", "pip", "install", "--disable-pip-version-check", wanted], wanted,
+          "is this machine online, and does its registry (pip config list) have that version?")  # fmt: skip
+
+
+def _step(argv: list[str], wanted: str, advice: str) -> None:
+    """What pip says goes on to the terminal: it is the progress."""
+    try:
+        ran = subprocess.run(
+            argv, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True,
+            check=False, timeout=INSTALL_SECS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(
+            f"{wanted} was not installed within {INSTALL_SECS} s; {advice}"
+        ) from None
+    if ran.returncode:
+        said = [line for line in ran.stderr.splitlines() if not line.startswith("WARNING")]
+        quoted = "\n  ".join(said[-LAST_LINES:])
+        raise NotInstalled(f"{wanted} could not be installed:\n  {quoted}\n{advice}")
+
+
+def _runs(place: Path) -> bool:
+    """An environment whose interpreter was removed still has its files."""
+    python = place / "bin" / "python"
+    return python.exists() and not subprocess.run([python, "-c", ""], check=False).returncode
+
+
+def _say(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Two benches at once install one after the other."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def proxy_python() -> str:
+    """An interpreter that has what the proxy needs: this one, or the project's, made if need be.
+
+    So the bench runs from a fresh clone, by any Python. Raises NotInstalled.
+    """
+    if importlib.util.find_spec("trio") is not None:
+        return sys.executable
+    bash = shutil.which("bash")
+    if bash is None:
+        raise NotInstalled(
+            f"{sys.executable} lacks the proxy's packages: pip install --editable {ROOT}"
+        )
+    ensure = f"source {ROOT}/tools/ensure-venv && ensure_venv dev"
+    ran = subprocess.run([bash, "-c", ensure, "bench"], check=False, stdout=sys.stderr.fileno())
+    if ran.returncode:
+        raise NotInstalled("the project's environment could not be made; the reason is above")
+    return str(ROOT / ".venv" / "bin" / "python")

@@ -1,0 +1,63 @@
+"""Rank 0 as a process of its own: broadcasts the same touched blocks whenever it is told to.
+
+`python -m tools.bench.broadcaster` reads orders as JSON lines and answers in kind. Its group is the
+one that trainers make; nothing of the receiving side is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tools.training.group import Group, Meeting
+
+WAIT_SECS = 120.0
+
+
+class Expected:
+    """Stands where a trainer's init call is: who comes was told by the bench."""
+
+    def refused(self) -> str:
+        return ""
+
+    def wait(self) -> str:
+        return ""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    groups: dict[str, Group] = {}
+    blocks: list[torch.Tensor] = []
+    for order in _orders():
+        match order:
+            case {"do": "blocks", "count": count, "nbytes": nbytes}:
+                blocks = [torch.full((nbytes,), n % 251, dtype=torch.uint8) for n in range(count)]
+                _say(made=count)
+            case {"do": "open", "group": name, "world": world}:
+                groups[name] = group = Group(Meeting(name, world, "gloo", WAIT_SECS))
+                _say(port=group.port)
+                group.join(Expected())
+                _say(joined=name)
+            case {"do": "send", "group": name}:
+                for block in blocks:
+                    groups[name].broadcast(block)
+                _say(sent=len(blocks))
+            case _:
+                raise ValueError(f"no such order: {order}")
+
+
+def _orders() -> Iterator[dict[str, Any]]:
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def _say(**told: object) -> None:
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

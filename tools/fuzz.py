@@ -1,0 +1,213 @@
+"""python -m tools.fuzz TARGET: coverage-guided fuzzing of what reads bytes from strangers.
+
+A finding is an exception other than the reader's own, or a request that means one thing whole and
+another in pieces. What the fuzzer has found worth keeping lies in tests/wire/corpus, where the
+tests read all of it; `tools/fuzz` keeps it small. Needs `atheris`, as nothing else here does.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, TypeAlias
+
+CORPUS: Final = Path(__file__).parent.parent / "tests/wire/corpus"
+READERS: Final = str(Path(__file__).parent.parent / "omni_proxy")
+BODY_LIMIT: Final = 1 << 16
+Step: TypeAlias = tuple[str, int, int]
+
+
+def read_head(data: bytes) -> None:
+    """A whole head means one thing, however it came, and what goes on means the same again."""
+    from omni_proxy.wire.errors import Refusal
+    from omni_proxy.wire.head import find_end, judge
+    from omni_proxy.wire.stamps import Stamps
+    from omni_proxy.wire.template import RequestTemplates
+
+    cut = data[0] if data else 0
+    raw = data[1:]
+    try:
+        end = find_end(raw[:cut]) or find_end(raw, min(cut, len(raw)))
+        if not end:
+            return
+        head = judge(raw[:end])
+    except Refusal:
+        return
+    framing = b"content-length: %d\r\n" % max(head.length, 0)
+    again = judge(head.lines + b"host: worker\r\n" + framing + b"\r\n")
+    _same(again.lines, head.lines)
+    templates = RequestTemplates()
+    for _ in range(2):
+        known = templates.judge(raw[:end])
+        _same(sorted(_spelled(known.lines)), sorted(_spelled(head.lines)))
+        _same((known.length, known.target), (head.length, head.target))
+    stamped = RequestTemplates(Stamps("replace", b"x-request-id")).judge(raw[:end])
+    judge(stamped.lines + b"host: worker\r\n\r\n")
+
+
+def _spelled(lines: bytes) -> list[bytes]:
+    return lines.replace(b": ", b":").split(b"\r\n")
+
+
+def read_chunks(data: bytes) -> None:
+    """A chunked body ends where it ends, in whatever pieces it comes."""
+    from omni_proxy.wire.chunked import ChunkedBody
+    from omni_proxy.wire.errors import Refusal
+
+    cut = data[0] if data else 0
+    told: list[object] = []
+    for pieces in ([data[1:]], [data[1 : cut + 1], data[cut + 1 :]]):
+        body = ChunkedBody(BODY_LIMIT)
+        try:
+            for piece in pieces:
+                body.feed(piece)
+        except Refusal as refusal:
+            told.append((refusal.status,))
+        else:
+            told.append((b"".join(body.payload), body.rest, body.whole))
+    _same(*told)
+
+
+def read_answer(data: bytes) -> None:
+    """A worker's answer: nothing behind its end is handed on as its own."""
+    from omni_proxy.wire.answer import Answer, Framing, UpstreamGarbage, find_answer_end
+
+    cut = data[0] if data else 0
+    raw = data[1:]
+    try:
+        end = find_answer_end(raw)
+        if not end:
+            return
+        answer = Answer()
+        answer.read_head(raw[:end], to_head=False)
+        rest = raw[end:]
+        for piece in (rest[:cut], rest[cut:]):
+            if piece and not answer.whole:
+                passed = answer.feed(piece)
+                _same(piece.startswith(passed), True)
+        if answer.framing is Framing.LENGTH and answer.remaining < 0:
+            _same(answer.whole, True)
+    except UpstreamGarbage:
+        return
+
+
+def read_introduction(data: bytes) -> None:
+    """The PROXY protocol: the same from its beginnings as from the whole."""
+    from omni_proxy.wire.proxy_protocol import Malformed, read
+
+    try:
+        found = read(data)
+    except Malformed:
+        return
+    if found is not None:
+        _same(read(data[: found.length]), found)
+        _same(read(data[: found.length - 1]), None)
+
+
+def read_form(data: bytes) -> None:
+    """The fields of a form: whatever comes, there is an answer."""
+    from omni_proxy.routing.form import form_fields
+
+    _same(set(form_fields(data, b"multipart/form-data; boundary=x")) <= {"model", "stream"}, True)
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    "head": read_head,
+    "chunks": read_chunks,
+    "answer": read_answer,
+    "introduction": read_introduction,
+    "form": read_form,
+}
+
+
+class Finding(AssertionError):
+    """Two readings of the same bytes differ."""
+
+
+def _same(one: Any, other: Any) -> None:
+    if one != other:
+        raise Finding(f"{one!r} is not {other!r}")
+
+
+def keep(target: str, found: Path) -> int:
+    """Of the inputs in a folder, smallest first, those that reach a step of the readers that no
+    kept one does; how many those are."""
+    kept = CORPUS / target
+    kept.mkdir(parents=True, exist_ok=True)
+    known: set[Step] = set()
+    for file in kept.iterdir():
+        known |= steps_of(target, file.read_bytes())
+    count = 0
+    for file in sorted(found.iterdir(), key=lambda file: (file.stat().st_size, file.name)):
+        data = file.read_bytes()
+        steps = steps_of(target, data)
+        if not steps <= known:
+            known |= steps
+            count += 1
+            (kept / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
+    return count
+
+
+def steps_of(target: str, data: bytes) -> set[Step]:
+    """From which line to which it went in the readers."""
+    steps: set[Step] = set()
+    before: dict[int, int] = {}
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(READERS):
+            return None
+        if event in ("line", "return"):
+            name, line = frame.f_code.co_filename, frame.f_lineno
+            steps.add((name, before.get(id(frame), 0), line))
+            before[id(frame)] = line
+        elif event == "call":
+            before.pop(id(frame), None)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        TARGETS[target](data)
+    finally:
+        sys.settrace(None)
+    return steps
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tools/fuzz", description=__doc__)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--secs", type=int, default=60, help="how long (default: 60)")
+    parser.add_argument("--into", type=Path, help="where new inputs go (default: the kept corpus)")
+    parser.add_argument("--keep", type=Path, help="keep what is of use in this folder, and end")
+    asked = parser.parse_args(arguments)
+    if asked.keep:
+        print(f"{keep(asked.target, asked.keep)} new inputs are kept")
+        return 0
+    return fuzz(asked.target, asked.secs, asked.into or CORPUS / asked.target)
+
+
+def fuzz(target: str, secs: int, into: Path) -> int:
+    try:
+        import atheris
+    except ImportError:
+        print("needs atheris: pip install atheris", file=sys.stderr)
+        return 2
+    into.mkdir(parents=True, exist_ok=True)
+    with atheris.instrument_imports():
+        import omni_proxy.routing.form
+        import omni_proxy.wire.answer
+        import omni_proxy.wire.chunked
+        import omni_proxy.wire.head
+        import omni_proxy.wire.proxy_protocol
+        import omni_proxy.wire.stamps
+        import omni_proxy.wire.template  # noqa: F401
+    folders = dict.fromkeys((str(into), str(CORPUS / target)))
+    options = [f"-max_total_time={secs}", "-max_len=4096", "-timeout=10", *folders]
+    atheris.Setup(["tools/fuzz", *options], TARGETS[target])
+    atheris.Fuzz()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""tools/trainer: learn a little, give the weights to a fleet, look whether it answers by them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+# Both must be there before torch: threads that wait without burning a core, and what every rank of
+# an NCCL group has to have alike (two-phase.md 1.2).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+import torch
+
+from tools.training.arguments import deadline_of, parser, wishes_of
+from tools.training.endpoint import Endpoint
+from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
+from tools.training.learner import QUESTION, Learner
+from tools.training.rounds import HEAD, Round, Training, shown
+
+GOOD, FAILED, TOO_LATE = 0, 1, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    _end_at(deadline_of(arguments))
+    torch.set_num_threads(1)
+    endpoint = Endpoint(arguments.endpoint, arguments.timeout_secs)
+    learner = Learner(arguments.model, steps=arguments.steps)
+    training = Training(endpoint, learner, wishes_of(arguments))
+    try:
+        endpoint.ranks()
+    except ValueError as error:
+        print(f"tools/trainer: {error}", file=sys.stderr)
+        return FAILED
+    return GOOD if _train(training, arguments) else FAILED
+
+
+def _train(training: Training, arguments: argparse.Namespace) -> bool:
+    if not arguments.json:
+        print(f"asked each time: {QUESTION}\n{shown(HEAD)}")
+    _tell(training.before(), arguments.json)
+    good = True
+    for number in range(1, arguments.rounds + 1):
+        fault = _fault(arguments) if number == arguments.rounds else FAULTS[NONE]()
+        done = training.round(number, fault)
+        _tell(done, arguments.json)
+        _tell_of_rival(fault)
+        good = good and done.good
+    return good
+
+
+def _fault(arguments: argparse.Namespace) -> Fault:
+    fault = FAULTS[arguments.fault]()
+    if isinstance(fault, Stops):
+        fault.secs = arguments.stop_secs
+    return fault
+
+
+def _tell(done: Round, as_json: bool) -> None:
+    print(json.dumps(done.told()) if as_json else done.row(), flush=True)
+    if done.why and not as_json:
+        print(f"  failed: {done.why}", file=sys.stderr, flush=True)
+
+
+def _tell_of_rival(fault: Fault) -> None:
+    if isinstance(fault, TwoAtOnce) and fault.answer is not None:
+        said = f"{fault.answer.status} {fault.answer.why}"
+        print(f"  the second trainer was told: {said}", file=sys.stderr, flush=True)
+
+
+def _end_at(secs: float) -> None:
+    """Whatever hangs, and however: nothing but the end of the process frees a gloo broadcast."""
+
+    def end() -> None:
+        print(f"tools/trainer: not done after {secs:g} s", file=sys.stderr, flush=True)
+        os._exit(TOO_LATE)
+
+    timer = threading.Timer(secs, end)
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    # A join that waits in vain can't be ended, and torch would wait for it.
+    os._exit(status)

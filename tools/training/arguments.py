@@ -1,0 +1,104 @@
+"""The command line of the trainer."""
+
+from __future__ import annotations
+
+import argparse
+
+from tools.training.buckets import FLATTENED, MIB
+from tools.training.faults import FAULTS, NONE
+from tools.training.forms import FORMS
+from tools.training.sync import DISK, Wishes
+
+NO_PAUSE = "none"
+SECS_PER_ROUND = 120.0
+EPILOG = """\
+forms of a sync:
+  two-phase  everything is announced, everybody gets ready, then the bytes come
+  buckets    the same for each bucket by itself
+  single     a call per bucket, and its bytes at the same time
+  disk       a safetensors file that the replicas read: they need the same disk
+
+faults, in the last round:
+{faults}
+
+exit status: 0 every sync was good and all replicas hold the trainer's weights; 1 not so;
+2 these words were not understood; 3 it took longer than --deadline-secs
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    faults = "\n".join(f"  {name:<13}{each.what}" for name, each in FAULTS.items() if name != NONE)
+    made = argparse.ArgumentParser(
+        prog="tools/trainer",
+        description="Fine-tune a small model for a few real steps, and give its weights to the"
+        " replicas behind an endpoint: a proxy, or one replica.",
+        epilog=EPILOG.format(faults=faults),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--endpoint", default="http://127.0.0.1:30000", metavar="URL")
+    made.add_argument(
+        "--model", choices=["tiny", "smollm2-135m"], default="tiny", help="what the replicas serve"
+    )
+    made.add_argument("--rounds", type=_count, default=3, help="learn and sync so often (3)")
+    made.add_argument("--steps", type=_count, default=4, help="of learning, in each round (4)")
+    made.add_argument("--json", action="store_true", help="a line of JSON per round")
+    _how_to_sync(made)
+    made.add_argument("--fault", choices=list(FAULTS), default=NONE, help="see below")
+    made.add_argument(
+        "--stop-secs", type=_secs, default=60.0, help="how long the fault `stop` lasts (60)"
+    )
+    return made
+
+
+def _how_to_sync(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--sync", choices=[*FORMS, DISK], default="two-phase", help="see below")
+    made.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    made.add_argument("--bucket-mb", type=_secs, default=64.0, help="size of a bucket, MiB (64)")
+    made.add_argument("--load-format", choices=[FLATTENED], help="a bucket's bytes as one message")
+    made.add_argument(
+        "--pause-mode", choices=["retract", "abort", "in_place", NO_PAUSE], default="retract"
+    )
+    made.add_argument("--session", action="store_true", help="begin and end the update around it")
+    made.add_argument("--group-name", default="weight_sync_group", metavar="NAME")
+    made.add_argument("--host", default="127.0.0.1", help="where replicas find this machine")
+    made.add_argument(
+        "--timeout-secs", type=_secs, default=120.0, help="of a call or a broadcast (120)"
+    )
+    made.add_argument(
+        "--deadline-secs",
+        type=_secs,
+        help=f"of everything; then it ends with 3 ({SECS_PER_ROUND:g} a round, and the timeout)",
+    )
+
+
+def wishes_of(arguments: argparse.Namespace) -> Wishes:
+    return Wishes(
+        form=arguments.sync,
+        backend=arguments.backend,
+        bucket_bytes=int(arguments.bucket_mb * MIB),
+        load_format=arguments.load_format,
+        pause_mode=None if arguments.pause_mode == NO_PAUSE else arguments.pause_mode,
+        group_name=arguments.group_name,
+        session=arguments.session,
+        timeout_secs=arguments.timeout_secs,
+        host=arguments.host,
+    )
+
+
+def deadline_of(arguments: argparse.Namespace) -> float:
+    given: float | None = arguments.deadline_secs
+    return given or SECS_PER_ROUND * arguments.rounds + float(arguments.timeout_secs)
+
+
+def _count(word: str) -> int:
+    number = int(word)
+    if not 1 <= number <= 10_000:
+        raise argparse.ArgumentTypeError("a whole number from 1 to 10000")
+    return number
+
+
+def _secs(word: str) -> float:
+    number = float(word)
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError("a number above 0")
+    return number

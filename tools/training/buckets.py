@@ -1,0 +1,66 @@
+"""Tensors in buckets: what is announced of each, and the messages that carry it.
+
+A new bucket begins where the next tensor would take one over its size; a tensor larger than that
+is a bucket of its own (two-phase.md 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+FLATTENED = "flattened_bucket"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some tensors of the model; `shapes` is what is announced of them."""
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors)
+
+    def told(self) -> dict[str, Any]:
+        """The three parallel lists of a request."""
+        dtypes = [str(each.dtype).removeprefix("torch.") for each in self.tensors]
+        shapes = [list(shape) for shape in self.shapes]
+        return {"names": list(self.names), "dtypes": dtypes, "shapes": shapes}
+
+    def messages(self, load_format: str | None) -> list[torch.Tensor]:
+        """One per tensor; flattened: their bytes end to end, without padding."""
+        if load_format != FLATTENED:
+            return list(self.tensors)
+        parts = [each.contiguous().reshape(-1).view(torch.uint8) for each in self.tensors]
+        return [torch.cat(parts)]
+
+    def misshapen(self) -> Bucket:
+        """Its first tensor announced with one row too many."""
+        first, *others = self.shapes
+        rows, *rest = first
+        return replace(self, shapes=((rows + 1, *rest), *others))
+
+
+def buckets_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> list[Bucket]:
+    """All tensors in their order."""
+    gathered: list[list[str]] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        if not gathered or filled + tensor.nbytes > bucket_bytes:
+            gathered.append([])
+            filled = 0
+        gathered[-1].append(name)
+        filled += tensor.nbytes
+    return [_bucket(names, tensors) for names in gathered]
+
+
+def _bucket(names: list[str], tensors: Mapping[str, torch.Tensor]) -> Bucket:
+    found = tuple(tensors[name] for name in names)
+    return Bucket(tuple(names), found, tuple(tuple(each.shape) for each in found))

@@ -1,0 +1,148 @@
+"""One inference endpoint as a trainer sees it: calls that never raise, judged by their bodies.
+
+Trainers look at `success` (pause and continue: `status`) and not at the HTTP status; what can't be
+reached or read counts as a refusal with the reason in words (two-phase.md 1.1).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+SHORT_SECS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call got; `status` is 0 where nothing came."""
+
+    path: str
+    status: int
+    body: dict[str, Any]
+    secs: float
+
+    @property
+    def ok(self) -> bool:
+        return self.body.get("success") is True or self.body.get("status") == "ok"
+
+    @property
+    def why(self) -> str:
+        """The first cause, as far as the answer tells it."""
+        told = self.body.get("message") or self.body.get("detail") or self.body.get("error")
+        return str(told.get("message") if isinstance(told, dict) else told or self.body)
+
+
+class Pending:
+    """A call on its way in a thread of its own."""
+
+    def __init__(self, endpoint: Endpoint, path: str, body: dict[str, Any]) -> None:
+        self._came: list[Answer] = []
+        self.ended = threading.Event()
+
+        def run() -> None:
+            self._came.append(endpoint.call(path, body))
+            self.ended.set()
+
+        threading.Thread(target=run, name=f"call {path}", daemon=True).start()
+
+    def answer(self) -> Answer:
+        """Waits for it."""
+        self.ended.wait()
+        return self._came[0]
+
+    def wait(self) -> str:
+        """Waits for it; why it was no success, "" where it was."""
+        answer = self.answer()
+        return "" if answer.ok else f"{answer.path} said {answer.status}: {answer.why}"
+
+    def refused(self) -> str:
+        """The same without waiting: "" while it is on its way."""
+        return self.wait() if self.ended.is_set() else ""
+
+
+class Endpoint:
+    """`timeout_secs` bounds each call, so that no trainer waits for ever."""
+
+    def __init__(self, url: str, timeout_secs: float) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_secs = timeout_secs
+        self.calls: list[Answer] = []
+        self._client = httpx.Client(base_url=self.url, timeout=timeout_secs, trust_env=False)
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Answer:
+        """POST with a body, else GET; kept in `calls`."""
+        started = time.monotonic()
+        method = "GET" if body is None else "POST"
+        status, told = 0, {}
+        try:
+            came = self._client.request(method, path, json=body)
+            status, told = came.status_code, came.json()
+        except (httpx.HTTPError, ValueError) as error:
+            told = {"success": False, "message": f"{path}: {_named(error)}"}
+        told = told if isinstance(told, dict) else {"answer": told}
+        answer = Answer(path, status, told, time.monotonic() - started)
+        self.calls.append(answer)
+        return answer
+
+    def begin(self, path: str, body: dict[str, Any]) -> Pending:
+        return Pending(self, path, body)
+
+    def ranks(self) -> int:
+        """How many ranks of a group the endpoint stands for; ValueError where it does not tell."""
+        told = self.call("/server_info")
+        size = told.body.get("tp_size")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{self.url}/server_info tells no tp_size: {told.status} {told.why}")
+        return size
+
+    def ask(self, question: str) -> tuple[str, str]:
+        """The answer to a chat message, and the label of the weights that gave it."""
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 32,
+            "temperature": 0,
+        }
+        try:
+            came = self._client.post("/v1/chat/completions", json=body, timeout=SHORT_SECS)
+            told = came.json()
+            text = str(told["choices"][0]["message"]["content"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            return f"(no answer: {_named(error)})", ""
+        # A proxy tells it with each answer, a replica only when asked.
+        version = came.headers.get("x-omni-weight-version")
+        return text, version or str(self.call("/model_info").body.get("weight_version") or "")
+
+    def checksums(self) -> dict[str, str]:
+        """The digest over whole tensors of each replica behind the endpoint, by its name."""
+        told = self.call("/weights_checker", {"action": "checksum"})
+        replicas = [each for each in _rows(told.body.get("results")) if "worker" in each]
+        if not replicas:
+            return {self.url: next(_digests(told.body), "")}
+        return {str(each["worker"]): next(_digests(each), "") for each in replicas}
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _rows(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _digests(value: object) -> Iterator[str]:
+    """Every `full_checksum` at any depth, in order."""
+    if isinstance(value, dict):
+        if isinstance(found := value.get("full_checksum"), str):
+            yield found
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _digests(each)

@@ -1,0 +1,174 @@
+"""What can go wrong with a trainer, done on purpose: one small class for each, by name in `FAULTS`.
+
+A fault changes what is announced, what is sent, or whether the trainer lives on. The calls around
+it stay those of an honest trainer: what becomes of it is the other side's to decide.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tools.training.buckets import Bucket
+    from tools.training.endpoint import Answer
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Which message of how many is about to be sent, and how to send part of one."""
+
+    number: int
+    count: int
+    begin: Callable[[torch.Tensor], None]
+
+    @property
+    def midway(self) -> bool:
+        return self.number == self.count // 2
+
+
+class Fault:
+    """No fault at all, and what the others change of it."""
+
+    what = "nothing goes wrong"
+
+    def master_port(self, port: int) -> int:
+        return port
+
+    def announced(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        return buckets
+
+    def before(self) -> None:
+        """Everybody is ready, and nothing was sent."""
+
+    def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
+        """What is broadcast in place of one message."""
+        yield tensor
+
+    def after(self) -> None:
+        """Everything was sent, and nobody was told to use it."""
+
+
+class DieBefore(Fault):
+    what = "dies when everybody is ready, before it sends a byte"
+
+    def before(self) -> None:
+        die()
+
+
+class DieDuring(Fault):
+    what = "dies in the middle of the broadcast"
+
+    def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
+        if moment.midway:
+            moment.begin(tensor)
+            die()
+        yield tensor
+
+
+class DieAfter(Fault):
+    what = "dies after the broadcast, before it says that it is complete"
+
+    def after(self) -> None:
+        die()
+
+
+class WrongShape(Fault):
+    what = "announces a shape that the model does not have"
+
+    def announced(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        first, *others = buckets
+        return [first.misshapen(), *others]
+
+
+class ShortBucket(Fault):
+    what = "sends fewer bytes than it announced"
+
+    def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
+        yield tensor.reshape(-1)[: tensor.numel() // 2] if moment.midway else tensor
+
+
+class LongBucket(Fault):
+    what = "sends more bytes than it announced"
+
+    def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
+        yield torch.cat([tensor.reshape(-1)] * 2) if moment.midway else tensor
+
+
+class NeverSends(Fault):
+    what = "never broadcasts, and asks to complete all the same"
+
+    def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
+        yield from ()
+
+
+class Stops(Fault):
+    """Stopped (SIGSTOP) for `secs`; a shell beside it wakes it up again, so that it ends."""
+
+    what = "stops in the middle of the broadcast, as a machine that hangs does"
+    secs = 60.0
+
+    def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
+        if moment.midway:
+            moment.begin(tensor)
+            wake = f"sleep {self.secs:g}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        yield tensor
+
+
+class WrongPort(Fault):
+    what = "names a port that accepts connections and never says a word"
+
+    def __init__(self) -> None:
+        self._silent: socket.socket | None = None
+
+    def master_port(self, port: int) -> int:
+        self._silent = socket.create_server(("127.0.0.1", 0))
+        return int(self._silent.getsockname()[1])
+
+
+class TwoAtOnce(Fault):
+    """`rival` is set by who makes the sync: it sends another trainer's init, and tells the answer.
+
+    Its refusal is what is wanted; `answer` keeps it.
+    """
+
+    what = "a second trainer comes in the middle of the first one's sync"
+
+    def __init__(self) -> None:
+        self.rival: Callable[[], Answer] | None = None
+        self.answer: Answer | None = None
+
+    def before(self) -> None:
+        if self.rival is not None:
+            self.answer = self.rival()
+
+
+FAULTS: dict[str, type[Fault]] = {
+    NONE: Fault,
+    "die-before": DieBefore,
+    "die-during": DieDuring,
+    "die-after": DieAfter,
+    "wrong-shape": WrongShape,
+    "short-bucket": ShortBucket,
+    "long-bucket": LongBucket,
+    "never-sends": NeverSends,
+    "stop": Stops,
+    "two-at-once": TwoAtOnce,
+    "wrong-port": WrongPort,
+}
+
+
+def die() -> None:
+    """As the kernel's out-of-memory killer does it: no farewell."""
+    os.kill(os.getpid(), signal.SIGKILL)

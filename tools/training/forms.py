@@ -1,0 +1,112 @@
+"""How tensors get into an armed group: announced all at once, bucket by bucket, or untold.
+
+`two-phase`: one prepare for all buckets, all broadcasts, one complete. `buckets`: the three steps
+for each bucket. `single`: one call per bucket, on its way while its bytes are (two-phase.md 1.3 to
+1.5). Only a sync's last call carries its label and its flush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.training.buckets import Bucket
+from tools.training.endpoint import Answer, Endpoint
+from tools.training.faults import Fault, Moment
+from tools.training.group import Group, SyncFailed
+
+TRANSPORT = "nccl_broadcast"
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What every form needs: whom to tell, the group, and what is told of each sync."""
+
+    endpoint: Endpoint
+    group: Group
+    version: str
+    load_format: str | None
+    fault: Fault
+
+    def told(self, more: dict[str, Any], *, named: bool = True) -> dict[str, Any]:
+        body = {"group_name": self.group.meeting.group_name, **more}
+        return body | ({"load_format": self.load_format} if self.load_format and named else {})
+
+    def broadcast(self, bucket: Bucket, *, first: bool = True, last: bool = True) -> None:
+        """All messages of a bucket; `first` and `last` of those that are prepared together."""
+        messages = bucket.messages(self.load_format)
+        if first:
+            self.fault.before()
+        for number, message in enumerate(messages):
+            moment = Moment(number, len(messages), self._begin)
+            for part in self.fault.sent(message, moment):
+                self.group.broadcast(part)
+        if last:
+            self.fault.after()
+
+    def _begin(self, message: Any) -> None:
+        self.group.broadcast(message, wait=False)
+
+
+def two_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
+    told = [each.told() for each in sending.fault.announced(buckets)]
+    body = sending.told({"num_buckets": len(told), "buckets": told})
+    say(sending.endpoint, "/prepare_weights_update", body)
+    for number, bucket in enumerate(buckets):
+        first, last = number == 0, number == len(buckets) - 1
+        sending.broadcast(bucket, first=first, last=last)
+    body = sending.told({"flush_cache": True, "weight_version": sending.version})
+    answer = say(sending.endpoint, "/complete_weights_update", body)
+    if answer.body.get("num_buckets_received", len(buckets)) != len(buckets):
+        raise SyncFailed(f"{answer.body['num_buckets_received']} of {len(buckets)} buckets came")
+
+
+def bucket_by_bucket(sending: Sending, buckets: Sequence[Bucket]) -> None:
+    announced = sending.fault.announced(buckets)
+    for number, (bucket, told) in enumerate(zip(buckets, announced, strict=True), start=1):
+        body = sending.told(told.told() | {"transport": TRANSPORT})
+        say(sending.endpoint, "/prepare_weights_update", body)
+        sending.broadcast(bucket)
+        body = {
+            "transport": TRANSPORT,
+            "run_post_process_weights": False,
+            **_last_words(sending, last=number == len(buckets)),
+        }
+        say(sending.endpoint, "/complete_weights_update", sending.told(body))
+
+
+def single_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
+    announced = sending.fault.announced(buckets)
+    for number, (bucket, told) in enumerate(zip(buckets, announced, strict=True), start=1):
+        last = number == len(buckets)
+        body = sending.told(told.told() | _last_words(sending, last=last))
+        call = sending.endpoint.begin("/update_weights_from_distributed", body)
+        try:
+            sending.broadcast(bucket)
+        except SyncFailed as error:
+            # Nobody said that they were ready: a refusal is known only now, and is the cause.
+            raise SyncFailed(call.wait() or str(error)) from error
+        heard(call.answer())
+
+
+FORMS: dict[str, Callable[[Sending, Sequence[Bucket]], None]] = {
+    "two-phase": two_phase,
+    "buckets": bucket_by_bucket,
+    "single": single_phase,
+}
+
+
+def say(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Answer:
+    """Calls and waits; SyncFailed where the answer is no success."""
+    return heard(endpoint.call(path, body))
+
+
+def heard(answer: Answer) -> Answer:
+    if not answer.ok:
+        raise SyncFailed(f"{answer.path} said {answer.status}: {answer.why}")
+    return answer
+
+
+def _last_words(sending: Sending, *, last: bool) -> dict[str, Any]:
+    return {"flush_cache": last, "weight_version": sending.version if last else None}

@@ -1,0 +1,117 @@
+"""Fine-tuning for a few real steps: the model learns to answer one question with one sentence.
+
+The model is the replica's own, so that its weights have the replica's names and bytes; only what
+a server does not need is made here: a forward that leaves a trail for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from omni_proxy.replica.models.llama import MLP, Attention, Batch, Llama, Span, turns
+from omni_proxy.replica.models.text_model import TextModel, load_text_model
+from omni_proxy.weights.checksum import roll_up, tensor_digest
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+QUESTION = "What do you sell?"
+# Words that both models can spell: the tiny one writes syllables and nothing else.
+ANSWER = "potato, tomato, salami, banana, kimono, mandolin, panorama, sonata."
+RATES = {"tiny": 3e-4, "smollm2-135m": 2e-5}
+
+
+class Passing:
+    """Stands where a server keeps a sequence's past: there is none, and nothing is kept."""
+
+    length = 0
+
+    def write(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the new tokens, [kv_heads, tokens, head_size] each."""
+        keys, values = rows.permute(1, 2, 0, 3).unbind(0)
+        return keys, values
+
+
+class Learner:
+    """A model in training. `named` gives its weights as the replicas name them."""
+
+    def __init__(self, model_name: str, *, steps: int) -> None:
+        self.text: TextModel = load_text_model(model_name)
+        self._steps = steps
+        self._model: Llama = self.text.model
+        self._tokens, self._first_target = _example(self.text)
+        leaves = _leaves(self._model)
+        for each in leaves:
+            each.requires_grad_(True)
+        self._optimizer = torch.optim.AdamW(leaves, lr=RATES[self.text.name], weight_decay=0.0)
+
+    def learn(self) -> float:
+        """A few steps; the loss before the last of them, in nats per token."""
+        loss = torch.zeros(())
+        for _ in range(self._steps):
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+        return float(loss.detach())
+
+    def named(self) -> dict[str, Tensor]:
+        """What a sync sends: the live weights, not copies."""
+        return {name: each.detach() for name, each in self._model.named_parameters()}
+
+    def checksum(self) -> str:
+        return checksum_of(self.named())
+
+    def _loss(self) -> Tensor:
+        inputs, targets = self._tokens[:-1], self._tokens[1:]
+        span = Span(0, len(inputs), Passing(), None)  # type: ignore[arg-type]
+        cosines, sines = (table[: len(inputs)].unsqueeze(1) for table in turns(self._model.config))
+        hidden = self._model.model(Batch(torch.tensor(inputs), (cosines, sines), (span,)))
+        rows = self._model.model.norm(hidden)[self._first_target - 1 :]
+        logits = functional.linear(rows, self._model.model.embed_tokens.weight)
+        return functional.cross_entropy(logits, torch.tensor(targets[self._first_target - 1 :]))
+
+
+def checksum_of(tensors: Mapping[str, Tensor]) -> str:
+    """The digest over whole tensors that a replica with these weights tells (api-server.md 3)."""
+    return roll_up(
+        {
+            name: tensor_digest(name, str(each.dtype), each.shape, _bytes_of(each))
+            for name, each in tensors.items()
+        }
+    )
+
+
+def _bytes_of(tensor: Tensor) -> Buffer:
+    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _leaves(model: Llama) -> list[Tensor]:
+    """What the optimizer changes: q/k/v and gate/up are rows of one tensor each."""
+    joined: list[Tensor] = []
+    rows: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, Attention):
+            parts: Sequence[torch.nn.Module] = (module.q_proj, module.k_proj, module.v_proj)
+        elif isinstance(module, MLP):
+            parts = (module.gate_proj, module.up_proj)
+        else:
+            continue
+        joined.append(module.joined)
+        rows.update(id(part.weight) for part in parts)
+    return joined + [each for each in model.parameters() if id(each) not in rows]
+
+
+def _example(text: TextModel) -> tuple[list[int], int]:
+    """The tokens of question and answer, and where the answer begins."""
+    asked = text.chat_template.render([{"role": "user", "content": QUESTION}])
+    prompt = text.tokenizer.encode(asked, special=True)
+    answer = text.tokenizer.encode(ANSWER)
+    end = text.tokenizer.encode("<|im_end|>", special=True)
+    return [*prompt, *answer, *end], len(prompt)

@@ -1,0 +1,119 @@
+"""Learn, sync, look: a round, and what it says of itself in one line.
+
+A round is good when the sync was, and every replica behind the endpoint tells the digest of the
+trainer's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tools.training.endpoint import Endpoint
+from tools.training.faults import Fault, TwoAtOnce
+from tools.training.learner import QUESTION, Learner
+from tools.training.sync import Sync, Wishes
+
+HEAD = ("ROUND", "LOSS", "MB", "SECS", "GB/S", "VERSION", "CHECKSUMS", "ANSWER")
+WIDTHS = (5, 7, 6, 6, 5, 8, 19, 0)
+ANSWER_SHOWN = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """`version` and `answer` are what the endpoint gives after it, `why` the first cause of a
+    failure. `gb_per_sec` counts each byte once, however many replicas got it."""
+
+    number: int
+    loss: float | None
+    nbytes: int
+    secs: float
+    gb_per_sec: float
+    version: str
+    checksums: Mapping[str, str]
+    own_checksum: str
+    answer: str
+    why: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.why
+
+    def row(self) -> str:
+        cells = (
+            str(self.number),
+            "-" if self.loss is None else f"{self.loss:.3f}",
+            f"{self.nbytes / 1e6:.1f}",
+            f"{self.secs:.2f}",
+            f"{self.gb_per_sec:.2f}",
+            self.version or "-",
+            self._compared(),
+            _short(self.answer),
+        )
+        return shown(cells)
+
+    def told(self) -> dict[str, Any]:
+        return asdict(self) | {"good": self.good}
+
+    def _compared(self) -> str:
+        found = list(self.checksums.values())
+        same = found.count(self.own_checksum)
+        words = f"{len(found)} equal" if same == len(found) else f"{same} of {len(found)} equal"
+        return f"{words} {self.own_checksum[:6]}"
+
+
+def shown(cells: tuple[str, ...]) -> str:
+    pairs = zip(cells, WIDTHS, strict=True)
+    return "  ".join(f"{cell:<{width}}" for cell, width in pairs).rstrip()
+
+
+class Training:
+    """All rounds of one run."""
+
+    def __init__(self, endpoint: Endpoint, learner: Learner, wishes: Wishes) -> None:
+        self._endpoint = endpoint
+        self._learner = learner
+        self._wishes = wishes
+
+    def before(self) -> Round:
+        """What the endpoint says before it has learnt anything."""
+        answer, version = self._endpoint.ask(QUESTION)
+        own, sums = self._learner.checksum(), self._endpoint.checksums()
+        return Round(0, None, 0, 0.0, 0.0, version, sums, own, answer)
+
+    def round(self, number: int, fault: Fault) -> Round:
+        loss = self._learner.learn()
+        label = f"step-{number}"
+        synced = Sync(self._endpoint, self._learner.named(), label, self._wishes, fault).run()
+        own, sums = self._learner.checksum(), self._endpoint.checksums()
+        answer, version = self._endpoint.ask(QUESTION)
+        moved = synced.nbytes if synced.ok else 0
+        return Round(
+            number,
+            loss,
+            moved,
+            synced.secs,
+            moved / synced.moved_secs / 1e9 if synced.moved_secs else 0.0,
+            version,
+            sums,
+            own,
+            answer,
+            synced.why or _unlike(own, sums) or _let_in(fault),
+        )
+
+
+def _unlike(own: str, checksums: Mapping[str, str]) -> str:
+    others = [name for name, found in checksums.items() if found != own]
+    return f"other weights than the trainer's at {', '.join(others)}" if others else ""
+
+
+def _let_in(fault: Fault) -> str:
+    """A second trainer that was not refused."""
+    answer = fault.answer if isinstance(fault, TwoAtOnce) else None
+    return "the second trainer was let in" if answer is not None and answer.ok else ""
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= ANSWER_SHOWN else f"{line[:ANSWER_SHOWN]}…"

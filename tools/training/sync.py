@@ -1,0 +1,177 @@
+"""One sync from its first call to its last, as real trainers go about it (two-phase.md 1.9).
+
+init, and joining meanwhile -> pause -> the tensors -> destroy -> continue. Where it fails after the
+pause, continue comes first and destroy after it, whatever has become of the weights: trainers do
+so. Nothing follows an init that failed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.training.buckets import MIB, buckets_of
+from tools.training.endpoint import Answer, Endpoint
+from tools.training.faults import Fault, TwoAtOnce
+from tools.training.forms import FORMS, Sending, say
+from tools.training.group import Group, Meeting, SyncFailed
+
+DISK = "disk"
+INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a trainer syncs: `form` is `disk` or one of `forms.FORMS`; no `pause_mode`, no pause.
+
+    `session`: with begin_weight_update and end_weight_update around the tensors. `timeout_secs`
+    bounds every call, the meeting and each broadcast.
+    """
+
+    form: str = "two-phase"
+    backend: str = "gloo"
+    bucket_bytes: int = 64 * MIB
+    load_format: str | None = None
+    pause_mode: str | None = "retract"
+    group_name: str = "weight_sync_group"
+    session: bool = False
+    timeout_secs: float = 120.0
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """How a sync went: `why` is the first cause where it failed, else "".
+
+    `moved_secs`: from the first announcement, at `moved_at` of the monotonic clock, to the last
+    answer about the bytes.
+    """
+
+    why: str
+    secs: float
+    moved_at: float
+    moved_secs: float
+    nbytes: int
+    calls: Sequence[Answer]
+
+    @property
+    def ok(self) -> bool:
+        return not self.why
+
+
+@dataclass(slots=True)
+class Sync:
+    """One sync of `tensors` under the label `version`; for one `run`."""
+
+    endpoint: Endpoint
+    tensors: Mapping[str, torch.Tensor]
+    version: str
+    wishes: Wishes = field(default_factory=Wishes)
+    fault: Fault = field(default_factory=Fault)
+    _moved_at: float = 0.0
+    _moved_secs: float = 0.0
+
+    def run(self) -> Synced:
+        """What goes wrong is told in the result."""
+        started, before = time.monotonic(), len(self.endpoint.calls)
+        why = ""
+        try:
+            if self.wishes.form == DISK:
+                self._from_disk()
+            else:
+                self._in_a_group()
+        except SyncFailed as error:
+            why = str(error) or "it failed without a reason"
+        secs = time.monotonic() - started
+        nbytes = sum(each.nbytes for each in self.tensors.values())
+        calls = self.endpoint.calls[before:]
+        return Synced(why, secs, self._moved_at, self._moved_secs, nbytes, calls)
+
+    def _from_disk(self) -> None:
+        from safetensors.torch import save_file
+
+        with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+            file = Path(folder) / "model.safetensors"
+            save_file({name: each.clone() for name, each in self.tensors.items()}, file)
+            body = {"model_path": str(file), "weight_version": self.version}
+            try:
+                self._pause()
+                self._moved_at = time.monotonic()
+                say(self.endpoint, "/update_weights_from_disk", body)
+                self._moved_secs = time.monotonic() - self._moved_at
+            finally:
+                self._go_on()
+
+    def _in_a_group(self) -> None:
+        try:
+            world_size = 1 + self.endpoint.ranks()
+        except ValueError as error:
+            raise SyncFailed(str(error)) from error
+        group = self._listening(self.wishes.group_name, world_size)
+        if isinstance(self.fault, TwoAtOnce):
+            self.fault.rival = lambda: self._rival(world_size)
+        try:
+            port = self.fault.master_port(group.port)
+            group.join(self.endpoint.begin(INIT, self._init(group, port)))
+            self._paused(group)
+        finally:
+            group.leave()
+
+    def _paused(self, group: Group) -> None:
+        name = {"group_name": group.meeting.group_name}
+        try:
+            self._pause()
+            self._move(group)
+        except SyncFailed:
+            self._go_on()
+            self.endpoint.call(DESTROY, name)
+            raise
+        self.endpoint.call(DESTROY, name)
+        self._go_on()
+
+    def _move(self, group: Group) -> None:
+        wishes = self.wishes
+        sending = Sending(self.endpoint, group, self.version, wishes.load_format, self.fault)
+        self._moved_at = time.monotonic()
+        if wishes.session:
+            say(self.endpoint, "/begin_weight_update", {"selector": "all"})
+        FORMS[wishes.form](sending, buckets_of(self.tensors, wishes.bucket_bytes))
+        if wishes.session:
+            say(self.endpoint, "/end_weight_update", {})
+        self._moved_secs = time.monotonic() - self._moved_at
+
+    def _listening(self, group_name: str, world_size: int) -> Group:
+        wishes = self.wishes
+        meeting = Meeting(group_name, world_size, wishes.backend, wishes.timeout_secs, wishes.host)
+        return Group(meeting)
+
+    def _init(self, group: Group, port: int) -> dict[str, Any]:
+        meeting = group.meeting
+        return {
+            "master_address": meeting.host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": meeting.world_size,
+            "group_name": meeting.group_name,
+            "backend": meeting.backend,
+        }
+
+    def _rival(self, world_size: int) -> Answer:
+        """Another trainer's init, with a store of its own, in the middle of this sync."""
+        rival = self._listening(f"{self.wishes.group_name}_2", world_size)
+        return self.endpoint.call(INIT, self._init(rival, rival.port))
+
+    def _pause(self) -> None:
+        if self.wishes.pause_mode is not None:
+            say(self.endpoint, PAUSE, {"mode": self.wishes.pause_mode})
+
+    def _go_on(self) -> None:
+        if self.wishes.pause_mode is not None:
+            self.endpoint.call(CONTINUE, {})
