@@ -104,6 +104,7 @@ class Drains:
 
     async def _look(self, drain: Drain) -> None:
         worker = drain.worker
+        await self._fleet.agreed()  # else a door that has not heard yet could still send to it
         empty = not worker.in_flight
         if not empty and trio.current_time() < drain.ends_at:
             return

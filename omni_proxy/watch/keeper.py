@@ -214,6 +214,7 @@ class Keeper:
             return self._refused(source, error)
         edited = state != self.state
         self._apply(new, state, commits)
+        await self.fleet.agreed()
         if source != "api":
             self._note("applied", source, told)
             _log.info("configuration applied from %s, revision %d", source, self.revision)

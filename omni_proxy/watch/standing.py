@@ -92,6 +92,7 @@ class Standing:
         Takes the worker itself: one that the configuration dropped is no longer found by its URL.
         """
         with trio.move_on_after(self._keeper.config.server.drain_timeout_secs):
+            await self._fleet.agreed()
             while worker.in_flight:  # noqa: ASYNC110  # the door counts in plain ints, it rings no bell
                 await trio.sleep(POLL_SECS)
 

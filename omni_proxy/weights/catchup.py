@@ -113,6 +113,7 @@ class CatchUp:
                 async with self._keeper.turn:
                     if self._wanted(worker) != wanted or self._keeper.freeze.on:
                         continue  # a newer one is coming, or came
+                    await self._fleet.agreed()
                     why = await self._give(worker, wanted)
                 if not why:
                     return

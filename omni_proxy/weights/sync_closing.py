@@ -57,6 +57,7 @@ class Closing:
         sync = self._life.keeper.config.weight_sync
         if sync.while_updating != "pass":
             self._life.doubt.hold(workers)
+            await self._life.fleet.agreed()
         await until_idle(workers, sync.drain_secs, what)
         self._life.doubt.doubt(workers)
 

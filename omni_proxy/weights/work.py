@@ -107,6 +107,7 @@ class Work:
         self._operation.target({worker.url: frozenset(worker.holds) for worker in workers})
         self._hold(workers)
         try:
+            await self._fleet.agreed()
             await self._drain(workers)
             await self._record()
         except BaseException:
