@@ -75,6 +75,8 @@ async def ask(
         mine.dialled_at = conn.pump.now
         try:
             request = _framed(conn, lane, lines, head, body)
+            # What it took until now, within its batch, was our own time.
+            mine.own_secs += monotonic() - conn.pump.now
             return await _ask_on(conn, head, lane, up, request)
         except _Broke as broke:
             _give_up(conn)
@@ -129,11 +131,12 @@ async def _ask_on(
     conn: Connection, head: RequestHead, lane: Lane, up: Conn, request: list[bytes]
 ) -> First:
     limit = inf if lane.to_front else conn.door.limits.response_head
-    conn.clock("send", limit)
-    conn.phase = "wait"
-    all_sent = _begin(conn, up, request)
-    if not all_sent:
-        all_sent = await _send_rest(conn, up, request)
+    conn.clock("wait", limit)
+    all_sent = True
+    if conn.upload is None and len(request) == 1:
+        up.put(request[0])
+    else:
+        all_sent = await _send(conn, up, request)
         conn.clock("wait", limit)
     upload = conn.upload if all_sent else None
     buffer = b""
@@ -153,8 +156,7 @@ async def _ask_on(
             continue
         if not piece:
             raise _Broke("the worker closed without an answer", silent=not buffer)
-        buffer = buffer + piece if buffer else piece
-        found = _first_in(conn, head, lane, up, buffer)
+        found = _first_in(conn, head, lane, up, buffer + piece)
         if isinstance(found, First):
             found.all_sent = all_sent and upload is None and not up.late
             return found
@@ -188,36 +190,23 @@ def _first_in(
     return came
 
 
-def _begin(conn: Connection, up: Conn, request: list[bytes]) -> bool:
-    """As `_send`; what the request took until now, within its batch, was our own time."""
-    all_sent = _send(up, request, late=conn.upload is None)
-    if conn.exchange is not None:
-        conn.exchange.own_secs += monotonic() - conn.pump.now
-    return all_sent
-
-
-def _send(up: Conn, request: list[bytes], *, late: bool) -> bool:
-    """Whether all of it went, or soon will; what did not stays in `request`."""
-    if late and len(request) == 1:
-        up.put(request[0])
-        return True
+async def _send(conn: Connection, up: Conn, request: list[bytes]) -> bool:
+    """What is too large to be joined and sent late; whether all of it went, as `_send_rest`."""
     try:
         sent = up.sendmsg(request)
     except BlockingIOError:
-        return False
+        sent = 0
     except OSError:
         up.hot = True  # its answer, or its end, is waiting to be read
         return False
-    if sent == sum(map(len, request)):
-        return True
-    request[:] = [b"".join(request)[sent:]]
-    return False
+    whole = sum(map(len, request))
+    return sent == whole or await _send_rest(conn, up, b"".join(request), sent)
 
 
-async def _send_rest(conn: Connection, up: Conn, request: list[bytes]) -> bool:
+async def _send_rest(conn: Connection, up: Conn, request: bytes, sent: int) -> bool:
     """False where the worker answered (413, say) or broke before it had read everything."""
     conn.phase = "send"
-    view = memoryview(b"".join(request))
+    view = memoryview(request)[sent:]
     while view:
         if up.speaks():
             return False

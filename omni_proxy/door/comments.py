@@ -89,8 +89,14 @@ class Comments:
         if not self.begun and not self._mine.relayed:
             self.begun = True
             piece = self._head() + piece
+        conn = self._conn
+        conn.due = conn.pump.now + conn.door.limits.idle
         try:
-            await self._conn.write(self._conn.client, piece)
+            await conn.write(conn.client, piece)
+        except Expired:
+            self._mine.end("client_stalled", "client", "the client stopped reading", phase="client")
+            conn.client.close(reset=True)
+            raise Gone from None
         except OSError:
             raise Gone from None
 

@@ -99,6 +99,19 @@ class Conn:
             if task is not None and (task.awaits is self or task.awaits is EITHER):
                 self.pump.resume(task)
 
+    def send_from(self, out: bytearray) -> int:
+        """What the peer takes now, behind what is late; it is gone from `out` then. Raises
+        OSError."""
+        self.send_late()
+        if self.late or not out:
+            return 0
+        try:
+            sent = self.send(out)
+        except BlockingIOError:
+            return 0
+        del out[:sent]
+        return sent
+
     def read(self, size: int) -> bytes | None:
         """What is there: None for nothing yet, b"" for the peer's end. Raises OSError."""
         try:

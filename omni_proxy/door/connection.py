@@ -128,6 +128,7 @@ class Connection(Task):
             if piece is None:
                 continue
             if not piece:
+                await self.flush(client)
                 return None
             if not buffer:
                 self.turn_at = self.pump.now
@@ -162,17 +163,22 @@ class Connection(Task):
 
     async def write(self, conn: Conn, piece: bytes) -> None:
         """All of it; a peer that does not read makes us wait, under the present clock."""
-        while conn.late:
-            conn.send_late()
-            if conn.late:
-                self.awaits = conn
-                await pause()
+        if conn.late:
+            await self.flush(conn)
         try:
             sent = conn.send(piece)
         except BlockingIOError:
             sent = 0
         if sent < len(piece):
             await self.write_rest(conn, piece, sent)
+
+    async def flush(self, conn: Conn) -> None:
+        """What `put` has taken and has not left yet, under the present clock."""
+        while conn.late:
+            conn.send_late()
+            if conn.late:
+                self.awaits = conn
+                await pause()
 
     async def write_rest(self, conn: Conn, piece: bytes, sent: int) -> None:
         view = memoryview(piece)[sent:]

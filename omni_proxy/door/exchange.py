@@ -105,9 +105,10 @@ def _known(conn: Connection, mine: Exchange, head: RequestHead, upload: Upload) 
     assert mine.route is not None
     if upload.whole:
         return None
+    conn.upload = upload  # whatever refuses it now leaves the rest of it unread
     need = known_early(conn.door.fleet, mine.route, upload.beginning, head)
-    if need is not None:
-        conn.upload = upload
+    if need is None:
+        conn.upload = None
     return need
 
 
@@ -132,7 +133,11 @@ def _inspected(
     mine.stream = need.stream
     if conn.door.policy.wants_key:
         need.key = routing_key(head.lines)
-    mine.request_id = head.request_id.decode("latin-1") or _printable(need.request_id) or new_id()
+    mine.request_id = (
+        head.request_id.decode("latin-1")
+        or (need.request_id and _printable(need.request_id))
+        or new_id()
+    )
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
     if conn.client.ended and conn.door.half_close_aborts:
@@ -165,7 +170,8 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
     else:
         mine.take(door, worker)
     while True:
-        way = (door.lane(worker), _lines_for(worker, head), body)
+        lines = _lines_for(worker, head) if worker.api_key_env else head.lines
+        way = (door.lane(worker), lines, body)
         try:
             first = await ask(conn, mine, head, way)
         except TryFailed as failed:
@@ -242,7 +248,7 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
 
 
 def _lines_for(worker: Worker, head: RequestHead) -> bytes:
-    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+    key = os.environ.get(worker.api_key_env, "")
     if not key:
         return head.lines
     lines = drop_fields(head.lines, frozenset((b"authorization",)))

@@ -41,7 +41,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
 
     `mine` tells how it ended. Raises Gone when the client left.
     """
-    answer, up = first.answer, first.up
+    answer, client, piece = first.answer, conn.client, first.piece
     mine.status = answer.status
     mine.wait_at = conn.pump.now
     if answer.sse or mine.stream:
@@ -50,19 +50,24 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
     ours = conn.comments if conn.comments is not None and conn.comments.begun else None
     if ours is not None and not ours.goes_on_with(first):
         return await ours.tell_instead(first)
-    shape = _shape(first, head, begun=ours is not None)
+    counted = answer.framing is LENGTH and ours is None
+    shape = None if counted else _shape(first, head, begun=ours is not None)
     keep = head.keep_alive and not conn.door.draining
     keep &= (shape is None or shape.ends) and (first.all_sent or conn.upload is None)
     top = b"" if ours is not None else _head_bytes(mine, first, head, keep=keep)
+    conn.phase, mine.relayed = "relay", True
     try:
-        top = _start(conn, mine, first, (top, shape))
-        sent = _leaving(conn.client, top, late=answer.whole and keep)
-        if sent < len(top):
-            await _rest(conn, top, sent)
+        if piece:
+            _begin(conn, mine, piece)
+            top += piece if shape is None else shape.wrap(piece)
+        if answer.whole and keep and not client.late:
+            client.put(top)
+        else:
+            sent = 0 if client.late else _put(client, top)
+            if sent < len(top):
+                await _rest(conn, top, sent)
         if not answer.whole:
-            if conn.comments is not None:
-                await conn.comments.for_first(up, answer)
-            await nested(_pieces(conn, mine, first, shape))
+            await _go_on(conn, mine, first, shape)
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
@@ -70,33 +75,32 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
     mine.end("completed", "")
     conn.upstream = conn.comments = None
     if answer.keep_alive and first.all_sent and not answer.excess and answer.whole:
-        first.lane.give_back(up)
+        first.lane.give_back(first.up)
     else:
-        up.close()
+        first.up.close()
     return keep
 
 
-def _start(
-    conn: Connection, mine: Exchange, first: First, out: tuple[bytes, _Shape | None]
-) -> bytes:
-    """The head with whatever of the body came along, for one write; the clock of what follows."""
-    limits = conn.door.limits
-    top, shape = out
-    piece = first.piece
-    mine.relayed = True
-    if piece:
-        mine.first_at = conn.pump.now
-        if mine.trial:
-            _hear(conn, mine)
-        mine.pieces = 1
-        mine.bytes_out = len(piece)
-        if conn.door.keeps_tail:
-            mine.tail = piece
-        conn.clock("relay", limits.idle)
-        top += shape.wrap(piece) if shape else piece
+def _begin(conn: Connection, mine: Exchange, piece: bytes) -> None:
+    """The piece of the body that came along with the head."""
+    mine.first_at = conn.pump.now
+    if mine.trial:
+        _hear(conn, mine)
+    mine.pieces = 1
+    mine.bytes_out = len(piece)
+    if conn.door.keeps_tail:
+        mine.tail = piece
+
+
+async def _go_on(conn: Connection, mine: Exchange, first: First, shape: _Shape | None) -> None:
+    """Behind a head that has left. Raises as `_pieces`."""
+    if first.piece:
+        conn.clock("relay", conn.door.limits.idle)
     else:
-        conn.clock("first", limits.first_byte)
-    return top
+        conn.clock("first", conn.door.limits.first_byte)
+    if conn.comments is not None:
+        await conn.comments.for_first(first.up, first.answer)
+    await nested(_pieces(conn, mine, first, shape))
 
 
 def _hear(conn: Connection, mine: Exchange) -> None:
@@ -151,16 +155,6 @@ def _put(client: Conn, piece: bytes) -> int:
         raise Gone from None
 
 
-def _leaving(client: Conn, top: bytes, *, late: bool) -> int:
-    """How much of it has left, or will with this turn. Raises Gone."""
-    if client.late:
-        return 0
-    if late:
-        client.put(top)
-        return len(top)
-    return _put(client, top)
-
-
 async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> None:
     """The worker closed. Where that says the answer's end, the client is told as its framing has
     it; elsewhere UpstreamGarbage is raised."""
@@ -174,8 +168,8 @@ async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> No
 
 async def _rest(conn: Connection, piece: bytes, sent: int) -> None:
     """The client reads slower than the worker writes: wait for it, and let the worker wait."""
-    phase, conn.phase = conn.phase, "client"
-    client = conn.client
+    phase, client = conn.phase, conn.client
+    conn.clock("client", conn.door.limits.idle)
     client.send_late()  # of the answer before, where it asks on without having read that
     view = memoryview(piece)[sent:]
     while True:
@@ -209,9 +203,9 @@ class _Shape:
 
 
 def _shape(first: First, head: RequestHead, *, begun: bool) -> _Shape | None:
-    """None for the usual case: the very bytes of the worker go on. `begun`: in chunks of ours."""
+    """None where the very bytes of the worker go on. `begun`: in chunks of ours."""
     answer = first.answer
-    if (first.bodiless or answer.framing is LENGTH) and not begun:
+    if first.bodiless and not begun:
         return None
     if answer.framing is CHUNKED:
         return _Shape(Unchunker().feed, b"", ends=False) if head.http_1_0 else None

@@ -143,7 +143,7 @@ class _Session:
 
     def _flush_client(self) -> bool:
         try:
-            sent = _flush(self.conn.client, self.down)
+            sent = self.conn.client.send_from(self.down.out)
         except OSError:
             raise Gone from None
         self.mine.bytes_out += sent
@@ -151,7 +151,7 @@ class _Session:
 
     def _flush_worker(self, worker: Conn) -> bool:
         try:
-            return _flush(worker, self.up) > 0
+            return worker.send_from(self.up.out) > 0
         except OSError:
             self.up.out.clear()  # what it said before it broke is still to be read
             return True
@@ -287,16 +287,6 @@ class _Session:
 
 def _said(close: CloseConnection) -> str:
     return f"closed with code {int(close.code)} {close.reason or ''}".rstrip()
-
-
-def _flush(sock: Conn, frames: Frames) -> int:
-    """Send what the socket takes; how many bytes it took. Raises OSError."""
-    try:
-        sent = sock.send(frames.out) if frames.out else 0
-    except BlockingIOError:
-        return 0
-    del frames.out[:sent]
-    return sent
 
 
 def _read(sock: Conn) -> bytes | None:

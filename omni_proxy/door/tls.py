@@ -10,6 +10,7 @@ pace. An end that TLS did not announce is an error, never an end.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ssl
 from collections.abc import Callable
 from typing import Final
@@ -77,7 +78,7 @@ async def more(task: Task, plain: Conn) -> bytes:
         if piece:
             return piece
         if piece is not None:
-            raise ConnectionResetError("the connection was closed during the TLS handshake")
+            raise _reset("the connection was closed during the TLS handshake")
 
 
 async def _send_all(task: Task, plain: Conn, piece: bytes) -> None:
@@ -87,6 +88,10 @@ async def _send_all(task: Task, plain: Conn, piece: bytes) -> None:
         except BlockingIOError:
             task.awaits = plain
             await pause()
+
+
+def _reset(why: str) -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, why)
 
 
 class TlsConn(Conn):
@@ -147,7 +152,7 @@ class TlsConn(Conn):
                 self.hot = False
                 return None
             if not sealed:
-                raise ConnectionResetError("the connection was cut, and TLS was not told")
+                raise _reset("the connection was cut, and TLS was not told")
             self._incoming.write(sealed)
             drained = len(sealed) < SEALED_BYTES and not self.ended
         try:
@@ -234,6 +239,7 @@ class TlsConn(Conn):
         """From here on `read` gives what comes as it comes: it is only to be drained."""
         self._say_goodbye()
         self._open = self._incoming.read
+        self._inside = self._incoming.pending > 0  # what OpenSSL itself holds is lost
         super().end_sending()
 
     def close(self, *, reset: bool = False) -> None:

@@ -72,7 +72,7 @@ def judge_files(config: Config, file: str) -> None:
 
 def _plain_server_context() -> ssl.SSLContext:
     context = _modern(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.options |= ssl.OP_CIPHER_SERVER_PREFERENCE
     return context
 
 
@@ -191,6 +191,7 @@ def _client_context() -> ssl.SSLContext:
 
 def _modern(context: ssl.SSLContext) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(PROTOCOLS)
     return context
 

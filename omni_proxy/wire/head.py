@@ -78,7 +78,7 @@ def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     `searched` bytes were looked at before. Raises Refusal 414 or 431 when no end can come any more,
     and 400 at once for bytes that can't begin a request (TLS).
     """
-    end = buffer.find(b"\r\n\r\n", max(0, searched - 3))
+    end = buffer.find(b"\r\n\r\n", searched - 3 if searched > 3 else 0)
     if 0 <= end <= MAX_HEAD_BYTES - 4:
         return end + 4
     if buffer[:1] == b"\x16":

@@ -14,7 +14,10 @@ from typing import Final
 from omni_proxy.wire.head import RequestHead, drop_fields
 
 VIA_NAME: Final = b"omni-proxy"
-_CLAIMS: Final = re.compile(rb"(?i)(?<=\r\n)(?:x-forwarded-[^:\r\n]*|forwarded|x-real-ip)(?=:)")
+# With underscores, too: to a worker behind CGI or WSGI they are the same names.
+_CLAIMS: Final = re.compile(
+    rb"(?i)(?<=\r\n)(?:x[-_]forwarded[-_][^:\r\n]*|forwarded|x[-_]real[-_]ip)(?=:)"
+)
 _MAPPED: Final = "::ffff:"  # an IPv4 client of a socket that takes both
 
 

@@ -218,3 +218,20 @@ def test_0_stops_a_clock(by_hand, key, sent, phase):
     door.client(sent)
     door.wait(10**7)
     assert door.phases == [phase]
+
+
+def test_a_client_that_does_not_take_comments_is_left_after_idle_secs(by_hand):
+    door = by_hand("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
+    client = door.client()
+    (task,) = door.door.pump.tasks
+    task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    door.tell(client, STREAMED)
+    door.worker()
+    waits = 0
+    while task.awaits is not task.client:  # until it takes no more
+        door.wait(1 + JUST_AFTER)
+        waits += 1
+        assert waits < 100
+    runs_out(door, "wait", 300)
+    assert (door.phases, door.log[-1]["outcome"]) == ([], "client_stalled")
+    assert door.log[-1]["ended_by"] == "client"

@@ -1,7 +1,9 @@
 """What `Conn.put` has taken: it leaves with the end of a turn, in order, and is never lost."""
 
+import contextlib
 import socket
 
+import pytest
 import trio
 import trio.lowlevel
 import trio.testing
@@ -9,6 +11,7 @@ import trio.testing
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.pump import LATE_AT_MOST, Pump
 from omni_proxy.door.task import pause
+from tests.door.by_hand import ByHand, chat, heard
 from tests.door.pumping import Scripted, until
 
 ROUND = 1000
@@ -108,3 +111,28 @@ async def test_closing_sends_what_was_late(pump, wires):
     conn.close()
     pump.settle()
     assert await read_all(far, 10) == b"last words"
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    with contextlib.closing(ByHand(monkeypatch, "[server]\nhalf_close = 'answer'\n")) as made:
+        yield made
+
+
+def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(by_hand):
+    body = bytes(12000)
+    client = by_hand.client()
+    (task,) = by_hand.door.pump.tasks
+    task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.sendall(chat())
+    client.shutdown(socket.SHUT_WR)
+    by_hand.turn()
+    by_hand.tell(by_hand.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body)
+    assert len(task.client.late) > 0
+    came, end = b"", "open"
+    while end == "open":
+        more, end = heard(client)
+        assert more or end == "closed"
+        came += more
+        by_hand.turn()
+    assert came.endswith(b"\r\n\r\n" + body)

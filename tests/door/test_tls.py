@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.pump import Pump
-from omni_proxy.door.tls import PORTION_BYTES, SEALED_BYTES, Handshake, TlsConn
+from omni_proxy.door.tls import PORTION_BYTES, RECORD_BYTES, SEALED_BYTES, Handshake, TlsConn
 from tests.promises.secure import believing, showing
 
 
@@ -330,3 +330,14 @@ def test_a_broken_socket_is_an_error(both):
     with pytest.raises(OSError) as caught:
         both.conn.send(b"x")
     assert caught.value.errno in (errno.EPIPE, errno.ECONNRESET)
+
+
+def test_what_comes_behind_our_goodbye_is_drained_to_its_end(both):
+    both.far.sock.sendall(both.far.sealed(bytes(RECORD_BYTES)))
+    both.conn.hot = True
+    assert both.conn.read(RECORD_BYTES) == bytes(RECORD_BYTES)
+    both.conn.end_sending()
+    assert both.conn.read(SEALED_BYTES) is None  # nothing more is there, and that is no end
+    sealed = both.far.sealed(bytes(100))
+    both.far.sock.sendall(sealed)
+    assert both.conn.read(SEALED_BYTES) == sealed

@@ -58,6 +58,19 @@ async def test_pipelined_requests_are_answered_in_their_order():
     assert sum(len(worker.requests) for worker in opened.workers) == len(bodies)
 
 
+@pytest.mark.parametrize("body", [b"first", bytes(1 << 20)], ids=["small", "large"])
+async def test_a_websocket_handshake_may_follow_a_request(body):
+    handshake = (
+        b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: door\r\nupgrade: websocket\r\n"
+        b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
+        b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    async with door_before(answering(counted(body))) as (_, client):
+        await client.send(post(), handshake)
+        assert (await client.answer()).body == body
+        assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+
+
 async def test_a_pipelined_request_waits_for_the_one_before():
     may = trio.Event()
 

@@ -10,6 +10,7 @@ from tests.promises.fakes import (
     refusing_url,
 )
 from tests.promises.takers import (
+    CHAT,
     HINTS,
     MIB,
     MODEL,
@@ -179,3 +180,23 @@ async def test_a_worker_that_takes_nothing_of_an_upload_is_504(taking):
             assert (await client.answer()).status == 504
             nursery.cancel_scope.cancel()
         assert opened.failures() == [1]
+
+
+@pytest.mark.parametrize("framing", [3 * MIB, None], ids=["counted", "chunked"])
+@pytest.mark.parametrize(
+    "hint", ["x-sglang-omni-route-capabilities: telepathy", "x-sglang-omni-route-stream: maybe"]
+)
+async def test_what_is_left_of_a_refused_body_is_never_a_request(taking, framing, hint):
+    async def script(taker):
+        raise AssertionError(f"a worker was asked: {taker.head!r}")
+
+    worker = await taking(script)
+    behind = f"POST {CHAT} HTTP/1.1\r\nhost: door\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+        begun = b"" if framing else b"%x\r\n" % (3 * MIB)
+        hints = (*HINTS[:1], hint) if "capabilities" in hint else (*HINTS, hint)
+        await client.send(head(framing, *hints), begun, bytes(MIB + 1))
+        answer = await client.answer()
+        assert (answer.status, answer.one("connection")) == (400, "close")
+        await client.send(behind)
+        assert await client.until_closed() == b""

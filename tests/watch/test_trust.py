@@ -21,6 +21,12 @@ def test_a_listener_speaks_tls_1_2_and_newer_and_http_1_1_alone():
     assert context.verify_mode is ssl.CERT_NONE
 
 
+def test_workers_are_not_renegotiated_with_either():
+    # Its first words would be written while we read, and nobody would send them.
+    context = trust.client_context(str(FILES / "authority.pem"), verify=True)
+    assert context.options & ssl.OP_NO_RENEGOTIATION
+
+
 @pytest.mark.parametrize(
     ("asked", "key", "words"),
     [

@@ -46,6 +46,12 @@ def test_append_believes_the_one_before_us():
     assert fields_of(told.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
 
 
+def test_replace_knows_claims_that_are_spelled_with_underscores():
+    claims = (b"X_Forwarded_For: 1.1.1.1", b"X-Forwarded_Proto: https", b"x_real_ip: 1.1.1.1")
+    told = prepared(Stamps("replace"), request(*claims))
+    assert not [field for field in fields_of(told.lines) if b"_" in field]
+
+
 def test_replace_drops_what_clients_claim():
     told = prepared(Stamps("replace"), request(b"a: 1", *CLAIMS, b"x-forwarded: 2"))
     assert fields_of(told.lines) == [
