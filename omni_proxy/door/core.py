@@ -227,6 +227,10 @@ class Door:
         """That of [server] host and port, while there is one."""
         return self.entrances.public()
 
+    def rows(self) -> list[dict[str, object]]:
+        """One for each door process: there is but this one."""
+        return []
+
     def addresses(self) -> list[str]:
         return self.entrances.addresses()
 

@@ -99,8 +99,12 @@ class View:
         told["phases"] = dict(phases)
         told["oldest_connections"] = oldest[:SHOWN_CONNECTIONS]
         told["policy"] = {"name": self.policy.name, **self.policy.facts()}
-        told["doors"] = [self._row(seat) for seat in self._doors.seats.values()]
+        told["doors"] = self.rows()
         return told
+
+    def rows(self) -> list[dict[str, object]]:
+        """One for each process; none where there is but this one."""
+        return [self._row(seat) for seat in self._doors.seats.values()]
 
     def _row(self, seat: Seat) -> dict[str, object]:
         link = seat.link

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
@@ -43,6 +43,24 @@ def _door(rooms: Rooms) -> Iterator[Metric]:
     yield total("connection_failures", "Connections ended by a fault of the proxy", broken)
     spans = _number(counts, "answers_across_versions")
     yield total("answers_across_weights", "Answers during which weights changed", spans)
+    yield from _doors(rooms.door.rows())
+
+
+def _doors(rows: Sequence[Mapping[str, object]]) -> Iterator[Metric]:
+    """Each process of its own, where there are several."""
+
+    def of(key: str) -> list[tuple[tuple[str], float]]:
+        return [((str(row["door"]),), _number(row, key)) for row in rows]
+
+    label = ("door",)
+    serving = [((str(row["door"]),), row["state"] == "serving") for row in rows]
+    yield from gauges("door_up", "1 while this door process serves", label, serving)
+    text = "Client connections of a door process"
+    yield from gauges("door_connections", text, label, of("connections"))
+    text = "Model requests that a door process serves"
+    yield from gauges("door_requests_in_flight", text, label, of("in_flight"))
+    text = "Times that a door process was started again"
+    yield from counters("door_restarts", text, label, of("restarts"))
 
 
 def _config(rooms: Rooms) -> Iterator[Metric]:

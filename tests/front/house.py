@@ -102,6 +102,7 @@ class DoorStandIn:
         self.policy = build(Routing(), lambda _: 0, 0.0)
         self.draining = False
         self.voice_owner = ""
+        self.door_rows = []
 
     def status(self):
         return {"connections": 0}
@@ -111,6 +112,9 @@ class DoorStandIn:
 
     def admission(self):
         return {"inflight": 0, "max_inflight": 0, "peak_inflight": 0, "rejected_total": 0}
+
+    def rows(self):
+        return self.door_rows
 
     def addresses(self):
         return ["http://127.0.0.1:30000"]

@@ -46,6 +46,11 @@ def busy():
     house.desk.ended["/update_weights_from_disk", False] += 1
     house.desk.spent_secs["/update_weights_from_disk"] = 2.5
     house.instruments.logs["access_log"] = LineLog()
+    held = {"connections": 3, "restarts": 1}
+    house.door.door_rows = [
+        {"door": 0, "state": "serving", "in_flight": 2, **held},
+        {"door": 1, "state": "starting", "in_flight": 0, **held},
+    ]
     return house
 
 
@@ -257,3 +262,11 @@ def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
     for line in lines:
         for part in line.split("…"):
             assert part.strip() in code, line
+
+
+async def test_each_door_process_has_its_row(busy):
+    told = await scrape(busy)
+    assert 'omni_proxy_door_up{door="0"} 1.0' in told
+    assert 'omni_proxy_door_up{door="1"} 0.0' in told
+    assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in told
+    assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in told
