@@ -1,146 +1,73 @@
 """python -m tools.bench: the command line of the bench."""
 
 import argparse
-import json
 import signal
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from types import FrameType
 
-from tools.bench import report
+from tools.bench import runs
+from tools.bench.borrowed import NotInstalled
 from tools.bench.build import BuildError, build
-from tools.bench.legs import LOADS, QUICK, Leg, LegError, Load, fake_worker, run_leg
-from tools.bench.profile import profile
+from tools.bench.legs import QUICK, LegError
+from tools.bench.processes import raise_descriptor_limit
 from tools.bench.secure import NoTools
-from tools.bench.sides import NOTHING, OMNI_PROXY, PEERS, Side, proxy
+from tools.bench.sides import PEERS
 
-PROFILED = {"unary": "unary c=32", "stream": "stream 17k/s"}
+CPU_BENCHES = ("unary", "stream", "all", "tls")
+WHAT = """\
+what is measured:
+  unary, stream, all  CPU per request and per streamed event, and latency, beside peers
+  tls                 the same with TLS listeners
+  memory              bytes of each of 10,000 idle connections and of 2,000 slow streams
+  front               how long GET /workers takes beside 32 busy clients
+  processes           requests a second of two door processes, beside one
+  goals               all of it in one run, with the goals beside the figures
+  profile             where the proxy's time goes (profile unary, profile stream)
+
+`python -m tools.bench --replica` measures the replica, `--weights` what new weights cost on their
+way to a fleet, `python -m tools.bench.policies` policies, large fleets and metrics.
+"""
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench",
         description=__doc__,
-        epilog="`python -m tools.bench --replica` measures the replica instead, and"
-        " `python -m tools.bench --weights` what new weights cost on their way to a fleet.",
+        epilog=WHAT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["unary", "stream", "all", "tls", "profile"])
-    parser.add_argument("profiled", nargs="?", choices=list(PROFILED), help="for profile: the load")
+    kinds = [*CPU_BENCHES, "memory", "front", "processes", "goals", "profile"]
+    parser.add_argument("what", choices=kinds)
     parser.add_argument(
-        "--quick", action="store_true", help=f"only {' and '.join(QUICK)}, 3 rounds"
+        "profiled", nargs="?", choices=list(runs.PROFILED), help="of profile; unary"
     )
+    quick = f"3 rounds, and of the loads only {' and '.join(QUICK)}"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", help="5")
     parser.add_argument("--secs", type=float, default=4.0, help="measured per leg, 0.5 to 30 (4)")
-    parser.add_argument("--peer", choices=list(PEERS), default="haproxy")
+    parser.add_argument(
+        "--peer", choices=list(PEERS), action="append",
+        help="may be repeated (haproxy); the routers are installed when first asked for",
+    )  # fmt: skip
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--peer-only", action="store_true", help="measure the peer alone")
+    only.add_argument("--peer-only", action="store_true", help="measure the peers alone")
     only.add_argument("--no-peer", action="store_true", help="measure the proxy alone")
     only.add_argument(
         "--self-check", action="store_true", help="the peer against itself: what a ratio is worth"
     )
-    parser.add_argument("--proxy-command", default=OMNI_PROXY, metavar="COMMAND")
+    parser.add_argument("--proxy-command", metavar="COMMAND", help="in the place of omni-proxy")
     parser.add_argument("--proxy-name", default="omni-proxy", metavar="NAME", help="in the tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all legs, for later comparison")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="a picture; of goals and all")
     arguments = parser.parse_args()
-    if (arguments.what == "profile") != (arguments.profiled is not None):
-        parser.error("profile, and only profile, is followed by unary or stream")
+    if arguments.what != "profile" and arguments.profiled is not None:
+        parser.error(f"{arguments.what} stands alone; only profile is followed by a load")
     if not 0.5 <= arguments.secs <= 30:
         parser.error("--secs: 0.5 to 30")
+    arguments.peer = list(dict.fromkeys(arguments.peer or ["haproxy"]))
+    arguments.rounds = arguments.rounds or (3 if arguments.quick else 5)
     return arguments
-
-
-def _loads(arguments: argparse.Namespace) -> list[Load]:
-    several = arguments.what in ("all", "tls")
-    kinds = ("unary", "stream") if several else (arguments.what,)
-    chosen = [load for load in LOADS if load.mode in kinds]
-    few = arguments.quick or arguments.what == "tls"
-    return [load for load in chosen if load.name in QUICK] if few else chosen
-
-
-def _round(sides: list[Side], load: Load, workers: list[int], secs: float) -> dict[str, Leg]:
-    legs: dict[str, Leg] = {}
-    for side in sides:
-        leg = run_leg(side, load, workers, secs)
-        legs[side.name] = leg
-        cost = f"{leg.p50_us:.0f} us p50" if leg.cpu_us is None else f"{leg.cpu_us:.1f} us of CPU"
-        print(f"  {load.name} through {side.name}: {cost}", file=sys.stderr)
-    return legs
-
-
-def _measure(arguments: argparse.Namespace, sides: list[Side]) -> dict[str, list[report.Round]]:
-    rounds = arguments.rounds or (3 if arguments.quick else 5)
-    loads: dict[str, list[report.Round]] = {}
-    with fake_worker() as workers:
-        for number in range(rounds):
-            print(f"round {number + 1} of {rounds}", file=sys.stderr)
-            turn = sides if number % 2 == 0 else sides[::-1]
-            for load in _loads(arguments):
-                bare = [NOTHING] if load.also_bare else []
-                legs = _round([*bare, *turn], load, workers, arguments.secs)
-                loads.setdefault(load.name, []).append(legs)
-    return loads
-
-
-def _sides(arguments: argparse.Namespace) -> tuple[Side | None, Side | None]:
-    """What is measured and what it is measured by."""
-    secure = arguments.what == "tls"
-    peer = None if arguments.no_peer else PEERS[arguments.peer](secure=secure)
-    if peer is None and (arguments.peer_only or arguments.self_check):
-        raise LegError(f"{arguments.peer} is not installed, so there is nothing to measure")
-    if arguments.peer_only:
-        return None, peer
-    if arguments.self_check and peer is not None:
-        return replace(peer, name=f"{peer.name} again"), peer
-    return proxy(arguments.proxy_command, arguments.proxy_name, secure=secure), peer
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    ours, peer = _sides(arguments)
-    facts = report.machine()
-    loads = _measure(arguments, [side for side in (peer, ours) if side is not None])
-    names = (ours.name if ours else None, peer.name if peer else None)
-    print("\n".join(f"{key}: {value}" for key, value in facts.items()))
-    if peer is None:
-        print(f"no peer: {arguments.peer} is not installed or not wanted, so there are no ratios")
-    print("\nCPU of the proxy's processes, us per request or event: median (lowest..highest)")
-    print("\n".join(report.cpu_table(loads, *names)))
-    print("\nWhat the load saw, medians")
-    print("\n".join(report.seen_table(loads)))
-    if arguments.json:
-        _write(arguments.json, facts, loads, names)
-    if faults := report.faults(loads):
-        print("\n".join(["", "ERRORS: these figures are worth nothing", *faults]))
-    return 1 if faults else 0
-
-
-def _write(
-    file: Path,
-    facts: dict[str, str],
-    loads: dict[str, list[report.Round]],
-    names: tuple[str | None, str | None],
-) -> None:
-    ours, peer = names
-    found = {
-        load: median(within)
-        for load, rounds in loads.items()
-        if ours and peer and (within := report.ratios(rounds, ours, peer))
-    }
-    legs = {
-        load: [{side: asdict(leg) for side, leg in legs.items()} for legs in rounds]
-        for load, rounds in loads.items()
-    }
-    file.write_text(
-        json.dumps({"machine": facts, "ratios": found, "rounds": legs}, indent=1) + "\n"
-    )
-
-
-def _profile(arguments: argparse.Namespace) -> int:
-    load = next(load for load in LOADS if load.name == PROFILED[arguments.profiled])
-    side = proxy(arguments.proxy_command, arguments.proxy_name)
-    print("\n".join(profile(side, load, max(arguments.secs, 1.0))))
-    return 0
 
 
 def _replica(argv: list[str]) -> int:
@@ -157,6 +84,14 @@ def _weights(argv: list[str]) -> int:
 
 # Benches of something else, each with words of its own.
 OTHERS = {"--replica": _replica, "--weights": _weights}
+KINDS = {
+    **dict.fromkeys(CPU_BENCHES, runs.paired),
+    "memory": runs.memory,
+    "front": runs.front,
+    "processes": runs.processes,
+    "goals": runs.goals,
+    "profile": runs.profile,
+}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -170,10 +105,11 @@ def main() -> int:
     arguments = _arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # so that what was started is ended
+    raise_descriptor_limit()
     try:
         build("worker"), build("load")
-        return _profile(arguments) if arguments.what == "profile" else _bench(arguments)
-    except (BuildError, LegError, NoTools, ValueError) as error:
+        return KINDS[arguments.what](arguments)
+    except (BuildError, LegError, NoTools, NotInstalled, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

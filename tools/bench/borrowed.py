@@ -6,7 +6,6 @@ environment is left alone.
 """
 
 import fcntl
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,8 @@ VERSIONS = {"sglang-router": "0.3.2", "smg": "1.13.0", "py-spy": "0.4.3"}
 ROOT = Path(__file__).parents[2]
 INSTALL_SECS = 900
 LAST_LINES = 6
+NO_VENV = "Debian and Ubuntu have venv in a package of its own: apt install python3-venv"
+NO_PACKAGE = "is this machine online, and does its registry (pip config list) have that version?"
 
 
 class NotInstalled(Exception):
@@ -45,10 +46,9 @@ def borrowed(name: str) -> Path:
 
 def _make(place: Path, wanted: str) -> None:
     python = str(place / "bin" / "python")
-    _step([sys.executable, "-m", "venv", "--clear", str(place)], wanted,
-          "Debian and Ubuntu have venv in a package of its own: apt install python3-venv")  # fmt: skip
-    _step([python, "-m", "pip", "install", "--disable-pip-version-check", wanted], wanted,
-          "is this machine online, and does its registry (pip config list) have that version?")  # fmt: skip
+    _step([sys.executable, "-m", "venv", "--clear", str(place)], wanted, NO_VENV)
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", wanted]
+    _step(pip, wanted, NO_PACKAGE)
 
 
 def _step(argv: list[str], wanted: str, advice: str) -> None:
@@ -91,7 +91,8 @@ def proxy_python() -> str:
 
     So the bench runs from a fresh clone, by any Python. Raises NotInstalled.
     """
-    if importlib.util.find_spec("trio") is not None:
+    tried = [sys.executable, "-c", "import omni_proxy.root"]
+    if not subprocess.run(tried, check=False, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
         return sys.executable
     bash = shutil.which("bash")
     if bash is None:

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from tools.bench.build import build
 from tools.bench.processes import cpu_secs, rss_mib, running
 from tools.bench.secure import bridge
-from tools.bench.sides import Place, Side
+from tools.bench.sides import Place, Side, free_port
 
 WORKERS = 8
 WARM_MS = 700  # a stream's first events and an interpreter's warming are not what is measured
@@ -31,13 +30,14 @@ class LegError(Exception):
 @dataclass(frozen=True, slots=True)
 class Load:
     name: str
-    mode: str  # unary | stream
+    mode: str  # unary | stream | idle
     connections: int
     gap_ms: int = 0
     also_bare: bool = False  # measured without a proxy too, to tell what a proxy adds
+    warm_ms: int = WARM_MS
 
     def argv(self, port: int, measured_ms: int) -> list[str]:
-        shape = [self.mode, port, self.connections, WARM_MS, measured_ms, self.gap_ms]
+        shape = [self.mode, port, self.connections, self.warm_ms, measured_ms, self.gap_ms]
         return [str(build("load")), *map(str, shape)]
 
 
@@ -88,17 +88,17 @@ def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
         yield workers[0], None
         return
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
-        place = Place(_free_port(), workers, Path(folder))
+        place = Place(free_port(), workers, Path(folder))
         log = place.folder / "log"
         with ExitStack() as stack:
             out = stack.enter_context(log.open("w"))
             process = stack.enter_context(running(side.command(place), out))
             port = place.port
             if side.secure:
-                port = _free_port()
+                port = free_port()
                 stack.enter_context(bridge(port, place.port, place.folder))
             _wait_ready(side, port, process, log)
-            _wait_settled(port, process)
+            _wait_settled(port, len(workers), process)
             yield port, process.pid
 
 
@@ -140,12 +140,6 @@ def _follow(told: Iterable[str], pid: int | None) -> tuple[float, float, str]:
     return cpu, rss, last
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _refusal(port: int) -> str:
     """Why a first request does not get its answer; empty when it does."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
@@ -162,22 +156,29 @@ def _refusal(port: int) -> str:
         connection.close()
 
 
-def _wait_settled(port: int, process: subprocess.Popen[str]) -> None:
-    """Where the proxy tells its workers' health: until all are known, for probes cost CPU too."""
+def _wait_settled(port: int, count: int, process: subprocess.Popen[str]) -> None:
+    """Where the proxy tells of its workers: until it knows all, for probes cost CPU too."""
     give_up_at = time.monotonic() + READY_SECS
-    while time.monotonic() < give_up_at:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            told = json.loads(connection.getresponse().read())
-            if told["routable_workers"] == told["total_workers"]:
-                return
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-            return  # a peer, whose workers are asked and answer as they like
-        finally:
-            connection.close()
+    while time.monotonic() < give_up_at and not all(
+        _settled(port, path, count) for path in ("/health", "/workers")
+    ):
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
+
+
+def _settled(port: int, path: str, count: int) -> bool:
+    """True also where this path does not tell."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        told = json.loads(connection.getresponse().read())
+        if path == "/health":
+            return bool(told["routable_workers"] == told["total_workers"])
+        return [worker["is_healthy"] for worker in told["workers"]] == [True] * count
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return True
+    finally:
+        connection.close()
 
 
 def _wait_ready(side: Side, port: int, process: subprocess.Popen[str], log: Path) -> None:

@@ -48,7 +48,10 @@ PAIRS: dict[str, Pair] = {
 }
 
 
-def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
+def rounds_of(
+    pair: Pair, rounds: int, secs: float, ports: Sequence[int]
+) -> tuple[list[float], list[str]]:
+    """CPU of the first side by that of the second, one for each round; and what went wrong."""
     load = next(load for load in LOADS if load.name == pair[0])
     told: list[report.Round] = []
     for number in range(rounds):
@@ -58,8 +61,13 @@ def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
         costs = ", ".join(f"{name} {leg.cpu_us:.1f} us" for name, leg in legs.items())
         print(f"  round {number + 1}: {costs}", file=sys.stderr)
     name, first, second = pair
-    found = report.spread(report.ratios(told, first.name, second.name), 2)
-    faults = report.faults({name: told})
+    return report.ratios(told, first.name, second.name), report.faults({name: told})
+
+
+def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
+    ratios, faults = rounds_of(pair, rounds, secs, ports)
+    name, first, second = pair
+    found = report.spread(ratios, 2)
     return "\n".join([f"{name}: {first.name} by {second.name}: {found}", *faults])
 
 

@@ -6,19 +6,20 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from tools.bench.borrowed import borrowed
 from tools.bench.legs import LegError, Load, fake_worker, started
 from tools.bench.processes import running
 from tools.bench.sides import Side
 
 SHOWN = 25  # lines, and as many functions
-NO_PY_SPY = "the profile needs py-spy, which is not installed; `pip install py-spy` mends that"
 
 
 def profile(side: Side, load: Load, secs: float) -> list[str]:
-    """Lines of a table. Samples that the kernel took are counted where Python called it."""
-    program = shutil.which("py-spy")
-    if program is None:
-        raise LegError(NO_PY_SPY)
+    """Lines of a table. Samples that the kernel took are counted where Python called it.
+
+    Raises LegError, NotInstalled.
+    """
+    program = shutil.which("py-spy") or str(borrowed("py-spy"))
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         stacks = Path(folder) / "stacks"
         with fake_worker() as workers, started(side, workers) as (port, pid):

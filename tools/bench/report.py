@@ -31,7 +31,7 @@ def machine() -> dict[str, str]:
 
 def ratios(rounds: Sequence[Round], ours: str, peer: str) -> list[float]:
     """CPU of ours by CPU of the peer, one per round in which both were measured."""
-    pairs = [(_costs([legs], ours), _costs([legs], peer)) for legs in rounds]
+    pairs = [(costs([legs], ours), costs([legs], peer)) for legs in rounds]
     return [mine[0] / theirs[0] for mine, theirs in pairs if mine and theirs and theirs[0]]
 
 
@@ -46,21 +46,38 @@ def _of(rounds: Sequence[Round], side: str) -> list[Leg]:
     return [legs[side] for legs in rounds if side in legs]
 
 
-def _costs(rounds: Sequence[Round], side: str) -> list[float]:
+def added_us(rounds: Sequence[Round], side: str, bare: str) -> list[float]:
+    """What a side adds to the median wait, one for each round that was measured without it too."""
+    pairs = [(_of([legs], side), _of([legs], bare)) for legs in rounds]
+    return [mine[0].p50_us - alone[0].p50_us for mine, alone in pairs if mine and alone]
+
+
+def costs(rounds: Sequence[Round], side: str) -> list[float]:
+    """CPU per unit, one for each round, microseconds."""
     return [leg.cpu_us for leg in _of(rounds, side) if leg.cpu_us is not None]
 
 
-def cpu_table(loads: dict[str, list[Round]], ours: str | None, peer: str | None) -> list[str]:
-    sides = [side for side in (peer, ours) if side]
-    paired = ours is not None and peer is not None
-    head = ["load", *sides, *(["ratio within a round"] if paired else [])]
-    rows = [head]
+def cpu_table(
+    loads: dict[str, list[Round]], ours: str | None, peers: Sequence[str] = ()
+) -> list[str]:
+    sides = [*peers, *([ours] if ours else [])]
+    paired = peers if ours else ()
+    rows = [["load", *sides, *(f"by {peer}" for peer in paired)]]
     for load, rounds in loads.items():
-        row = [load, *(spread(_costs(rounds, side)) for side in sides)]
-        if ours is not None and peer is not None:
-            row.append(spread(ratios(rounds, ours, peer), 2))
+        row = [load, *(spread(costs(rounds, side)) for side in sides)]
+        row += [spread(ratios(rounds, ours or "", peer), 2) for peer in paired]
         rows.append(row)
     return columns(rows)
+
+
+def added_table(loads: dict[str, list[Round]], sides: Sequence[str], bare: str) -> list[str]:
+    """Empty where nothing was measured without a proxy."""
+    rows = [
+        [load, *(spread(added_us(rounds, side, bare), 0) for side in sides)]
+        for load, rounds in loads.items()
+        if _of(rounds, bare)
+    ]
+    return columns([["load", *sides], *rows]) if rows else []
 
 
 def seen_table(loads: dict[str, list[Round]]) -> list[str]:

@@ -14,8 +14,7 @@ from tools.bench.borrowed import VERSIONS, borrowed, proxy_python
 from tools.bench.secure import NoTools, make_pair
 
 OMNI_PROXY = f"{shlex.quote(sys.executable)} -m omni_proxy --config {{config}}"
-# As they run by default, but for the policy: the one that costs least (each worker is asked
-# about its load by nobody) and what a log line for each request would cost.
+# As they come, but for a policy that weighs loads as ours does, and without a line per request.
 ROUTER_WORDS = ("--policy", "power_of_two", "--log-level", "warn")
 
 # One thread, connections kept on both sides and, above all, http-no-delay: without it HAProxy sends

@@ -1,0 +1,92 @@
+"""At the limit of descriptors the door pauses, says so, and recovers; who is in stays served."""
+
+import os
+import resource
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import trio
+
+from tests.promises.clients import client_of, post
+from tests.promises.fleet_program import PATIENCE_SECS, PROBES, program, put, toml, workers
+
+SPARE = 12
+CROWD = 3 * SPARE
+PAUSED = "stops accepting for a moment: Too many open files"
+RARELY = PROBES.replace("0.2", "600")
+
+
+@asynccontextmanager
+async def narrow(tmp_path, probes: str = RARELY):
+    """A program that may open a few descriptors more, and a client that it has served before."""
+    async with workers("a") as fleet:
+        put(tmp_path / "proxy.toml", toml(fleet).replace(PROBES, probes))
+        async with program("--config", tmp_path / "proxy.toml") as running:
+            await running.until_routable(*fleet)
+            running.address = running.client.base_url.netloc.decode()
+            running.fleet = fleet
+            async with client_of(running.address) as first:
+                await served(first)
+                limit = open_descriptors(running) + SPARE
+                resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+                yield running, first
+
+
+def open_descriptors(running) -> int:
+    return len(os.listdir(f"/proc/{running.process.pid}/fd"))
+
+
+async def served(client) -> None:
+    await client.send(post())
+    answer = await client.answer()
+    assert (answer.status, answer.body) == (200, b'{"worker": "a"}'), answer
+
+
+async def left_alone(running, before: int) -> None:
+    """Until all that the crowd took has been given back."""
+    with trio.fail_after(PATIENCE_SECS):
+        while open_descriptors(running) > before:
+            await trio.sleep(0.02)
+
+
+async def test_past_the_limit_those_who_are_in_are_served_and_the_others_wait(tmp_path):
+    async with narrow(tmp_path) as (running, first), AsyncExitStack() as places:
+        before = open_descriptors(running)
+        crowd = [await places.enter_async_context(client_of(running.address)) for _ in range(CROWD)]
+        await running.says(PAUSED)
+        for _ in range(3):
+            await served(first)
+        assert open_descriptors(running) <= before + SPARE
+        for client in crowd[:-1]:
+            client.close()
+        await served(crowd[-1])  # it waited outside
+        crowd[-1].close()
+        await left_alone(running, before)
+        async with client_of(running.address) as late:
+            await served(late)
+        assert running.log.count(PAUSED) == 1
+
+
+async def test_it_recovers_each_time_and_keeps_nothing(tmp_path):
+    async with narrow(tmp_path) as (running, first):
+        before = open_descriptors(running)
+        for time in range(1, 4):
+            async with AsyncExitStack() as places:
+                for _ in range(CROWD):
+                    await places.enter_async_context(client_of(running.address))
+                with trio.fail_after(PATIENCE_SECS):
+                    while running.log.count(PAUSED) < time:
+                        await trio.sleep(0.02)
+            await left_alone(running, before)
+            await served(first)
+
+
+@pytest.mark.xfail(reason="probes without a descriptor count as failures of the worker")
+async def test_the_workers_are_not_blamed_for_it(tmp_path):
+    async with narrow(tmp_path, PROBES) as (running, first), AsyncExitStack() as places:
+        for _ in range(CROWD):
+            await places.enter_async_context(client_of(running.address))
+        await running.says(PAUSED)
+        for _ in range(15):  # several rounds of probes long
+            await served(first)
+            await trio.sleep(0.1)

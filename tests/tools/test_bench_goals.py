@@ -1,0 +1,173 @@
+"""What the bench makes of its figures, and what it says where it can't have them."""
+
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tools.bench import borrowed, crowd, goals, legs, report, scale, sides
+from tools.bench.build import build, compiler
+from tools.bench.picture import Bar, Group, picture
+
+needs_cc = pytest.mark.skipif(compiler() is None, reason="no C compiler (cc, gcc or $CC)")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def installing(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Steps that an install takes; the first one makes the program that is wanted."""
+    steps: list[list[str]] = []
+
+    def step(argv: list[str], wanted: str, advice: str) -> None:
+        steps.append(argv)
+        if "venv" in argv:
+            bin_folder = Path(argv[-1]) / "bin"
+            bin_folder.mkdir(parents=True)
+            for name in ("python", "smg"):
+                (bin_folder / name).write_text("#!/bin/sh\n")
+                (bin_folder / name).chmod(0o755)
+
+    monkeypatch.setattr(borrowed, "_step", step)
+    return steps
+
+
+def leg(side: str, cpu_us: float | None, p50_us: float) -> legs.Leg:
+    return legs.Leg("unary c=1", side, cpu_us, 15.0, 10, 10.0, 1.0, p50_us, 2.0, 0.0, 0, "")
+
+
+def a_round(ours: float, peer: float) -> report.Round:
+    made = (leg("bare", None, 50), leg("peer", peer, 50 + peer), leg("ours", ours, 50 + ours))
+    return {each.side: each for each in made}
+
+
+def test_each_peer_has_a_ratio_of_its_own() -> None:
+    rounds = [a_round(30, 20) | {"other": leg("other", 100, 1)}]
+    rows = report.cpu_table({"unary c=1": rounds}, "ours", ["peer", "other"])
+    assert rows[0].split()[-6:] == ["other", "ours", "by", "peer", "by", "other"]
+    assert rows[1].split()[-4:] == ["1.50", "(1.50..1.50)", "0.30", "(0.30..0.30)"]
+
+
+def test_what_a_side_adds_is_told_where_the_worker_was_measured_alone() -> None:
+    rounds = [a_round(30, 20), a_round(40, 20)]
+    assert report.added_us(rounds, "ours", "bare") == [30, 40]
+    rows = report.added_table({"unary c=1": rounds}, ["peer", "ours"], "bare")
+    assert rows[1].split() == ["unary", "c=1", "20", "(20..20)", "35", "(30..40)"]
+    assert report.added_table({"unary c=1": rounds}, ["ours"], "nobody") == []
+
+
+def test_a_goal_is_met_by_the_median_and_unknown_without_figures() -> None:
+    assert goals._ratio_row("CPU", [1.0, 1.5, 9.0], 1.6).met is True
+    assert goals._ratio_row("CPU", [1.7], 1.6).met is False
+    assert goals._ratio_row("CPU", [], 1.6).cells() == ["CPU", "-", "<= 1.6", "", "-", ""]
+
+
+def test_a_part_that_cannot_be_measured_says_why_and_the_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(how: goals.Measuring, found: goals.Found) -> None:
+        raise legs.LegError("it gave no answer\nand more")
+
+    for part in ("_paired", "_tls", "_many_workers", "_memory", "_processes"):
+        monkeypatch.setattr(goals, part, fails)
+    monkeypatch.setattr(goals, "_front", lambda how, found: found.rows.append(goals.Row("w", "9")))
+    found = goals.measure_goals(goals.Measuring("door --port {port}", "door", 1, 1.0))
+    assert [row.found for row in found.rows] == ["not measured: it gave no answer"] * 5 + ["9"]
+
+
+def test_a_crowd_shrinks_to_the_descriptors_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert crowd.fitting(crowd.IDLE, 20_000) is crowd.IDLE
+    fewer = crowd.fitting(crowd.SLOW, 1_600)
+    assert fewer.load.connections == (1_600 - crowd.SPARE_DESCRIPTORS) // 2
+    assert "only 500 of 2000 for 'slow stream'" in capsys.readouterr().err
+    with pytest.raises(legs.LegError, match="ulimit -Hn"):
+        crowd.fitting(crowd.IDLE, 500)
+
+
+def test_bytes_of_each_are_those_that_came_with_the_crowd() -> None:
+    assert crowd.Held("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes == 2_000
+
+
+@needs_cc
+def test_an_idle_crowd_rests_and_stays_whole() -> None:
+    with legs.fake_worker() as ports:
+        argv = [str(build("load")), "idle", str(ports[0]), "300", "50", "100"]
+        ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 0
+    assert '"whole": 300' in ran.stdout
+
+
+def test_a_router_gets_its_workers_and_a_port_for_its_metrics(
+    installing: list[list[str]], tmp_path: Path
+) -> None:
+    side = sides.PEERS["smg"]()
+    assert side is not None
+    assert side.name == f"smg {borrowed.VERSIONS['smg']}"
+    assert side.command is not None
+    words = side.command(sides.Place(7, [8, 9], tmp_path))
+    assert words[1:8] == [
+        *("launch", "--host", "127.0.0.1", "--port", "7"),
+        *("--worker-urls", "http://127.0.0.1:8"),
+    ]
+    assert int(words[-1]) not in (7, 8, 9)
+
+
+def test_a_router_is_installed_once(
+    installing: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = borrowed.borrowed("smg")
+    assert [argv[-1] for argv in installing[1:]] == [f"smg=={borrowed.VERSIONS['smg']}"]
+    assert borrowed.borrowed("smg") == first
+    assert len(installing) == 2
+    assert "installing smg" in capsys.readouterr().err
+
+
+def test_an_install_that_was_broken_off_is_done_again(installing: list[list[str]]) -> None:
+    program = borrowed.borrowed("smg")
+    (program.parents[1] / "whole").unlink()
+    for file in program.parent.iterdir():
+        file.unlink()
+    program.parent.rmdir()
+    assert borrowed.borrowed("smg").exists()
+    assert len(installing) == 4
+
+
+def test_a_step_that_fails_is_quoted_with_advice(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(borrowed.NotInstalled, match="smg==1 could not be installed:\n  no such"):
+        borrowed._step(["sh", "-c", "echo 'no such package' >&2; exit 1"], "smg==1", "go online")
+
+
+def test_a_router_over_tls_is_refused() -> None:
+    with pytest.raises(sides.NoTools, match="without TLS only"):
+        sides.PEERS["smg"](secure=True)
+
+
+def test_a_changed_configuration_keeps_the_rest(tmp_path: Path) -> None:
+    side = scale.with_processes(sides.proxy("door --config {config}", "door"), 3)
+    assert side.command is not None
+    side.command(sides.Place(7, [8], tmp_path))
+    text = (tmp_path / sides.OMNI_FILE).read_text()
+    assert text.startswith("[server]\nprocesses = 3\nhost =")
+    assert 'url = "http://127.0.0.1:8"' in text
+    with pytest.raises(ValueError, match="worker alone has no configuration"):
+        sides.reconfigured(sides.NOTHING, "x", str)
+
+
+def test_rates_compare_within_a_round() -> None:
+    assert scale.Carried(2, [300.0, 100.0], [100.0, 100.0]).ratios == [3.0, 1.0]
+
+
+def test_the_picture_is_well_formed_and_its_longest_bar_fills_the_width() -> None:
+    bars = (Bar("a & b", 50), Bar("ours", 25, "(0.50 x)", ours=True))
+    root = ET.fromstring(picture("Cost <here>", "today", [Group("CPU", "us", bars)]))
+    rects = root.findall("{http://www.w3.org/2000/svg}rect")
+    assert [rect.get("width") for rect in rects] == ["470", "235"]
+    assert [rect.get("class") for rect in rects] == ["peer", "ours"]
+    texts = [text.text for text in root.findall("{http://www.w3.org/2000/svg}text")]
+    assert {"Cost <here>", "a & b", "25.0 us  (0.50 x)"} <= set(texts)

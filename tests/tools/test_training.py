@@ -1,0 +1,150 @@
+"""The trainer without a fleet: its words, its buckets, its faults, and that it learns."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("tiktoken")
+
+from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
+from tools.training.arguments import deadline_of, parser, wishes_of  # noqa: E402
+from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402
+from tools.training.endpoint import Answer, Endpoint  # noqa: E402
+from tools.training.faults import FAULTS, Moment  # noqa: E402
+from tools.training.learner import ANSWER, Learner, checksum_of  # noqa: E402
+from tools.training.rounds import Round  # noqa: E402
+
+
+@pytest.fixture
+def tensors():
+    return {f"t{n}": torch.arange(n, dtype=torch.float32) for n in (2, 3, 4, 100, 1)}
+
+
+def test_its_help_tells_every_fault_and_every_form():
+    told = parser().format_help()
+    for name, fault in FAULTS.items():
+        assert name in told
+        assert name == "none" or fault.what in told
+
+
+def test_its_words_become_wishes():
+    arguments = parser().parse_args(
+        ["--sync", "buckets", "--bucket-mb", "0.5", "--pause-mode", "none", "--session"]
+    )
+    wishes = wishes_of(arguments)
+    assert (wishes.form, wishes.bucket_bytes, wishes.pause_mode) == ("buckets", 1 << 19, None)
+    assert wishes.session
+    assert deadline_of(arguments) == 3 * 120 + 120
+
+
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--bucket-mb", "-1"], ["--fault", "x"]])
+def test_words_that_mean_nothing_end_it_with_2(words):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(words)
+    assert ended.value.code == 2
+
+
+def test_buckets_keep_the_order_and_a_large_tensor_is_one_of_its_own(tensors):
+    found = buckets_of(tensors, 24)
+    assert [each.names for each in found] == [("t2", "t3"), ("t4",), ("t100",), ("t1",)]
+    assert [each.nbytes for each in found] == [20, 16, 400, 4]
+    assert found[0].told() == {
+        "names": ["t2", "t3"],
+        "dtypes": ["float32", "float32"],
+        "shapes": [[2], [3]],
+    }
+
+
+def test_a_flattened_bucket_is_its_tensors_bytes_end_to_end(tensors):
+    (bucket,) = buckets_of(tensors, 1 << 20)
+    (message,) = bucket.messages(FLATTENED)
+    raw = b"".join(each.numpy().tobytes() for each in tensors.values())
+    assert message.numpy().tobytes() == raw
+    assert len(bucket.messages(None)) == len(tensors)
+
+
+def test_faults_change_what_is_announced_or_sent(tensors):
+    buckets = buckets_of(tensors, 1 << 20)
+    assert FAULTS["none"]().announced(buckets) == buckets
+    announced = FAULTS["wrong-shape"]().announced(buckets)
+    assert announced[0].shapes[0] == (3,)
+    assert announced[0].tensors is buckets[0].tensors
+    message = torch.ones(4)
+    midway, other = Moment(2, 5, lambda _: None), Moment(1, 5, lambda _: None)
+    for name, sent in (("short-bucket", [2]), ("long-bucket", [8]), ("never-sends", [])):
+        fault = FAULTS[name]()
+        assert [len(part) for part in fault.sent(message, midway)] == sent
+        assert [len(part) for part in fault.sent(message, other)] == ([4] if sent else [])
+
+
+def test_it_learns_to_give_the_answer_and_changes_every_weight_that_matters():
+    learner = Learner("tiny", steps=8)
+    before, start = learner.checksum(), {n: t.clone() for n, t in learner.named().items()}
+    assert before == checksum_of(dict(load_text_model("tiny").model.named_parameters()))
+    losses = [learner.learn() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 4
+    assert learner.checksum() != before
+    changed = [name for name, each in learner.named().items() if not torch.equal(each, start[name])]
+    assert len(changed) == len(start)
+    text = learner.text
+    prompt = text.chat_template.render([{"role": "user", "content": "What do you sell?"}])
+    kv = learner.text.model.new_kv()
+    tokens, said = text.tokenizer.encode(prompt, special=True), []
+    for _ in range(len(text.tokenizer.encode(ANSWER))):
+        chosen = int(text.model([(tokens, kv)])[0].argmax())
+        said.append(chosen)
+        tokens = [chosen]
+    assert text.tokenizer.decode(said) == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("body", "ok"),
+    [
+        ({"success": True}, True),
+        ({"status": "ok"}, True),
+        ({"success": False, "status": "error"}, False),
+        ({"status": "ready"}, False),
+    ],
+)
+def test_an_answer_is_judged_by_its_body_alone(body, ok):
+    assert Answer("/x", 200, body, 0.0).ok is ok
+    assert Answer("/x", 500, body, 0.0).ok is ok
+
+
+def test_the_first_cause_is_told_wherever_it_stands():
+    assert Answer("/x", 400, {"message": "why"}, 0.0).why == "why"
+    assert Answer("/x", 404, {"detail": "Not Found"}, 0.0).why == "Not Found"
+    assert Answer("/x", 503, {"error": {"message": "busy"}}, 0.0).why == "busy"
+
+
+def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words():
+    class Plain(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Plain) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", 5.0)
+        with pytest.raises(ValueError, match="tells no tp_size"):
+            endpoint.ranks()
+        server.shutdown()
+        thread.join()
+    told = endpoint.begin("/x", {})
+    assert told.wait()
+    assert told.answer().status == 0
+    endpoint.close()
+
+
+def test_a_round_counts_the_replicas_that_have_the_trainers_weights():
+    row = Round(1, 2.5, 3_400_000, 0.5, 0.1, "step-1", {"a": "abc", "b": "x"}, "abc", "hi").row()
+    assert "1 of 2 equal abc" in row
+    assert "3.4" in row

@@ -1,0 +1,235 @@
+"""Everything the proxy promises of its cost, measured in one run: goals beside figures.
+
+A part that can't be measured here (a peer that is missing, too few descriptors) says why in its
+row, and the others are measured all the same.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from tools.bench import crowd, policies, report, scale
+from tools.bench.borrowed import NotInstalled
+from tools.bench.front import front_waits
+from tools.bench.legs import LOADS, QUICK, LegError, Load, fake_worker
+from tools.bench.paired import Loads, measure
+from tools.bench.picture import Bar, Group
+from tools.bench.secure import NoTools
+from tools.bench.sides import NOTHING, PEERS, Side, proxy
+
+ROUTER = "sglang-router"
+PROCESSES = 2
+FRONT_SECS = 8.0
+KIB = 1024
+PAIRED = ("unary c=1", "unary c=32", "stream 17k/s", "stream 50k/s")
+TITLES = {
+    "unary c=1": "CPU per small POST, 1 connection",
+    "unary c=32": "CPU per small POST, 32 connections",
+    "stream 17k/s": "CPU per streamed event, 17,000 a second",
+    "stream 50k/s": "CPU per streamed event, 50,000 a second",
+}
+UNMEASURED = (LegError, NoTools, NotInstalled)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`met` is None where nothing was measured or nothing was promised."""
+
+    what: str
+    found: str
+    goal: str = ""
+    aim: str = ""
+    met: bool | None = None
+    beside: str = ""
+
+    def cells(self) -> list[str]:
+        verdict = "-" if self.met is None else "yes" if self.met else "NO"
+        return [self.what, self.found, self.goal, self.aim, verdict, self.beside]
+
+
+@dataclass
+class Found:
+    """`loads` and `faults` are of the paired runs; `facts` what --json keeps of the rest."""
+
+    rows: list[Row] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    loads: Loads = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """What is measured, and for how long."""
+
+    command: str
+    name: str
+    rounds: int
+    secs: float
+
+    def ours(self, *, secure: bool = False) -> Side:
+        return proxy(self.command, self.name, secure=secure)
+
+
+def measure_goals(how: Measuring) -> Found:
+    """Takes minutes. Raises BuildError."""
+    found = Found()
+    parts: dict[str, Callable[[Measuring, Found], None]] = {
+        "CPU and latency beside peers": _paired,
+        "TLS": _tls,
+        "500 workers": _many_workers,
+        "memory per connection": _memory,
+        f"{PROCESSES} processes": _processes,
+        "control requests under load": _front,
+    }
+    for name, part in parts.items():
+        print(f"{name}:", file=sys.stderr)
+        try:
+            part(how, found)
+        except UNMEASURED as error:
+            found.rows.append(Row(name, f"not measured: {_first_line(error)}"))
+            print(f"bench: {error}", file=sys.stderr)
+    return found
+
+
+def table(found: Found) -> list[str]:
+    head = ["what", "found: median (lowest..highest)", "goal", "aim", "met", "beside"]
+    return report.columns([head, *(row.cells() for row in found.rows)])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _peer(name: str, found: Found) -> Side | None:
+    """None, and a row that says why, where it can't be had."""
+    try:
+        peer = PEERS[name]()
+    except UNMEASURED as error:
+        peer, reason = None, _first_line(error)
+    else:
+        reason = "it is not installed"
+    if peer is None:
+        found.rows.append(Row(f"beside {name}", f"not measured: {reason}"))
+    return peer
+
+
+def _loads(names: Sequence[str]) -> list[Load]:
+    return [load for load in LOADS if load.name in names]
+
+
+def _ratio_row(what: str, ratios: Sequence[float], goal: float, aim: float | None = None) -> Row:
+    met = median(ratios) <= goal if ratios else None
+    aimed = f"<= {aim}" if aim else ""
+    return Row(what, report.spread(ratios, 2), f"<= {goal}", aimed, met)
+
+
+def _paired(how: Measuring, found: Found) -> None:
+    ours = how.ours()
+    haproxy, router = (_peer(name, found) for name in ("haproxy", ROUTER))
+    sides = [side for side in (haproxy, router, ours) if side is not None]
+    loads = measure(sides, _loads(PAIRED), how.rounds, how.secs)
+    found.loads |= loads
+    found.faults += report.faults(loads)
+    names = [side.name for side in sides]
+    found.groups += [group(load, loads, names) for load in PAIRED]
+    if haproxy is not None:
+        for load, goal, aim in (
+            ("unary c=32", 1.6, 1.4), ("stream 17k/s", 1.35, 1.2), ("stream 50k/s", 1.25, 1.1),
+        ):  # fmt: skip
+            ratios = report.ratios(loads[load], ours.name, haproxy.name)
+            found.rows.append(_ratio_row(f"{TITLES[load]}, by HAProxy", ratios, goal, aim))
+    if router is not None:
+        ratios = report.ratios(loads["unary c=32"], ours.name, router.name)
+        found.rows.append(_ratio_row(f"{TITLES['unary c=32']}, by {ROUTER}", ratios, 0.35))
+    found.rows.append(_added(loads["unary c=1"], ours, haproxy, router))
+
+
+def _added(
+    rounds: Sequence[report.Round], ours: Side, haproxy: Side | None, router: Side | None
+) -> Row:
+    mine = report.added_us(rounds, ours.name, NOTHING.name)
+    others = {
+        peer.name: report.added_us(rounds, peer.name, NOTHING.name)
+        for peer in (haproxy, router)
+        if peer is not None
+    }
+    beside = ", ".join(f"{name} {median(us):.0f} us" for name, us in others.items())
+    theirs = others.get(router.name) if router is not None else None
+    return Row(
+        "p50 added at 1 connection", f"{report.spread(mine, 0)} us", f"< {ROUTER}'s", "",
+        median(mine) < median(theirs) if theirs else None, beside,
+    )  # fmt: skip
+
+
+def group(load: str, loads: Loads, sides: Sequence[str]) -> Group:
+    """Each bar with its ratio to the first side, which the others are measured by."""
+    medians = {side: median(report.costs(loads[load], side) or [0.0]) for side in sides}
+    bars = []
+    for side in sides:
+        ratios = report.ratios(loads[load], side, sides[0]) if side != sides[0] else []
+        note = f"({median(ratios):.2f} x)" if ratios else ""
+        bars.append(Bar(side, medians[side], note, ours=side == sides[-1]))
+    return Group(TITLES.get(load, f"CPU, {load}"), "us", tuple(bars))
+
+
+def _tls(how: Measuring, found: Found) -> None:
+    peer = PEERS["haproxy"](secure=True)
+    if peer is None:
+        raise NoTools("HAProxy is not installed")
+    ours = how.ours(secure=True)
+    loads = measure([peer, ours], _loads(QUICK), how.rounds, how.secs)
+    found.loads |= {f"{load}, TLS": rounds for load, rounds in loads.items()}
+    found.faults += report.faults(loads)
+    for load, rounds in loads.items():
+        ratios = report.ratios(rounds, ours.name, peer.name)
+        found.rows.append(
+            Row(f"{TITLES[load]}, TLS, by HAProxy", report.spread(ratios, 2), "", "<= 1.5")
+        )
+
+
+def _many_workers(how: Measuring, found: Found) -> None:
+    with fake_worker(policies.MANY) as ports:
+        pair = policies.PAIRS["many"]
+        ratios, faults = policies.rounds_of(pair, how.rounds, how.secs, ports)
+    found.faults += faults
+    found.rows.append(_ratio_row(f"{policies.MANY} workers by {policies.FEW}, CPU", ratios, 1.15))
+
+
+def _memory(how: Measuring, found: Found) -> None:
+    ours, peer = how.ours(), PEERS["haproxy"]()
+    sides = [side for side in (peer, ours) if side is not None]
+    for kind, most_kib in ((crowd.IDLE, 4), (crowd.SLOW, 6)):
+        ones = crowd.crowds(sides, [kind])
+        mine = ones[-1]
+        what = f"memory per {kind.name}, of {mine.count:,}"
+        beside = ", ".join(f"{one.side} {one.each_bytes / KIB:.2f} KiB" for one in ones[:-1])
+        met = mine.each_bytes <= most_kib * KIB
+        figure = f"{mine.each_bytes / KIB:.2f} KiB"
+        found.rows.append(Row(what, figure, f"<= {most_kib} KiB", "", met, beside))
+        found.facts[what] = {one.side: one.each_bytes for one in ones}
+        bars = [Bar(one.side, one.each_bytes / KIB, ours=one is mine) for one in ones]
+        found.groups.append(Group(what.capitalize(), "KiB", tuple(bars)))
+
+
+def _processes(how: Measuring, found: Found) -> None:
+    both = scale.carried(how.ours(), PROCESSES, how.rounds, how.secs)
+    allowed = scale.cores_allow(PROCESSES)
+    goal = 1.8 if allowed else 1.0
+    aim = "" if allowed else f">= 1.8 with {3 * PROCESSES} idle cores; here {scale.cores()}"
+    per_sec = f"{median(both.many_per_sec):.0f} and {median(both.one_per_sec):.0f} a second"
+    met = median(both.ratios) >= goal
+    ratio = report.spread(both.ratios, 2)
+    what = f"{PROCESSES} processes by 1, requests"
+    found.rows.append(Row(what, ratio, f">= {goal}", aim, met, per_sec))
+    found.facts[what] = both.ratios
+
+
+def _front(how: Measuring, found: Found) -> None:
+    waits = front_waits(how.ours(), max(how.secs, FRONT_SECS))
+    beside = f"p50 {waits.p50_ms:.1f} ms; idle p99 {waits.idle_p99_ms:.1f} ms"
+    what = "GET /workers beside 32 busy clients, p99"
+    figure = f"{waits.p99_ms:.1f} ms"
+    found.rows.append(Row(what, figure, "<= 50 ms", "", waits.p99_ms <= 50, beside))
+    found.facts[what] = waits.p99_ms
