@@ -36,6 +36,7 @@ from omni_proxy.observe.instruments import Instruments
 from omni_proxy.observe.lines import LineLog
 from omni_proxy.observe.logs import configure
 from omni_proxy.supervise import Supervisor
+from omni_proxy.watch.descriptors import raise_limit
 from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.ejector import Ejector
 from omni_proxy.watch.keeper import Keeper
@@ -62,6 +63,7 @@ def run(startup: Startup) -> int:
         print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
         return BAD_CONFIGURATION
     configure(keeper.config.server.log_level, keeper.config.server.log_format)
+    raise_limit()
     with tempfile.TemporaryDirectory(prefix="omni-proxy-") as private:
         return trio.run(House(keeper, fleet, Path(private)).run)
 

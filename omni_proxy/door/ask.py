@@ -16,6 +16,7 @@ from omni_proxy.door.account import Exchange
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import Expired, pause
 from omni_proxy.door.upstream import PIECE_BYTES, Lane
+from omni_proxy.watch.descriptors import are_ours_to_blame
 from omni_proxy.wire.answer import Answer, UpstreamGarbage, find_answer_end
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead
@@ -122,9 +123,19 @@ async def _dial(conn: Connection, lane: Lane) -> Conn:
     try:
         return await lane.dial(conn)
     except OSError as error:
+        if are_ours_to_blame(error):
+            raise _full(error) from None
         raise TryFailed("connect_failure", f"ConnectError: {error.strerror or error}") from None
     except Expired:
         raise TryFailed("connect_failure", "ConnectTimeout: no connection in time") from None
+
+
+def _full(error: OSError) -> Refusal:
+    """That is no fault of the worker's: it hears nothing of it."""
+    message = f"router overloaded: no connection to a worker can be opened: {error.strerror}"
+    return Refusal(
+        503, message, 503, type="overloaded_error", reason="descriptors"
+    ).with_headers(("retry-after", "1"))  # fmt: skip
 
 
 async def _ask_on(

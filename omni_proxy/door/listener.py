@@ -1,8 +1,8 @@
 """A listening socket of the door: accepts, and hands each connection to a coroutine of its own.
 
-Invariant: opened before it is needed (`open_socket`, which alone may fail) and closed once; at the
-descriptor limit it stops, says so, and goes on at the next sweep, so nothing that was accepted
-suffers.
+Invariant: opened before it is needed (`open_socket`, which alone may fail) and closed once; short
+of the descriptor limit it stops, says so, and goes on at a later sweep, so nothing that was
+accepted suffers: its worker's connection gets a descriptor, too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Final
 
 from omni_proxy.door.pump import Pump
+from omni_proxy.watch.descriptors import NO_ROOM, brim, lowest_free
 
 _log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
 ACCEPTS_PER_EVENT: Final = 64  # then the others get their turn
-_NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def open_socket(
@@ -105,6 +105,9 @@ class Listener:
         self._sock = sock
         self.welcome = welcome
         self._stalled = False
+        self._full = False  # no more are let in, for want of descriptors
+        self._told = False  # of that, once until all who waited are in
+        self._brim = brim()
         self._is_file = sock.family == socket.AF_UNIX
         self.address = _shown(sock)
         removes = self._is_file and not keeps_file
@@ -121,28 +124,40 @@ class Listener:
             self._pump.register(self._fd, self)
 
     def on_event(self, mask: int) -> None:
+        if self._full:
+            return
         for _ in range(ACCEPTS_PER_EVENT):
             try:
                 sock, peer = self._sock.accept()
             except BlockingIOError:
-                self._stalled = False
+                self._stalled = self._told = False
                 return
             except ConnectionError:
                 continue  # it left before we came
             except OSError as error:
                 self._refused(error)
                 return
-            sock.setblocking(False)
-            if self._is_file:
-                self.welcome(sock, "unix")
-                continue
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.welcome(sock, f"{peer[0]}:{peer[1]}")
+            full = sock.fileno() >= self._brim
+            self._let_in(sock, peer)
+            if full:
+                self._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+                return
         self._stalled = True  # more may wait, and an edge is not given twice
+
+    def _let_in(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        sock.setblocking(False)
+        if self._is_file:
+            self.welcome(sock, "unix")
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.welcome(sock, f"{peer[0]}:{peer[1]}")
 
     def sweep(self) -> None:
         """Go on where accepting had to stop."""
-        if self._stalled and self._sock.fileno() >= 0:
+        self._brim = brim()
+        if self._full:
+            self._full = lowest_free(self._fd) >= self._brim
+        if self._stalled and not self._full and self._sock.fileno() >= 0:
             self.on_event(0)
 
     def permit(self, mode: int) -> None:
@@ -164,10 +179,12 @@ class Listener:
                 os.unlink(self.address[5:])
 
     def _refused(self, error: OSError) -> None:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             _log.error("accepting on %s failed: %s", self.address, error)
-        elif not self._stalled:
-            _log.error("%s stops accepting for a moment: %s", self.address, error.strerror)
+        else:
+            if not self._told:
+                _log.error("%s stops accepting for a moment: %s", self.address, error.strerror)
+            self._full = self._told = True
         self._stalled = True
 
 

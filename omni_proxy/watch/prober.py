@@ -9,6 +9,7 @@ it had cached, and which weights it said it had.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,8 +25,11 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.calls import Call, Caller, build, read_bounded
+from omni_proxy.watch.descriptors import are_ours_to_blame
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.resolver import RefusedAddress, addresses
+
+_log = logging.getLogger(__name__)
 
 RISING_SECS = 0.5  # a good worker should not have to wait for a whole interval to be believed
 BODY_BYTES = 65536
@@ -146,6 +150,7 @@ class Prober:
         epoch = loop.probing = worker.machine.epoch
         status: int | None = None
         error: str | None
+        ours = False
         with trio.move_on_after(health.timeout_secs) as scope:
             try:
                 answer = await _ask(worker, await caller.client(), health)
@@ -156,11 +161,14 @@ class Prober:
                     self._compare(worker, loop, answer.instance)
             except _FAULTS as failure:
                 error = _words(failure)
+                ours = are_ours_to_blame(_root(failure))
                 self._note_refusal(worker, loop, failure)
         if scope.cancelled_caught:
             error = f"no answer within {health.timeout_secs:g} s"
         loop.probing = None
-        if error is None or loop.refused or not self.spares(worker):
+        if ours:
+            _log.warning("no probe of worker %s: %s", worker.url, error)
+        elif error is None or loop.refused or not self.spares(worker):
             self._fleet.observe_probe(
                 worker, status=status, error=error, at=datetime.now(UTC), epoch=epoch
             )

@@ -17,6 +17,7 @@ TYPES = ("gauge", "counter", "histogram", "summary")
 LABELS = {
     "route", "model", "worker", "status", "end", "cause", "state", "reason", "type", "origin",
     "version", "policy", "branch", "result", "operation", "outcome", "source", "log", "task", "le",
+    "door",
 }  # fmt: skip
 
 
