@@ -85,7 +85,8 @@ class Connection(Task):
                 mine = self.exchange = Exchange(self.turn_at, self.peer)
                 try:
                     known = self.door.requests[self.client.secure]
-                    keep = await exchanges.answer(self, mine, known.judge(raw))
+                    head, raw = known.judge(raw), None  # not kept for as long as the answer lasts
+                    keep = await exchanges.answer(self, mine, head)
                 except (Refusal, Expired) as error:
                     keep = await self._refuse(mine, error)
                 except Gone:

@@ -67,6 +67,9 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
             if sent < len(top):
                 await _rest(conn, top, sent)
         if not answer.whole:
+            # A stream may last for hours: what nobody reads any more shall not.
+            top = piece = b""
+            head.lines = answer.lines = b""
             await _go_on(conn, mine, first, shape)
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
