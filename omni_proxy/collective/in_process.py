@@ -144,7 +144,7 @@ class ProcessReceiver:
         group = self._claim(group_name)
         try:
             landing = self._landing(order, into)
-        except GroupError:
+        except BaseException:
             self._back_to_ready(group)
             raise
         armed: Underway[ProcessReceived] = Underway(order, lambda why: self._end(group, why))

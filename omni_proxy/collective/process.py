@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -59,15 +59,9 @@ class Child:
         self._followed: dict[int, Callable[[Event | ChildEnded], None]] = {}
         self._up: msgspec.json.Decoder[Up] = msgspec.json.Decoder(Up)
         self._gone = threading.Event()
-        self._errors = os.memfd_create("omni-weights-errors", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair()
-        self._wire = Wire(ours)
         try:
-            with theirs:
-                self._process = _started(theirs.fileno(), self._errors)
+            self._process, self._wire, self._errors = _begun()
         except OSError as error:
-            ours.close()
-            os.close(self._errors)
             raise GroupError(f"no receiver process could be started: {error}") from None
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, name=f"{name}-{self.pid}", daemon=True)
@@ -197,6 +191,19 @@ def command(descriptor: int) -> list[str]:
     if getattr(sys, "frozen", False):
         return [sys.executable, "receiver-process", str(descriptor)]
     return [sys.executable, "-m", "omni_proxy.collective.child", str(descriptor)]
+
+
+def _begun() -> tuple[subprocess.Popen[bytes], Wire, int]:
+    """The process, our end of the socket, and what it writes its last words into."""
+    with ExitStack() as undo:
+        errors = os.memfd_create("omni-weights-errors", os.MFD_CLOEXEC)
+        undo.callback(os.close, errors)
+        ours, theirs = socket.socketpair()
+        undo.callback(ours.close)
+        with theirs:
+            process = _started(theirs.fileno(), errors)
+        undo.pop_all()
+    return process, Wire(ours), errors
 
 
 def _started(descriptor: int, errors: int) -> subprocess.Popen[bytes]:

@@ -34,7 +34,8 @@ MARK_BYTES: Final = 8
 # In a shorter message the marks could by chance be what the trainer sends: 1 in 4 billion here.
 SHORTEST_MARKED_BYTES: Final = 4
 MARK_EVERY_BYTES: Final = 4 << 20
-# The last bytes of a trainer that sends and exits come after the end of its store.
+# The last bytes of a trainer that sends and exits come after the end of its store; and the backend
+# is to give up after us, who say why.
 GRACE_SECS: Final = 1.0
 OWNER_GONE: Final = "the trainer has gone: the connection to its store was closed"
 
@@ -282,6 +283,8 @@ class _Ends:
         if self._gone_since is not None and now - max(self._gone_since, moved_at) > GRACE_SECS:
             return OWNER_GONE
         if now - moved_at > self._patience():
+            if self._gone_since is not None:
+                return OWNER_GONE
             return f"nothing has come for {self._patience():g} s"
         return f"not complete within {around.timeout_secs:g} s" if now > self._until else None
 
@@ -301,7 +304,7 @@ def _start(
     timeout_secs = around.timeout_secs
     # NCCL's clock runs from the posting of all; and there a receive that is given up is aborted.
     if transport.backend != NCCL:
-        timeout_secs = min(timeout_secs, _backend_secs(around, parts))
+        timeout_secs = min(timeout_secs, _backend_secs(around, parts)) + GRACE_SECS
 
     def receive(errand: Errand[None]) -> None:
         def landed(count: int) -> None:

@@ -13,6 +13,7 @@ from omni_proxy.collective.specs import GroupError
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
+MOST_SECS: Final = 1e9  # more than this some clock could not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,10 @@ def checked(rendezvous: Rendezvous) -> tuple[str, int]:
             f"rank {rank} does not fit a group of {world}: rank 0 is the trainer, so ours must be "
             f"1 to {world - 1} (rank = rank_offset + tensor-parallel rank)"
         )
-    if not 0 < rendezvous.timeout_s < float("inf"):
+    if not 0 < rendezvous.timeout_s <= MOST_SECS:
         raise GroupError(
-            f"timeout {rendezvous.timeout_s!r}: it must be a positive number of seconds"
+            f"timeout {rendezvous.timeout_s!r}: it must be a positive number of seconds, at most "
+            f"{MOST_SECS:g}"
         )
     return _host(rendezvous.master_address), _port(rendezvous.master_port)
 

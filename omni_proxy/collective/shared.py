@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_proxy.collective.buffers import free_bytes, no_room
 from omni_proxy.collective.place import mapped
+from omni_proxy.collective.specs import GroupError
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,10 @@ class SharedBlocks:
                 free = self._free()
             if nbytes > free:
                 raise no_room(nbytes, free)
-            block = SharedBlock(next(self._numbers), whole)
+            try:
+                block = SharedBlock(next(self._numbers), whole)
+            except OSError as error:
+                raise GroupError(f"no memory for the announced tensors: {error}") from None
         return Lease(block, self._back.append)
 
     def kept_bytes(self) -> int:

@@ -28,7 +28,7 @@ def trainer(pool):
 
 @pytest.fixture
 def groups():
-    groups = Groups(Limits(stall_secs=5.0, silent_secs=0.4, ping_secs=1.0))
+    groups = Groups(Limits(stall_secs=5.0, silent_secs=10.0, ping_secs=1.0))
     yield groups
     groups.close()
 
@@ -132,6 +132,7 @@ def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
         ({"master_address": "[]"}, "master_address"),
         ({"timeout_s": 0.0}, "timeout"),
         ({"timeout_s": float("nan")}, "timeout"),
+        ({"timeout_s": 1e300}, "timeout"),
     ],
 )
 def test_what_could_only_hang_is_refused_before_anything_is_opened(groups, listener, changes, said):
@@ -173,7 +174,8 @@ def test_a_name_that_does_not_resolve_is_said_at_once(groups):
         groups.init(meeting(1, master_address="no.such.host.invalid"))
 
 
-def test_a_port_that_accepts_and_says_nothing_holds_no_thread(groups, listener):
+def test_a_port_that_accepts_and_says_nothing_holds_no_thread(listener):
+    groups = Groups(Limits(silent_secs=0.4))
     before = threading.active_count()
     with pytest.raises(GroupError, match="no torch store answered"):
         groups.init(meeting(listener.getsockname()[1]))
@@ -298,3 +300,11 @@ def test_a_name_used_again_and_again_leaves_no_file_and_no_thread_behind(groups,
     assert len(os.listdir("/proc/self/fd")) == files
     assert threading.active_count() == threads
     assert groups.status()["abandoned_threads"] == []
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told_so(groups, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(GroupError, match="rank 1 of this replica needs GPU 1 for itself, and 1 "):
+        groups.init(meeting(1, backend="nccl", device=1))

@@ -11,7 +11,7 @@ from omni_proxy.collective.spares import Spares
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.wires import Ask, Begin, Logged, Wire
 
-BEGIN = Begin(1.0, 1.0, 1.0, None, 30)
+BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
 
 
 @pytest.fixture

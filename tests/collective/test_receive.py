@@ -34,14 +34,15 @@ def groups():
 
 @pytest.fixture
 def impatient():
-    groups = Groups(Limits(stall_secs=1.5))
+    # gloo holds a thread that was given up until the receive's own time is over.
+    groups = Groups(Limits(stall_secs=1.0, receive_secs=2.0))
     yield groups
     groups.close()
 
 
-def joined(groups, trainer, name="g", timeout_s=30.0):
-    port = trainer.tell("open", group=name, timeout=timeout_s)["port"]
-    groups.init(Rendezvous("127.0.0.1", port, 1, 2, name, "gloo", timeout_s))
+def joined(groups, trainer, name="g"):
+    port = trainer.tell("open", group=name)["port"]
+    groups.init(Rendezvous("127.0.0.1", port, 1, 2, name, "gloo", 30.0))
     assert trainer.reply() == {"joined": True}
 
 
@@ -211,9 +212,9 @@ def test_a_trainer_that_dies_before_its_first_byte_is_noticed(groups, pool):
     assert recovers(groups, pool.trainer())
 
 
-def test_a_trainer_that_dies_while_bytes_move_is_noticed(groups, pool):
-    trainer = pool.trainer()
-    joined(groups, trainer, timeout_s=5.0)
+def test_a_trainer_that_dies_while_bytes_move_is_noticed(impatient, pool):
+    trainer, groups = pool.trainer(), impatient
+    joined(groups, trainer)
     trainer.order("big", group="g", nbytes=BIG_BYTES)
 
     def kill(messages_done, bytes_come):
@@ -224,24 +225,32 @@ def test_a_trainer_that_dies_while_bytes_move_is_noticed(groups, pool):
         groups.receive("g", [("w", "uint8", [BIG_BYTES])], progress=kill)
     assert failure.value.group_dropped
     assert recovers(groups, pool.trainer())
-    # gloo holds its thread until the group's time is over; it is known, and it ends.
+    # gloo's thread is known, and it ends.
     wait_until(lambda: not groups.status()["abandoned_threads"])
 
 
 def test_a_trainer_that_stops_while_bytes_move_is_a_stall(impatient, pool):
     trainer = pool.trainer()
-    joined(impatient, trainer, timeout_s=5.0)
+    joined(impatient, trainer)
     trainer.order("big", group="g", nbytes=BIG_BYTES)
 
     def stop(messages_done, bytes_come):
         assert messages_done == 0, "it was too fast for this test"
         trainer.process.send_signal(signal.SIGSTOP)
 
-    with pytest.raises(GroupError, match=r"nothing has come for 1\.5 s"):
+    with pytest.raises(GroupError, match=r"nothing has come for 1 s"):
         impatient.receive("g", [("w", "uint8", [BIG_BYTES])], progress=stop)
     trainer.kill()
     assert len(impatient.status()["abandoned_threads"]) >= 1
     assert recovers(impatient, pool.trainer())
+
+
+def test_a_receive_has_a_time_of_its_own(trainer):
+    groups = Groups(Limits(receive_secs=0.2))
+    joined(groups, trainer)
+    with pytest.raises(GroupError, match=r"not complete within 0\.2 s"):
+        groups.receive("g", [("w", "float32", [8])])
+    trainer.tell("destroy", group="g")
 
 
 def test_a_trainer_that_sends_only_some_of_the_tensors_is_a_stall(impatient, trainer):
@@ -255,6 +264,26 @@ def test_a_trainer_that_sends_only_some_of_the_tensors_is_a_stall(impatient, tra
     assert recovers(impatient, trainer)
     # Its end of the connection closed: that lets go of a thread which nothing else could.
     wait_until(lambda: not impatient.status()["abandoned_threads"])
+
+
+def test_what_is_too_short_is_found_out_by_ranks_that_get_it_from_another_one(trainer):
+    ranks = (1, 2, 3)  # gloo sends in a tree: not all of them hear the trainer itself
+    groups = {rank: Groups(Limits(stall_secs=5.0)) for rank in ranks}
+    port = trainer.tell("open", group="g", world=4)["port"]
+    with ThreadPoolExecutor(3) as threads:
+        meet = [
+            threads.submit(each.init, Rendezvous("127.0.0.1", port, rank, 4, "g", "gloo", 30.0))
+            for rank, each in groups.items()
+        ]
+        assert [each.result() for each in meet] == [None] * 3
+        assert trainer.reply() == {"joined": True}
+        specs = [("w", "float32", [1000])]
+        receives = [threads.submit(each.receive, "g", specs) for each in groups.values()]
+        trainer.tell("send", group="g", tensors=[("float32", [600], 1)])
+        for each in receives:
+            with pytest.raises(GroupError, match=r"announced with 4000 bytes.*sent fewer"):
+                each.result()
+    trainer.tell("destroy", group="g")
 
 
 def test_one_group_receives_one_thing_at_a_time(groups, trainer):
@@ -271,7 +300,7 @@ def test_one_group_receives_one_thing_at_a_time(groups, trainer):
 
 @pytest.mark.parametrize("end", [lambda groups: groups.destroy("g"), Groups.close])
 def test_a_receive_can_be_ended_from_another_thread(groups, trainer, end):
-    joined(groups, trainer, timeout_s=2.0)
+    joined(groups, trainer)
     with ThreadPoolExecutor(1) as threads:
         receive = threads.submit(groups.receive, "g", [("w", "float32", [2])])
         wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
@@ -284,7 +313,7 @@ def test_a_receive_can_be_ended_from_another_thread(groups, trainer, end):
 
 
 def test_a_listener_that_fails_ends_the_receive_with_its_own_error(groups, trainer):
-    joined(groups, trainer, timeout_s=2.0)
+    joined(groups, trainer)
 
     def listen(messages_done, bytes_come):
         raise LookupError("mine")

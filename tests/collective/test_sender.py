@@ -14,7 +14,7 @@ from omni_proxy.collective.receiver import (
 )
 from omni_proxy.collective.specs import plans_of
 
-LIMITS = Limits(stall_secs=1.0, silent_secs=2.0)
+LIMITS = Limits(stall_secs=1.0, silent_secs=10.0)
 TENSORS = {
     "a": torch.arange(12000, dtype=torch.float32).reshape(30, 400),
     "b": torch.arange(7, dtype=torch.uint8),

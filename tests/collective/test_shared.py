@@ -1,5 +1,6 @@
 import gc
 import os
+import resource
 
 import pytest
 
@@ -81,3 +82,18 @@ def test_what_is_kept_goes_before_anything_is_refused():
     number = blocks.take(600).block.number
     assert blocks.take(800).block.nbytes == 800
     assert forgotten == [number]
+
+
+@pytest.fixture
+def no_descriptors():
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, usual[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
+@pytest.mark.usefixtures("no_descriptors")
+def test_what_the_system_refuses_is_no_memory():
+    blocks, _ = opened()
+    with pytest.raises(GroupError, match="no memory for the announced tensors"):
+        blocks.take(100)

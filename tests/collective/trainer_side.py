@@ -1,5 +1,6 @@
 """A real trainer's rank 0 in a process of its own, driven by JSON lines from a `Trainer`.
 
+Importing torch is most of what one costs: one process does that, and each trainer is a fork of it.
 It makes its groups in the three ways that trainers do: `raw` (a gloo group over prefixed stores),
 `helper` (torch's private constructor over a store that waits for nobody), `rendezvous` (the same
 after a tcp:// rendezvous, whose store waits until every rank has been counted).
@@ -7,12 +8,17 @@ after a tcp:// rendezvous, whose store waits until every rank has been counted).
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from datetime import timedelta
 
 # torch asks the DNS for the name of each address that it connects to or hears from, 127.0.0.1 too:
@@ -25,19 +31,75 @@ DTYPES = (
 )  # fmt: skip
 
 
+class _Nest:
+    """The process with torch in it, which forks whenever it is sent a socket; it ends with ours."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process = None
+
+    def hatch(self, connection):
+        with self._lock:
+            if self._process is None:
+                self._start()
+            socket.send_fds(self._ours, [b"."], [connection.fileno()])
+            return _Process(int(self._ours.recv(32)))
+
+    def _start(self):
+        self._ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
+        atexit.register(self._close)
+
+    def _close(self):
+        self._ours.close()
+        self._process.wait()
+
+
+class _Process:
+    """A process that is not our child, as far as a Popen would show it."""
+
+    def __init__(self, pid):
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self):
+        return 0 if self._ended(0) else None
+
+    def wait(self):
+        self._ended(None)
+
+    def close(self):
+        os.close(self._descriptor)
+
+    def _ended(self, within_secs):
+        return bool(select.select([self._descriptor], [], [], within_secs)[0])
+
+
+_nest = _Nest()
+
+
 class Trainer:
     """The child process. `order` sends, `reply` reads, `tell` does both."""
 
     def __init__(self):
         self.awaited = 0
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = _nest.hatch(theirs)
+        with ours:
+            self._lines = ours.makefile("rw")
 
     def tell(self, do, **order):
         self.order(do, **order)
@@ -45,11 +107,14 @@ class Trainer:
 
     def order(self, do, **order):
         self.awaited += 2 if do == "open" else 1
-        print(json.dumps({"do": do, **order}), file=self.process.stdin, flush=True)
+        print(json.dumps({"do": do, **order}), file=self._lines, flush=True)
 
     def reply(self):
         self.awaited -= 1
-        line = self.process.stdout.readline()
+        try:
+            line = self._lines.readline()
+        except ConnectionResetError:
+            line = ""
         return json.loads(line) if line else {"gone": True}
 
     def living(self):
@@ -61,23 +126,20 @@ class Trainer:
 
     def close(self):
         self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.process.close()
+        with suppress(BrokenPipeError):  # an order that it did not live to hear
+            self._lines.close()
 
 
 class Pool:
-    """Trainers that live from test to test: importing torch is most of what one costs.
+    """Trainers that live from test to test."""
 
-    So many `spares` import beside the one that is given out, for tests that end theirs.
-    """
-
-    def __init__(self, spares=0):
+    def __init__(self):
         self._all = []
-        self._spares = spares
 
     def trainer(self):
         usable = [each for each in self._all if each.living() and not each.awaited]
-        while len(usable) <= self._spares:
+        if not usable:
             usable.append(Trainer())
             self._all.append(usable[-1])
         return usable[0]
@@ -111,16 +173,18 @@ class Side:
         """Replies twice: the port once the store is there, then `joined` or `fault`."""
         from torch.distributed import TCPStore
 
-        port, patience = port or free_port(host), timedelta(seconds=timeout)
+        patience = timedelta(seconds=timeout)
         if form == "rendezvous":
+            port = port or free_port(host)
             say(port=port)
             from torch.distributed.rendezvous import rendezvous
 
             shown = f"[{host}]" if ":" in host else host
             store, _, _ = next(rendezvous(f"tcp://{shown}:{port}", 0, world, timeout=patience))
         else:
+            # 0 is a free port: one that is looked up first may be somebody else's by then.
             store = TCPStore(host, port, world, True, patience, wait_for_workers=False)
-            say(port=port)
+            say(port=store.port)
         self.stores[group] = store
         try:
             self.groups[group] = _group(form, store, group, world, patience)
@@ -200,10 +264,29 @@ def say(**reply):
     print(json.dumps(reply), flush=True)
 
 
-def main():
+def hatchery(control):
+    """Forks for each socket that comes; nothing here may start a thread."""
     import torch
+    import torch.distributed
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        _, descriptors, *_ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        pid = os.fork()
+        if not pid:
+            control.close()
+            sys.stdin = os.fdopen(descriptors[0])
+            sys.stdout = os.fdopen(os.dup(descriptors[0]), "w")
+            main()
+            os._exit(0)
+        os.close(descriptors[0])
+        control.send(str(pid).encode())
+
+
+def main():
     side = Side()
     for line in sys.stdin:
         order = json.loads(line)
@@ -215,4 +298,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    hatchery(socket.socket(fileno=int(sys.argv[1])))

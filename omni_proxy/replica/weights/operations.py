@@ -26,7 +26,7 @@ from omni_proxy.replica.weights.states import Misplaced
 from omni_proxy.replica.weights.sync import TERMS, Sync, Terms
 from omni_proxy.replica.weights.target import Target, WeightsFault
 from omni_proxy.replica.weights.tensors import staged_of_serialized
-from omni_proxy.replica.weights.two_phase import TwoPhase, group_name
+from omni_proxy.replica.weights.two_phase import TwoPhase, deadline_of, group_name
 
 SELECTORS = ("all", "target")
 ROWS_TOLD = 100
@@ -165,7 +165,7 @@ class WeightOperations:
                 world_size=payload.get("world_size", 0),
                 group_name=name,
                 backend=payload.get("backend") or _default_backend(),
-                timeout_s=payload.get("deadline_secs", self._sync.terms.join_secs),
+                timeout_s=deadline_of(payload, self._sync.terms.join_secs),
                 device=self._rank.rank,
             )
             yield from self._sync.join(rendezvous)

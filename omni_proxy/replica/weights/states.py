@@ -166,7 +166,10 @@ class Book:
             return False
         self._end_transfer_of(name)
         del self._joining[name]
-        self._groups.pop(name, None)
+        before = self._groups.pop(name, None)
+        if before is not None and before.joined:
+            # Another rank may still be in it: a destroy must get as far as there.
+            self._remember(name, f"the trainer at {group.owner} has not replaced it")
         return True
 
     def require_known(self, group_name: str) -> None:

@@ -120,8 +120,8 @@ class Sync:
         except GroupError:
             self._not_joined(group)
             raise
-        except PeerFault:
-            # What not every rank has joined is of use to none.
+        except Exception:
+            # What not every rank has joined is of use to none; nor is what nobody foresaw.
             with suppress(PeerFault):
                 yield Aside(partial(self._destroy, name))
             self._not_joined(group)
@@ -134,10 +134,12 @@ class Sync:
         """Ends the group and whatever it does; raises Misplaced where there is none."""
         self.look()
         self.book.require_known(name)
-        with suppress(PeerFault):
-            yield Aside(partial(self._destroy, name))
-        self._let_go(name)
-        self.book.left(name)
+        try:
+            with suppress(PeerFault):
+                yield Aside(partial(self._destroy, name))
+        finally:
+            self._let_go(name)
+            self.book.left(name)
 
     def _join(self, rendezvous: Rendezvous, stop: Stop, known: bool) -> None:
         receiver = self._opened()
@@ -198,7 +200,7 @@ class Sync:
         current = self._current = Reception(transfer, plans, whole)
         try:
             yield _step(partial(self._arm, current), halting=halting)
-        except (GroupError, PeerFault) as error:
+        except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
         if not self.book.report(transfer, Event.ARMED):
@@ -218,7 +220,7 @@ class Sync:
         try:
             wait = Stoppable(partial(self._wait, current, secs), armed.abort)
             yield _step(wait, halting=halting)
-        except (GroupError, PeerFault) as error:
+        except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
         self.book.report(current.transfer, Event.CAME)
@@ -257,11 +259,11 @@ class Sync:
         assert current.armed is not None
         current.received = current.armed.wait(secs)
 
-    def _disarm(self, current: Reception, error: GroupError | PeerFault) -> Part[None]:
+    def _disarm(self, current: Reception, error: Exception) -> Part[None]:
         """Where one rank failed none goes on: its group cannot be used by the others any more."""
-        transfer = current.transfer
+        transfer, refused = current.transfer, isinstance(error, GroupError)
         dropped = isinstance(error, GroupError) and error.group_dropped
-        if dropped or isinstance(error, PeerFault) or self._size > 1:
+        if dropped or not refused or self._size > 1:
             # What a new trainer is joining under this name is not ours to end.
             ours = self.book.is_current(transfer) and not self.book.is_joining(transfer.group_name)
             with suppress(PeerFault):

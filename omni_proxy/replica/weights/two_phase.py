@@ -18,8 +18,8 @@ from omni_proxy.collective.specs import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.slow import Aside, PeerFault, Steps
 from omni_proxy.replica.weights.lifecycle import Bringing, Lifecycle, Wish
-from omni_proxy.replica.weights.states import Misplaced
-from omni_proxy.replica.weights.sync import Reception, Sync
+from omni_proxy.replica.weights.states import MISPLACED, Misplaced
+from omni_proxy.replica.weights.sync import MOST_SECS, Reception, Sync
 from omni_proxy.replica.weights.target import Staged, WeightsFault
 
 GROUP_NAME = "weight_update_group"
@@ -27,6 +27,14 @@ GROUP_NAME = "weight_update_group"
 
 def group_name(payload: dict[str, Any]) -> str:
     return str(payload.get("group_name") or GROUP_NAME)
+
+
+def deadline_of(payload: dict[str, Any], default_secs: float) -> float:
+    """How long the caller would wait; raises GroupError for what is no time at all."""
+    secs = payload.get("deadline_secs", default_secs)
+    if not 0 < secs < float("inf"):
+        raise GroupError(f"timeout {secs!r}: it must be a positive number of seconds")
+    return float(min(secs, MOST_SECS))
 
 
 class TwoPhase:
@@ -58,13 +66,13 @@ class TwoPhase:
         payload, name = order.payload, group_name(order.payload)
         self._sync.look()
         try:
+            secs = deadline_of(payload, self._sync.terms.receive_secs)
             current = self._sync.completing(name)
-        except Misplaced as misplaced:
-            told = {"group_name": name, "status_code": misplaced.status}
-            return False, str(misplaced), told, str(misplaced)
+        except GroupError as refusal:
+            status = refusal.status if isinstance(refusal, Misplaced) else MISPLACED
+            return False, str(refusal), {"group_name": name, "status_code": status}, str(refusal)
         # Whoever cannot say it means no flush: the seed's default, not SGLang's.
         wish = Wish.of(payload, pause_on_failure=False, flush_cache=False, whole=current.whole)
-        secs = payload.get("deadline_secs", self._sync.terms.receive_secs)
         bring = self._receive(current, secs, halting=False)
         answer = yield from self._lifecycle.take_in(wish, bring, {"group_name": name})
         success, message, data, error = answer
@@ -86,11 +94,11 @@ class TwoPhase:
         return answer
 
     def _both(self, payload: dict[str, Any], box: list[Reception]) -> Bringing:
+        secs = deadline_of(payload, self._sync.terms.receive_secs)
         plans = yield partial(self._sync.planned, payload)
         current = yield from self._sync.arm(group_name(payload), plans, halting=True)
         box.append(current)
         self._sync.completing(current.transfer.group_name)
-        secs = payload.get("deadline_secs", self._sync.terms.receive_secs)
         staged = yield from self._receive(current, secs, halting=True)
         return staged
 

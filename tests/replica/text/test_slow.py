@@ -1,9 +1,10 @@
+import queue
 import threading
 
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Abort, Admin, AdminResult, Failed, Result, Streamed
-from omni_proxy.replica.text.slow import Aside
+from omni_proxy.replica.text.slow import Aside, Stoppable
 from tests.replica.text.desk import Desk, Loop, submission
 
 GREEDY = {"temperature": 0, "max_new_tokens": 5}
@@ -217,3 +218,29 @@ def test_a_shutdown_does_not_wait_for_a_step():
         loop.inbox.put(Admin("slow", "grind"))
         assert gate.begun.wait(20)
     gate.open.set()
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_step_that_can_be_is_ended_by_an_interrupt(aside):
+    scheduler = Desk().scheduler
+    begun, word = threading.Event(), queue.SimpleQueue()
+
+    def step():
+        begun.set()
+        raise ValueError(word.get(timeout=20))
+
+    def operation(order):
+        call = Stoppable(step, word.put)
+        yield Aside(call) if aside else call
+
+    scheduler.register_slow_admin("grind", operation)
+    scheduler.register_admin(
+        "enough", lambda payload: (scheduler.interrupt("slow", "stop"), "", {}, None)
+    )
+    with Loop(scheduler) as loop:
+        loop.inbox.put(Admin("slow", "grind", {}))
+        assert begun.wait(20)
+        loop.inbox.put(Admin("other", "enough", {}))
+        answer = answered(loop, "slow")
+    assert (answer.success, answer.message) == (False, "ValueError: stop")
+    scheduler.interrupt("slow", "nobody is there any more")

@@ -3,7 +3,7 @@ import pytest
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
 from omni_proxy.replica.text.slow import PeerFault, StepDone
 from omni_proxy.replica.tp.fanout import COLLECT_SECS, NOT_COLLECTED, FanOut
-from omni_proxy.replica.tp.messages import VERDICT, Overdue, Vote
+from omni_proxy.replica.tp.messages import GIVE_UP, VERDICT, Overdue, Vote
 
 
 def result(success=True, message="ok", rank=0, data=None):
@@ -16,6 +16,7 @@ class Leader:
 
     def __init__(self, ranks=(1, 2), ends=None, steps=0):
         self.told, self.reminded, self.advanced, self.answers = [], [], [], []
+        self.interrupted = []
         self.ends, self.steps = ends or result(), steps
         self.steps_halt = True
         self.fan_out = FanOut(self, ranks)
@@ -46,6 +47,10 @@ class Leader:
         payloads = [each.payload for each in self.told if each.action == VERDICT]
         return [(each["number"], each["fault"]) for each in payloads]
 
+    def given_up(self):
+        payloads = [each.payload for each in self.told if each.action == GIVE_UP]
+        return [(each["number"], each["fault"]) for each in payloads]
+
     def only_answer(self):
         (answer,) = self.answers
         return answer
@@ -65,6 +70,9 @@ class Leader:
         if done.error is not None:
             self.steps, self.ends = 0, result(False, str(done.error))
         self._go_on()
+
+    def interrupt(self, op_id, why):
+        self.interrupted.append((op_id, why))
 
     def halts(self, op_id):
         return self.steps_halt
@@ -120,6 +128,30 @@ def test_beside_a_step_that_does_not_halt_all_ranks_may_compute():
     leader.ended(1)
     leader.ended(2)
     assert not leader.fan_out.halting
+
+
+def test_a_step_that_one_rank_has_failed_is_given_up_by_those_still_in_it():
+    leader = Leader(steps=2)
+    leader.start()
+    leader.vote(1)
+    leader.vote(2)
+    leader.step_done()
+    assert (leader.given_up(), leader.interrupted) == ([], [])
+    leader.vote(2, 2, "no room")
+    assert leader.given_up() == [(2, "rank 2: no room")]
+    assert leader.interrupted == [("op", "rank 2: no room")]
+    leader.vote(1, 2, "given up")
+    assert len(leader.given_up()) == len(leader.interrupted) == 1
+    leader.step_done(RuntimeError("given up"))
+    (fault,) = [fault for number, fault in leader.verdicts() if number == 2]
+    assert "rank 2: no room" in fault
+
+
+def test_a_step_that_rank_0_has_failed_is_given_up_by_the_others():
+    leader = Leader(steps=1)
+    leader.start()
+    leader.step_done(RuntimeError("no"))
+    assert (leader.given_up(), leader.interrupted) == ([(1, "rank 0: no")], [])
 
 
 def test_one_rank_that_fails_fails_all_and_is_named():

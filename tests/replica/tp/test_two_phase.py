@@ -1,7 +1,11 @@
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from omni_proxy.collective import buffers
-from tests.collective.trainer_side import Pool
+from tests.collective.trainer_side import Pool, free_port
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stages import weights_of
 from tests.replica.weights.syncing import (
@@ -111,3 +115,47 @@ def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, trainers):
     assert again.complete().success
     checked(sync.stage, weights_of(0) | values(B))
     again.trainer.tell("destroy", group="g")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_join_keeps_the_others_waiting_for_nobody(pair, rank):
+    """The meeting's own deadline is far away."""
+    rendezvous = Syncing(pair, None, ranks=2).rendezvous(free_port())
+    joining = pair.send("init_weights_update_group", rendezvous)
+    (follower,) = pair.scheduler.info["follower_pids"]
+    for receiver in until_joining(pair, (os.getpid(), follower)[rank], follower):
+        os.kill(receiver, signal.SIGKILL)
+    answer = pair.answer(joining)
+    assert not answer.success
+    assert "ended by SIGKILL" in answer.message
+    other = answer.data["rank_results"][1 - rank]["message"]
+    assert f"rank {rank}: " in other or other == answer.message
+    assert states(pair) == ["idle", "idle"]
+
+
+def until_joining(pair, pid, follower):
+    """The receiver processes of a rank, once each of the two ranks has one."""
+    while not (receivers(os.getpid(), follower) and receivers(follower, None)):
+        assert pair.facts()["weight_sync"]["groups"]
+    return receivers(pid, follower)
+
+
+def receivers(pid, but):
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    words = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [child for child in children if child != but and b"collective" in words[child]]
+
+
+def test_a_receiver_that_is_killed_is_told_by_all_ranks_at_once(sync, trainers):
+    assert sync.prepare(many(A)).success
+    (follower,) = sync.stage.scheduler.info["follower_pids"]
+    completing = sync.stage.send("complete_weights_update", {"group_name": "g"})
+    for receiver in receivers(follower, None):
+        os.kill(receiver, signal.SIGKILL)
+    answer = sync.stage.answer(completing)
+    assert not answer.success
+    assert "rank 1: group 'g': after 0 of 1 buckets" in answer.message
+    assert states(sync.stage) == ["failed", "failed"]
+    checked(sync.stage, weights_of(0))
+    sync.trainer.kill()

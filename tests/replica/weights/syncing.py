@@ -64,7 +64,9 @@ class Syncing:
         self.stage, self.trainer, self.group, self.ranks = stage, trainer, group, ranks
 
     def join(self, **more) -> AdminResult:
-        port = self.trainer.tell("open", group=self.group, world=1 + self.ranks)["port"]
+        opened = self.trainer.tell("open", group=self.group, world=1 + self.ranks)
+        assert "port" in opened, opened
+        port = opened["port"]
         answer = self.stage.admin("init_weights_update_group", self.rendezvous(port) | more)
         assert self.trainer.reply() == {"joined": True}
         assert answer.success, answer.message

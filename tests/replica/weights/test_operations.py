@@ -5,10 +5,15 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from omni_proxy.collective.in_thread import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Failed, Streamed
+from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.weights.operations import Rank, WeightOperations
+from omni_proxy.replica.weights.sync import Terms
 from tests.collective.trainer_side import Trainer, _made
+from tests.replica.text.desk import Loop
 from tests.replica.weights import stages
-from tests.replica.weights.stages import checksum_of, weights_of
+from tests.replica.weights.stages import Stage, checksum_of, weights_of
 
 LAST_NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -339,3 +344,15 @@ def test_the_checker_answers_for_the_live_weights(stage, tmp_path):
 def test_a_stage_with_weights_says_what_it_supports(stage):
     facts = stage.facts()
     assert facts["supports_weight_update"] is facts["supports_weight_checker"] is True
+
+
+def test_each_rank_of_a_model_asks_for_a_gpu_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ThreadReceiver, "init", lambda _, meeting, stop: asked.append(meeting))
+    scheduler = build("decode", model="tiny", seed=0)
+    WeightOperations(scheduler, rank=Rank(3, 4), terms=Terms(isolation="thread"))
+    with Loop(scheduler) as loop:
+        body = {"master_address": "localhost", "master_port": 1, "world_size": 6, "rank_offset": 2}
+        answer = Stage(scheduler, loop).admin("init_weights_update_group", body)
+    assert answer.success, answer.message
+    assert [(each.rank, each.device) for each in asked] == [(5, 3)]

@@ -25,6 +25,21 @@ def test_whatever_is_under_way_can_be_ended_but_not_what_is_applied():
         assert (Event.LOST in TABLE[state]) is (state is not State.APPLYING)
 
 
+def test_a_group_that_was_not_replaced_may_still_be_destroyed():
+    """At another rank of the model it may still be there."""
+    book = Book()
+    first, second = (Membership("g", owner, 1, 2, "gloo") for owner in ("a:1", "b:1"))
+    assert book.joining(first) is False
+    book.joined(first)
+    assert book.joining(second) is True
+    assert book.not_joined(second)
+    assert book.state is State.IDLE
+    book.require_known("g")
+    book.left("g")
+    with pytest.raises(Misplaced, match="does not exist"):
+        book.require_known("g")
+
+
 class Naive(RuleBasedStateMachine):
     """Groups as a dict, and the one transfer as a list of what happened to it."""
 
@@ -85,8 +100,8 @@ class Naive(RuleBasedStateMachine):
             self.gone.discard(name)
             if self.live is None:
                 self.failed = None
-        else:
-            self.groups.pop(name, None)
+        elif self.groups.pop(name, None) == "joined":
+            self.gone.add(name)
 
     @rule(name=NAMES)
     def leave(self, name):

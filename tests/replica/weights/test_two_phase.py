@@ -2,8 +2,9 @@ import threading
 
 import pytest
 
+from omni_proxy.collective.in_thread import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Result, Streamed
-from tests.collective.trainer_side import Pool
+from tests.collective.trainer_side import Pool, free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
@@ -346,3 +347,48 @@ def test_a_group_that_is_not_there_is_told_apart_from_one_that_is_gone(stage):
     answer = stage.admin("prepare_weights_update", announced(A) | {"group_name": "none"})
     assert not answer.success
     assert "group 'none' is not initialized: call init_weights_update_group" in answer.message
+
+
+@pytest.mark.parametrize("secs", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_that_is_none_is_refused_and_ends_nothing(sync, secs):
+    assert sync.prepare(many(A)).success
+    answer = sync.complete(deadline_secs=secs)
+    assert (answer.success, answer.data["status_code"]) == (False, 400)
+    assert "must be a positive number of seconds" in answer.message
+    assert sync.state() == "receiving"
+
+
+def test_a_deadline_beyond_all_bounds_is_the_longest_there_is(sync):
+    assert sync.prepare(many(A)).success
+    completing = sync.stage.send("complete_weights_update", BODY | {"deadline_secs": 1e300})
+    sync.send(A)
+    assert sync.stage.answer(completing).success
+
+
+@pytest.mark.parametrize("step", ["init", "arm"])
+def test_what_nobody_foresaw_leaves_the_replica_ready_for_the_next(
+    stage, trainers, monkeypatch, step
+):
+    def fails(*_, **__):
+        raise RuntimeError("a bug")
+
+    sync = Syncing(stage, trainers.trainer())
+    if step == "arm":
+        sync.join()
+    monkeypatch.setattr(ThreadReceiver, step, fails)
+    if step == "arm":
+        answer = sync.prepare(many(A))
+    else:
+        answer = stage.admin("init_weights_update_group", sync.rendezvous(free_port()))
+    assert not answer.success
+    assert "RuntimeError: a bug" in answer.message
+    monkeypatch.undo()
+    assert sync.told()["groups"] == []
+    if step == "arm":
+        assert sync.state() == "failed"
+        sync.trainer.tell("destroy", group="g")
+    sync.join()
+    assert sync.prepare(many(A)).success
+    sync.send(A)
+    assert sync.complete().success
+    sync.leave()

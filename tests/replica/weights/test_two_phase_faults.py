@@ -238,7 +238,7 @@ def test_keys_of_the_old_weights_are_used_by_nobody(sync):
     zeroed(stage)
 
 
-def test_twenty_syncs_leave_nothing_behind(replica, trainers):
+def test_ten_syncs_leave_nothing_behind(replica, trainers):
     trainer = trainers.trainer()
 
     def round_of(number):
@@ -258,7 +258,7 @@ def test_twenty_syncs_leave_nothing_behind(replica, trainers):
     for number in range(4):
         round_of(number)
     before = used()
-    for number in range(20):
+    for number in range(10):
         round_of(number)
     after = used()
     assert after["descriptors"] <= before["descriptors"] + 2
