@@ -177,6 +177,24 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
+def sync_words(sync: object) -> str:
+    """Whose group it is, how it stands and who is waited for; "" where there is none."""
+    if not isinstance(sync, dict) or not isinstance(owner := sync.get("owner"), dict):
+        return ""
+    name, master = (plain(owner.get(key, "?")) for key in ("group_name", "master"))
+    state = plain(sync.get("state", "?"))
+    by = f" of {plain(owner['caller'])}" if owner.get("caller") else ""
+    rows = [row for row in sync.get("members", ()) if isinstance(row, dict)]
+    asked = [plain(row.get("member", "?")) for row in rows if row.get("progress") == "asked"]
+    waits = f", waiting for {', '.join(asked)}" if asked else f", members: {len(rows)}"
+    for_secs = f"{state} for {_secs(sync.get('step_secs'))}"
+    return f"{name} at {master}{by}, {for_secs}, begun {_secs(owner.get('age_secs'))} ago{waits}"
+
+
+def _secs(value: object) -> str:
+    return f"{value:.0f} s" if isinstance(value, int | float) else "? s"
+
+
 def weight_words(feed: Feed) -> str:
     """Which versions serve, and what is being done about them; "" where nobody told any."""
     counts: defaultdict[str, int] = defaultdict(int)
@@ -191,6 +209,8 @@ def weight_words(feed: Feed) -> str:
     if isinstance(operation := told.get("operation"), dict):
         path, step = (plain(operation.get(key, "?")) for key in ("path", "step"))
         words.append(f"under way: {path}, {step}")
+    if sync := sync_words(told.get("sync")):
+        words.append(f"sync: {sync}")
     if uncertain := told.get("uncertain"):
         words.append(f"uncertain: {len(uncertain)}")
     return "; ".join(words)

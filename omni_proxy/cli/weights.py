@@ -21,6 +21,7 @@ from omni_proxy.cli.finding import (
     add_place,
     place_of,
 )
+from omni_proxy.cli.judging import sync_words
 from omni_proxy.cli.tables import plain, table
 from omni_proxy.control.agreement import compare
 from omni_proxy.control.outcomes import WorkerAnswer
@@ -111,6 +112,8 @@ def _status(told: Told) -> list[str]:
         f"newest: epoch {told['weight_epoch']}, version {told['weight_version'] or '-'}",
         *table(("WORKER", "VERSION", "EPOCH", "ROUTABLE", "HELD BY"), rows),
     ]
+    if sync := sync_words(told.get("sync")):
+        lines.insert(1, f"sync: {sync}")
     lines += [f"uncertain: {url}: {reason}" for url, reason in told["uncertain"].items()]
     if told["journal"]["error"]:
         lines.append(f"journal: {told['journal']['error']}")

@@ -42,7 +42,7 @@ def merged(
     if not failed.cause and answer.ok:
         return answer
     top = {"success": False, "message": failed.cause or answer.body["message"], "status": "error"}
-    return Answer(failed.status or _code(answers), {**answer.body, **top})
+    return Answer(failed.status or _code(answers, failed.cause), {**answer.body, **top})
 
 
 def as_ready(answer: Answer) -> Answer:
@@ -67,10 +67,14 @@ def bytes_in(answer: WorkerAnswer) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _code(answers: Sequence[WorkerAnswer]) -> int:
-    """A member's plain refusal is the trainer's to mend; anything else is ours."""
+def _code(answers: Sequence[WorkerAnswer], cause: str) -> int:
+    """A member's plain refusal is the trainer's to mend; anything else is ours.
+
+    That of the first cause, where it is a member's: the others' refusals may just follow from it.
+    """
     failed = [each for each in answers if not each.success and each.error != NOT_AWAITED]
-    return 400 if failed and failed[0].refused else 502
+    named = [each for each in failed if cause == f"{each.worker}: {each.why}"]
+    return 400 if failed and (named or failed)[0].refused else 502
 
 
 def _told(body: object, name: str) -> object:

@@ -40,6 +40,15 @@ class Owner:
     since: float
     caller: str = ""
 
+    def told(self, now: float) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "group_name": self.group_name,
+            "master": self.address,
+            "caller": self.caller,
+            "age_secs": round(now - self.since, 3),
+        }
+
     def in_words(self, now: float, state: State) -> str:
         by = f" of {self.caller}" if self.caller else ""
         return (

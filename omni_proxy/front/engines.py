@@ -72,10 +72,10 @@ class EngineRoutes:
         old = [outcome.worker for outcome in found if outcome.status in ABSENT]
         again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
         found = [again.get(outcome.worker, outcome) for outcome in found]
-        merged = merge_server_info(found)
+        holding = self._rooms.desk.holding
+        merged = merge_server_info(found, holding.shelf.has_path)
         if merged is None:
             raise _nothing("server_info", {o.worker.url: o.why for o in found})
-        holding = self._rooms.desk.holding
         merged["tp_size"] = holding.ranks_behind(merged["tp_size"])
         return reply(merged)
 

@@ -119,7 +119,7 @@ def _syncs(now: State, meters: SyncMeters) -> Iterator[Metric]:
     aborts = [((why,), count) for why, count in meters.aborts.items()]
     text = "Grouped syncs that were ended from outside"
     yield from counters("weight_sync_aborts", text, ("why",), aborts)
-    yield total("weight_sync_bytes", "What members told that they received", meters.nbytes)
+    yield total("weight_sync_bytes", "What members of the groups received", meters.nbytes)
 
 
 def _itself(rooms: Rooms) -> Iterator[Metric]:

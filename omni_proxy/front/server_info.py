@@ -6,7 +6,7 @@ which the workers differ is null; flags that promise something hold only where a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from omni_proxy.control.layout import ranks_in
@@ -16,20 +16,29 @@ SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
 # Of one worker that has it the client has to know: it asks for more care, never for less.
 CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
         "fp8_kv_cache_static_scales")  # fmt: skip
+# After an update from our own files a worker names these: nobody else should read them.
+PATHS = ("model_path", "tokenizer_path")
 OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
 
 
-def merge_server_info(outcomes: Iterable[Outcome]) -> dict[str, Any] | None:
-    """None where nobody told anything. `workers` holds each one's own answer."""
+def merge_server_info(
+    outcomes: Iterable[Outcome], is_ours: Callable[[str], bool] = lambda _: False
+) -> dict[str, Any] | None:
+    """None where nobody told anything. `workers` holds each one's own answer.
+
+    `is_ours(path)`: it is one of a version that we keep; the model's name takes its place.
+    """
     asked = list(outcomes)
     told = {o.worker.url: info for o in asked if isinstance(info := o.parsed(), dict) and o.ok}
     if not told:
         return None
-    infos = list(told.values())
+    infos = [_without(info, is_ours) for info in told.values()]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         if name not in OWN:
             merged[name] = _merged(name, infos)
+    for name in PATHS:
+        merged.setdefault(name, merged.get("served_model_name"))
     merged["tp_size"] = sum(ranks_in(info) for info in infos)
     merged["internal_states"] = [state for info in infos for state in _states(info)]
     merged["workers"] = [
@@ -39,12 +48,19 @@ def merge_server_info(outcomes: Iterable[Outcome]) -> dict[str, Any] | None:
     return merged
 
 
+def _without(info: Mapping[str, Any], is_ours: Callable[[str], bool]) -> dict[str, Any]:
+    ours = [name for name in PATHS if isinstance(path := info.get(name), str) and is_ours(path)]
+    return {name: value for name, value in info.items() if name not in ours}
+
+
 def _merged(name: str, infos: Sequence[Mapping[str, Any]]) -> Any:
-    values = [info.get(name) for info in infos]
+    values = [info.get(name) for info in infos if name in info or name not in PATHS]
+    if name in CARE and any(value is True for value in values):
+        return True
     if name in SUMMED and all(isinstance(value, int | float) for value in values):
         return sum(values)
     if all(isinstance(value, bool) for value in values):
-        return any(values) if name in CARE else all(values)
+        return name not in CARE and all(values)
     return values[0] if all(value == values[0] for value in values) else None
 
 

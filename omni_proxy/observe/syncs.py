@@ -11,7 +11,7 @@ from collections import Counter
 class SyncMeters:
     """`ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`: by what ended a sync.
 
-    `nbytes`: what members said that they received.
+    `nbytes`: what members received, by what they say of it, else by what was announced.
     """
 
     def __init__(self) -> None:

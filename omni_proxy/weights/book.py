@@ -16,6 +16,7 @@ import trio
 from omni_proxy.control.journal import Begun, Journal, UnreadableJournal
 from omni_proxy.control.published import EVERYBODY, Due, Published
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.weights.journal_file import JournalFile
 
 UNCERTAIN: Final = "uncertain"
@@ -38,6 +39,7 @@ class Book:
         self._writing = trio.Lock()
         self.reasons: dict[str, str] = {}
         self.paused: set[str] = set()
+        self.stopped: set[str] = set()  # whose engines stand still, whether held for it or not
         self.readable = True
         self.error = ""
         self.published = file.read_published()
@@ -54,10 +56,16 @@ class Book:
         for url in self.paused:
             _log.warning("Worker %s was paused, and stays so until it continues", url)
         fleet.watch(self._hold_to_it)
+        fleet.watch_forgotten(self._follow_restart)
 
     @property
     def where(self) -> str:
         return str(self._file.path)
+
+    @property
+    def in_group(self) -> bool:
+        """Whether a trainer has a group with them."""
+        return self._sync is not None
 
     async def settle_start(self) -> None:
         """Everybody who was to be found has been: from here on the record names them."""
@@ -67,7 +75,7 @@ class Book:
             try:
                 await trio.to_thread.run_sync(self._file.set_aside)
             except OSError as error:
-                self._note(error)
+                self.note(error)
         if self._begun is not None or self._sync is not None:
             # Our own task failed in the middle of it: as if the program had ended.
             self.mark(Journal(begun=self._begun, sync=self._sync).at_start())
@@ -153,7 +161,7 @@ class Book:
             await self._write(self._begun)
             self.error = ""
         except OSError as error:
-            self._note(error)
+            self.note(error)
 
     async def _write(self, begun: Begun | None) -> None:
         paused = tuple(sorted(self.paused))
@@ -164,7 +172,12 @@ class Book:
         try:
             await trio.to_thread.run_sync(self._file.write_published, self.published)
         except OSError as error:
-            self._note(error)
+            self.note(error)
+
+    def _follow_restart(self, worker: Worker) -> None:
+        """One that has begun anew runs; a flush does not tell that."""
+        if worker.weight_version is None:
+            self.stopped.discard(worker.url)
 
     def _hold_to_it(self) -> None:
         for worker in self._fleet.workers:
@@ -175,6 +188,7 @@ class Book:
             if worker.url in self.paused and PAUSED not in worker.holds:
                 self._fleet.hold(worker, PAUSED)
 
-    def _note(self, error: OSError) -> None:
+    def note(self, error: OSError) -> None:
+        """A disk that fails is told of."""
         self.error = f"{self.where}: {error.strerror or error}"
         _log.error("the weight journal could not be written: %s", self.error)

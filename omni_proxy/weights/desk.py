@@ -1,15 +1,13 @@
 """The desk where operations on workers are asked for; `run` owns them, not whoever asks.
 
 Invariant: of those that change workers one runs at a time, first come first served, and none while
-the configuration changes the fleet. A caller who leaves stops nothing; when it asks the same again
-while that runs, it gets that one's answer.
+the configuration changes the fleet.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -19,7 +17,7 @@ import trio
 from omni_proxy.config.schema import Config
 from omni_proxy.control import model_info
 from omni_proxy.control.operation import Operation, Step
-from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate, refused
+from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate
 from omni_proxy.control.routes import CONTINUE, INIT, MODEL_INFO, ROLLBACK, AdminRoute, Kind
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -33,23 +31,13 @@ from omni_proxy.weights.journal_file import JournalFile
 from omni_proxy.weights.labels import Labels
 from omni_proxy.weights.rollback import Rollback
 from omni_proxy.weights.sync import Sync
+from omni_proxy.weights.tickets import Perform, Tickets
 from omni_proxy.weights.work import AdminCall, Tools, Work
 from omni_proxy.wire.errors import Refusal
 
 HISTORY = 50
 RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 ABSENT = (404, 405, 501)
-Perform = Callable[[], Awaitable[Answer]]
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """One thing that was asked for; `callers` wait for it."""
-
-    key: object
-    callers: int = 0
-    answer: Answer | None = None
-    done: trio.Event = field(default_factory=trio.Event)
 
 
 class WeightDesk:
@@ -62,13 +50,14 @@ class WeightDesk:
         self.spent_secs: dict[str, float] = {}  # by path, from being asked to the end
         self._fleet = fleet
         self._keeper = keeper
-        self._nursery: trio.Nursery | None = None
-        self._tickets: list[_Ticket] = []
         self._line: list[Operation] = []
         self._current: Operation | None = None
         self._tools = Tools(fleet, keeper, self.book)
         self.holding = Holding(self._tools, file.folder, self.at_work_on)
         self.sync = Sync(fleet, keeper, self.book, self.holding)
+        self.sync.life.after = self._look_again
+        self._again: set[str] = set()  # URLs that wait for the end of what is under way
+        self._tickets = Tickets(self.sync.keep)
         self._labels = Labels(fleet, self.book, self._busy, self._compares, self._is_grouped)
         if keeper.config.routing.while_paused == "pass":
             self.book.paused.clear()
@@ -78,22 +67,23 @@ class WeightDesk:
         await self.book.settle_start()
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = self._labels.nursery = nursery
                 await nursery.start(self.holding.run)
                 await self.sync.start(nursery)
+                self._tickets.nursery = nursery
+                self._labels.start(nursery)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
-            self._nursery = self._labels.nursery = None
+            self._tickets.nursery = self._labels.nursery = None
             self.sync.stop()
 
     async def submit(self, call: AdminCall) -> Answer:
         """Wait for the answer; who is cancelled meanwhile has only left."""
-        return await self._ask(call.key, lambda: self._perform(call))
+        return await self._tickets.ask(call.key, lambda: self._perform(call))
 
     async def resolve(self, headers: Mapping[str, str], caller: str = "") -> Answer:
         """Uncertain workers go on where they were paused, and back into routing."""
-        return await self._ask(("resolve",), lambda: self._resolve(headers, caller))
+        return await self._tickets.ask(("resolve",), lambda: self._resolve(headers, caller))
 
     def status(self) -> dict[str, object]:
         now = trio.current_time()
@@ -118,32 +108,6 @@ class WeightDesk:
     def waiting(self) -> int:
         """How many wait for their turn."""
         return len(self._line)
-
-    async def _ask(self, key: object, perform: Perform) -> Answer:
-        if self._nursery is None:
-            return refused(_not_here())
-        ticket = next((t for t in self._tickets if t.key == key and not t.callers), None)
-        if ticket is None:
-            ticket = _Ticket(key)
-            self._tickets.append(ticket)
-            self._nursery.start_soon(self._serve, ticket, perform)
-        ticket.callers += 1
-        try:
-            await ticket.done.wait()
-        finally:
-            ticket.callers -= 1
-        return ticket.answer or refused(_not_here())
-
-    async def _serve(self, ticket: _Ticket, perform: Perform) -> None:
-        try:
-            ticket.answer = await perform()
-        except Refusal as refusal:
-            ticket.answer = refused(refusal)
-        finally:
-            self._tickets.remove(ticket)
-            if not ticket.callers and ticket.answer is not None:
-                self.sync.keep(ticket.key, ticket.answer)
-            ticket.done.set()
 
     async def _perform(self, call: AdminCall) -> Answer:
         if not call.route.takes_turn:
@@ -172,6 +136,12 @@ class WeightDesk:
         if (stored := self.sync.stored(call)) is not None:
             return stored
         await self.sync.before_turn(call)
+        try:
+            return await self._sync_in_turn(call)
+        finally:
+            self.sync.has_had_its_turn(call)
+
+    async def _sync_in_turn(self, call: AdminCall) -> Answer:
         operation = self._operation(call.route, call.caller)
 
         async def work() -> Answer:
@@ -201,7 +171,7 @@ class WeightDesk:
             return model_info.merge(answers)
         answer = aggregate(call.route.path, answers, {})
         answer = Answer(answer.status, {**answer.body, **told})
-        if call.route.kind is Kind.CONTINUE and self._go_on(done):
+        if call.route.kind is Kind.CONTINUE and self._runs_again(done):
             await self.book.keep()
         elif call.route.kind is Kind.FLUSH:
             for worker in done:
@@ -230,6 +200,8 @@ class WeightDesk:
             self._current = None
             self._keeper.turn.release()
             self._ask_of_the_unknown(operation.targets)
+            again, self._again = self._again, set()
+            self._look_again(again)
 
     async def _take_turn(self) -> None:
         turn, secs = self._keeper.turn, self._keeper.config.admin.lock_timeout_secs
@@ -269,7 +241,7 @@ class WeightDesk:
             resolved = [url for url in urls if url not in stuck]
             await self.book.vouch(resolved)
             self.book.clear(resolved)
-            self._go_on([worker for worker in alive if worker.url not in stuck])
+            self._runs_again([worker for worker in alive if worker.url not in stuck])
             await self.book.settle()
             ids = [self._id_of(url) for url in resolved]
             told = {"journal_readable": readable, "resolved_worker_ids": ids}
@@ -293,6 +265,10 @@ class WeightDesk:
         now = trio.current_time() if asked_at is None else asked_at
         return Operation(uuid4().hex, route, caller, now)
 
+    def _runs_again(self, workers: list[Worker]) -> bool:
+        self.book.stopped -= {worker.url for worker in workers}
+        return self._go_on(workers)
+
     def _go_on(self, workers: list[Worker]) -> bool:
         """They generate again; whom a pause is just being sent to stays as that will leave it.
 
@@ -307,6 +283,17 @@ class WeightDesk:
         for worker in back:
             self.book.go_on(worker.url)
         return bool(back)
+
+    def _look_again(self, urls: Iterable[str]) -> None:
+        """Whether they have what was published, after a sync that may have changed them."""
+        for url in urls:
+            worker = self._fleet.find(url)
+            if worker is None:
+                continue
+            if self._busy(worker):
+                self._again.add(url)
+            else:
+                self._labels.ask_soon(worker, came_up=True)
 
     def _ask_of_the_unknown(self, urls: tuple[str, ...]) -> None:
         """Who gave no plain answer to an update, or none at all, but is not held for it."""
@@ -357,7 +344,8 @@ class WeightDesk:
     def at_work_on(self, worker: Worker) -> bool:
         """Its weights are being changed, or it is asked to do something that takes long."""
         current = self._current is not None and worker.url in self._current.targets
-        return current or worker in self.sync.life.doubt
+        life = self.sync.life
+        return current or worker in life.doubt or worker.url in life.leaving
 
     def _is_grouped(self) -> bool:
         return self._keeper.config.weight_sync.mode != "off"
@@ -365,8 +353,9 @@ class WeightDesk:
     def _compares(self) -> bool:
         return self._keeper.config.weight_sync.verify == "checksum"
 
-    def _follow_config(self, _: Config, new: Config) -> None:
-        if new.routing.while_paused == "pass":
+    def _follow_config(self, old: Config, new: Config) -> None:
+        passes = new.routing.while_paused == "pass"
+        if passes and old.routing.while_paused != new.routing.while_paused:
             self._go_on(self._fleet.workers)
 
 
@@ -379,11 +368,6 @@ def _refuse_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
             "rank_offset per replica."
         )
         raise Refusal(422, message, "several_workers", detail=message)
-
-
-def _not_here() -> Refusal:
-    message = "operations on workers are not available now; the desk for them is being restarted"
-    return Refusal(503, message, "weights_unavailable").with_headers(("retry-after", "1"))
 
 
 def _holder(operation: Operation | None, now: float) -> dict[str, Any] | None:

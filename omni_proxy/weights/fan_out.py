@@ -17,6 +17,7 @@ from omni_proxy.control.sync_answers import NOT_AWAITED
 from omni_proxy.weights.members import Member
 
 LATE_SECS: Final = 2.0
+HURRIED_SECS: Final = 1.0
 
 Ask = Callable[[Member], Awaitable[WorkerAnswer]]
 Undo = Callable[[Member], Awaitable[WorkerAnswer]]
@@ -41,12 +42,14 @@ class FanOut:
         self._members = members
         self._ask = ask
         self._hear = hear
+        self._hurry = False
         self._decided = trio.Event()
         self._all = trio.Event()
 
-    def fail(self, cause: str) -> None:
-        """Somebody knows that it can't succeed any more."""
+    def fail(self, cause: str, *, hurry: bool = False) -> None:
+        """Somebody knows that it can't succeed any more; `hurry`: for nobody."""
         self.cause = self.cause or cause
+        self._hurry = self._hurry or hurry
         self._decided.set()
 
     async def run(self, patience: Patience) -> list[WorkerAnswer]:
@@ -60,7 +63,8 @@ class FanOut:
                 waiting = ", ".join(member.name for member in self._waiting())
                 self.fail(f"no answer within {patience.within_secs:g} s: {waiting}")
             if patience.grace_secs and not self._all.is_set():
-                with trio.move_on_after(patience.grace_secs):
+                hurried = min(patience.grace_secs, HURRIED_SECS)
+                with trio.move_on_after(hurried if self._hurry else patience.grace_secs):
                     await self._all.wait()
             if patience.undo is not None and not self._all.is_set():
                 for member in self._waiting():

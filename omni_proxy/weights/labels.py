@@ -7,6 +7,7 @@ meant for it is uncertain.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -22,6 +23,7 @@ from omni_proxy.weights.readback import compare_checksums, labels_of
 AGAIN_SECS = 5.0
 CHECKSUM_SECS = 300.0
 UNPROVEN: Final = "unproven"
+_log = logging.getLogger(__name__)
 
 
 class Labels:
@@ -49,12 +51,24 @@ class Labels:
         fleet.watch_health(lambda worker, _: self.ask_soon(worker, came_up=True))
         fleet.watch_forgotten(self.ask_soon)
 
+    def start(self, nursery: trio.Nursery) -> None:
+        """Whoever has come up already is kept out since, and asked now."""
+        self.nursery = nursery
+        for worker in self._fleet.workers:
+            if self._busy(worker):
+                self._let_go(worker)
+            elif self._owes(worker):
+                self.ask_soon(worker, came_up=True)
+
     def ask_soon(self, worker: Worker, *, came_up: bool = False) -> None:
         """Without a known label it has come up, too: whoever saw its restart dropped that."""
-        if self.nursery is not None and self._here(worker) and not self._busy(worker):
+        if not self._here(worker) or self._busy(worker):
+            return
+        held = UNPROVEN in worker.holds or worker.url in self._book.reasons
+        if self._strict() and self._owes(worker) and not held:
+            self._fleet.hold(worker, UNPROVEN)
+        if self.nursery is not None:
             self._newest[worker] = asking = object()
-            if self._strict() and self._owes(worker) and UNPROVEN not in worker.holds:
-                self._fleet.hold(worker, UNPROVEN)
             self.nursery.start_soon(self._ask, worker, asking, came_up)
 
     def _owes(self, worker: Worker) -> bool:
@@ -67,7 +81,8 @@ class Labels:
         if self._busy(worker) or label == worker.weight_version:
             return
         due = self._due(worker)
-        epoch = due.epoch if due is not None and due.proven_by(label) else 0
+        proven = due is not None and due.proven_by(label) and worker.url not in self._book.reasons
+        epoch = due.epoch if due is not None and proven else 0
         self._fleet.versioned(worker, label, epoch)
 
     def _here(self, worker: Worker) -> bool:
@@ -104,6 +119,7 @@ class Labels:
     async def _judge(self, worker: Worker, due: Due, label: str | None) -> None:
         """Hold it back where it has not what the last update gave to the others."""
         if worker.url in self._book.reasons:
+            await self._clear_if_proven(worker, due, label)
             return
         reason = ""
         if due.missed_with(label):
@@ -119,3 +135,15 @@ class Labels:
         if reason:
             self._book.mark({worker.url: reason})
             await self._book.keep()
+
+    async def _clear_if_proven(self, worker: Worker, due: Due, label: str | None) -> None:
+        """It was in doubt for what it might have, and has what was published all the same."""
+        if not due.digest or label != due.label or not self._may_hash():
+            return
+        verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
+        if self._busy(worker) or self._due(worker) is not due or verdict.whole != due.digest:
+            return
+        _log.info("Worker %s has the published weights: it is no more in doubt", worker.url)
+        self._fleet.versioned(worker, label, due.epoch)
+        self._book.clear([worker.url])
+        await self._book.keep()

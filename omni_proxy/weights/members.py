@@ -7,10 +7,11 @@ its own. Whoever cancels it learns nothing more, and undoes it with `destroy`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
 
 from omni_proxy.control.outcomes import WorkerAnswer, parsed
+from omni_proxy.control.receiving import Receiving, receiving_of
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.broadcast import ask
 from omni_proxy.watch.calls import Call
@@ -18,6 +19,7 @@ from omni_proxy.weights.calling import ANSWER_BYTES
 
 NO_LIMIT = float("inf")
 INIT_PATH = "/init_weights_update_group"
+LOOK_SECS: Final = 2.0
 
 
 class Member(Protocol):
@@ -45,12 +47,8 @@ class Member(Protocol):
 
     async def destroy(self, body: bytes) -> WorkerAnswer: ...
 
-
-class Relay(Protocol):
-    """What brings a version that we hold to workers that were not in the trainer's group."""
-
-    async def deliver(self, version: str, workers: Sequence[Worker]) -> list[WorkerAnswer]:
-        """In the order of the workers; each applied the whole version, or says why it did not."""
+    async def look(self) -> Receiving | None:
+        """How far it has come, soon; None where it does not tell."""
 
 
 class WorkerMember:
@@ -89,3 +87,8 @@ class WorkerMember:
         outcome = await ask(self.worker, request)
         body_of = parsed(outcome.body)
         return WorkerAnswer(self.name, outcome.status, body_of, outcome.error, outcome.secs)
+
+    async def look(self) -> Receiving | None:
+        call = Call("GET", "/server_info", headers=self.headers, timeout_secs=LOOK_SECS)
+        outcome = await ask(self.worker, call)
+        return receiving_of(outcome.parsed()) if outcome.ok else None

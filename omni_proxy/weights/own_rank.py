@@ -29,6 +29,7 @@ from omni_proxy.collective.sender import Sender
 from omni_proxy.collective.specs import Plan, plans_of
 from omni_proxy.config.schema import WeightSync
 from omni_proxy.control.outcomes import WorkerAnswer
+from omni_proxy.control.receiving import COMING, FAILED, Receiving
 from omni_proxy.control.sync_bodies import group_name_of, object_of
 from omni_proxy.weights.store.draft import Draft
 from omni_proxy.weights.store.layout import LayoutError
@@ -157,10 +158,14 @@ class OwnRank:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(receiver.close, limiter=self._threads)
 
-    def fault(self) -> str:
-        """Why what is under way has failed already, "" while it has not; waits for nothing."""
-        error = self._armed.fault() if self._armed is not None else None
-        return str(error) if error is not None else ""
+    async def look(self) -> Receiving | None:
+        """Waits for nothing."""
+        if (armed := self._armed) is None:
+            return None
+        fault, progress = armed.fault(), armed.progress()
+        come = (progress.buckets_done, progress.bytes_come)
+        state = COMING if progress.bytes_come < progress.bytes_expected else "received"
+        return Receiving(FAILED if fault else state, come, trio.current_time(), str(fault or ""))
 
     def status(self) -> dict[str, object]:
         """JSON-ready: how far the present receive has come."""
@@ -178,11 +183,15 @@ class OwnRank:
     async def _open(self) -> Receiver:
         """Raises GroupError where torch is not installed."""
         settings = self._settings()
-        wanted = (settings.isolation, settings.stall_timeout_secs)
+        wanted = (
+            settings.isolation,
+            settings.stall_timeout_secs,
+            settings.ready_timeout_secs,
+        )
         if self._receiver is not None and self._made_for != wanted and not self._in_group:
             await self.close()
         if self._receiver is None:
-            limits = Limits(stall_secs=settings.stall_timeout_secs or NO_LIMIT_SECS)
+            limits = _limits(settings)
             self._made_for = wanted
             open_one = partial(open_receiver, settings.isolation, limits, name=NAME)
             self._receiver = await self._blocking("open", open_one)
@@ -200,7 +209,7 @@ class OwnRank:
                 receiver.arm,
                 name,
                 plans,
-                ready_secs=settings.ready_timeout_secs,
+                ready_secs=settings.ready_timeout_secs or NO_LIMIT_SECS,
                 into=place,
                 digests=settings.verify == "checksum",
             )
@@ -224,8 +233,9 @@ class OwnRank:
         return Place(str(block.path), block.starts)
 
     async def _receive(self) -> dict[str, object]:
-        armed, secs = self._armed, self._settings().receive_timeout_secs
-        if armed is None or self._draft is None:
+        armed, secs = self._armed, self._settings().receive_timeout_secs or NO_LIMIT_SECS
+        draft = self._draft
+        if armed is None or draft is None:
             raise GroupError("complete without prepare: nothing is armed")
         try:
             received: Received = await self._blocking("receive", armed.wait, secs)
@@ -234,7 +244,10 @@ class OwnRank:
             raise
         finally:
             self._armed = None
-        self._draft.digested(received.digests)
+        if self._draft is not draft:
+            received.close()
+            raise GroupError("the group was destroyed when everything had just come")
+        draft.digested(received.digests)
         told = {
             "status": "ok",
             "num_buckets_received": received.buckets,
@@ -262,6 +275,16 @@ class OwnRank:
             message = str(error) or type(error).__name__
             status, body = 400, {"success": False, "status": "error", "message": message}
         return WorkerAnswer(NAME, status, body, secs=round(trio.current_time() - began, 6))
+
+
+def _limits(settings: WeightSync) -> Limits:
+    """0 = a clock that is off."""
+    stall_secs = settings.stall_timeout_secs or NO_LIMIT_SECS
+    # Nothing comes before the slowest of all the trainer's receivers is armed as well.
+    first_byte_secs = max(stall_secs, settings.ready_timeout_secs or NO_LIMIT_SECS)
+    return Limits(
+        stall_secs=stall_secs, first_byte_secs=first_byte_secs, receive_secs=NO_LIMIT_SECS
+    )
 
 
 def _announced(body: bytes) -> tuple[str, tuple[Plan, ...]]:

@@ -18,7 +18,7 @@ from omni_proxy.collective.store_link import StoreLink, open_store_link
 
 LOOK_SECS: Final = 0.05
 PING_SECS: Final = 1.0
-PATIENT_SECS: Final = 30.0  # for one answer, on a machine that has a lot to do
+PATIENT_SECS: Final = 5.0  # for one answer; a machine that has a lot to do is asked again
 THREADS: Final = 8
 SILENT_SECS: Final = 10.0
 
@@ -48,11 +48,13 @@ class OwnerLink:
         """Why the owner is taken for dead: it closed, or was silent for as long as that says."""
         heard_at = trio.current_time()
         while True:
-            if await self._has_ended():
+            if await self.has_ended():
                 return "its connection has ended"
-            if trio.current_time() - heard_at >= PING_SECS:
+            silent = trio.current_time() - heard_at
+            if silent >= PING_SECS:
                 # An end is noticed in the middle of it, too.
-                if await self.answers(min(max(silent_secs(), PING_SECS), PATIENT_SECS)):
+                left = max(silent_secs(), PING_SECS) - silent
+                if await self.answers(min(max(left, LOOK_SECS), PATIENT_SECS)):
                     heard_at = trio.current_time()
                 elif trio.current_time() - heard_at >= silent_secs():
                     return f"its store has not answered for {silent_secs():g} s"
@@ -74,21 +76,23 @@ class OwnerLink:
         if self._link is not None:
             threading.Thread(target=self._link.close, name="owner-close", daemon=True).start()
 
-    async def _has_ended(self) -> bool:
+    async def has_ended(self) -> bool:
+        """Whether its side has hung up; that of one that is not open yet has not."""
         async with self._asking:
-            return self._link is None or self._link.ended()
+            return self._link is not None and self._link.ended()
 
     def _speaks(self, link: StoreLink, within_secs: float) -> bool:
         """On a new connection where the old one is late: its answer may come after all, and would
-        be taken for that to the next question."""
-        if link.answers(within_secs):
+        be taken for that to the next question. Both have `within_secs` together."""
+        each_secs = within_secs / 2
+        if link.answers(each_secs):
             return True
-        ends_at = time.monotonic() + within_secs
+        ends_at = time.monotonic() + each_secs
         if link.ended():
             return False
         try:
             fresh = open_store_link(
-                self._address, within_secs, lambda: self._closed or time.monotonic() >= ends_at
+                self._address, each_secs, lambda: self._closed or time.monotonic() >= ends_at
             )
         except GroupError:
             return False

@@ -76,16 +76,14 @@ class Relay:
 
         `status` is 4xx only where the worker plainly has what it had before.
         """
-        store = await self._shelf.open()
         answers: dict[Worker, WorkerAnswer] = {}
 
         async def one(leased: Version, worker: Worker) -> None:
             answers[worker] = await _Handing(self._sends, leased, how).to(worker)
 
-        with store.lease(version) as leased:
-            async with trio.open_nursery() as nursery:
-                for worker in workers:
-                    nursery.start_soon(one, leased, worker)
+        async with self._shelf.lease(version) as leased, trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(one, leased, worker)
         return [answers[worker] for worker in workers]
 
     async def prove(

@@ -68,7 +68,12 @@ class Rollback(Work):
     async def run(self, workers: Sequence[Worker]) -> Answer:
         """Raises Refusal; then nothing was sent."""
         self._version = await self._source.wanted(self._call)
-        return await super().run(workers)
+        try:
+            # What is there now is so when the drain is over, whatever is collected meanwhile.
+            async with self._source.shelf.lease(self._version):
+                return await super().run(workers)
+        except UnknownVersion as error:
+            raise _unknown(str(error), await self._source.store()) from None
 
     async def _ask(self, workers: Sequence[Worker]) -> list[WorkerAnswer]:
         version = self._version

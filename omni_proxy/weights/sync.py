@@ -26,6 +26,7 @@ from omni_proxy.control.routes import (
     Kind,
 )
 from omni_proxy.control.sync_bodies import InitAsked, group_name_of, init_of, object_of
+from omni_proxy.control.sync_session import Owner
 from omni_proxy.control.sync_states import OutOfPlace, State
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -67,13 +68,16 @@ class Sync:
         self._steps = Steps(self.life, self._closing, holding)
         self._stored: tuple[object, Answer] | None = None
         self._left_for: str | None = None  # the group whose owner asked for its end meanwhile
+        self._coming: Owner | None = None  # whose init was let in, and has not begun
 
     async def start(self, nursery: trio.Nursery) -> None:
-        """Groups that our own last end left behind are taken down."""
-        self.life.nursery = nursery
+        """Groups that our own last end left behind are taken down; so is one of our own task."""
+        self._coming = self._left_for = self._stored = None
         left, self._book.left_in_group = self._book.left_in_group, ()
         if left:
+            self.life.leaving = set(left)
             nursery.start_soon(self.life.tell_left_in_group, left, self._book.left_group)
+        self.life.start(nursery)
 
     def stop(self) -> None:
         self.life.stop()
@@ -98,15 +102,22 @@ class Sync:
     async def before_turn(self, call: AdminCall) -> None:
         """What must not wait for whoever has the turn. Raises Refusal."""
         if call.route.path == INIT:
-            await _judged(self._make_room(call))
+            self._coming = await _judged(self._make_room(call))
         elif call.route.path == DESTROY and self.life.busy.locked():
             owner = self.life.session.owner
             if owner is not None and _names(call, owner.group_name):
                 self._left_for = owner.group_name
                 self.life.interrupt("its destroy was asked for", "destroyed")
 
+    def has_had_its_turn(self, call: AdminCall) -> None:
+        """Whatever came of it."""
+        if call.route.path == INIT:
+            self._coming = None
+
     async def perform(self, call: AdminCall, workers: Sequence[Worker]) -> Answer:
         """Raises Refusal: then nothing was sent."""
+        if (stored := self.stored(call)) is not None:
+            return stored  # it was asked twice at once
         life, ok = self.life, False
         await life.until_settled()
         async with life.busy:
@@ -135,6 +146,10 @@ class Sync:
             return {}
         async with life.busy:
             try:
+                if await life.owner_has_hung_up():
+                    # Whatever it had sent: nobody is there any more who could say that it was all.
+                    life.interrupt("the trainer is gone: its connection has ended", "owner_dead")
+                    return {}
                 if life.session.round.ends_itself:
                     return await self._closing.close(headers)
                 return {"uncertain": await self._closing.give_up()}
@@ -163,7 +178,7 @@ class Sync:
         if path == DESTROY:
             left_for, self._left_for = self._left_for, None
             if left_for is not None and not self._under_way:
-                return Answer(200, {**steps.left(call).body})
+                return steps.left_already(call)
         each: dict[str, Callable[[AdminCall], Awaitable[Answer]]] = {
             PREPARE: steps.prepare,
             COMPLETE: steps.complete,
@@ -173,8 +188,8 @@ class Sync:
         }
         return await each[path](call)
 
-    async def _make_room(self, call: AdminCall) -> None:
-        """Raises Refusal 409 while the owner of the present group lives."""
+    async def _make_room(self, call: AdminCall) -> Owner:
+        """Who asks. Raises Refusal 409 while the owner of the present group lives."""
         asked = init_of(object_of(call.body))
         life = self.life
         await life.until_settled()
@@ -182,6 +197,10 @@ class Sync:
             if life.session.state is not State.ABORTING:
                 await self._release(asked)
             await life.until_idle()
+        now = trio.current_time()
+        if self._coming is not None:
+            raise _owned(self._coming, self._coming.in_words(now, State.JOINING), State.JOINING)
+        return Owner(asked.group_name, asked.address, now, call.caller)
 
     async def _release(self, asked: InitAsked) -> None:
         life = self.life
@@ -190,15 +209,18 @@ class Sync:
         elif life.ending:
             return
         elif await life.owner_lives():
-            owner, words = life.session.owner, life.describe()
+            owner = life.session.owner
             assert owner is not None
-            message = f"another trainer owns the weight sync: {words}"
-            told = life.status()
-            holder = {**(told["owner"] or {}), "state": told["state"]}
-            raise Refusal(409, message, "sync_owned", detail=message, owner=holder)
+            raise _owned(owner, life.describe(), life.session.state)
         else:
             _log.warning("replaced stale group: %s", life.describe())
             life.interrupt("its trainer is gone, and another one came", "owner_dead")
+
+
+def _owned(owner: Owner, words: str, state: State) -> Refusal:
+    message = f"another trainer owns the weight sync: {words}"
+    holder = {**owner.told(trio.current_time()), "state": state.value}
+    return Refusal(409, message, "sync_owned", detail=message, owner=holder)
 
 
 async def _judged(step: Awaitable[T]) -> T:

@@ -25,7 +25,7 @@ from omni_proxy.weights.calling import limit_secs
 from omni_proxy.weights.draining import until_idle
 from omni_proxy.weights.own_rank import NAME
 from omni_proxy.weights.store.record import Version
-from omni_proxy.weights.sync_delivery import SyncDelivery
+from omni_proxy.weights.sync_delivery import Handed, SyncDelivery
 from omni_proxy.weights.sync_life import SyncLife
 from omni_proxy.weights.sync_proof import Proof, healed, prove
 
@@ -58,7 +58,9 @@ class Closing:
         if sync.while_updating != "pass":
             self._life.doubt.hold(workers)
             await self._life.fleet.agreed()
-        await until_idle(workers, sync.drain_secs, what)
+        stopped = self._life.book.stopped
+        running = [worker for worker in workers if worker.url not in stopped]
+        await until_idle(running, sync.drain_secs, what)
         self._life.doubt.doubt(workers)
 
     async def close(self, headers: Mapping[str, str]) -> Told:
@@ -92,7 +94,7 @@ class Closing:
         life.book.clear(url for url in good if url not in doubted)
         for url in good:
             life.spoiled.pop(url, None)
-        await life.record("weights update")
+        await life.record_what_was()
         life.doubt.let_go(doubted)
         self._versions, self.flushed = set(), False
         if doubted:
@@ -106,7 +108,7 @@ class Closing:
         doubted = life.session.abandon()
         await self._delivery.forget()
         life.spoil(doubted, names)
-        await life.record("weights update")
+        await life.record_what_was()
         life.doubt.let_go(doubted)
         self._versions, self.flushed = set(), False
         return doubted
@@ -133,9 +135,7 @@ class Closing:
             await delivery.seal(self._label)
             self.cause = delivery.error if life.recipients else ""
         if life.recipients and delivery.version is not None:
-            await self.hold(life.recipients, "the delivery of a version")
-            await life.record("weights update")
-            handed = await delivery.give(delivery.version, life.recipients, headers)
+            handed = await self._handed(delivery.version, headers)
             took += handed.took
             if handed.took or not all(each.refused for each in delivery.answers.values()):
                 failed |= handed.failed  # else nobody has anything new
@@ -144,6 +144,18 @@ class Closing:
         if not life.session.whole:
             proof = _distrust(proof, life.session)
         return proof, failed | dict(proof.wrong)
+
+    async def _handed(self, version: Version, headers: Mapping[str, str]) -> Handed:
+        """To all that have to get it from us; to nobody where that can't be written down."""
+        life = self._life
+        await self.hold(life.recipients, "the delivery of a version")
+        try:
+            await life.record("weights update")
+        except OSError as error:
+            life.book.note(error)
+            why = f"nothing was sent: the journal {life.book.where} can't be written"
+            return self._delivery.refused(life.recipients, why)
+        return await self._delivery.give(version, life.recipients, headers)
 
     async def _mended(
         self, proof: Proof, wrong: dict[str, str], headers: Mapping[str, str]

@@ -21,6 +21,7 @@ from omni_proxy.weights.store.record import Version
 from omni_proxy.weights.store.versions import UnknownVersion
 from omni_proxy.weights.sync_life import SyncLife
 
+NOT_GIVEN = 400
 _log = logging.getLogger(__name__)
 
 
@@ -106,6 +107,13 @@ class SyncDelivery:
         self.answers |= {answer.worker: answer for answer in answers}
         failed |= {answer.worker: answer.why for answer in answers if not answer.success}
         return Handed(tuple(worker for worker in alive if worker.url not in failed), failed)
+
+    def refused(self, workers: Sequence[Worker], why: str) -> Handed:
+        """Nobody was given it: all have what they had."""
+        body = {"success": False, "status": "error", "message": why}
+        answers = [WorkerAnswer(worker.url, NOT_GIVEN, body) for worker in workers]
+        self.answers |= {answer.worker: answer for answer in answers}
+        return Handed((), {worker.url: why for worker in workers})
 
     async def published(self, version: Version, label: str | None, epoch: int) -> None:
         await self._holding.shelf.published(version, label, epoch)

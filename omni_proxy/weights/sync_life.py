@@ -8,15 +8,13 @@ a trainer that is gone is answered for within seconds, whoever else waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from math import inf
 from typing import Any, Final
 
 import msgspec
 import trio
 
-from omni_proxy.collective.specs import GroupError
 from omni_proxy.control.journal import Begun
 from omni_proxy.control.layout import Seat
 from omni_proxy.control.outcomes import WorkerAnswer
@@ -27,18 +25,25 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.syncs import SyncMeters
 from omni_proxy.watch.keeper import Keeper
+from omni_proxy.weights import sync_watch
 from omni_proxy.weights.book import Book
 from omni_proxy.weights.fan_out import FanOut, Patience
 from omni_proxy.weights.in_doubt import InDoubt
 from omni_proxy.weights.members import Member, WorkerMember
 from omni_proxy.weights.owner import OwnerLink, reachable
-from omni_proxy.weights.reach import until_refused
 
 UNDO_SECS: Final = 10.0
 ALIVE_SECS: Final = 2.0
-_WATCHED: Final = (State.ARMING, State.ARMED, State.COMMITTING)
+GONE_SECS: Final = 0.5
 # What is the trainer's own doing is for it to mend; a lost member is ours.
-STATUS: Final = {"owner_dead": 400, "owner_unreachable": 400, "destroyed": 409, "forced": 409}
+STATUS: Final = {
+    "owner_dead": 400,
+    "owner_unreachable": 400,
+    "stall": 400,
+    "member_failed": 400,
+    "destroyed": 409,
+    "forced": 409,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +59,7 @@ class SyncLife:
         self.recipients: list[Worker] = []  # that get from us what our own rank receives
         self.left: list[WorkerAnswer] = []  # what the members of the last one said to its end
         self.meters = SyncMeters()
+        self.announced_bytes = 0  # that the next call which applies something brings each member
         self.ending = ""  # why the present one has to end, once the step that runs is over
         self.ending_status = 0  # of the answer of that step
         self.spoiled: dict[
@@ -61,15 +67,25 @@ class SyncLife:
         ] = {}  # names of tensors, by whom they made uncertain
         self.nursery: trio.Nursery | None = None
         self.busy = trio.Lock()  # held by whoever moves the session
-        self._lost: set[str] = set()
+        self.after: Callable[[Iterable[str]], None] = lambda _: None  # gets who it left in doubt
+        self.leaving: set[str] = set()  # URLs that are being told to leave the group of before
+        self._lost: dict[str, str] = {}  # member to the group that it may still be in
         self._lost_now = ""  # the member for whom the present one ends
         self._undoing = False
+        self._step_at = 0.0
         self._fan: FanOut | None = None
         self._link: OwnerLink | None = None
         self._watching = trio.CancelScope()
         self._idle = trio.Event()
         self._idle.set()
         fleet.watch_health(self._follow_health)
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Where our own task failed in the middle of one, that one ends now."""
+        self.nursery, self._undoing = nursery, False
+        if self.session.state is not State.IDLE:
+            self.ending = self.ending or "the proxy's own task for it has failed"
+            self.wind_up()
 
     def stop(self) -> None:
         """Nothing runs any more that could watch over it."""
@@ -99,8 +115,9 @@ class SyncLife:
         self.nursery.start_soon(self._watch, self._watching, self._link)
 
     async def record(self, path: str) -> None:
-        """Raises OSError: then nothing may be sent."""
+        """At the begin of each step. Raises OSError: then nothing may be sent."""
         assert self.session.owner is not None
+        self._step_at = trio.current_time()
         await self.book.begin_sync(
             Begun(
                 operation=self.session.owner.group_name,
@@ -110,6 +127,13 @@ class SyncLife:
                 step=self.session.state.value,
             )
         )
+
+    async def record_what_was(self) -> None:
+        """After the calls: a disk that fails is told of, and stops nothing that has begun."""
+        try:
+            await self.record("weights update")
+        except OSError as error:
+            self.book.note(error)
 
     @property
     def _in_question(self) -> list[Worker]:
@@ -144,6 +168,12 @@ class SyncLife:
         host, _, port = owner.address.rpartition(":")
         return await reachable(host.strip("[]"), int(port), ALIVE_SECS)
 
+    async def owner_has_hung_up(self) -> bool:
+        """What is known at once, before anybody has looked."""
+        with trio.move_on_after(GONE_SECS):
+            return self._link is not None and await self._link.has_ended()
+        return False
+
     def interrupt(self, cause: str, why: str, name: str = "") -> None:
         """End it from outside; `why` is one word for the metrics."""
         if self.session.state in (State.IDLE, State.ABORTING) or self.ending:
@@ -152,7 +182,8 @@ class SyncLife:
         self.meters.aborts[why] += 1
         _log.warning("the weight sync of %s ends: %s", self.describe(), cause)
         if self._fan is not None:
-            self._fan.fail(cause)
+            # Where only a member is lost the others may do well, given time.
+            self._fan.fail(cause, hurry=not name)
         elif not self.busy.locked():
             self.wind_up()
 
@@ -176,19 +207,27 @@ class SyncLife:
 
     async def clear_left_behind(self) -> None:
         """Members that never answered the end of an earlier one are told again."""
-        again = [m for m in self.members.values() if m.name in self._lost]
-        self._lost.clear()
-        for member in again:
-            with trio.move_on_after(ALIVE_SECS):
-                await member.destroy(self._destroys())
+        lost, self._lost = self._lost, {}
+        for member in self.members.values():
+            if member.name in lost:
+                with trio.move_on_after(ALIVE_SECS):
+                    await member.destroy(msgspec.json.encode({"group_name": lost[member.name]}))
 
     async def tell_left_in_group(self, urls: Sequence[str], group_name: str) -> None:
         """Whom our own end left in a group; they may not be there yet, or no more."""
-        found = [worker for url in urls if (worker := self.fleet.find(url)) is not None]
         body = msgspec.json.encode({"group_name": group_name})
+
+        async def leave(worker: Worker) -> None:
+            answer = await self._destroy(WorkerMember(worker, 1), body)
+            self.leaving.discard(worker.url)
+            if answer.success or answer.refused or worker.url not in self.book.reasons:
+                self.after([worker.url])
+
         async with trio.open_nursery() as nursery:
-            for worker in found:
-                nursery.start_soon(self._destroy, WorkerMember(worker, 1), body)
+            for url in urls:
+                if (worker := self.fleet.find(url)) is not None:
+                    nursery.start_soon(leave, worker)
+        self.leaving.clear()
 
     def spoil(self, doubted: Mapping[str, str], names: Iterable[str]) -> None:
         """These are uncertain for a sync of just those tensors, and healed by one that has them."""
@@ -201,7 +240,9 @@ class SyncLife:
 
     async def _undo(self) -> None:
         session, names = self.session, set(self.session.round.names)
-        body = self._destroys()
+        assert session.owner is not None
+        group_name = session.owner.group_name
+        body = msgspec.json.encode({"group_name": group_name})
         answers: dict[str, WorkerAnswer] = {}
 
         async def leave(member: Member) -> None:
@@ -209,7 +250,7 @@ class SyncLife:
             gone = answer.success or answer.refused
             session.disarm(member.name, ok=gone)
             if not gone:
-                self._lost.add(member.name)
+                self._lost[member.name] = group_name
 
         async with trio.open_nursery() as nursery:
             for member in self.members.values():
@@ -224,44 +265,19 @@ class SyncLife:
         await self.keeper.thaw()
         self.ending, self._undoing = "", False
         self._idle.set()
+        self.after([url for url in doubted if url not in self._lost])
 
     async def _destroy(self, member: Member, body: bytes) -> WorkerAnswer:
         with trio.move_on_after(UNDO_SECS):
             return await member.destroy(body)
         return WorkerAnswer(member.name, None, error=f"no answer within {UNDO_SECS:g} s")
 
-    def _destroys(self) -> bytes:
-        assert self.session.owner is not None
-        return msgspec.json.encode({"group_name": self.session.owner.group_name})
-
     async def _watch(self, scope: trio.CancelScope, link: OwnerLink) -> None:
         with scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_owner, link)
-                for worker in self.workers:
-                    nursery.start_soon(self._watch_member, worker)
-
-    async def _watch_owner(self, link: OwnerLink) -> None:
-        try:
-            await link.open()
-        except GroupError as error:
-            if self.session.state is State.JOINING:
-                self.interrupt(str(error), "owner_unreachable")
-            return
-        gone = await link.until_gone(self._stall_secs)
-        self.interrupt(f"the trainer is gone: {gone}", "owner_dead")
-
-    async def _watch_member(self, worker: Worker) -> None:
-        why = await until_refused(worker, self.keeper.config.health.endpoint)
-        self.member_lost(worker, why)
+            await sync_watch.watch(self, link)
 
     def member_lost(self, worker: Worker, why: str) -> None:
         self.interrupt(f"{worker.url} is lost: {why}", "member_lost", worker.url)
-
-    def _stall_secs(self) -> float:
-        """How long an owner may be silent; one that only has a group may be busy for ever."""
-        stall = self.keeper.config.weight_sync.stall_timeout_secs
-        return stall if stall and self.session.state in _WATCHED else inf
 
     def _follow_health(self, worker: Worker, _: Health) -> None:
         if worker in self.workers and worker.machine.state is Health.DEAD:
@@ -273,14 +289,8 @@ class SyncLife:
         owner = session.owner if session.state is not State.IDLE else None
         return {
             "state": session.state.value,
-            "owner": None
-            if owner is None
-            else {
-                "group_name": owner.group_name,
-                "master": owner.address,
-                "caller": owner.caller,
-                "age_secs": round(now - owner.since, 3),
-            },
+            "owner": owner.told(now) if owner else None,
+            "step_secs": round(now - self._step_at, 3) if owner else 0.0,
             "open": session.open,
             "buckets": session.round.buckets,
             "members": [self._row(name) for name in session.parts] if owner else [],

@@ -73,7 +73,7 @@ class Steps:
         )
         if not cause:
             await life.linked(LINK_SECS)
-            await life.record(call.route.path)
+            await life.record_what_was()
         return self._told(call, answers, cause, {"layout": [_seat(seat) for seat in seats]})
 
     async def prepare(self, call: AdminCall) -> Answer:
@@ -82,6 +82,7 @@ class Steps:
         body = await read(call.body, object_of, call.body)
         self._require_group(body)
         asked = await read(body, prepare_of, call.body)
+        life.announced_bytes = asked.nbytes
         life.session.arm(batched=asked.batched, buckets=asked.buckets, names=asked.names)
         await self._record(call)
         answers, cause = await self._ask(
@@ -107,6 +108,7 @@ class Steps:
         body = await read(call.body, object_of, call.body)
         self._require_group(body)
         asked, marks = await read(body, prepare_of, call.body), marks_of(body)
+        life.announced_bytes = asked.nbytes
         life.session.update(marks, asked.names)
         self._closing.heard(marks, flushes=marks.flush_cache is not False)
         return await self._apply(call, lambda member: member.update(call.body))
@@ -147,6 +149,14 @@ class Steps:
         """What its members said when the group was taken down for this very call."""
         return merged(call.route.path, self._life.left, self._life.session)
 
+    def left_already(self, call: AdminCall) -> Answer:
+        """When this call came a step was still under way: its end has made members leave before."""
+        answer = self.left(call)
+        if answer.ok or not all(each.success or each.refused for each in self._life.left):
+            return answer
+        message = "the group is destroyed; some members had left it by themselves"
+        return Answer(200, {**answer.body, "success": True, "status": "ok", "message": message})
+
     async def _apply(self, call: AdminCall, ask: Ask) -> Answer:
         life, sync = self._life, self._life.keeper.config.weight_sync
         await self._record(call)
@@ -164,14 +174,16 @@ class Steps:
         for each in answers:
             touched = each.success or not certain(each, batched=batched)
             session.hear(each, touched=touched)
-            life.meters.nbytes += bytes_in(each)
+            if each.success:
+                life.meters.nbytes += bytes_in(each) or life.announced_bytes
+        life.announced_bytes = 0
         failed = session.cause = "" if session.whole else fan.cause
         told: Told = {}
         if session.settle() is State.VERIFYING:
             told = await self._closing.close(call.credentials)
             answers, failed = self._closing.retold(answers), self._closing.judged(failed)
         elif session.state is State.GROUPED:
-            await life.record(call.route.path)
+            await life.record_what_was()
         answer = self._answer(call, answers, failed, told)
         if not failed and told.get("uncertain"):
             message = "every member took the weights, but their checksums differ"

@@ -151,7 +151,8 @@ class Work:
         if not self._route.drains or not secs:
             return
         self._enter(Step.DRAINING)
-        await until_idle(workers, secs, self._route.name)
+        running = [worker for worker in workers if worker.url not in self._book.stopped]
+        await until_idle(running, secs, self._route.name)
 
     async def _record(self) -> None:
         self._enter(Step.RECORDING)
@@ -248,9 +249,12 @@ class Work:
         _log.warning("Worker %s is disabled until somebody enables it: %s", url, reason)
 
     def _note_paused(self, answers: Sequence[WorkerAnswer]) -> None:
-        if self._stays_paused():
-            for answer in answers:
-                if answer.success:
+        if self._route.kind is not Kind.PAUSE and self._call.says("keep_pause") is not True:
+            return
+        for answer in answers:
+            if answer.success:
+                self._book.stopped.add(answer.worker)
+                if self._stays_held():
                     self._book.pause(answer.worker)
 
     def _let_go(self, workers: Sequence[Worker]) -> None:
@@ -263,9 +267,13 @@ class Work:
     def _still_paused(self, worker: Worker) -> bool:
         return self._route.hold == PAUSED and worker.url in self._book.paused
 
-    def _stays_paused(self) -> bool:
-        paused = self._route.kind is Kind.PAUSE or self._call.says("keep_pause") is True
-        return paused and self._keeper.config.routing.while_paused != "pass"
+    def _stays_held(self) -> bool:
+        """While a trainer's group is there, a pause is a part of its sync."""
+        config = self._keeper.config
+        updating = config.weight_sync.while_updating
+        # Without a queue of ours they would only be refused: the workers have one.
+        waits = updating == "shed" or (updating == "hold" and config.server.queue_size > 0)
+        return config.routing.while_paused != "pass" or (self._book.in_group and waits)
 
     def _answer(
         self,

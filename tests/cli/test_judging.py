@@ -120,6 +120,29 @@ def test_a_refused_file_is_told_with_its_first_problem():
     )
 
 
+SYNC = {
+    "state": "committing",
+    "owner": {"group_name": "g", "master": "h:1", "caller": "trl", "age_secs": 12.4},
+    "step_secs": 3.2,
+    "members": [
+        {"member": "http://a", "progress": "done"},
+        {"member": "http://b", "progress": "asked"},
+    ],
+}
+
+
+def test_a_sync_is_told_with_its_owner_its_step_and_who_is_waited_for():
+    told = weight_words(feed_of(feed(weights={"sync": SYNC})))
+    assert told == (
+        "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
+    )
+    armed = SYNC | {"state": "armed", "members": [{"member": "http://a", "progress": "idle"}]}
+    assert "armed for 3 s, begun 12 s ago, members: 1" in weight_words(
+        feed_of(feed(weights={"sync": armed}))
+    )
+    assert weight_words(feed_of(feed(weights={"sync": {"state": "idle", "owner": None}}))) == ""
+
+
 def test_weights_are_told_by_their_versions():
     rows = [row("a:1", weight_version="v2", weight_epoch=2), row("b:1", weight_version="v1")]
     assert weight_words(feed_of(feed(*rows[:1]))) == "v2 (epoch 2) on 1"

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import omni_proxy
-from omni_proxy.cli import main
+from omni_proxy.cli import INNER, main
 from omni_proxy.config.schema import Config
 
 
@@ -166,3 +166,12 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
         told = command.stderr.read()
         assert command.wait(30) == 141
     assert told == b""
+
+
+@pytest.mark.parametrize("word", sorted(INNER))
+def test_what_the_program_starts_of_itself_says_so_to_others(word, capsys):
+    with pytest.raises(SystemExit, match=f"{word} is for omni-proxy itself"):
+        main([word])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert word not in capsys.readouterr().out

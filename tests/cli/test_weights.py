@@ -48,6 +48,16 @@ def test_status_is_a_table_of_the_workers_and_what_runs(proxy, capsys):
     assert lines[6] == "2026-11-21T10:00:00 /pause_generation 0.5 s: 200 ok"
 
 
+def test_status_tells_whose_sync_is_there(proxy, capsys):
+    owner = {"group_name": "g", "master": "h:1", "caller": "", "age_secs": 9.0}
+    sync = {"state": "arming", "owner": owner, "step_secs": 1.0,
+            "members": [{"member": A, "progress": "asked"}]}  # fmt: skip
+    proxy.says["/weights"] = (200, WEIGHTS | {"sync": sync})
+    assert main(["weights", "status", "--url", proxy.url]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line == f"sync: g at h:1, arming for 1 s, begun 9 s ago, waiting for {A}"
+
+
 def test_status_for_machines_is_the_answer_itself(proxy, capsys):
     proxy.says["/weights"] = (200, WEIGHTS)
     assert main(["weights", "status", "--url", proxy.url, "--json"]) == 0

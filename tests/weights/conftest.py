@@ -1,7 +1,11 @@
 import pytest
+import trio
 
 from omni_proxy.watch import broadcast
+from omni_proxy.weights import sync_watch
+from tests.front.house import A, B
 from tests.weights.desks import Gated, house_with
+from tests.weights.syncs import Trainer, store_of_a_trainer, sync_house
 
 
 @pytest.fixture
@@ -21,3 +25,30 @@ async def house(engines, folder, nursery):
     made = house_with(folder)
     await nursery.start(made.desk.run)
     return made
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """Everybody listens at its address until the test says otherwise: URL -> an event."""
+    gone = {A: trio.Event(), B: trio.Event()}
+
+    async def until_refused(worker, endpoint):
+        await gone[worker.url].wait()
+        return "nobody listens at its address any more"
+
+    monkeypatch.setattr(sync_watch, "until_refused", until_refused)
+    return gone
+
+
+@pytest.fixture
+async def store():
+    async with store_of_a_trainer() as found:
+        with trio.fail_after(20):
+            yield found
+
+
+@pytest.fixture
+async def trainer(engines, folder, nursery, store, listening):
+    house = sync_house(folder)
+    await nursery.start(house.desk.run)
+    return Trainer(house, store)

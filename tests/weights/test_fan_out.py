@@ -78,3 +78,17 @@ async def test_somebody_outside_may_know_better(autojump_clock, nursery):
     nursery.start_soon(know)
     await one.run(Patience(10))
     assert (one.cause, trio.current_time()) == ("the trainer is gone", 2)
+
+
+async def test_where_nobody_can_do_well_any_more_the_others_get_less_time(autojump_clock, nursery):
+    late = Member("a", 300)
+    one = fan(late)
+
+    async def know():
+        await trio.sleep(2)
+        one.fail("the trainer is gone", hurry=True)
+
+    nursery.start_soon(know)
+    await one.run(Patience(900, grace_secs=5, undo=undo))
+    assert trio.current_time() == 3
+    assert late.undone.is_set()

@@ -111,6 +111,48 @@ async def test_parts_that_come_one_by_one_are_one_version(own, pool, how):
     await left(own, trainer)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "isolation": "thread",
+            "init_timeout_secs": 0,
+            "ready_timeout_secs": 0,
+            "receive_timeout_secs": 0,
+            "stall_timeout_secs": 0,
+        }
+    ],
+)
+async def test_clocks_that_are_off_end_nothing(own, pool):
+    trainer = await joined(own, pool)
+    assert (await own.prepare(body())).success
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sent, trainer)
+        assert (await own.complete(b'{"group_name": "g"}')).success
+    await own.seal("s")
+    await left(own, trainer)
+
+
+async def test_its_first_byte_may_come_as_late_as_the_slowest_rank_is_armed(pool, tmp_path):
+    told = {"isolation": "thread", "stall_timeout_secs": 0.2, "ready_timeout_secs": 20}
+
+    def now():
+        return WeightSync(mode="receive", store_dir=str(tmp_path / "versions"), **told)
+
+    own = OwnRank(Shelf(now, tmp_path), now)
+    with trio.fail_after(PATIENCE_SECS):
+        trainer = await joined(own, pool)
+        assert (await own.prepare(body())).success
+        with trio.move_on_after(0.5):
+            await trio.to_thread.run_sync(own._armed.wait, 20, abandon_on_cancel=True)
+        await sent(trainer)
+        assert (await own.complete(b'{"group_name": "g"}')).success
+        await own.discard()
+        await left(own, trainer)
+        await own.close()
+    forget(own._shelf.store)
+
+
 async def test_both_phases_may_be_one_call(own, pool):
     trainer = await joined(own, pool)
     async with trio.open_nursery() as nursery:

@@ -36,6 +36,13 @@ async def test_one_that_is_silent_for_as_long_as_it_may_be_is_gone_too(store, li
     assert "has not answered for 0.5 s" in await link.until_gone(lambda: 0.5)
 
 
+async def test_one_that_is_silent_has_no_longer_for_a_second_connection(store, link):
+    await link.open()
+    store.silent = True
+    with trio.fail_after(3):
+        await link.until_gone(lambda: 1.4)
+
+
 async def test_one_that_was_late_once_is_heard_again(store, link):
     await link.open()
     store.silent = True

@@ -31,36 +31,12 @@ from tests.weights.syncs import (
 DISK = "/update_weights_from_disk"
 
 
-@pytest.fixture(autouse=True)
-def listening(monkeypatch):
-    """Everybody listens at its address until the test says otherwise: URL -> an event."""
-    gone = {A: trio.Event(), B: trio.Event()}
-
-    async def until_refused(worker, endpoint):
-        await gone[worker.url].wait()
-        return "nobody listens at its address any more"
-
-    monkeypatch.setattr(sync_life, "until_refused", until_refused)
-    return gone
+pytestmark = pytest.mark.usefixtures("listening")
 
 
 @pytest.fixture
 def engines(monkeypatch):
     return Engines().install(monkeypatch)
-
-
-@pytest.fixture
-async def store():
-    async with store_of_a_trainer() as found:
-        with trio.fail_after(20):
-            yield found
-
-
-@pytest.fixture
-async def trainer(engines, folder, nursery, store):
-    house = sync_house(folder)
-    await nursery.start(house.desk.run)
-    return Trainer(house, store)
 
 
 def versions(house):

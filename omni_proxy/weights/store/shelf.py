@@ -8,7 +8,8 @@ again whose bytes were found to have changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -60,6 +61,12 @@ class Shelf:
         """The newest first; none while the store is not open."""
         return self.store.versions() if self.store is not None else []
 
+    def has_path(self, path: str) -> bool:
+        """Whether that is a place of a version in the store, of one that is gone too."""
+        return self.store is not None and any(
+            Path(path).is_relative_to(root) for root in self.store.roots
+        )
+
     async def open(self) -> VersionStore:
         """Raises OSError where the folder can't be used, also for being another program's."""
         async with self._opening:
@@ -89,10 +96,24 @@ class Shelf:
             abandon_on_cancel=True,
         )
 
+    @asynccontextmanager
+    async def lease(self, version: Version) -> AsyncIterator[Version]:
+        """As the store's. Raises UnknownVersion, OSError."""
+        store = await self.open()
+        lease = store.lease(version)
+        # Both wait for whoever changes the store, and the end may remove what was kept for it.
+        with trio.CancelScope(shield=True):
+            leased = await self.in_thread(lease.__enter__)
+        try:
+            yield leased
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.in_thread(lease.__exit__, None, None, None)
+
     async def published(self, version: Version, label: str | None, epoch: int) -> None:
         """The fleet has it. A disk that fails is told of, and changes nothing of that."""
-        store = await self.open()
         try:
+            store = await self.open()
             await self.in_thread(store.publish, version, label, epoch)
         except (OSError, UnknownVersion) as error:
             self.error = f"{version.name}: {error}"

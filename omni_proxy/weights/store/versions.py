@@ -80,6 +80,11 @@ class VersionStore:
     def folder(self) -> Path:
         return self._disk
 
+    @property
+    def roots(self) -> list[Path]:
+        """Where versions are."""
+        return [root for root in (self._disk, self._memory) if root is not None]
+
     def close(self) -> None:
         """Others may use the folder from here on; may be called again."""
         held, self._held = self._held, None
@@ -88,8 +93,9 @@ class VersionStore:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody reads a version, or receives one."""
-        return self._drafts > 0 or any(self._leases.values())
+        """Whether somebody reads a version, receives one, or has not decided what becomes of it."""
+        undecided = self._drafts > 0 or any(kept.pending for kept in list(self._kept.values()))
+        return undecided or any(self._leases.values())
 
     def leave(self) -> None:
         """As `close`, in good order: memory is given back for what is on the disk."""
@@ -131,6 +137,8 @@ class VersionStore:
     def begin(self, nbytes: int) -> Draft:
         """A version to receive `nbytes` into. Raises NoRoom, OSError."""
         with self._changing:
+            for root in self.roots:  # somebody may have tidied it away
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.collect()
             in_memory = self._choose(nbytes)
             self._numbered += 1
@@ -185,7 +193,7 @@ class VersionStore:
     def lease(self, version: Version) -> Iterator[Version]:
         """Its folder stays as long as this lasts. Raises UnknownVersion."""
         with self._changing:
-            self._require(version.number)
+            self._forget_lost(version.number, self._require(version.number))
             version = self._version(version.number)
             self._leases[version.folder] += 1
         try:
@@ -276,6 +284,16 @@ class VersionStore:
         if kept.memory and not self._leases[folder]:
             places.remove(folder)
             kept.memory = False
+
+    def _forget_lost(self, number: int, kept: _Kept) -> None:
+        """Where somebody else has removed it, it is no more. Raises UnknownVersion."""
+        kept.memory = kept.memory and (self._folder(number, memory=True) / RECORD).is_file()
+        kept.disk = kept.disk and (self._folder(number, memory=False) / RECORD).is_file()
+        if not (kept.memory or kept.disk):
+            _log.error("version %d was removed from %s by somebody else", number, self._disk)
+            del self._kept[number]
+        self._tell()
+        self._require(number)
 
     @property
     def _kept_in_memory(self) -> bool:
