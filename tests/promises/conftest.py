@@ -1,6 +1,8 @@
 import pytest
 
 from omni_proxy.door import clocks
+from tests.promises.sync_program import Fleets
+from tests.promises.sync_trainer import Trainers
 from tests.promises.takers import Taking
 
 
@@ -20,3 +22,18 @@ async def taking(nursery):
         return worker
 
     return made
+
+
+@pytest.fixture(scope="session")
+def trainers():
+    made = Trainers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def fleets(tmp_path_factory):
+    """Real replicas of the tiny model, for the syncs of all modules."""
+    made = Fleets(tmp_path_factory.mktemp("fleets"))
+    yield made
+    made.close()

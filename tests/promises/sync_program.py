@@ -1,25 +1,23 @@
-"""A fleet under a trainer, as processes: the proxy with its FILE, and real replicas of tiny.
+"""A fleet under a trainer, as processes: real replicas of tiny, and a proxy with its FILE.
 
-Started once for the tests of a file. What tests ask of it is here too: labels and digests at every
-step, traffic that goes on meanwhile, and what the processes hold (memory, threads, descriptors).
+The replicas are started once for all tests, and given the same weights whenever another proxy comes
+before some of them; one proxy runs at a time. What tests ask of a fleet is here too: labels and
+digests at every step.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections import defaultdict
-from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import trio
 
+FAR, BASE = "far", "base"
 PATIENCE_SECS = 30  # a deadline for hung tests, not a claim about speed
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
@@ -39,78 +37,137 @@ success_threshold = 1
 {weight_sync}
 {workers}
 """
-QUICK = """\
-mode = "{mode}"
-init_timeout_secs = 8
-ready_timeout_secs = 8
-receive_timeout_secs = 10
-stall_timeout_secs = 3
-{more}
-"""
+# Healthy transfers of this size take tenths of a second: whoever waits for one of these to run out
+# makes it shorter for as long as it takes (Fleet.changed).
+PATIENT = {
+    "init_timeout_secs": 30,
+    "ready_timeout_secs": 20,
+    "receive_timeout_secs": 20,
+    "stall_timeout_secs": 10,
+}
 
 
 class Replica:
     """One real replica; starts again at the same address, with the weights it began with."""
 
-    def __init__(self, *words):
+    def __init__(self, log, *words):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._words = ["--model", "tiny", "--threads", "1", "--port", str(self.port)]
-        self._words += ["--weights-stall-secs", "3", "--weights-join-secs", "8", *words]
         self.process = None
+        self._log = log
+        self._words = ["--model", "tiny", "--threads", "1", "--port", str(self.port), *words]
+        self._words += ["--weights-join-secs", "30", "--weights-receive-secs", "20"]
 
-    def start(self, log):
+    def start(self):
         argv = [sys.executable, "-m", "omni_proxy", "replica", *self._words]
         argv += ["--log-level", "warning"]
-        with log.open("a") as out:
+        with self._log.open("a") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=ENV)
 
     def kill(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
     @property
     def pid(self):
         return self.process.pid
 
+    async def begin_anew(self, model):
+        """It waits for a trainer, and has the weights of that file."""
+        if self.process.poll() is not None:
+            self.start()
+        await healthy(self.url)
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=PATIENCE_SECS, trust_env=False
+        ) as client:
+            state = (await client.get("/server_info")).json()["weight_sync"]["state"]
+            if state != "idle":
+                self.kill()
+                self.start()
+                await healthy(self.url)
+            await client.post("/continue_generation", json={})
+            body = {"model_path": str(model), "weight_version": BASE}
+            told = (await client.post("/update_weights_from_disk", json=body)).json()
+            assert told["success"], told
+
+
+class Fleets:
+    """Replicas by name: `wide` has two ranks, `far` sees no file of ours."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        elsewhere = folder / "elsewhere"
+        elsewhere.mkdir()
+        words = {
+            "wide": ("--tp", "2"),
+            "one": (),
+            "other": (),
+            FAR: ("--weights-root", str(elsewhere)),
+        }
+        self.replicas = {
+            name: Replica(folder / f"{name}.log", *each) for name, each in words.items()
+        }
+        for each in self.replicas.values():
+            each.start()
+        self._model, self._unreached = (each / "model.safetensors" for each in (folder, elsewhere))
+        for file in (self._model, self._unreached):
+            _write_model(file)
+        self._running = None
+        self._count = 0
+
+    def of(self, *names, mode="coordinate", **settings):
+        """A proxy before these: the one that runs, where it is the same."""
+        wanted = (names, mode, settings)
+        if self._running is None or self._running.wanted != wanted:
+            self.stop()
+            trio.run(self._begin_anew)
+            self._count += 1
+            folder = self._folder / f"proxy-{self._count}"
+            folder.mkdir()
+            self._running = Fleet(folder, [self.replicas[each] for each in names], wanted)
+        return self._running
+
+    async def _begin_anew(self):
+        async with trio.open_nursery() as nursery:
+            for name, each in self.replicas.items():
+                model = self._unreached if name == FAR else self._model
+                nursery.start_soon(each.begin_anew, model)
+
+    def stop(self):
+        """The proxy, if there is one."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.close()
+
+    def close(self):
+        try:
+            self.stop()
+        finally:
+            for each in self.replicas.values():
+                each.kill()
+
 
 class Fleet:
-    """The proxy at `url` before its replicas."""
+    """The proxy at `url` before its replicas. `wanted`: how it was asked for."""
 
-    def __init__(self, folder, replicas, weight_sync):
+    def __init__(self, folder, replicas, wanted):
         self.folder = folder
-        self.replicas = list(replicas)
+        self.replicas = replicas
+        self.wanted = wanted
+        self.seed = 0  # of the weights that are published
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._weight_sync = weight_sync
         self._log = folder / "proxy.log"
-        self.proxy = None
-
-    def __enter__(self):
-        for number, each in enumerate(self.replicas):
-            each.start(self.folder / f"replica-{number}.log")
-        self.write()
+        self._write()
         self.start_proxy()
-        return self
 
-    def __exit__(self, *_):
-        for each in self.replicas:
-            each.kill()
+    def close(self):
         self.proxy.send_signal(signal.SIGTERM)
         try:
             self.proxy.wait(20)
         finally:
-            self.proxy.kill()
-            self.proxy.wait()
+            self.kill_proxy()
         assert "Traceback" not in self.log(), self.log()
-
-    def write(self):
-        workers = "".join(f'[[workers]]\nurl = "{each.url}"\n' for each in self.replicas)
-        text = FILE.format(port=self.port, weight_sync=self._weight_sync, workers=workers)
-        aside = self.folder / "new.toml"
-        aside.write_text(text)
-        aside.rename(self.folder / "proxy.toml")
 
     def start_proxy(self):
         argv = [sys.executable, "-m", "omni_proxy", "--config", str(self.folder / "proxy.toml")]
@@ -131,17 +188,33 @@ class Fleet:
         ) as client:
             yield Seen(self, client)
 
+    @asynccontextmanager
+    async def changed(self, seen, **settings):
+        """With other settings of [weight_sync] for a while."""
+        self._write(**settings)
+        await seen.reloaded()
+        try:
+            yield
+        finally:
+            self._write()
+            with trio.CancelScope(shield=True), trio.move_on_after(PATIENCE_SECS):
+                await seen.reloaded()
+
     def processes(self):
-        """The proxy, the replicas, and all that they have started."""
-        return [self.proxy.pid, *(each.pid for each in self.replicas if each.process)]
+        """The proxy and the replicas."""
+        return [self.proxy.pid, *(each.pid for each in self.replicas)]
 
-
-@contextmanager
-def fleet(folder, *replicas, mode="coordinate", more=""):
-    """`replicas`: the words of each one's command line. Deadlines are seconds, not minutes."""
-    made = [Replica(*words) for words in replicas]
-    with Fleet(folder, made, QUICK.format(mode=mode, more=more)) as running:
-        yield running
+    def _write(self, **more):
+        _, mode, settings = self.wanted
+        told = {"mode": f'"{mode}"', **PATIENT, **settings, **more}
+        text = FILE.format(
+            port=self.port,
+            weight_sync="\n".join(f"{key} = {value}" for key, value in told.items()),
+            workers="".join(f'[[workers]]\nurl = "{each.url}"\n' for each in self.replicas),
+        )
+        aside = self.folder / "new.toml"
+        aside.write_text(text)
+        aside.rename(self.folder / "proxy.toml")
 
 
 class Seen:
@@ -183,6 +256,16 @@ class Seen:
             return told["routable_workers"] == wanted <= len(named)
 
         return await self.until("/workers", holds)
+
+    async def whole(self):
+        """Until no sync is under way, and everybody is in routing."""
+        await self.until("/weights", _idle)
+        await self.ready()
+
+    async def reloaded(self):
+        """What FILE says now is what counts."""
+        answer = await self.client.post("/reload")
+        assert answer.status_code == 200, answer.text
 
     async def digests(self):
         """Worker URL -> the digest over its whole tensors, asked of the replicas themselves."""
@@ -231,117 +314,23 @@ async def healthy(url):
                 await trio.sleep(0.05)
 
 
-class Traffic:
-    """Clients that go on asking; what they were told, by the label on the answer."""
-
-    def __init__(self, seen, clients=3):
-        self._seen = seen
-        self._clients = clients
-        self.answers = []
-        self._over = trio.Event()
-
-    @asynccontextmanager
-    async def going_on(self):
-        async with trio.open_nursery() as nursery:
-            for _ in range(self._clients):
-                nursery.start_soon(self._ask)
-            await self.some_more()
-            yield self
-            await self.some_more()
-            self._over.set()
-
-    async def some_more(self, count=4):
-        already = len(self.answers)
-        with trio.fail_after(PATIENCE_SECS):
-            while len(self.answers) < already + count:
-                await trio.sleep(0.01)
-
-    async def _ask(self):
-        while not self._over.is_set():
-            self.answers.append(await self._seen.chat())
-
-    def failures(self):
-        return [(a.status_code, a.text[:300]) for a in self.answers if a.status_code != 200]
-
-    def texts(self):
-        """Label -> the different texts under it: one each, where no answer mixed two versions."""
-        texts = defaultdict(set)
-        for each in self.answers:
-            if each.status_code == 200:
-                label = each.headers["x-omni-weight-version"]
-                texts[label].add(each.json()["choices"][0]["message"]["content"])
-        return texts
-
-    def spanning(self):
-        return [dict(a.headers) for a in self.answers if "x-omni-weight-version-end" in a.headers]
+def _idle(told):
+    busy = told["operation"] or told["waiting"] or told["sync"]["state"] != "idle"
+    return not busy and all(each["routable"] for each in told["workers"])
 
 
-class Held:
-    """What processes and all below them hold: files, threads, children, memory of their own and
-    memory that they share."""
+def _write_model(file):
+    from safetensors.torch import save_file
 
-    def __init__(self, pids):
-        every = [pid for root in pids for pid in tree(root)]
-        self.children = len(every)
-        self.threads = sum(len(_listed(f"/proc/{pid}/task")) for pid in every)
-        self.files = sum(_files(pid) for pid in every)
-        self.mib = sum(_pss_mib(pid, "Pss_Anon") for pid in every)
-        self.shared_mib = sum(_pss_mib(pid, "Pss_Shmem") for pid in every)
+    from omni_proxy.replica.models import tiny
 
-    def __repr__(self):
-        return repr(vars(self))
-
-
-def tree(pid):
-    found = [pid]
-    for each in found:
-        for task in _listed(f"/proc/{each}/task"):
-            try:
-                text = Path(f"/proc/{each}/task/{task}/children").read_text()
-            except OSError:
-                continue
-            found.extend(map(int, text.split()))
-    return found
-
-
-def _listed(folder):
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _files(pid):
-    """Without connections that their client has closed: a replica's server keeps its side of them
-    until their keep-alive has run out."""
-    closed = {
-        f"socket:[{fields[9]}]"
-        for fields in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:])
-        if fields[3] == "08"
-    }
-    found = []
-    for number in _listed(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return len([each for each in found if each not in closed])
-
-
-def _pss_mib(pid, kind):
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0.0
-    found = re.search(rf"^{kind}: +(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) / 1024 if found else 0.0
+    tensors = tiny.build(0).named_parameters()
+    save_file({name: each.detach().clone() for name, each in tensors}, file)
 
 
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as trial:
         return trial.getsockname()[1]
-
-
-def now():
-    return time.monotonic()
 
 
 def init_body(port, world, group="steps"):

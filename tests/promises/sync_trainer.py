@@ -5,36 +5,28 @@ Its weights are those of `tiny.build(seed)`, so that whoever names the seed know
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import subprocess
-import sys
+import socket
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import trio
 
-ROOT = Path(__file__).parents[2]
+from tests.promises.trainer_nest import Nest
 
 
 class Trainer:
     """The child. `tell` orders and waits for the reply, which is {"gone": True} where it died."""
 
-    def __init__(self):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+    def __init__(self, nest):
         self.awaited = 0
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.process = nest.fork(theirs)
+            self._orders, self._replies = ours.makefile("w"), ours.makefile("r")
 
     async def tell(self, do, **order):
         self.order(do, **order)
@@ -42,10 +34,10 @@ class Trainer:
 
     def order(self, do, **order):
         self.awaited += 2 if do == "open" else 1
-        print(json.dumps({"do": do, **order}), file=self.process.stdin, flush=True)
+        print(json.dumps({"do": do, **order}), file=self._orders, flush=True)
 
     async def reply(self):
-        line = await trio.to_thread.run_sync(self.process.stdout.readline, abandon_on_cancel=True)
+        line = await trio.to_thread.run_sync(self._line, abandon_on_cancel=True)
         self.awaited -= 1
         if not line:
             self.process.wait()  # at its end a pipe closes before the process is seen to be dead
@@ -54,50 +46,71 @@ class Trainer:
         assert "broken" not in told, told["broken"]
         return told
 
+    def _line(self):
+        try:
+            return self._replies.readline()
+        except ConnectionResetError:
+            return ""
+
     def living(self):
-        return self.process.poll() is None
+        return self.process.living()
 
     def signal(self, number):
         self.process.send_signal(number)
 
     def kill(self):
         self.process.kill()
-        self.process.wait()
 
     def close(self):
         self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.process.close()
+        self._replies.close()
+        with suppress(BrokenPipeError):  # an order that it did not live to hear
+            self._orders.close()
 
 
 class Trainers:
-    """Children that live from test to test, and one that is warm for when the last one died."""
+    """Children that live from test to test."""
 
     def __init__(self):
-        self._all = [Trainer(), Trainer()]
+        self._nest = Nest(__name__)
+        self._all = []
 
     def one(self):
         """One that waits for orders; the next one is not the same while this is busy."""
-        free = [each for each in self._all if each.living() and not each.awaited]
-        while len(free) < 2:
-            self._all.append(Trainer())
-            free.append(self._all[-1])
-        return free[0]
+        return self._free(1)[0]
 
     def two(self):
-        one = self.one()
-        return one, next(e for e in self._all if e.living() and not e.awaited and e is not one)
+        return self._free(2)
+
+    def _free(self, count):
+        free = [each for each in self._all if each.living() and not each.awaited]
+        while len(free) < count:
+            self._all.append(Trainer(self._nest))
+            free.append(self._all[-1])
+        return free[:count]
 
     def close(self):
         for each in self._all:
             each.close()
+        self._nest.close()
 
 
 class Side:
     """What the child does."""
 
-    def __init__(self):
+    def __init__(self, say):
         self.groups = {}
+        self._say = say
+
+    def program(self, words):
+        """tools/trainer with these words: its exit status, and what it said."""
+        from tools.training.__main__ import main as program
+
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            status = program(words)
+        return {"status": status, "out": out.getvalue(), "errors": errors.getvalue()}
 
     def sync(self, url, seed, version, fault="none", **wishes):
         """A whole sync by tools.training; `why` is "" where it was good."""
@@ -124,7 +137,7 @@ class Side:
         from tools.training.group import Group, Meeting, SyncFailed
 
         self.groups[group] = made = Group(Meeting(group, world, "gloo", timeout))
-        say(port=made.port)
+        self._say(port=made.port)
         try:
             made.join(Told())
         except SyncFailed as error:
@@ -191,16 +204,12 @@ def checksum(seed):
     return checksum_of(weights(seed))
 
 
-def say(**reply):
-    print(json.dumps(reply), flush=True)
+def main(orders, replies):
+    def say(**reply):
+        print(json.dumps(reply), file=replies, flush=True)
 
-
-def main():
-    import torch
-
-    torch.set_num_threads(1)
-    side = Side()
-    for line in sys.stdin:
+    side = Side(say)
+    for line in orders:
         order = json.loads(line)
         try:
             reply = getattr(side, order.pop("do"))(**order)
@@ -208,7 +217,3 @@ def main():
             reply = {"broken": repr(error)}
         say(**reply)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -265,12 +265,9 @@ class Ill:
 
 async def test_a_worker_on_trial_gets_one_request_at_a_time_from_all_doors_together(tmp_path):
     ill, file = Ill(), tmp_path / "proxy.toml"
-    async with (
-        fake_workers(ill, answering(counted(b"{}"))) as fleet,
-        trio.open_nursery() as nursery,
-    ):
+    async with fake_workers(ill, answering(counted(b"{}"))) as fleet:
         put(file, toml(fleet, more="processes = 2"))
-        async with program("--config", file) as running:
+        async with program("--config", file) as running, trio.open_nursery() as nursery:
             await running.until_routable(*fleet)
             await running.until("/status", serving)
             tally, stop = [0], trio.Event()

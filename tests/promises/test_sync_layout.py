@@ -5,11 +5,12 @@ import socket
 import pytest
 import trio
 
-from tests.promises.sync_program import DESTROY, INIT, fleet, init_body
-from tests.promises.sync_trainer import Trainers
+from tests.promises.sync_program import INIT, init_body
+from tests.promises.sync_steps import Begun, whole
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
+pytest.importorskip("safetensors.torch")
 
 
 @pytest.fixture(autouse=True)
@@ -19,22 +20,14 @@ async def soon():
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with fleet(tmp_path_factory.mktemp("layout"), ("--tp", "2"), ()) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    made = Trainers()
-    yield made
-    made.close()
+def running(fleets):
+    return fleets.of("wide", "one")
 
 
 @pytest.fixture
-async def seen(running):
+async def seen(running, trainers):
     async with running.client() as it:
-        await it.ready()
+        await whole(it, trainers)
         yield it
 
 
@@ -47,29 +40,21 @@ async def test_ranks_follow_each_other_over_the_replicas_and_one_answer_tells_of
     seen, trainers
 ):
     over_two, alone = seen.fleet.replicas
-    trainer = trainers.one()
-    trainer.order("open", world=4)
-    port = (await trainer.reply())["port"]
-    status, told = await seen.post(INIT, **init_body(port, 4))
-    assert (status, told["success"]) == (200, True), told
-    assert await trainer.reply() == {"joined": True}
-    offsets = {each["worker"]: data_of(each)["rank_offset"] for each in told["results"]}
+    begun = await Begun(seen, trainers.one()).join()
+    offsets = {each["worker"]: data_of(each)["rank_offset"] for each in begun.joined["results"]}
     assert offsets == {over_two.url: 1, alone.url: 3}
-    assert (await seen.post(DESTROY, group_name="steps"))[0] == 200
-    await trainer.tell("leave")
+    await begun.end()
 
 
 async def test_numbers_may_come_as_text(seen, trainers):
-    trainer = trainers.one()
-    trainer.order("open", world=4)
-    port = (await trainer.reply())["port"]
-    body = init_body(port, 4)
-    body |= {"master_port": str(port), "rank_offset": "1", "world_size": "4"}
-    status, told = await seen.post(INIT, **body)
+    begun = Begun(seen, trainers.one())
+    begun.trainer.order("open", world=4)
+    body = init_body((await begun.trainer.reply())["port"], 4)
+    texts = {key: str(body[key]) for key in ("master_port", "rank_offset", "world_size")}
+    status, told = await seen.post(INIT, **body | texts)
     assert (status, told["success"]) == (200, True), told
-    assert await trainer.reply() == {"joined": True}
-    assert (await seen.post(DESTROY, group_name="steps"))[0] == 200
-    await trainer.tell("leave")
+    assert await begun.trainer.reply() == {"joined": True}
+    await begun.end()
 
 
 @pytest.mark.parametrize(

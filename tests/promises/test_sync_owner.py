@@ -1,6 +1,7 @@
 """A fleet belongs to one trainer at a time, and what was begun is brought to an end."""
 
 from functools import partial
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -9,18 +10,19 @@ import trio
 from tests.promises.sync_program import (
     COMPLETE,
     DESTROY,
+    FAR,
     INIT,
     PREPARE,
-    Replica,
-    fleet,
     healthy,
     init_body,
     replica_digest,
 )
-from tests.promises.sync_trainer import Trainers, checksum
+from tests.promises.sync_steps import Begun, holds, label, sync, whole
+from tests.promises.sync_trainer import checksum
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
+pytest.importorskip("safetensors.torch")
 
 
 @pytest.fixture(autouse=True)
@@ -30,35 +32,15 @@ async def soon():
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with fleet(tmp_path_factory.mktemp("owner"), (), ()) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    made = Trainers()
-    yield made
-    made.close()
+def running(fleets):
+    return fleets.of("wide", "one")
 
 
 @pytest.fixture
-async def seen(running):
+async def seen(running, trainers):
     async with running.client() as it:
-        await it.ready()
+        await whole(it, trainers)
         yield it
-
-
-async def join(seen, trainer, group="steps"):
-    trainer.order("open", world=3, group=group)
-    port = (await trainer.reply())["port"]
-    answer = await seen.post(INIT, **init_body(port, 3, group))
-    return port, answer
-
-
-async def prepare(seen, trainer, seed, group="steps"):
-    buckets = (await trainer.tell("announce", seed=seed))["buckets"]
-    return await seen.post(PREPARE, num_buckets=len(buckets), buckets=buckets, group_name=group)
 
 
 @pytest.mark.parametrize("group", ["steps", "another"])
@@ -66,63 +48,44 @@ async def test_a_second_trainer_is_told_whose_turn_it_is_and_the_first_one_finis
     seen, trainers, group
 ):
     first, second = trainers.two()
-    port, (status, told) = await join(seen, first)
-    assert (status, await first.reply()) == (200, {"joined": True}), told
-    assert (await prepare(seen, first, 3))[0] == 200
-    second.order("open", world=3, group=group, timeout=3)
+    begun = await Begun(seen, first).arm()
+    second.order("open", world=4, group=group, timeout=3)
     other = (await second.reply())["port"]
-    status, told = await seen.post(INIT, **init_body(other, 3, group))
+    status, told = await seen.post(INIT, **init_body(other, 4, group))
     assert (status, told["success"]) == (409, False), told
-    assert f"127.0.0.1:{port}" in told["message"]
+    assert f"127.0.0.1:{begun.port}" in told["message"]
     assert "'steps'" in told["message"]
-    assert await first.tell("send", seed=3) == {"sent": True}
-    status, told = await seen.post(COMPLETE, group_name="steps", weight_version="v3")
-    assert (status, told["success"]) == (200, True), told
-    assert set((await seen.digests()).values()) == {checksum(3)}
-    assert (await seen.post(DESTROY, group_name="steps"))[0] == 200
-    assert "fault" in await second.reply()
-    await first.tell("leave")
+    await begun.send()
+    await begun.completed()
+    await holds(seen, begun.seed)
+    await begun.end()
+    second.kill()
 
 
 async def test_who_comes_after_a_dead_trainer_takes_its_place(seen, trainers):
-    first, second = trainers.two()
-    _, (status, told) = await join(seen, first)
-    assert (status, await first.reply()) == (200, {"joined": True}), told
-    assert (await prepare(seen, first, 4))[0] == 200
+    first, _ = trainers.two()
+    await Begun(seen, first).arm()
     first.kill()
-    done = await second.tell("sync", url=seen.fleet.url, seed=5, version="v5")
-    assert done["why"] == "", done
-    assert set((await seen.digests()).values()) == {checksum(5)}
+    await sync(seen, trainers)
 
 
 async def test_the_fault_of_two_at_once_ends_with_the_first_ones_weights(seen, trainers):
-    done = await trainers.one().tell(
-        "sync", url=seen.fleet.url, seed=6, version="v6", fault="two-at-once"
-    )
-    assert done["why"] == "", done
+    done = await sync(seen, trainers, fault="two-at-once")
     status, told = done["rival"]
-    assert (status, told["success"]) == (409, False)
-    assert set((await seen.digests()).values()) == {checksum(6)}
+    assert (status, told["success"]) == (409, False), told
 
 
 async def test_a_caller_that_hangs_up_stops_nothing_and_hears_the_outcome_when_it_asks_again(
     seen, trainers
 ):
-    trainer = trainers.one()
-    _, (status, told) = await join(seen, trainer)
-    assert (status, await trainer.reply()) == (200, {"joined": True}), told
-    assert (await prepare(seen, trainer, 7))[0] == 200
-    body = {"group_name": "steps", "flush_cache": True, "weight_version": "v7"}
+    begun = await Begun(seen, trainers.one()).arm()
     async with httpx.AsyncClient(base_url=seen.fleet.url, timeout=0.3) as impatient:
         with pytest.raises(httpx.ReadTimeout):
-            await impatient.post(COMPLETE, json=body)
-    assert await trainer.tell("send", seed=7) == {"sent": True}
-    status, told = await seen.post(COMPLETE, **body)
-    assert (status, told["success"]) == (200, True), told
-    assert set((await seen.digests()).values()) == {checksum(7)}
-    assert {version for version, _ in (await seen.versions()).values()} == {"v7"}
-    assert (await seen.post(DESTROY, group_name="steps"))[0] == 200
-    await trainer.tell("leave")
+            await impatient.post(COMPLETE, json=begun.ending)
+    await begun.send()
+    await begun.completed()
+    await holds(seen, begun.seed)
+    await begun.end()
 
 
 async def test_calls_out_of_place_are_refused_and_change_nothing(seen, trainers):
@@ -130,39 +93,28 @@ async def test_calls_out_of_place_are_refused_and_change_nothing(seen, trainers)
         body = {"group_name": "steps", "names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
         status, told = await seen.post(path, **body)
         assert (status, told["success"]) == (400, False), (path, told)
-    trainer = trainers.one()
-    _, (status, told) = await join(seen, trainer)
-    assert (status, await trainer.reply()) == (200, {"joined": True}), told
-    status, told = await seen.post(COMPLETE, group_name="steps")
-    assert (status, told["success"]) == (400, False), told
-    assert (await prepare(seen, trainer, 8))[0] == 200
-    status, told = await prepare(seen, trainer, 8)
+    begun = await Begun(seen, trainers.one()).join()
+    assert await begun.refused()
+    assert (await begun.prepare())[0] == 200
+    status, told = await begun.prepare()
     assert (status, told["success"]) == (409, False), told
-    assert await trainer.tell("send", seed=8) == {"sent": True}
-    status, told = await seen.post(COMPLETE, group_name="steps", weight_version="v8")
-    assert (status, told["success"]) == (200, True), told
-    assert (await seen.post(DESTROY, group_name="steps"))[0] == 200
-    await trainer.tell("leave")
+    await begun.send()
+    await begun.completed()
+    await begun.end()
 
 
-async def test_who_joins_or_leaves_in_the_middle_waits_for_its_end(seen, trainers, tmp_path):
-    trainer = trainers.one()
-    _, (status, told) = await join(seen, trainer)
-    assert (status, await trainer.reply()) == (200, {"joined": True}), told
-    late = Replica()
-    late.start(tmp_path / "late.log")
+async def test_who_joins_or_leaves_in_the_middle_waits_for_its_end(seen, trainers, fleets):
+    late = fleets.replicas[FAR]
+    members = {each.url for each in seen.fleet.replicas}
+    begun = await Begun(seen, trainers.one()).join()
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(seen.post, "/workers", url=late.url))
-            assert (await prepare(seen, trainer, 9))[0] == 200
-            assert await trainer.tell("send", seed=9) == {"sent": True}
-            status, told = await seen.post(COMPLETE, group_name="steps", weight_version="v9")
-            assert (status, told["success"]) == (200, True), told
-            assert {each["worker"] for each in told["results"]} == {
-                each.url for each in seen.fleet.replicas
-            }
-            assert (await seen.post(DESTROY, group_name="steps"))[0] == 200
-        await trainer.tell("leave")
+            assert (await begun.prepare())[0] == 200
+            await begun.send()
+            told = await begun.completed()
+            assert {each["worker"] for each in told["results"]} == members
+            await begun.end()
         told = await seen.until(
             "/workers",
             lambda told: [w["health_state"] for w in told["workers"]] == ["healthy"] * 3,
@@ -170,31 +122,29 @@ async def test_who_joins_or_leaves_in_the_middle_waits_for_its_end(seen, trainer
         # It has what it was started with: in routing only by weights that are the fleet's.
         record = next(each for each in told["workers"] if each["url"] == late.url)
         assert not record["routable"]
-        done = await trainer.tell("sync", url=seen.fleet.url, seed=10, version="v10")
+        done = await trainers.one().tell(
+            "sync", url=seen.fleet.url, seed=begun.seed, version=label(begun.seed)
+        )
         assert done["why"] == "", done
         await seen.ready(3)
-        assert await replica_digest(late.url) == checksum(10)
-        assert (await seen.client.delete(f"/workers/{record['id']}")).status_code == 200
+        assert await replica_digest(late.url) == checksum(begun.seed)
     finally:
-        late.kill()
+        with trio.CancelScope(shield=True), trio.move_on_after(10):
+            gone = await seen.client.delete(f"/workers/{quote(late.url, safe='')}")
+    assert gone.status_code == 200, gone.text
 
 
 async def test_a_replica_that_dies_before_the_end_is_named_and_out_until_it_is_mended(
     seen, trainers
 ):
-    victim, survivor = seen.fleet.replicas
-    trainer = trainers.one()
-    _, (status, told) = await join(seen, trainer)
-    assert (status, await trainer.reply()) == (200, {"joined": True}), told
-    assert (await prepare(seen, trainer, 12))[0] == 200
-    assert await trainer.tell("send", seed=12) == {"sent": True}
+    survivor, victim = seen.fleet.replicas
+    before = seen.fleet.seed
+    begun = await Begun(seen, trainers.one()).arm()
+    await begun.send()
     victim.kill()
-    status, told = await seen.post(COMPLETE, group_name="steps", weight_version="v12")
-    assert (status >= 400, told["success"], told["status"]) == (True, False, "error"), told
-    assert victim.url in told["message"]
-    await seen.post(DESTROY, group_name="steps")
-    await trainer.tell("leave")
-    victim.start(seen.fleet.folder / "replica-0.log")
+    assert victim.url in await begun.refused()
+    await begun.end(good=False)
+    victim.start()
     await healthy(victim.url)
     told = await seen.until(
         "/workers",
@@ -203,9 +153,6 @@ async def test_a_replica_that_dies_before_the_end_is_named_and_out_until_it_is_m
     for each in told["workers"]:
         assert each["url"] == survivor.url or not each["routable"], each
         if each["routable"]:
-            label = {checksum(10): "v10", checksum(12): "v12"}[await replica_digest(each["url"])]
-            assert each["weight_version"] == label
-    done = await trainers.one().tell("sync", url=seen.fleet.url, seed=13, version="v13")
-    assert done["why"] == "", done
-    await seen.ready()
-    assert set((await seen.digests()).values()) == {checksum(13)}
+            known = {checksum(seed): label(seed) for seed in (before, begun.seed)}
+            assert each["weight_version"] == known[await replica_digest(each["url"])]
+    await sync(seen, trainers)

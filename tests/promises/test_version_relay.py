@@ -3,62 +3,56 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 
 import httpx
 import pytest
 import trio
 
+from omni_proxy.collective.receiver import Limits, open_receiver
 from omni_proxy.config.schema import WeightSync
-from omni_proxy.weights.own_rank import OwnRank
 from omni_proxy.weights.relay import Delivery, Relay
 from omni_proxy.weights.remote import GroupSends
 from omni_proxy.weights.store.shelf import Shelf
-from tests.promises.replica_program import gauges, healthy
+from tests.promises.replica_program import gauges
 from tests.promises.tiny_fleet import CHAT
 from tests.weights.store.drafts import forget, received
 from tests.weights.store.tiny_version import fleet_of, tiny_version
+
+pytest.importorskip("torch")
+pytest.importorskip("tiktoken")
+pytest.importorskip("safetensors.torch")
 
 PATIENCE_SECS = 60
 NEAR, FAR = 0, 1
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory):
+def fleet(fleets):
     """Two workers; the second sees no file of ours."""
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    with ExitStack() as started:
-        urls = []
-        for words in ([], ["--weights-root", str(elsewhere)]):
-            with socket.create_server(("127.0.0.1", 0)) as trial:
-                port = str(trial.getsockname()[1])
-            argv = [sys.executable, "-m", "omni_proxy", "replica", "--model", "tiny"]
-            argv += ["--threads", "1", "--port", port, *words]
-            process = started.enter_context(subprocess.Popen(argv, stderr=subprocess.DEVNULL))
-            started.callback(process.kill)
-            urls.append(f"http://127.0.0.1:{port}")
-        yield fleet_of(*urls).workers
+    fleets.stop()
+    return fleet_of(fleets.replicas["one"].url, fleets.replicas["far"].url).workers
 
 
-@pytest.fixture(autouse=True)
-async def ready(fleet):
-    with trio.fail_after(PATIENCE_SECS):
-        for each in fleet:
-            async with httpx.AsyncClient(base_url=each.url) as client:
-                await healthy(client)
+@pytest.fixture(scope="module")
+def receiver():
+    """Its child imports torch once for all tests."""
+    made = open_receiver("process", Limits(), name="relay")
+    made.warm()
+    yield made
+    made.close()
 
 
 @pytest.fixture
-async def house(tmp_path):
+async def house(tmp_path, receiver):
     """A shelf, and a relay from it."""
     settings = WeightSync(mode="receive", store_dir=str(tmp_path / "versions"))
     shelf = Shelf(lambda: settings, tmp_path)
     await shelf.open()
-    own = OwnRank(shelf, lambda: settings)
-    yield shelf, Relay(shelf, GroupSends(lambda: settings, own.sender))
-    await own.close()
+
+    async def sender(meeting):
+        return await trio.to_thread.run_sync(receiver.sender, meeting)
+
+    yield shelf, Relay(shelf, GroupSends(lambda: settings, sender))
     forget(shelf.store)
 
 

@@ -17,6 +17,15 @@ from tools.training.learner import ANSWER, Learner, checksum_of  # noqa: E402
 from tools.training.rounds import Round  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the program has it: on a busy machine torch's threads wait for each other for minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def tensors():
     return {f"t{n}": torch.arange(n, dtype=torch.float32) for n in (2, 3, 4, 100, 1)}

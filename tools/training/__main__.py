@@ -13,6 +13,8 @@ from collections.abc import Sequence
 # an NCCL group has to have alike (two-phase.md 1.2).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+# torch asks the DNS for the name of each address: where answers get lost, each would take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import torch
 

@@ -72,7 +72,7 @@ class Group:
         def meet() -> None:
             try:
                 self._made = self._construct()
-            except RuntimeError as error:  # torch's own are among them
+            except (RuntimeError, ValueError) as error:  # torch's own are among them
                 came.append(error)
             else:
                 came.append(None)
