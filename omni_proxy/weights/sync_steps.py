@@ -139,7 +139,7 @@ class Steps:
             life.session.leave()
         life.wind_up()
         await life.until_idle()
-        answer = self.left(call)
+        answer = self.left_already(call)
         if told.get("uncertain") or (told and self._closing.cause):
             why = self._closing.cause or "not all workers agree"
             return _failed(answer, f"the group is destroyed, but {why}", told)
@@ -150,7 +150,7 @@ class Steps:
         return merged(call.route.path, self._life.left, self._life.session)
 
     def left_already(self, call: AdminCall) -> Answer:
-        """When this call came a step was still under way: its end has made members leave before."""
+        """As `left`; a failure before has made some leave, and they know of no group any more."""
         answer = self.left(call)
         if answer.ok or not all(each.success or each.refused for each in self._life.left):
             return answer
