@@ -255,7 +255,9 @@ class Reception:
         try:
             around.threads.wait_for(errand, why_stop)
         except GroupError as error:
-            raise GroupError(f"the receive failed {self.watch.where()}: {error}") from None
+            # Where somebody wanted it ended, the peer may have gone before we looked.
+            why = around.stopped() or error
+            raise GroupError(f"the receive failed {self.watch.where()}: {why}") from None
         look()
 
     def _require_whole(self) -> None:

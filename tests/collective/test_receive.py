@@ -35,7 +35,7 @@ def groups():
 @pytest.fixture
 def impatient():
     # gloo holds a thread that was given up until the receive's own time is over.
-    groups = Groups(Limits(stall_secs=1.0, receive_secs=2.0))
+    groups = Groups(Limits(stall_secs=1.0, receive_secs=3.0, first_byte_secs=3.0))
     yield groups
     groups.close()
 

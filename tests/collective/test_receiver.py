@@ -27,7 +27,7 @@ from tests.collective.trainer_side import Pool, Trainer, free_port, sha256
 from tests.tree import ROOT
 
 BIG_BYTES = 384 << 20
-LIMITS = Limits(stall_secs=1.0, silent_secs=10.0, ping_secs=1.0)
+LIMITS = Limits(stall_secs=1.0, silent_secs=10.0, ping_secs=1.0, first_byte_secs=20.0)
 # Odd sizes, an empty one and a scalar: what lies close together must still come apart.
 TENSORS = [
     ("bfloat16", [3, 5], 1),
@@ -136,7 +136,8 @@ def wait_until(true, secs=30.0):
 
 
 def moving(transfer):
-    wait_until(lambda: transfer.progress().bytes_come)
+    wait_until(lambda: transfer.progress().bytes_come or transfer.fault())
+    assert transfer.fault() is None
     assert transfer.progress().messages_done == 0, "it was too fast for this test"
 
 
