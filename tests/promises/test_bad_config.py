@@ -25,7 +25,10 @@ BAD_ENDS = {
         "[[workers]]\nurl = 'http://169.254.169.254'", "workers[1].url", "link-local", "",
     ),
     "no toml": ("[routing\npolicy = 'random'", "", "", ""),
-    "not yet": ("[weight_sync]\nmode = 'receive'", "weight_sync.mode", "not supported yet", ""),
+    "not yet": (
+        "[routing]\nvoice_owner = 'http://127.0.0.1:9'",
+        "routing.voice_owner", "not supported yet", "",
+    ),
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]
 
