@@ -40,7 +40,7 @@ class _Nest:
 
     def hatch(self, connection):
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:
                 self._start()
             socket.send_fds(self._ours, [b"."], [connection.fileno()])
             return _Process(int(self._ours.recv(32)))
@@ -53,6 +53,7 @@ class _Nest:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
             )
+        atexit.unregister(self._close)
         atexit.register(self._close)
 
     def _close(self):

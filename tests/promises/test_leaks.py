@@ -94,7 +94,9 @@ def objects() -> Counter[str]:
     gc.collect()
     gc.collect()  # an error that OpenSSL keeps, and so its frames, is out of the first's sight
     kinds = (Task, Conn, Exchange)
-    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+    return Counter(
+        type(each).__name__ for each in gc.get_objects() if issubclass(type(each), kinds)
+    )
 
 
 async def settled(opened: OpenDoor, start: Holdings) -> None:
