@@ -196,10 +196,13 @@ class Staged:
             raise ApplyFault(f"{type(error).__name__}: {error}") from error
 
     def apply_for_good(self) -> None:
-        """The same where no later step can fail: without the old values, where none is needed."""
+        """The same where no later step can fail, without the old values; raises as `apply`."""
         pairs = [(self._target.live(name), new) for name, new in self._new.items()]
         if all(exchangeable(pairs)):
-            put(pairs)
+            try:
+                put(pairs)
+            except Exception as error:  # no thread could be had, say: some may have been written
+                raise DamagedFault(f"{type(error).__name__}: {error}") from error
         else:
             self.apply()
 

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from omni_proxy.replica.models import tiny
+from omni_proxy.replica.weights import target as target_module
 from omni_proxy.replica.weights.target import (
     ApplyFault,
     DamagedFault,
@@ -200,3 +201,15 @@ def test_many_names_are_a_few_and_a_number():
     assert some_of(["a", "b"]) == "a, b"
     assert some_of([str(n) for n in range(9)]) == "0, 1, 2, 3, 4 and 4 more"
     assert quoted("a'b") == repr("a'b")
+
+
+def test_a_swap_for_good_that_breaks_off_never_calls_the_weights_whole(monkeypatch):
+    def break_off(pairs):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(target_module, "put", break_off)
+    model = torch.nn.Linear(2, 2)
+    staged = Staged(Target(model, {}))
+    staged.add("weight", torch.ones(2, 2))
+    with pytest.raises(DamagedFault, match="new thread"):
+        staged.apply_for_good()
