@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
+MISUNDERSTOOD: Final = 2
 READER_LEFT: Final = 141  # as of a program that SIGPIPE ended
+INTERRUPTED: Final = 130  # likewise by SIGINT
 # A command's word, then where it is done: its module and, where that isn't `main`, the function.
 COMMANDS: Final = {
     "check": "omni_proxy.cli.check",
@@ -36,7 +38,12 @@ INNER: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     known = COMMANDS | INNER
+    if words and words[0] not in known and not words[0].startswith("-"):
+        print(f"omni-proxy: {_no_command(words[0])}", file=sys.stderr)
+        return MISUNDERSTOOD
     command = words.pop(0) if words and words[0] in known else "serve"
     module, _, function = known[command].partition(":")
     found = getattr(importlib.import_module(module), function or "main")
@@ -47,4 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read has enough (`| head`); the interpreter would try to write the rest once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
+    except KeyboardInterrupt:  # who pressed Ctrl-C wants no trace of what it met
+        return INTERRUPTED
     return status
+
+
+def _no_command(word: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, COMMANDS, n=2)
+    meant = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(COMMANDS)}"
+    if word.endswith(".toml"):
+        meant = f"a file is named by --config {word}"
+    return f"{word} is no command; {meant} (omni-proxy --help tells more)"

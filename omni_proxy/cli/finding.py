@@ -9,21 +9,29 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from omni_proxy import __version__
+from omni_proxy.cli.secure import (
+    NO_PAPERS,
+    Papers,
+    PapersFault,
+    add_papers,
+    context_of,
+    papers_of,
+    tls_trouble,
+)
 from omni_proxy.cli.tables import without_noise
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.watch.keeper import read_file
 
 if TYPE_CHECKING:
-    import ssl
-
     import httpx
 
 DEFAULT_URL: Final = "http://127.0.0.1:30000"
@@ -45,12 +53,13 @@ class CannotAsk(Exception):
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the proxy is; `key_from` says in words where its key came from. `certificate` is the
-    file of the one that it shows, where we know it."""
+    file of the one that it shows, where we know it; `papers` are ours."""
 
     url: str
     key: str = ""
     key_from: str = ""
     certificate: str = ""
+    papers: Papers = NO_PAPERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +89,47 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"the admin key; else the file's, else {KEY_VARIABLE}"
     )
+    add_papers(parser)
+
+
+def with_command(argv: Sequence[str], default: str) -> list[str]:
+    """What only looks needs no word of its own."""
+    named = bool(argv) and (not argv[0].startswith("-") or argv[0] in ("-h", "--help"))
+    return list(argv) if named else [default, *argv]
 
 
 def place_of(arguments: argparse.Namespace) -> Place:
     """Raises CannotAsk."""
-    config = config_of(arguments)
-    url = _url_of(config, arguments.config) if config else normal(arguments.url or DEFAULT_URL)
+    config, papers = config_of(arguments), papers_of(arguments)
+    if config is not None:
+        url = _url_of(config, arguments.config)
+        _require_papers(config, url, arguments.config, papers)
+    else:
+        typed = arguments.url or DEFAULT_URL.removeprefix("http://")
+        url = normal(typed, "https" if papers else "http")
+    if papers and url.startswith("http:"):
+        raise CannotAsk(
+            f"{url} is asked without TLS, so leave --ca and --client-cert out, or "
+            "name it by https://"
+        )
     keys = (
         (arguments.api_key or "", "--api-key"),
         (config.admin.api_key if config else "", str(arguments.config)),
         (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
     )
     key, key_from = next((found for found in keys if found[0]), ("", ""))
-    return Place(url, key, key_from, config.server.tls_cert if config else "")
+    return Place(url, key, key_from, config.server.tls_cert if config else "", papers)
+
+
+def _require_papers(config: Config, url: str, file: Path, papers: Papers) -> None:
+    """Whoever has the file knows who is let in, and needs no refusal to tell. Raises CannotAsk."""
+    server = config.server
+    asks = server.tls_client_ca and server.tls_client_require and url.startswith("https:")
+    if asks and not papers.cert:
+        raise CannotAsk(
+            f"{file}: only clients with a certificate are let in ([server] tls_client_ca is "
+            f"{server.tls_client_ca}): name yours by --client-cert FILE and --client-key FILE"
+        )
 
 
 def config_of(arguments: argparse.Namespace) -> Config | None:
@@ -123,24 +160,13 @@ def _url_of(config: Config, file: Path) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def normal(url: str) -> str:
+def normal(url: str, scheme: str = "http") -> str:
     """With its scheme and host: `10.0.0.1:30000` and `:30000` are what people type."""
     if url.startswith("unix:"):
         return url
     if url.startswith(":"):
         url = f"127.0.0.1{url}"
-    return (url if _SCHEME.match(url) else f"http://{url}").rstrip("/")
-
-
-def _trusted(place: Place) -> ssl.SSLContext | None:
-    """The proxy by the certificate in its file, else by the authorities of this system."""
-    if not place.url.startswith("https:"):
-        return None
-    from omni_proxy.watch.trust import client_context, pinned_context
-
-    if place.certificate:
-        return pinned_context(place.certificate)
-    return client_context("", verify=True)
+    return (url if _SCHEME.match(url) else f"{scheme}://{url}").rstrip("/")
 
 
 class Proxy:
@@ -151,21 +177,24 @@ class Proxy:
         import httpx
 
         self.place = place
-        headers = [(b"authorization", f"Bearer {place.key}".encode())] if place.key else []
+        headers = [(b"user-agent", f"omni-proxy/{__version__}".encode())]
+        if place.key:
+            headers.append((b"authorization", f"Bearer {place.key}".encode()))
         socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None
+        secure = place.url.startswith("https:")
         try:
+            trusted = context_of(place.papers, place.certificate) if secure else False
             self._client = httpx.Client(
                 base_url="http://localhost" if socket else place.url,
-                transport=httpx.HTTPTransport(uds=socket, verify=_trusted(place) or False),
+                transport=httpx.HTTPTransport(uds=socket, verify=trusted),
                 timeout=httpx.Timeout(answer_secs, connect=CONNECT_SECS),
                 headers=headers,
                 trust_env=False,  # no HTTP_PROXY between an operator and his proxy
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CannotAsk(f"{place.url} is no URL: {error}; {_WHERE}") from None
-        except OSError as error:
-            why = f"{error.filename or place.certificate}: {error.strerror or error}"
-            raise CannotAsk(f"the certificate of {place.url} can't be read: {why}") from None
+        except PapersFault as fault:
+            raise CannotAsk(str(fault)) from None
 
     def __enter__(self) -> Self:
         return self
@@ -212,14 +241,19 @@ class Proxy:
         try:
             yield
         except httpx.ConnectError as error:
+            said = str(error)
             raise CannotAsk(
-                f"nobody listens at {url} ({without_noise(str(error))}); {_WHERE}"
+                tls_trouble(url, said, self.place.papers)
+                or f"nobody listens at {url} ({without_noise(said)}); {_WHERE}"
             ) from None
         except httpx.TimeoutException:
             raise CannotAsk(f"{url} does not answer in time") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             said = str(error) or type(error).__name__
-            raise CannotAsk(f"{url} can't be asked: {said}; {_WHERE}") from None
+            raise CannotAsk(
+                tls_trouble(url, said, self.place.papers)
+                or f"{url} can't be asked: {said}; {_WHERE}"
+            ) from None
 
     def _read(self, answer: httpx.Response) -> Answer:
         try:

@@ -5,6 +5,7 @@ PURE. Invariant: what is no record of ours comes out as it is, made harmless; no
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +22,14 @@ _NAMES: Final = {
     "attempt": "attempts",
 }
 
+_TEXT: Final = re.compile(
+    r"(?P<at>\S+) (?P<client>\S+) (?P<method>[A-Z]+) (?P<target>\S+) (?P<status>[0-9]{1,3}) "
+    r"(?P<outcome>[a-z_]+)(?: (?P<rest>.*))?"
+)
+_WHOLE: Final = re.compile(r"[0-9]{1,18}")
+_DECIMAL: Final = re.compile(r"[0-9]{1,18}\.[0-9]{1,9}")
+_NAMED: Final = ("request_id", "model")  # by whoever asks: never a number
+
 
 def as_it_is(line: bytes) -> str:
     return line.decode(errors="replace")
@@ -31,7 +40,7 @@ def pretty(line: bytes) -> str:
     try:
         told = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeError):
-        told = None
+        told = _of_text(as_it_is(line))
     if not isinstance(told, dict) or not {"at", "timestamp"} & told.keys():
         return plain(as_it_is(line).rstrip("\r"))
     record: dict[str, Any] = {
@@ -48,6 +57,27 @@ def pretty(line: bytes) -> str:
         )
     )
     return "  ".join([first, *_more(record)])
+
+
+def _of_text(line: str) -> dict[str, object] | None:
+    """What a line of `log_format = "text"` says; None where it could be read in another way."""
+    found = _TEXT.fullmatch(line)
+    if found is None or moment(found["at"]) is None:
+        return None
+    record: dict[str, object] = {**found.groupdict()}
+    rest = str(record.pop("rest") or "")
+    for part in rest.split(" ") if rest else ():
+        name, equals, value = part.partition("=")
+        if not equals or name in record:  # a client names its model, with spaces perhaps
+            return None
+        record[name] = value if name in _NAMED else _told(value)
+    return record
+
+
+def _told(value: str) -> object:
+    if _WHOLE.fullmatch(value):
+        return int(value)
+    return float(value) if _DECIMAL.fullmatch(value) else value
 
 
 def _clock(at: object) -> str:

@@ -22,6 +22,8 @@ from omni_proxy.cli.tables import (
 
 HEAD: Final = ("WORKER", "STATE", "BUSY", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
 _RIGHT: Final = ("BUSY", "REQ/S", "P50", "P99", "ERR")
+# Columns that a narrow screen does without, the first ones first.
+_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "BUSY", "P99")
 _WEIGHTS_WIDTH: Final = 16
 _LEAST_NAME: Final = 12
 
@@ -35,15 +37,23 @@ def fleet_table(
 ) -> list[str]:
     """A line for the head, then one per worker, as narrow as `width` columns where that can be.
 
-    The title of the column `marked` gets the mark.
+    The title of the column `marked` gets the mark, and stays where others go for want of room.
     """
-    head = [title + mark if title == marked else title for title in HEAD]
-    right = [title + mark if title == marked else title for title in _RIGHT]
     told = [_cells(row, verdicts[row.id]) for row in rows]
-    # Names may have any length: they get what the other columns leave.
-    others = max(map(width_of, table(head[1:], [row[1:] for row in told], right)))
+    shown = list(HEAD)
+    spare = [title for title in _SPARE if title != marked]
+    right = [title + mark if title == marked else title for title in _RIGHT]
+    while True:
+        head = [title + mark if title == marked else title for title in shown]
+        # Names may have any length: they get what the other columns leave.
+        room = width - 2 - max(map(width_of, table(head[1:], [row[1:] for row in told], right)))
+        if room >= _LEAST_NAME or not spare:
+            break
+        at = shown.index(spare.pop(0))
+        for row in (shown, *told):
+            del row[at]
     for row in told:
-        row[0] = cut_in_the_middle(row[0], max(_LEAST_NAME, width - others - 2))
+        row[0] = cut_in_the_middle(row[0], max(_LEAST_NAME, room))
     return table(head, told, right)
 
 

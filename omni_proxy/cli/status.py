@@ -33,6 +33,7 @@ from omni_proxy.cli.tables import (
     cut,
     moment,
     plain,
+    width_of,
 )
 
 NOT_READY: Final = 1
@@ -89,10 +90,10 @@ def screen(feed: Feed, url: str, width: int = WIDTH, rows: int = ROWS) -> list[s
     ordered = by_urgency(feed, verdicts)
     remarks = list(_remarks(feed, ordered, verdicts))
     lines = []
-    for line in _summary(feed, url):
+    for line in _summary(feed, url, width):
         lines += wrap(line, width, subsequent_indent=" " * _LABEL_WIDTH)
     if ordered:
-        lines += ["", *fleet_table(ordered[:rows], verdicts, width), _LEGEND]
+        lines += ["", *fleet_table(ordered[:rows], verdicts, width), *wrap(_LEGEND, width)]
         if len(ordered) > rows:
             rest = Counter(verdicts[row.id].kind for row in ordered[rows:])
             words = ", ".join(f"{count} {kind}" for kind, count in rest.items())
@@ -106,14 +107,16 @@ def screen(feed: Feed, url: str, width: int = WIDTH, rows: int = ROWS) -> list[s
     return [cut(line, width) for line in lines]
 
 
-def headline(feed: Feed, url: str) -> str:
+def headline(feed: Feed, url: str, width: int) -> str:
+    """Where there is too little room for all of it, the state has what there is."""
     state = "leaving" if feed.leaving else "ready" if feed.ready else "NOT READY"
-    return f"omni-proxy {plain(feed.version)} at {plain(url)}: {state}"
+    whole = f"omni-proxy {plain(feed.version)} at {plain(url)}: {state}"
+    return whole if width_of(whole) <= width else f"{state}: {plain(url.rpartition('://')[2])}"
 
 
-def _summary(feed: Feed, url: str) -> Iterator[str]:
+def _summary(feed: Feed, url: str, width: int) -> Iterator[str]:
     now = moment(feed.at)
-    yield headline(feed, url)
+    yield headline(feed, url, width)
     file = plain(feed.config_file) if feed.config_file else "no file"
     yield f"process   {feed.pid}, up {age(feed.uptime_secs)}, revision {feed.revision} of {file}"
     yield f"workers   {fleet_words(feed.fleet)}"

@@ -121,6 +121,17 @@ def millis(value: float | None) -> str:
     return f"{value / 1000:.1f} s" if value < 100_000 else age(value / 1000)
 
 
+def size(nbytes: float) -> str:
+    """`812 B`, `3.4 MB`, `12 GB`."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if nbytes < 999.5 or unit == "GB":
+            break
+    return f"{nbytes:.1f} {unit}" if nbytes < 9.95 else f"{nbytes:.0f} {unit}"
+
+
 def moment(text: str | None) -> datetime | None:
     """Of an ISO time; None where it is none."""
     try:

@@ -21,6 +21,7 @@ from omni_proxy.cli.finding import (
     add_place,
     normal,
     place_of,
+    with_command,
 )
 from omni_proxy.cli.fleet_changes import Refused, accepted, change, find, path_of, records
 from omni_proxy.cli.tables import NOTHING, age, moment, plain, table, without_noise
@@ -37,7 +38,7 @@ _DONE: Final = {
     "remove": "removed", "disable": "disabled", "enable": "enabled", "revive": "revived",
 }  # fmt: skip
 COMMANDS: Final = {
-    "list": "the fleet as a table (what runs without a command)",
+    "list": "the fleet as a table (the default)",
     "add": "add workers; each is probed once",
     "remove": "take workers away; they finish what they have",
     "disable": "give workers no new request",
@@ -94,10 +95,7 @@ def _add_own(one: argparse.ArgumentParser, name: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    words = list(argv)
-    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
-        words.insert(0, "list")
-    arguments = parser().parse_args(words)
+    arguments = parser().parse_args(with_command(argv, "list"))
     try:
         with Proxy(place_of(arguments), ANSWER_SECS) as proxy:
             return _run(proxy, arguments)

@@ -17,7 +17,8 @@ def proxy(monkeypatch):
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             self.asked.append((self.path, body, self.headers.get("authorization")))
-            status, told = self.says.get(self.path.partition("?")[0], (404, {}))
+            answer = self.says.get(self.path.partition("?")[0], (404, {}))
+            status, told = answer() if callable(answer) else answer
             raw = told if isinstance(told, bytes) else json.dumps(told).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(raw)))

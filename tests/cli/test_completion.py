@@ -41,6 +41,9 @@ def complete(script):
         (["workers", "drain", "--w"], ["--wait"]),
         (["weights", "pause", "--mode", "r"], ["retract"]),
         (["weights", "status", "--mo"], []),
+        (["weights", "r"], ["resolve", "rollback"]),
+        (["weights", "rollback", "--y"], ["--yes"]),
+        (["top", "--client-"], ["--client-cert", "--client-key"]),
         (["completion", ""], ["bash", "fish", "zsh", "-h", "--help"]),
         (["status", "--url", ""], []),
         (["launch", "--engine", "ll"], ["llamacpp"]),
@@ -52,7 +55,7 @@ def test_bash_completes_commands_flags_and_choices(complete, words, offered):
 
 def test_bash_completes_files_where_files_belong(complete, tmp_path):
     (tmp_path / "proxy.toml").touch()
-    for words in (["check"], ["--config"], ["status", "--config"], ["explain"]):
+    for words in (["check"], ["--config"], ["status", "--config"], ["explain"], ["top", "--ca"]):
         assert complete(*words, f"{tmp_path}/pro") == [f"{tmp_path}/proxy.toml"], words
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omni_proxy.cli import main
 from omni_proxy.cli.log_lines import pretty
 from omni_proxy.cli.tail import BLOCK_BYTES, Tail
-from omni_proxy.door.account import Exchange, access_record
+from omni_proxy.door.account import Exchange, access_record, access_text
 from tests.cli.feeds import ODD
 
 ACCESS = {
@@ -38,6 +38,26 @@ def test_an_access_record_is_one_short_line():
     )
 
 
+def test_a_line_of_text_reads_as_its_record_does():
+    text = access_text(line(ACCESS | {"client": "10.0.0.9:5", "tried": []}))
+    assert text.startswith(b"2026-11-21T19:00:00.204+00:00 10.0.0.9:5 POST /v1/")
+    assert pretty(text) == pretty(line(ACCESS))
+    short = b"2026-11-21T19:00:00.204+00:00 unix GET /live 200 completed"
+    assert pretty(short).endswith("200        -  GET /live  -  completed")
+
+
+@pytest.mark.parametrize("model", ["a b", "m worker=http://evil:1", "m total_ms=1"])
+def test_a_name_that_could_be_read_in_two_ways_leaves_the_line_as_it_is(model):
+    record = ACCESS | {"client": "c:1", "tried": [], "model": model}
+    text = access_text(line(record))
+    assert pretty(text) == text.decode()
+
+
+def test_a_number_in_a_name_is_a_name():
+    text = access_text(line(ACCESS | {"client": "c:1", "tried": [], "model": "007"}))
+    assert "model 007" in pretty(text)
+
+
 def test_a_route_record_reads_alike():
     assert pretty(line(ROUTE)).partition("  ")[2] == (
         "502    1.5 s  POST /generate  a:1  stream_error  error connect_failure"
@@ -62,6 +82,12 @@ def test_what_is_no_record_of_ours_is_left_as_it_is_and_harmless(raw):
 )
 def test_odd_values_in_a_record_are_shown_on_one_line(record):
     assert pretty(line({"at": "x", **record})).isprintable()
+
+
+@given(st.text("0123456789. =ax", max_size=60))
+def test_odd_values_in_a_line_of_text_are_shown_on_one_line(rest):
+    begin = "2026-11-21T19:00:00.204+00:00 c:1 POST /x 200 completed "
+    assert pretty(f"{begin}total_ms={rest}".encode()).isprintable()
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 
@@ -119,7 +120,7 @@ def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
         (["--polcy", "random"], "unrecognized arguments: --polcy"),
         (["--pol", "random"], "unrecognized arguments: --pol"),
         (["--worker-urls", "h:1"], 'command line: --worker-urls: "h:1": scheme must be'),
-        (["extra"], "unrecognized arguments: extra"),
+        (["serve", "extra"], "unrecognized arguments: extra"),
     ],
 )
 def test_a_wrong_word_is_refused(refused, words, said):
@@ -175,3 +176,39 @@ def test_what_the_program_starts_of_itself_says_so_to_others(word, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert word not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("stat", "did you mean status?"),
+        ("wokers", "did you mean workers?"),
+        ("proxy.toml", "--config proxy.toml"),
+        ("xyzzy", "there are check, completion"),
+    ],
+)
+def test_what_is_no_command_is_told_from_those_that_are(refused, word, told):
+    said = refused(word, "--json")
+    assert f"{word} is no command" in said
+    assert told in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["help"], ["help", "status"], ["help", "weights", "rollback"]])
+def test_help_is_a_command_too(capsys, words):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: omni-proxy {' '.join(words[1:])}")
+
+
+def test_who_presses_ctrl_c_gets_no_trace(monkeypatch, capsys):
+    class Sits:
+        buffer = property(lambda self: signal.raise_signal(signal.SIGINT))
+
+        def isatty(self):
+            return False
+
+    monkeypatch.setattr("sys.stdin", Sits())
+    assert main(["explain", "--url", "http://127.0.0.1:1"]) == 130
+    assert capsys.readouterr() == ("", "")

@@ -11,6 +11,7 @@ from omni_proxy.cli.tables import (
     millis,
     moment,
     plain,
+    size,
     table,
     width_of,
     without_noise,
@@ -72,6 +73,17 @@ def test_ages_are_said_in_two_units_at_most(secs, words):
 )  # fmt: skip
 def test_times_are_short(value, words):
     assert millis(value) == words
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (3_416_512, "3.4 MB"), (9_960_000, "10 MB"),
+        (999_600_000, "1.0 GB"), (12e9, "12 GB"), (4e12, "4000 GB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_short(nbytes, words):
+    assert size(nbytes) == words
 
 
 def test_a_moment_without_its_zone_is_none():

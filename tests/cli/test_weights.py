@@ -1,8 +1,10 @@
+import io
 import json
+import threading
 
 import pytest
 
-from omni_proxy.cli import main
+from omni_proxy.cli import main, meanwhile
 
 A, B = "http://a:1", "http://b:1"
 WEIGHTS = {
@@ -48,6 +50,12 @@ def test_status_is_a_table_of_the_workers_and_what_runs(proxy, capsys):
     assert lines[6] == "2026-11-21T10:00:00 /pause_generation 0.5 s: 200 ok"
 
 
+def test_without_a_command_it_tells_how_they_stand(proxy, capsys):
+    proxy.says["/weights"] = (200, WEIGHTS)
+    assert main(["weights", "--url", proxy.url]) == 0
+    assert "newest: epoch 3, version v3" in capsys.readouterr().out
+
+
 def test_status_tells_whose_sync_is_there(proxy, capsys):
     owner = {"group_name": "g", "master": "h:1", "caller": "", "age_secs": 9.0}
     sync = {"state": "arming", "owner": owner, "step_secs": 1.0,
@@ -79,7 +87,7 @@ def test_each_command_asks_its_route_with_the_key(proxy, words, path, body):
     told = {"message": "ok", "results": [], "resolved_worker_ids": []}
     proxy.says[path.partition("?")[0]] = (200, told)
     assert main(["weights", *words, "--url", proxy.url, "--api-key", "k"]) == 0
-    assert proxy.asked[-1] == (path, body, "Bearer k")
+    assert (path, body, "Bearer k") in proxy.asked
 
 
 def test_who_failed_is_in_the_table_with_what_became_of_it(proxy, capsys):
@@ -143,3 +151,131 @@ def test_what_cannot_be_asked_is_status_2(proxy, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["weights", "undo"])
     assert caught.value.code == 2
+
+
+def version(number, label=None, epoch=0, **fields):
+    return {
+        "version": label or number, "number": number, "weight_epoch": epoch, "current": False,
+        "published": epoch > 0, "created_at": "2026-11-21T10:00:00+00:00", "bytes": 3_416_512,
+        "checksum": "c9b1ba8d5b07aa", "in_memory": False, "on_disk": True, **fields,
+    }  # fmt: skip
+
+
+THREE = {
+    "store": "p/versions", "error": None,
+    "versions": [version(3, None), version(2, "b", 5, current=True, in_memory=True),
+                 version(1, "a", 4)],
+}  # fmt: skip
+ROLLED = {
+    "message": "ok", "results": [entry(A)], "weight_epoch": 6, "weight_versions": {A: "a"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def kept(proxy):
+    proxy.says |= {"/weights/versions": (200, THREE), "/weights/rollback": (200, ROLLED)}
+    return proxy
+
+
+def test_versions_are_a_table_with_their_state(kept, capsys):
+    assert main(["weights", "versions", "--url", kept.url]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["VERSION", "NUMBER", "EPOCH", "STATE"]
+    assert [row.split()[:4] for row in rows] == [
+        ["3", "3", "-", "incomplete"], ["b", "2", "5", "current"], ["a", "1", "4", "kept"],
+    ]  # fmt: skip
+    assert rows[1].split()[-4:] == ["3.4", "MB", "memory+disk", "c9b1ba8d5b07"]
+    assert main(["weights", "versions", "--url", kept.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == THREE
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"store": None}, 'mode = "receive" or "both"'),
+        ({"store": "p"}, "no versions yet in p"),
+        ({"store": "p", "error": "disk full"}, "can't be kept: disk full"),
+    ],
+)
+def test_why_there_are_no_versions_is_told(proxy, capsys, told, words):
+    proxy.says["/weights/versions"] = (200, {"versions": [], "error": None} | told)
+    assert main(["weights", "versions", "--url", proxy.url]) == 0
+    assert words in capsys.readouterr().out
+    assert main(["weights", "rollback", "--url", proxy.url, "--yes"]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "number"), [([], 1), (["a"], 1), (["2"], 2), (["b"], 2), (["3"], 3)]
+)
+def test_a_rollback_asks_for_the_version_that_is_meant(kept, capsys, words, number):
+    assert main(["weights", "rollback", *words, "--yes", "--url", kept.url]) == 0
+    assert ("/weights/rollback", {"version": number}, None) in kept.asked
+    out = capsys.readouterr().out.splitlines()
+    assert (out[0], out[-1]) == ("ok", "now: a on 1, epoch 6")
+
+
+def test_of_several_versions_with_one_label_the_newest_is_meant(kept):
+    same = [version(3, "a", 4), version(2, "a", 7), version(1, "a", 1), version(4, "2", 2)]
+    kept.says["/weights/versions"] = (200, THREE | {"versions": same})
+    for wanted, number in (("a", 2), ("2", 4)):  # a label goes before a number
+        assert main(["weights", "rollback", wanted, "-y", "--url", kept.url]) == 0
+        assert kept.asked[-1][1] == {"version": number}
+
+
+def test_a_version_that_is_not_there_is_refused_with_those_that_are(kept, capsys):
+    assert main(["weights", "rollback", "z", "--yes", "--url", kept.url]) == 1
+    told = capsys.readouterr().err
+    assert "no version is called z; there are: version 3, b (version 2), a (version 1)" in told
+    kept.says["/weights/versions"] = (200, THREE | {"versions": [version(1, "a", 1)]})
+    assert main(["weights", "rollback", "--yes", "--url", kept.url]) == 1
+    assert "no version before the current one" in capsys.readouterr().err
+    assert all(path == "/weights/versions" for path, _, _ in kept.asked)
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted", "status", "words"),
+    [
+        ("y\n", "a", 0, "Give a (version 1) to all workers? [y/N]"),
+        ("Yes\n", "b", 0, "which is the current one,"),
+        ("yes\n", "3", 0, "which was never on all workers,"),
+        ("n\n", "a", 1, "nothing was changed"),
+        ("", "a", 1, "nothing was changed"),
+    ],
+)
+def test_somebody_who_sits_there_is_asked_first(
+    kept, capsys, monkeypatch, typed, wanted, status, words
+):
+    terminal = io.StringIO(typed)
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["weights", "rollback", wanted, "--url", kept.url]) == status
+    assert words in capsys.readouterr().err
+    assert any(path == "/weights/rollback" for path, _, _ in kept.asked) == (status == 0)
+
+
+def test_where_nobody_can_be_asked_a_yes_must_be_said(kept, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["weights", "rollback", "--url", kept.url]) == 2
+    assert "say --yes" in capsys.readouterr().err
+    assert [path for path, _, _ in kept.asked] == ["/weights/versions"]
+
+
+def test_while_it_works_it_says_how_far_it_is(kept, capsys, monkeypatch):
+    monkeypatch.setattr(meanwhile, "POLL_SECS", 0.01)
+    running = WEIGHTS["operation"] | {"path": "/weights/rollback"}
+    looks = iter([WEIGHTS, {"operation": None}, {"operation": running}])
+    over = threading.Event()
+
+    def look():
+        if (now := next(looks, None)) is None:
+            over.set()
+        return 200, now or {"operation": running}
+
+    kept.says["/weights"] = look
+    kept.says["/weights/rollback"] = lambda: over.wait(20) and (200, ROLLED)
+    assert main(["weights", "rollback", "--yes", "--url", kept.url]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "waiting for /update_weights_from_disk: calling, 1 of 2 answered",
+        "calling, 1 of 2 answered",
+    ]

@@ -64,7 +64,7 @@ async def secure_client(
         secure = trio.SSLStream(
             raw, context or believing(), server_hostname=name, https_compatible=True
         )
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             await secure.do_handshake()
         yield SecureClient(secure)
 

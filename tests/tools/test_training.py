@@ -130,8 +130,11 @@ def test_the_first_cause_is_told_wherever_it_stands():
 
 
 def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words():
+    keys = []
+
     class Plain(BaseHTTPRequestHandler):
         def do_GET(self):
+            keys.append(self.headers.get("authorization"))
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"hello")
@@ -142,11 +145,12 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
     with HTTPServer(("127.0.0.1", 0), Plain) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", 5.0)
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", 5.0, key="sesame")
         with pytest.raises(ValueError, match="tells no tp_size"):
             endpoint.ranks()
         server.shutdown()
         thread.join()
+    assert keys == ["Bearer sesame"]
     told = endpoint.begin("/x", {})
     assert told.wait()
     assert told.answer().status == 0

@@ -18,20 +18,26 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import torch
 
+from omni_proxy.cli.finding import KEY_VARIABLE
+from omni_proxy.cli.secure import PapersFault, papers_of
 from tools.training.arguments import deadline_of, parser, wishes_of
 from tools.training.endpoint import Endpoint
 from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
 from tools.training.learner import QUESTION, Learner
 from tools.training.rounds import HEAD, Round, Training, shown
 
-GOOD, FAILED, TOO_LATE = 0, 1, 3
+GOOD, FAILED, MISUNDERSTOOD, TOO_LATE = 0, 1, 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     _end_at(deadline_of(arguments))
     torch.set_num_threads(1)
-    endpoint = Endpoint(arguments.endpoint, arguments.timeout_secs)
+    try:
+        endpoint = _endpoint(arguments)
+    except PapersFault as fault:
+        print(f"tools/trainer: {fault}", file=sys.stderr)
+        return MISUNDERSTOOD
     learner = Learner(arguments.model, steps=arguments.steps)
     training = Training(endpoint, learner, wishes_of(arguments))
     try:
@@ -40,6 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tools/trainer: {error}", file=sys.stderr)
         return FAILED
     return GOOD if _train(training, arguments) else FAILED
+
+
+def _endpoint(arguments: argparse.Namespace) -> Endpoint:
+    """Raises PapersFault."""
+    papers, url = papers_of(arguments), arguments.endpoint
+    if papers and not url.startswith("https:"):
+        raise PapersFault(f"--ca and --client-cert are for https, and --endpoint is {url}")
+    key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
+    return Endpoint(url, arguments.timeout_secs, papers=papers, key=key)
 
 
 def _train(training: Training, arguments: argparse.Namespace) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from omni_proxy.cli.finding import KEY_VARIABLE
+from omni_proxy.cli.secure import add_papers
 from tools.training.buckets import FLATTENED, MIB
 from tools.training.faults import FAULTS, NONE
 from tools.training.forms import FORMS
@@ -43,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=_count, default=4, help="of learning, in each round (4)")
     made.add_argument("--json", action="store_true", help="a line of JSON per round")
     _how_to_sync(made)
+    made.add_argument(
+        "--api-key", metavar="KEY", default="", help=f"a proxy's admin key; else {KEY_VARIABLE}"
+    )
+    add_papers(made)
     made.add_argument("--fault", choices=list(FAULTS), default=NONE, help="see below")
     made.add_argument(
         "--stop-secs", type=_secs, default=60.0, help="how long the fault `stop` lasts (60)"

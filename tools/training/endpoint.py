@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from omni_proxy.cli.secure import NO_PAPERS, Papers, context_of, tls_trouble
+
 SHORT_SECS = 60.0
 
 
@@ -68,11 +70,21 @@ class Pending:
 class Endpoint:
     """`timeout_secs` bounds each call, so that no trainer waits for ever."""
 
-    def __init__(self, url: str, timeout_secs: float) -> None:
+    def __init__(
+        self, url: str, timeout_secs: float, *, papers: Papers = NO_PAPERS, key: str = ""
+    ) -> None:
+        """`papers` are for https, `key` is a proxy's. Raises PapersFault for unusable papers."""
         self.url = url.rstrip("/")
         self.timeout_secs = timeout_secs
         self.calls: list[Answer] = []
-        self._client = httpx.Client(base_url=self.url, timeout=timeout_secs, trust_env=False)
+        self._papers = papers
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=timeout_secs,
+            headers=[(b"authorization", f"Bearer {key}".encode())] if key else [],
+            verify=context_of(papers) if self.url.startswith("https:") else False,
+            trust_env=False,
+        )
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Answer:
         """POST with a body, else GET; kept in `calls`."""
@@ -83,7 +95,7 @@ class Endpoint:
             came = self._client.request(method, path, json=body)
             status, told = came.status_code, came.json()
         except (httpx.HTTPError, ValueError) as error:
-            told = {"success": False, "message": f"{path}: {_named(error)}"}
+            told = {"success": False, "message": f"{path}: {self._named(error)}"}
         told = told if isinstance(told, dict) else {"answer": told}
         answer = Answer(path, status, told, time.monotonic() - started)
         self.calls.append(answer)
@@ -112,7 +124,7 @@ class Endpoint:
             told = came.json()
             text = str(told["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            return f"(no answer: {_named(error)})", ""
+            return f"(no answer: {self._named(error)})", ""
         # A proxy tells it with each answer, a replica only when asked.
         version = came.headers.get("x-omni-weight-version")
         return text, version or str(self.call("/model_info").body.get("weight_version") or "")
@@ -128,9 +140,9 @@ class Endpoint:
     def close(self) -> None:
         self._client.close()
 
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    def _named(self, error: Exception) -> str:
+        told = f"{type(error).__name__}: {error}".rstrip(": ")
+        return tls_trouble(self.url, told, self._papers) or told
 
 
 def _rows(value: object) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
+from textwrap import wrap
 from typing import Final
 
 from rich.text import Text
@@ -42,15 +43,14 @@ Line = tuple[str, str]  # text and its style
 def frame(view: View, heard: Heard, url: str, width: int, height: int | None = None) -> Text:
     """Without a height: every row, and nothing about keys."""
     if view.feed is None:
-        lines: list[Line] = [(f"omni-proxy at {plain(url)}", "bold"), (_link(heard), "bold red")]
-        return _joined(lines, width, height)
+        lines: list[Line] = [(f"omni-proxy at {plain(url)}", "bold")]
+        lines += [(line, "bold red") for line in wrap(_link(heard), max(1, width))]
+        return _joined([*lines, ("q quit", "dim")], width, height)
     head = list(_head(view.feed, heard, url, width))
     tail = [] if height is None else list(_tail(view, height, len(head)))
     if height is not None:
-        while len(tail) > 1 and height - len(head) - len(tail) - 1 < FEW_ROWS:
-            tail.pop(0)
-        while len(head) > 1 and height - len(head) - len(tail) - 1 < FEW_ROWS:
-            head.pop()
+        few = min(FEW_ROWS, max(1, len(view.rows)))
+        _make_room(head, tail, height - 1 - few)
         view.fit(height - len(head) - len(tail) - 1)
     else:
         view.fit(len(view.rows))
@@ -58,6 +58,15 @@ def frame(view: View, heard: Heard, url: str, width: int, height: int | None = N
     if height is not None:
         body += [("", "")] * (height - len(head) - len(body) - len(tail))
     return _joined([*head, *body, *tail], width, height)
+
+
+def _make_room(head: list[Line], tail: list[Line], lines: int) -> None:
+    """So many are left for both: what matters least goes first, at last the keys."""
+    for above, below in ((len(head), 2), (2, 2), (2, 1), (1, 1)):
+        while len(tail) > below and len(head) + len(tail) > lines:
+            tail.pop(0)
+        while len(head) > above and len(head) + len(tail) > lines:
+            head.pop()
 
 
 def _joined(lines: Sequence[Line], width: int, height: int | None) -> Text:
@@ -78,9 +87,12 @@ def _link(heard: Heard) -> str:
 def _head(feed: Feed, heard: Heard, url: str, width: int) -> Iterator[Line]:
     now = moment(feed.at)
     clock = now.astimezone().strftime("%H:%M:%S") if now else ""
-    first = headline(feed, url)
-    gap = " " * max(2, width - width_of(first) - len(clock))
-    yield f"{first}{gap}{clock}", "bold green" if feed.ready and not feed.leaving else "bold red"
+    first = headline(feed, url, width)
+    gap = " " * (width - width_of(first) - len(clock))
+    yield (
+        f"{first}{gap}{clock}" if len(gap) > 1 else first,
+        "bold green" if feed.ready and not feed.leaving else "bold red",
+    )
     if heard.lost:
         yield f"OLD PICTURE, {age(heard.secs_ago)}. {_link(heard)}", "bold red reverse"
     yield f"workers   {fleet_words(feed.fleet)}", ""

@@ -9,7 +9,7 @@ from omni_proxy.cli.top import follower
 from omni_proxy.cli.top.follower import Follower
 from tests.cli.feeds import feed, point, row
 
-PATIENCE_SECS = 15
+PATIENCE_SECS = 30
 
 
 class Feed:

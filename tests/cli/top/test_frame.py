@@ -71,13 +71,28 @@ def test_a_question_and_the_chosen_row_are_seen_on_any_screen(height):
         assert any(line.startswith("h49:1") for line in lines)
 
 
+def test_on_a_small_screen_what_matters_most_is_left():
+    lines = drawn(FLEET, 36, 10)
+    assert lines[0].split() == ["ready:", "p:1", "19:00:00"]
+    head = next(line for line in lines if line.startswith("WORKER"))
+    assert head.split() == ["WORKER", "STATE", "BUSY", "P99", "ERR"]
+    assert lines[-2].startswith("q quit")
+    assert sum(line.startswith(("dead:1", "slow:1", "good:1")) for line in lines) == 3
+    sorted_by = drawn(FLEET, 36, 10, keys=["right"] * 5)
+    assert any("P50▼" in line for line in sorted_by)
+    assert drawn(FLEET, 12, 4)[0].startswith("ready: p:1")
+
+
 def test_a_lost_connection_is_told_over_the_old_picture():
     lines = drawn(FLEET, lost="nobody listens at x")
     assert lines[1].startswith(
         "OLD PICTURE, 12 s. NO CONNECTION, trying again: nobody listens at x"
     )
     first = frame(View(), Heard(None, (), "why\x1b", 0.0), URL, 80, 24).plain
-    assert first == f"omni-proxy at {URL}\nNO CONNECTION, trying again: why\\x1b"
+    assert first == f"omni-proxy at {URL}\nNO CONNECTION, trying again: why\\x1b\nq quit"
+    why = "nobody listens there; name it with --url URL"
+    narrow = frame(View(), Heard(None, (), why, 0.0), URL, 30, 24).plain
+    assert " ".join(narrow.splitlines()[1:]) == f"NO CONNECTION, trying again: {why} q quit"
 
 
 def test_without_a_height_every_row_is_printed_and_no_key():

@@ -1,0 +1,102 @@
+"""Before a proxy that lets in only clients with a certificate, commands and trainer show theirs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from omni_proxy.cli.secure import Papers
+from tests.ports import free_port
+from tests.promises.fleet_program import put, starting, toml, workers
+from tests.promises.secure import AUTHORITY, FILES
+from tools.training.endpoint import Endpoint
+
+ROOT = Path(__file__).parents[2]
+KEY = "open sesame"
+TLS = (
+    f"tls_cert = '{FILES}/server.pem'\ntls_key = '{FILES}/server-key.pem'\n"
+    f"tls_client_ca = '{AUTHORITY}'\n"
+)
+OWN = ("--client-cert", f"{FILES}/client.pem", "--client-key", f"{FILES}/client-key.pem")
+STRANGERS = ("--client-cert", f"{FILES}/stranger.pem", "--client-key", f"{FILES}/stranger-key.pem")
+CA = ("--ca", AUTHORITY)
+
+
+@pytest.fixture(autouse=True)
+async def soon():
+    with trio.fail_after(40):
+        yield
+
+
+@pytest.fixture
+async def place(tmp_path):
+    """(its file, its URL, the worker's)"""
+    file = tmp_path / "proxy.toml"
+    async with workers("w") as (worker,):
+        put(file, toml([worker], port=free_port(), more=f"{TLS}[admin]\napi_key = '{KEY}'\n"))
+        async with starting("--config", file) as running:
+            url = (await running.says(r"listening on (https://[^\s\"]+)"))[1]
+            await running.says("from unknown to healthy")
+            yield file, url, worker.url
+
+
+async def asked(*words):
+    """(exit status, all that it said)"""
+    ended = await trio.run_process(
+        [sys.executable, "-m", "omni_proxy", *map(str, words)],
+        capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT,
+        env={**os.environ, "SGLANG_OMNI_ADMIN_KEY": KEY},
+    )  # fmt: skip
+    said = ended.stdout.decode()
+    assert "Traceback" not in said
+    return ended.returncode, said
+
+
+async def test_commands_show_the_certificate_that_is_named(place):
+    file, url, worker = place
+    for words in (("--config", file), ("--url", url, *CA)):
+        status, said = await asked("status", *words, *OWN)
+        assert (status, f"at {url}: ready" in said) == (0, True), said
+    status, said = await asked("workers", "disable", worker, "--url", url, *CA, *OWN)
+    assert (status, said) == (0, f"disabled {worker}: disabled, healthy\n")
+    status, said = await asked("top", "--once", "--url", url.removeprefix("https://"), *CA, *OWN)
+    assert (status, "1 disabled" in said) == (0, True), said
+
+
+async def test_without_one_they_say_what_is_missing(place):
+    file, url, _ = place
+    status, said = await asked("workers", "--config", file)
+    assert (status, "only clients with a certificate are let in" in said) == (2, True), said
+    status, said = await asked("workers", "--url", url, *CA)
+    assert (status, "name yours by --client-cert" in said) == (2, True), said
+
+
+async def test_one_that_is_not_believed_is_told_and_so_is_a_proxy_that_is_not(place):
+    _, url, _ = place
+    status, said = await asked("status", "--url", url, *CA, *STRANGERS)
+    assert (status, "does not accept the certificate" in said) == (2, True), said
+    assert "unknown ca" in said
+    status, said = await asked("status", "--url", url, *OWN)
+    assert (status, "no authority that we know vouches for" in said) == (2, True), said
+
+
+async def test_the_trainers_endpoint_shows_its_own(place):
+    _, url, _ = place
+
+    def call(papers):
+        endpoint = Endpoint(url, 20.0, papers=papers, key=KEY)
+        try:
+            return endpoint.call("/weights"), endpoint.ask("hi")[0]
+        finally:
+            endpoint.close()
+
+    papers = Papers(str(AUTHORITY), OWN[1], OWN[3])
+    answer, _ = await trio.to_thread.run_sync(call, papers)
+    assert (answer.status, answer.body["waiting"]) == (200, [])
+    answer, said = await trio.to_thread.run_sync(call, Papers(ca=str(AUTHORITY)))
+    assert (answer.ok, answer.status) == (False, 0)
+    assert "wants a client certificate" in answer.why
+    assert "wants a client certificate" in said
