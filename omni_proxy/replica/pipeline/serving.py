@@ -1,8 +1,9 @@
 """Hypercorn's connections on a public listener, each one contained.
 
 Invariant: no connection ends the server, and none outlives the drain: after it, sockets that are
-still open are reset. The last piece of an answer is not cancelled from inside: quart-trio reacts to
-Hypercorn's `http.disconnect` by cancelling the task that is about to recycle the connection.
+still open are reset; one whose client has left is closed at once. The last piece of an answer is
+not cancelled from inside: quart-trio reacts to Hypercorn's `http.disconnect` by cancelling the task
+that is about to recycle the connection.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 from hypercorn.config import Config
+from hypercorn.events import Event, Updated
 from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
@@ -60,6 +62,24 @@ def bound(host: str, port: int) -> socket.socket:
             "choose another --host or --port"
         ) from error
     return listener
+
+
+class Connection(TCPServer):
+    """Hypercorn's would wait out its keep-alive timeout for the next request of a client that left.
+
+    What is just being answered is told of it by Hypercorn, and ends by itself.
+    """
+
+    _left = False
+
+    async def protocol_send(self, event: Event) -> None:
+        if not (self._left and isinstance(event, Updated)):  # else it would be idle once more
+            await super().protocol_send(event)
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        self._left = True
+        await self.idle_task.stop()
 
 
 class Server:
@@ -109,7 +129,7 @@ class Server:
     async def _connection(self, stream: trio.SocketStream) -> None:
         self._streams.add(stream)
         try:
-            await TCPServer(
+            await Connection(
                 self._app,
                 self._config,
                 self._context,

@@ -1,5 +1,7 @@
+import os
 import socket
-from contextlib import asynccontextmanager
+import struct
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
@@ -102,6 +104,54 @@ async def test_bytes_that_break_a_connection_do_not_end_the_server():
         await answer(hostile)
         await get(sane)
         assert b"200" in await sane.receive_some()
+        await server.drain(0)
+
+
+def sockets():
+    """How many this process holds: the server's are among them."""
+    kinds = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            kinds.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(kind.startswith("socket:") for kind in kinds)
+
+
+def ends_with_a_reset(stream):
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("path", ["/", "/held"], ids=["idle", "answering"])
+@pytest.mark.parametrize("leave", [lambda stream: None, ends_with_a_reset], ids=["end", "reset"])
+@pytest.mark.usefixtures("soon")
+async def test_a_connection_whose_client_has_left_is_closed_at_once(path, leave):
+    listener = bound("127.0.0.1", 0)
+    server = Server(app_of(trio.Event()), listener)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.serve)
+        before = sockets()
+        for _ in range(5):
+            async with dial(listener) as stream:
+                await get(stream, path)
+                if path == "/":
+                    assert b"200" in await stream.receive_some()
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                leave(stream)
+        with trio.fail_after(10):
+            while sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
+                await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_client_that_keeps_its_connection_may_ask_on_it_again():
+    listener = bound("127.0.0.1", 0)
+    server = Server(app_of(), listener)
+    async with trio.open_nursery() as nursery, dial_both(nursery, server, listener) as streams:
+        for _ in range(3):
+            await get(streams[0])
+            got = b""
+            while b"hello" not in got:
+                got += await streams[0].receive_some()
         await server.drain(0)
 
 
