@@ -14,16 +14,18 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from omni_proxy.replica import llamacpp
 from omni_proxy.replica.arguments import TINY, fetch_parser, serve_parser
+from omni_proxy.replica.leaving import leave
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 # What the torch engine imports; of `hibari` only where speech is on.
 NEEDED = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
 NEEDED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
+
+log = logging.getLogger(__name__)
 
 
 class MissingPackageError(Exception):
@@ -51,7 +53,16 @@ def main(argv: Sequence[str]) -> int:
                 if arguments.model == TINY:
                     parser.error(f"--model {TINY} needs --engine torch")
                 return _guarded(partial(_serve_llamacpp, arguments))
-            _leave(_guarded(partial(_serve_torch, arguments)))
+            leave(_unharmed(partial(_serve_torch, arguments)))
+
+
+def _unharmed(work: partial[int]) -> int:
+    """As `_guarded`, and 1 for what nobody foresaw: it is told, and no thread is left to abort."""
+    try:
+        return _guarded(work)
+    except Exception:
+        log.exception("the replica ended by a fault")
+        return 1
 
 
 def _guarded(work: partial[int]) -> int:
@@ -62,15 +73,6 @@ def _guarded(work: partial[int]) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def _leave(status: int) -> NoReturn:
-    """End without a word to the threads that were left computing."""
-    # Python's own end takes the lock away from a thread inside torch, which aborts the process.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _say(text: str) -> None:

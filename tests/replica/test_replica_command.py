@@ -124,7 +124,7 @@ def launched(monkeypatch):
         raise Left(status)
 
     monkeypatch.setattr(launch, "launch_server", launch_server)
-    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(command, "leave", leave)
     monkeypatch.setattr(command, "_refuse_missing", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -294,7 +294,7 @@ def test_images_without_their_extra_end_with_1_and_the_cure(monkeypatch, capsys)
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(command, "leave", leave)
     monkeypatch.setattr(command, "NEEDED", ())
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
@@ -305,7 +305,7 @@ def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(command, "leave", leave)
     monkeypatch.setattr(command, "_refuse_missing", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -316,3 +316,13 @@ def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
 def test_a_report_is_asked_for_through_the_same_command(tmp_path, capsys):
     assert command.main(["profile", str(tmp_path)]) == 0
     assert "# Requests: 0" in capsys.readouterr().out
+
+
+def test_what_nobody_foresaw_ends_with_1_and_is_told(launched, monkeypatch, caplog):
+    async def launch_server(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(launch, "launch_server", launch_server)
+    assert status_of(["--model", "tiny"]) == 1
+    assert "the replica ended by a fault" in caplog.text
+    assert "RuntimeError: a bug" in caplog.text

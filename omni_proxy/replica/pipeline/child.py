@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from omni_proxy.replica.leaving import leave
 from omni_proxy.replica.pipeline.frames import Begin, Frames, StageCall, ToStage, framed
 from omni_proxy.replica.pipeline.messages import (
     AdminResult,
@@ -45,9 +46,7 @@ def main(argv: Sequence[str]) -> int:
         for body in frames.feed(data):
             take(body)
             take = _passing_on(inboxes)
-    # Not through the interpreter's end: threads may be deep inside a model.
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)  # threads may be deep inside a model
 
 
 def _received(connection: socket.socket) -> bytes:
