@@ -102,7 +102,8 @@ def _add_group(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "weights over a trainer's group",
         "/init_weights_update_group, /prepare_weights_update, /complete_weights_update and "
-        "/update_weights_from_distributed; a call's timeout_s takes the place of its deadline",
+        "/update_weights_from_distributed; a call's timeout_s takes the place of its deadline, but "
+        "can only shorten the time to be armed",
     )
     add = group.add_argument
     add(

@@ -23,7 +23,8 @@ from omni_proxy.replica.api.served import Served
 
 MODEL_INFO_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
-SYNC_FACTS = "weight_sync"
+# What a trainer plans by; of the first stage that has weights.
+MODEL_FACTS = ("weight_sync", "dtype", "kv_cache_dtype", "cache_epoch", "disable_radix_cache")
 COUNT = "num_paused_requests"
 REFUSED = 400
 
@@ -141,7 +142,7 @@ class ModelInfoRoutes:
 class Facts:
     """`shared`: what all stages that have weights agree on, else None; `versions` of all.
 
-    Of the syncs it is the first stage's: one pipeline has one model that trainers reach.
+    MODEL_FACTS are the first stage's: one pipeline has one model that trainers reach.
     """
 
     shared: dict[str, Any]
@@ -155,8 +156,9 @@ def facts_of(aggregate: dict[str, Any]) -> Facts:
     for name in SHARED_FACTS:
         values = [each["data"].get(name) for each in told]
         shared[name] = values[0] if values and all(each == values[0] for each in values) else None
-    syncs = [each["data"][SYNC_FACTS] for each in told if each["data"].get(SYNC_FACTS)]
-    shared[SYNC_FACTS] = syncs[0] if syncs else None
+    trained = (each["data"] for each in told if each["data"].get(MODEL_FACTS[0]))
+    model: dict[str, Any] = next(trained, {})
+    shared |= {name: model.get(name) for name in MODEL_FACTS}
     versions = {each["data"].get("weight_version") for each in told} - {None}
     return Facts(shared, sorted(map(str, versions)), told)
 

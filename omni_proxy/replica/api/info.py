@@ -15,7 +15,7 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy import __version__
-from omni_proxy.replica.api.admin import facts_of
+from omni_proxy.replica.api.admin import MODEL_FACTS, SHARED_FACTS, facts_of
 from omni_proxy.replica.api.auth import require_key
 from omni_proxy.replica.api.errors import CLIENT_ERRORS, Refused, refusal_of, reply
 from omni_proxy.replica.api.health import health_of
@@ -26,14 +26,23 @@ from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed,
 FACTS_SECS = 2.0
 FLUSH_SECS = 60.0
 PROOF_SECS = 20.0
+# What SGLang's servers may have and this one has not: whoever reads it need not guess. Weights of
+# quantized files are unpacked when they are loaded, and served so.
+ABSENT = {
+    "quantization": None,
+    "fp8_kv_cache_enabled": False,
+    "fp8_kv_cache_requires_postprocess": False,
+    "fp8_kv_cache_static_scales": False,
+    "speculative_algorithm": None,
+    "enable_lora": False,
+    "max_lora_rank": None,
+}
 
 
 class InfoRoutes:
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._facts: dict[str, Any] = {
-            "weight_version": None, "load_format": None, "weight_sync": None,
-        }  # fmt: skip
+        self._facts: dict[str, Any] = dict.fromkeys((*SHARED_FACTS, *MODEL_FACTS))
 
     async def model_info(self) -> Response:
         facts = await self._latest_facts()
@@ -64,9 +73,9 @@ class InfoRoutes:
                 "version": __version__,
                 "weight_version": facts["weight_version"],
                 "load_format": facts["load_format"],
-                "weight_sync": facts["weight_sync"],
+                **{name: facts[name] for name in MODEL_FACTS},
+                **ABSENT,
                 "disaggregation_mode": "null",
-                "disable_radix_cache": False,
                 "max_total_num_tokens": load["max_total_num_tokens"],
                 "max_running_requests": load["max_running_requests"],
                 "start_time": served.started_unix_secs,

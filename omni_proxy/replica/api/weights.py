@@ -67,7 +67,8 @@ class FromTensor(Operation, kw_only=True):
 class Bounded(Operation, kw_only=True):
     """An operation whose deadlines are the stage's: each of them ends in an answer, disarmed.
 
-    `timeout_s` takes their place; nobody in between gives up before them.
+    `timeout_s` takes their place, but for that of arming, which it can only shorten; nobody in
+    between gives up before them. One that is no time at all is for the stage to refuse.
     """
 
     def payload(self) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class Bounded(Operation, kw_only=True):
         return super().payload() | own
 
     def limit_secs(self, default_secs: float) -> float:
-        return super().limit_secs(default_secs) + GRACE_SECS
+        return max(super().limit_secs(default_secs), 0.0) + GRACE_SECS
 
 
 class InitGroup(Bounded, kw_only=True):
@@ -152,7 +153,9 @@ def ready(aggregate: dict[str, Any]) -> dict[str, Any]:
 
 def completed(aggregate: dict[str, Any]) -> dict[str, Any]:
     done = _done(aggregate)
-    keys = ("num_buckets_received", "weight_version", "weights", "buckets_applied")
+    keys = (
+        "num_buckets_received", "weight_version", "weights", "buckets_applied", "cache_epoch",
+    )  # fmt: skip
     told = {key: done["data"][key] for key in keys}
     return topped(aggregate) | {"message": done["message"]} | told
 

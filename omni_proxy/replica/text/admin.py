@@ -79,7 +79,12 @@ def own_functions(scheduler: TextScheduler) -> dict[str, AdminFunction]:
     def flush_cache(payload: dict[str, Any]) -> Answer:
         # Running sequences hold copies of their own, so there is never a reason to refuse.
         dropped = scheduler.cache.flush()
-        return True, "cache flushed", {"flush_success": True, "flushed_entries": dropped}, None
+        data = {
+            "flush_success": True,
+            "flushed_entries": dropped,
+            "cache_epoch": scheduler.cache.epoch,
+        }
+        return True, "cache flushed", data, None
 
     return {
         "model_info": model_info,
@@ -95,6 +100,10 @@ def _facts(scheduler: TextScheduler) -> dict[str, Any]:
         "load_format": scheduler.load_format,
         "weight_version": scheduler.weight_version,
         "weight_sync": scheduler.sync_facts(),
+        "dtype": scheduler.worker.dtype,
+        "kv_cache_dtype": scheduler.worker.dtype,
+        "cache_epoch": scheduler.cache.epoch,
+        "disable_radix_cache": not scheduler.cache.enabled,
         "tp_rank": scheduler.worker.tp_rank,
         "tp_size": scheduler.worker.tp_size,
         "model_arch_override": None,

@@ -40,6 +40,10 @@ class PrefixCache(Generic[KV]):
         self._entries: list[_Entry[KV]] = []  # the most recently used last
         self.epoch = 0
 
+    @property
+    def enabled(self) -> bool:
+        return self._max_entries > 0 and self._max_bytes > 0
+
     def __len__(self) -> int:
         return len(self._entries)
 

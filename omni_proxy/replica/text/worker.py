@@ -39,6 +39,11 @@ class ModelWorker:
     def vocabulary(self) -> int:
         return self.text.model.config.vocab_size
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights, and of the keys and values made with them; "float32", say."""
+        return str(self.text.model.model.embed_tokens.weight.dtype).removeprefix("torch.")
+
     def new_kv(self) -> SequenceKV:
         return self.text.model.new_kv()
 

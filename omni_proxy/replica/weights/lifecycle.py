@@ -228,6 +228,8 @@ class Lifecycle:
 
     def failed(self, wish: Wish, error: Exception, told: Told) -> Answer:
         """The answer for an update that did not come to its end."""
+        if not isinstance(error, Misplaced):  # that one came at the wrong time, and ended nothing
+            self.wholeness.broken()
         held = self.wholeness.told(self._scheduler.weight_version)
         match error:
             case WeightsFault() | GroupError() | PeerFault():
@@ -235,6 +237,7 @@ class Lifecycle:
             case ApplyFault():
                 message = f"The swap failed and was undone: {held}. {error}"
             case DamagedFault():
+                self.wholeness.damaged()
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
                 log.error("a weight update failed", exc_info=error)
@@ -249,6 +252,7 @@ class Lifecycle:
             "num_paused_requests": dropped,
             "flush_cache": wish.flush_cache,
             "flush_success": flushed,
+            "cache_epoch": self._scheduler.cache.epoch,
             "keep_pause": wish.keep_pause,
             "engine_paused": self._scheduler.paused,
         }

@@ -62,6 +62,8 @@ class WeightOperations:
         self._checker = Checker(self._target, rank.layout, scheduler.worker.whole)
         self._lifecycle = Lifecycle(scheduler, self._target)
         self._sync = Sync(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
+        # A bucket that will not come leaves those before it without the rest of their version.
+        self._sync.book.at_loss = self._lifecycle.wholeness.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
         self._register()
 

@@ -9,7 +9,7 @@ reports later changes nothing. `grouped` without a group is `idle`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -96,10 +96,18 @@ class Transfer:
     fault: str = ""
 
 
+def tell_nobody() -> None:
+    """Where no transfer's end matters to anyone."""
+
+
 class Book:
-    """All methods are atoms. Calls raise Misplaced; reports of what came of them never do."""
+    """All methods are atoms. Calls raise Misplaced; reports of what came of them never do.
+
+    `at_loss` is called when what was announced will not come any more, whoever ended it.
+    """
 
     def __init__(self) -> None:
+        self.at_loss: Callable[[], None] = tell_nobody
         self._state = State.IDLE
         self._groups: dict[str, Membership] = {}
         self._joining: dict[str, Membership] = {}
@@ -244,6 +252,7 @@ class Book:
             # A group that failed once only hangs later: its receiver has left it.
             self._groups.pop(transfer.group_name, None)
             self._remember(transfer.group_name, fault)
+            self.at_loss()
         elif self._state is State.GROUPED:
             self.transfer = None
         return True
@@ -268,8 +277,11 @@ class Book:
         if transfer is None or transfer.group_name != group_name:
             return
         if Event.ENDED in TABLE[self._state]:
+            disarmed = self._state in DISARMED_BY_END
             self._state = TABLE[self._state][Event.ENDED]
             self.transfer = None
+            if disarmed:
+                self.at_loss()
 
     def _remember(self, group_name: str, why: str) -> None:
         self._ended[group_name] = why

@@ -61,23 +61,36 @@ class Terms:
 TERMS = Terms()
 
 
+@dataclass(frozen=True, slots=True)
+class Arming:
+    """What to be armed for, within `ready_secs`; `whole`: all of an update, not one bucket."""
+
+    group_name: str
+    plans: tuple[Plan, ...]
+    ready_secs: float
+    whole: bool = False
+
+
 @dataclass(slots=True)
 class Reception:
     """One transfer with what blocks for it; `armed` and `received` are set by its steps' threads.
 
-    `whole`: it is all of an update, not one bucket of it.
+    `whole`: it is all of an update, not one bucket of it. `buckets_come` is known once it is over.
     """
 
     transfer: Transfer
     plans: tuple[Plan, ...]
     whole: bool = False
+    buckets_come: int = 0
     armed: Armed | None = None
     received: Received | None = None
 
     def close(self) -> None:
         """Give the memory back; more than once is the same as once."""
         received, self.received = self.received, None
-        self.armed = None
+        armed, self.armed = self.armed, None
+        if armed is not None:
+            self.buckets_come = armed.progress().buckets_done
         if received is not None:
             received.close()
 
@@ -191,15 +204,14 @@ class Sync:
                 staged.check(each.name, Form(getattr(torch, each.dtype), each.shape))
         return plans
 
-    def arm(
-        self, name: str, plans: tuple[Plan, ...], *, halting: bool, whole: bool = False
-    ) -> Part[Reception]:
+    def arm(self, wanted: Arming, *, halting: bool) -> Part[Reception]:
         """Ready at every rank; raises GroupError (also Misplaced) and PeerFault: then at none."""
         self.look()
-        transfer = self.book.prepare(name, len(plans), self._clock())
-        current = self._current = Reception(transfer, plans, whole)
+        name = wanted.group_name
+        transfer = self.book.prepare(name, len(wanted.plans), self._clock())
+        current = self._current = Reception(transfer, wanted.plans, wanted.whole)
         try:
-            yield _step(partial(self._arm, current), halting=halting)
+            yield _step(partial(self._arm, current, wanted.ready_secs), halting=halting)
         except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
@@ -251,9 +263,9 @@ class Sync:
             with suppress(PeerFault):
                 yield Aside(current.close)
 
-    def _arm(self, current: Reception) -> None:
+    def _arm(self, current: Reception, ready_secs: float) -> None:
         name = current.transfer.group_name
-        current.armed = self._opened().arm(name, current.plans, ready_secs=self.terms.ready_secs)
+        current.armed = self._opened().arm(name, current.plans, ready_secs=ready_secs)
 
     def _wait(self, current: Reception, secs: float) -> None:
         assert current.armed is not None

@@ -19,7 +19,7 @@ from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.slow import Aside, PeerFault, Steps
 from omni_proxy.replica.weights.lifecycle import Bringing, Lifecycle, Wish
 from omni_proxy.replica.weights.states import MISPLACED, Misplaced
-from omni_proxy.replica.weights.sync import MOST_SECS, Reception, Sync
+from omni_proxy.replica.weights.sync import MOST_SECS, Arming, Reception, Sync
 from omni_proxy.replica.weights.target import Staged, WeightsFault
 
 GROUP_NAME = "weight_update_group"
@@ -48,13 +48,17 @@ class TwoPhase:
         payload, name = order.payload, group_name(order.payload)
         told: dict[str, Any] = {"group_name": name}
         try:
+            terms = self._sync.terms
+            ready_secs = min(deadline_of(payload, terms.ready_secs), terms.ready_secs)
             plans = yield Aside(partial(self._sync.planned, payload))
-            current = yield from self._sync.arm(
-                name, plans, halting=False, whole=bool(payload.get("buckets"))
-            )
+            wanted = Arming(name, plans, ready_secs, whole=bool(payload.get("buckets")))
+            current = yield from self._sync.arm(wanted, halting=False)
         except (WeightsFault, GroupError, PeerFault) as error:
-            status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
-            return False, str(error), told | status, str(error)
+            if isinstance(error, Misplaced):
+                return False, str(error), told | {"status_code": error.status}, str(error)
+            # Whoever is refused the next bucket of a sync has nothing to end it with.
+            self._lifecycle.wholeness.broken()
+            return False, str(error), told, str(error)
         told |= _size(current)
         message = (
             f"ready for {told['num_tensors']} tensors, {told['num_bytes']} bytes, in "
@@ -77,8 +81,9 @@ class TwoPhase:
         answer = yield from self._lifecycle.take_in(wish, bring, {"group_name": name})
         success, message, data, error = answer
         yield from self._sync.settle(current, kept=success)
+        data |= {"num_buckets_received": len(current.plans) if success else current.buckets_come}
         if success:
-            data |= {"num_buckets_received": len(current.plans)} | _size(current)
+            data |= _size(current)
         data |= self._lifecycle.wholeness.facts() | {"weight_version": self._lifecycle.version}
         return success, message, data, error
 
@@ -94,9 +99,11 @@ class TwoPhase:
         return answer
 
     def _both(self, payload: dict[str, Any], box: list[Reception]) -> Bringing:
-        secs = deadline_of(payload, self._sync.terms.receive_secs)
+        terms = self._sync.terms
+        secs = deadline_of(payload, terms.receive_secs)
         plans = yield partial(self._sync.planned, payload)
-        current = yield from self._sync.arm(group_name(payload), plans, halting=True)
+        wanted = Arming(group_name(payload), plans, min(secs, terms.ready_secs))
+        current = yield from self._sync.arm(wanted, halting=True)
         box.append(current)
         self._sync.completing(current.transfer.group_name)
         staged = yield from self._receive(current, secs, halting=True)

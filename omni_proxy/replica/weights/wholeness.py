@@ -3,7 +3,8 @@
 An update that names all it changes (many buckets, a session, a file) is whole when it is applied.
 A bucket alone is not known to be the last one unless it says so, by a version or a wish to flush
 (two-phase.md 7, S7): until then the weights are `open`. They are `uncertain` once such a sync
-cannot go on any more: a failure, a new group, generation that continues. Nothing is refused for it.
+cannot go on any more: a failure, a new group, generation that continues; and once a swap has broken
+off half-way. Nothing is refused for it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Wholeness:
         if self.standing is Standing.OPEN:
             self.standing = Standing.UNCERTAIN
 
+    def damaged(self) -> None:
+        """A swap broke off half-way: what is live is of both versions."""
+        self.standing = Standing.UNCERTAIN
+
     def facts(self) -> dict[str, Any]:
         """JSON-ready."""
         return {"weights": self.standing.value, "buckets_applied": self.buckets}
@@ -55,6 +60,11 @@ class Wholeness:
         """What weights there are after something failed."""
         if self.standing is Standing.WHOLE:
             return f"the weights of version {version!r} are whole"
+        if not self.buckets:
+            return (
+                f"the weights are only in part those of version {version!r}: update all of them "
+                "before you rely on them"
+            )
         return (
             f"the weights are those of version {version!r} with {self.buckets} buckets of a sync "
             "that was not finished: sync all of them before you rely on them"

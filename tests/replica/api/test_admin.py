@@ -81,7 +81,8 @@ async def test_model_info_is_the_aggregate_and_what_all_agree_on(tiny):
         assert status == 200
         assert list(body) == [
             "op_id", "action", "success", "message", "results",
-            "weight_version", "model_path", "load_format", "weight_sync", "stages",
+            "weight_version", "model_path", "load_format", "weight_sync", "dtype",
+            "kv_cache_dtype", "cache_epoch", "disable_radix_cache", "stages",
         ]  # fmt: skip
         assert body["weight_version"] == "default"
         assert (body["weight_sync"]["state"], body["weight_sync"]["weights"]) == ("idle", "whole")

@@ -1,7 +1,19 @@
 import trio
 
-from tests.replica.api.world import HOLD, until
+from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.torch_engine import bounded
+from tests.replica.api.world import HOLD, opened, until
 
+# What no trainer may expect here, said as such.
+ABSENT = {
+    "quantization": None,
+    "enable_lora": False,
+    "max_lora_rank": None,
+    "speculative_algorithm": None,
+    "fp8_kv_cache_enabled": False,
+    "fp8_kv_cache_requires_postprocess": False,
+    "fp8_kv_cache_static_scales": False,
+}
 KEY = {"headers": {"authorization": "Bearer sesame"}}
 
 
@@ -27,6 +39,29 @@ async def test_server_info_has_what_routers_trainers_and_benchmarks_read(tiny):
     assert state["num_running_reqs"] == 0
     other = await get_json(tiny, "/get_server_info")
     assert other.keys() == body.keys()
+
+
+async def test_server_info_tells_a_trainer_of_the_weights_and_of_what_is_kept_of_them(tiny):
+    body = await get_json(tiny, "/server_info")
+    assert (body["dtype"], body["kv_cache_dtype"]) == ("float32", "float32")
+    assert {name: body[name] for name in ABSENT} == ABSENT
+    assert body["disable_radix_cache"] is False
+    assert body["cache_epoch"] == 0
+    assert (await tiny.get("/flush_cache")).status_code == 200
+    for path in ("/server_info", "/get_server_info", "/model_info"):
+        assert (await get_json(tiny, path))["cache_epoch"] == 1
+
+
+async def test_server_info_owns_up_to_a_cache_that_is_turned_off():
+    config = bounded(builtin_pipeline(Choices(model="tiny")), {"prefix_cache_entries": 0})
+    async with opened(config) as world:
+        assert (await get_json(world, "/server_info"))["disable_radix_cache"] is True
+
+
+async def test_of_a_pipeline_without_weights_nothing_is_told_of_them(world):
+    body = await get_json(world, "/server_info")
+    assert [body[name] for name in ("dtype", "kv_cache_dtype", "cache_epoch")] == [None] * 3
+    assert body["disable_radix_cache"] is None  # unknown: a trainer takes it that there is one
 
 
 async def test_model_info_of_sglang_is_flat_and_open(tiny):

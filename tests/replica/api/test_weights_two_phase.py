@@ -100,6 +100,7 @@ async def test_two_phases_in_the_words_of_both_dialects(tiny, trainer):
         "message": "Succeeded to update parameter online.",
         "weight_version": "v1",
         "weights": "whole",
+        "cache_epoch": 1,
     }
     assert told_at_the_top.items() <= body.items()
     assert decode_of(body)["data"]["flush_cache"] is False
@@ -184,6 +185,9 @@ async def test_a_deadline_of_the_caller_ends_the_wait_disarmed(tiny, trainer):
         (PREPARE, one(A) | {"group_name": "x"}, 400, "group 'x' is not initialized"),
         (PREPARE, many(A, transport="p2p"), 400, "transport 'p2p'"),
         (PREPARE, many(A, num_buckets="two"), 400, "num_buckets must be an integer"),
+        (PREPARE, many(A, timeout_s=0), 400, "timeout 0.0: it must be a positive number"),
+        (PREPARE, many(A, timeout_s=-1e9), 400, "it must be a positive number of seconds"),
+        (PREPARE, many(A, timeout_s="soon"), 422, "timeout_s"),
         (PREPARE, [], 422, "body"),
         (PREPARE, b"{", 422, "JSON"),
     ],

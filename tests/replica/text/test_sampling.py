@@ -28,7 +28,8 @@ def kept_naively(logits, sampling):
         order = order[: sampling.top_k]
     whole, kept, before = sum(shares[token] for token in order), [], 0.0
     for token in order:
-        if before < sampling.top_p or not kept:
+        # The shares' sum may come to 1 before the last one is added.
+        if before < sampling.top_p or sampling.top_p == 1 or not kept:
             kept.append(token)
         before += shares[token] / whole
     return sorted(token for token in kept if shares[token] >= sampling.min_p * shares[order[0]])

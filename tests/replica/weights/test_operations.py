@@ -8,6 +8,7 @@ from safetensors.torch import save
 from omni_proxy.collective.in_thread import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Failed, Streamed
 from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.weights import target
 from omni_proxy.replica.weights.operations import Rank, WeightOperations
 from omni_proxy.replica.weights.sync import Terms
 from tests.collective.trainer_side import Trainer, _made
@@ -35,6 +36,25 @@ def some(seed=1, *names):
 # From a request
 
 
+def test_what_a_swap_that_broke_off_left_is_not_called_whole_until_it_is_replaced(
+    stage, monkeypatch
+):
+    def break_off(pairs):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(target, "put", break_off)
+    answer = from_tensor(stage, some())
+    assert not answer.success
+    assert "The weights are damaged: update them before you continue" in answer.message
+    facts = stage.facts()
+    assert (facts["weight_sync"]["weights"], facts["engine_paused"]) == ("uncertain", True)
+    answer = from_tensor(stage, {"no.such.weight": torch.ones(1)})
+    assert "the weights are only in part those of version 'default'" in answer.message
+    monkeypatch.undo()
+    assert from_tensor(stage, weights_of(2)).success
+    assert stage.facts()["weight_sync"]["weights"] == "whole"
+
+
 def test_tensors_of_a_request_change_what_they_name(stage):
     new = some(1, UP, LAST_NORM)
     answer = from_tensor(stage, new, weight_version="v1")
@@ -43,6 +63,7 @@ def test_tensors_of_a_request_change_what_they_name(stage):
         "num_paused_requests": 0,
         "flush_cache": True,
         "flush_success": True,
+        "cache_epoch": 1,
         "keep_pause": False,
         "engine_paused": False,
         "metadata_only": False,

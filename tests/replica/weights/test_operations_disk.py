@@ -26,6 +26,7 @@ def test_new_weights_change_the_text_and_old_ones_bring_it_back(stage, tmp_path)
         "num_paused_requests": 0,
         "flush_cache": True,
         "flush_success": True,
+        "cache_epoch": 1,
         "keep_pause": False,
         "engine_paused": False,
         "model_path": str(tmp_path / "new.safetensors"),

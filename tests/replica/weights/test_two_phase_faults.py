@@ -213,6 +213,9 @@ def test_a_port_that_says_nothing_costs_the_join_its_deadline_and_nobody_else_an
     assert not answer.success
     assert "0.5 s" in answer.message
     assert replica.facts()["weight_sync"]["groups"] == []
+    for thread in threading.enumerate():
+        if thread.name == f"decode-{INIT}":
+            thread.join()  # it has answered, and is about to end
     assert threading.active_count() <= threads
 
 

@@ -28,6 +28,10 @@ def after(*events):
         (["bucket", "broken", "bucket"], "uncertain", 2),
         (["bucket", "broken", "bucket", "last"], "whole", 0),
         (["bucket", "broken", "whole"], "whole", 0),
+        (["damaged"], "uncertain", 0),
+        (["damaged", "left"], "uncertain", 0),
+        (["bucket", "damaged"], "uncertain", 1),
+        (["damaged", "last"], "whole", 0),
     ],
 )
 def test_what_is_known_after(events, standing, buckets):
