@@ -190,7 +190,7 @@ def test_closing_says_so_and_a_reset_does_not(both):
     other.conn.close(reset=True)
     other.pump.settle()
     other.far.incoming.write_eof()
-    with pytest.raises(ssl.SSLEOFError):
+    with pytest.raises(ssl.SSLError, match=r"(?i)eof"):  # as each Python has it
         other.far.tls.read(1)
     other.close()
 

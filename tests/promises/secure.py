@@ -26,6 +26,7 @@ def listening(name: str = "server", **others: str) -> str:
 def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:
     """What a client believes in, and the certificate that it shows if asked."""
     context = ssl.create_default_context(cafile=FILES / f"{name}.pem")
+    context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
     if own:
         context.load_cert_chain(FILES / f"{own}.pem", FILES / f"{own}-key.pem")
     return context
@@ -33,6 +34,7 @@ def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:
 
 def showing(name: str = "server") -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
     context.load_cert_chain(FILES / f"{name}.pem", FILES / f"{name}-key.pem")
     return context
 
