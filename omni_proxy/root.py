@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import trio
@@ -41,6 +40,7 @@ from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.ejector import Ejector
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.launcher import Launcher
+from omni_proxy.watch.private import private_folder
 from omni_proxy.watch.prober import Prober
 from omni_proxy.watch.progress import until_ready
 from omni_proxy.watch.reloader import Reloader
@@ -64,8 +64,8 @@ def run(startup: Startup) -> int:
         return BAD_CONFIGURATION
     configure(keeper.config.server.log_level, keeper.config.server.log_format)
     raise_limit()
-    with tempfile.TemporaryDirectory(prefix="omni-proxy-") as private:
-        return trio.run(House(keeper, fleet, Path(private)).run)
+    with private_folder() as private:
+        return trio.run(House(keeper, fleet, private).run)
 
 
 def _log_health(worker: Worker, before: Health) -> None:
