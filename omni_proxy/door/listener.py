@@ -113,12 +113,12 @@ class Listener:
         removes = self._is_file and not keeps_file
         self._file = os.lstat(self.address[5:]) if removes else None
         self._fd = sock.fileno()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if self.listens:
             pump.register(self._fd, self)
 
     def listen(self) -> None:
         """Where the socket does not yet. Raises OSError."""
-        if not self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if not self.listens:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.listen(BACKLOG)
             self._pump.register(self._fd, self)
@@ -159,6 +159,22 @@ class Listener:
             self._full = lowest_free(self._fd) >= self._brim
         if self._stalled and not self._full and self._sock.fileno() >= 0:
             self.on_event(0)
+
+    @property
+    def listens(self) -> bool:
+        return bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+    def rest(self) -> None:
+        """Accept nobody until `work`; the socket goes on to listen, for others who have it."""
+        self._stalled = False
+        self._pump.forget(self._fd, self.shared())
+
+    def work(self) -> None:
+        self._pump.register(self._fd, self)
+
+    def shared(self) -> socket.socket:
+        """The same socket once more, to be closed by whoever asks."""
+        return self._sock.dup()
 
     def permit(self, mode: int) -> None:
         """Who may connect, where it is a file."""

@@ -34,7 +34,7 @@ class Port:
         """`listener` is that of control's own door."""
         self.listener = listener
         self._pump = pump
-        first = listener._sock.dup()
+        first = listener.shared()
         self._shared = first.family == socket.AF_UNIX
         self._seats: dict[int, socket.socket] = {0: first}
         self._group: list[int] = []  # those that listen, as the kernel numbers them
@@ -46,18 +46,16 @@ class Port:
 
     def rest(self) -> None:
         """Control's own door accepts nobody; the socket stays open."""
-        listener = self.listener
-        if not self.rests and _listens(listener._sock):
+        if not self.rests and self.listener.listens:
             self.rests = True
-            listener._stalled = False
-            self._pump.forget(listener._fd, listener._sock.dup())
+            self.listener.rest()
             self._pump.settle()
 
     def work(self) -> None:
         """It accepts again."""
         if self.rests:
             self.rests = False
-            self._pump.register(self.listener._fd, self.listener)
+            self.listener.work()
 
     def listen(self, seat: int) -> socket.socket:
         """The seat's socket, listening; the first one where it can't have its own."""

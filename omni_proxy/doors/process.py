@@ -185,7 +185,7 @@ class DoorHouse:
             door.prepare(config)()
         except (OSError, ConfigError) as error:  # control could read them a moment ago
             _log.error("the certificates stay as they were: %s", error)
-            door._take(config)
+            door.keep_entrances(config)
         door.access_log = self._access if server.access_log != OFF else None
         door.route_log = self._route if server.route_log != OFF else None
         door.meters = self._meters if server.metrics else None

@@ -58,6 +58,10 @@ class SharedDoor(Door):
         self._others = 0
         super()._take(config)
 
+    def keep_entrances(self, config: Config) -> None:
+        """All of it is in force from here on, but how clients are received."""
+        self._take(config)
+
     def remember_in(self, sessions: Sessions) -> None:
         """Sticky sessions, where there are any."""
         self._sessions = sessions

@@ -14,12 +14,13 @@ from omni_proxy.doors.following import Counted
 from omni_proxy.doors.messages import CellTally, EndTally, SlotTally, Spread, Tally
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.observe.cells import Cell, Phases
 from omni_proxy.observe.histogram import Histogram
-from omni_proxy.observe.metrics import Cell, Meters, Phases
+from omni_proxy.observe.metrics import Meters
 from omni_proxy.observe.recent import End, Recent, Slot
 
 WHOLE_DOOR = -1
-_PHASES = ("queue", "connect", "head", "overhead", "longest_gap")
+PHASES = ("queue", "connect", "head", "overhead", "longest_gap")
 
 Find = Callable[[int], Worker | None]
 
@@ -31,8 +32,8 @@ class DoorMeters(Meters):
         super().__init__(fleet, DoorRecent())
 
     def taken(self) -> Tally:
-        cells, self.cells = self.cells, {}
-        phases, self.phases = self.phases, {}
+        cells, self._cells = self.cells, {}
+        phases, self._phases = self.phases, {}
         tries, self.failed_tries = self.failed_tries, Counter()
         retries, self.retries = self.retries, 0
         recent, self._recent = self._recent, DoorRecent()
@@ -50,10 +51,11 @@ class DoorMeters(Meters):
 
 class DoorRecent(Recent):
     def slots(self) -> list[SlotTally]:
-        if not self.second.requests:
+        second = self.second_so_far()
+        if not second.requests:
             return []
-        slots = [(WHOLE_DOOR, self.second)]
-        slots += [(_serial(worker), slot) for worker, slot in self.slots_now.items()]
+        slots = [(WHOLE_DOOR, second)]
+        slots += [(_serial(worker), slot) for worker, slot in self.sums.items()]
         return [
             SlotTally(serial, slot.requests, slot.errors, _sparse(slot.firsts))
             for serial, slot in slots
@@ -71,8 +73,8 @@ def add(tally: Tally, meters: Meters, recent: Recent, find: Find) -> None:
         if worker is not None or not told.serial:
             _add_cell(told, meters, worker)
     for route, spreads in tally.phases.items():
-        phases = meters.phases.setdefault(route, Phases())
-        for name, spread in zip(_PHASES, spreads, strict=True):
+        phases = meters.phases_of(route)
+        for name, spread in zip(PHASES, spreads, strict=True):
             _add_spread(getattr(phases, name), spread)
     for serial, cause, count in tally.failed_tries:
         worker = find(serial)
@@ -112,7 +114,7 @@ def _of_cell(route: str, worker: Worker | None, cell: Cell) -> CellTally:
 
 
 def _of_phases(phases: Phases) -> list[Spread]:
-    return [_spread(getattr(phases, name)) for name in _PHASES]
+    return [_spread(getattr(phases, name)) for name in PHASES]
 
 
 def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
@@ -127,8 +129,7 @@ def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
 
 
 def _add_cell(told: CellTally, meters: Meters, worker: Worker | None) -> None:
-    phases = meters.phases.setdefault(told.route, Phases())
-    cell = meters.cells.setdefault((told.route, worker), Cell(phases))
+    cell = meters.cell(told.route, worker)
     for model, hundreds, end, count in told.ends:
         key = (model, hundreds, end)
         cell.ends[key] = cell.ends.get(key, 0) + count
@@ -151,7 +152,7 @@ def _add_recent(tally: Tally, recent: Recent, find: Find) -> None:
     for slot in tally.slots:
         _add_slot(slot, recent, find)
     for noted in tally.ends:
-        (recent._troubles if noted.trouble else recent._ends).append(End(*noted.end))
+        recent.add(End(*noted.end), trouble=noted.trouble)
 
 
 def _add_slot(told: SlotTally, recent: Recent, find: Find) -> None:
@@ -161,7 +162,7 @@ def _add_slot(told: SlotTally, recent: Recent, find: Find) -> None:
     elif worker is None and told.serial:
         return
     else:
-        slot = recent.slots_now.get(worker) or recent.open_slot(worker)
+        slot = recent.sums.setdefault(worker, Slot())
     slot.requests += told.requests
     slot.errors += told.errors
     for place, count in told.firsts.items():

@@ -47,7 +47,7 @@ class Fleet:
         self.limited = False  # some worker has a max_inflight, so a pick has to look at room
         self.names_models = False  # some worker names a model, so a request's model may matter
         self._by_url: dict[str, Worker] = {}
-        self._models: set[str] = set()
+        self.models: set[str] = set()  # which workers name; another set where they change
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
         self._health_watchers: list[Callable[[Worker, Health], None]] = []
@@ -64,7 +64,7 @@ class Fleet:
 
     def names(self, model: str) -> bool:
         """Whether some worker says that this is its model."""
-        return model in self._models
+        return model in self.models
 
     def find(self, url: str) -> Worker | None:
         return self._by_url.get(url)
@@ -92,8 +92,10 @@ class Fleet:
         reordered = list(before) != list(after)
         self._by_url = after
         self.limited = any(worker.max_inflight for worker in after.values())
-        self._models = {worker.model for worker in after.values() if worker.model}
-        self.names_models = bool(self._models)
+        models = {worker.model for worker in after.values() if worker.model}
+        if models != self.models:
+            self.models = models
+        self.names_models = bool(models)
         change = Change(tuple(added), removed, tuple(changed))
         if change or reordered:
             self._changed()
@@ -107,10 +109,10 @@ class Fleet:
         Workers that name another model drop out; where no candidate names one, the request's model
         is ignored (omni-router.md 8). The list is kept until the fleet changes.
         """
-        if model is not None and model not in self._models:
+        if model is not None and model not in self.models:
             # All names that nobody has are one: clients choose them, as many and as long as they
             # like.
-            model = "" if self._models else None
+            model = "" if self.models else None
         key = (model, mask)
         found = self._candidates.get(key)
         if found is None:

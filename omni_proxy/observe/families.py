@@ -19,8 +19,9 @@ from prometheus_client.core import (
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.observe.histogram import FIRST_CHUNK, Histogram
-from omni_proxy.observe.metrics import Cell, Meters, Phases
+from omni_proxy.observe.cells import Cell, Phases
+from omni_proxy.observe.histogram import FINE, FIRST_CHUNK, Histogram
+from omni_proxy.observe.metrics import Meters
 
 PART: Final = 200  # samples: about a millisecond to make
 BY_CELL: Final = ("route", "worker")
@@ -53,9 +54,13 @@ def histograms(
     name: str, text: str, labels: Labels, rows: Iterable[tuple[Labels, Histogram]]
 ) -> Iterator[Metric]:
     """Nothing for what never happened: it would be twenty lines of zeros."""
-    bounds = FIRST_CHUNK if name == "time_to_first_chunk_seconds" else ()
-    told = ((key, of.buckets(bounds), of.sum) for key, of in rows if any(of.counts))
+    told = ((key, of.buckets(_told_of(of)), of.sum) for key, of in rows if any(of.counts))
     return _in_parts(lambda: HistogramMetricFamily(f"omni_proxy_{name}", text, labels=labels), told)
+
+
+def _told_of(times: Histogram) -> tuple[float, ...]:
+    """What is counted finely, for quantiles of ours, is told as others tell it."""
+    return FIRST_CHUNK if times.bounds is FINE else times.bounds
 
 
 def _in_parts(empty: Callable[[], Any], rows: Iterable[tuple[Any, ...]]) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""What the door counts of each exchange that has ended, in plain ints.
+"""What the door counts of each exchange that has ended, in plain numbers.
 
 Invariant: `count` costs less than 3 us and neither waits nor fails. Its labels are bounded: routes
 are those of the table, workers those of the fleet, and a model that no worker names is "other".
@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.observe.histogram import (
-    BETWEEN_CHUNKS,
-    DURATION,
-    FINE,
-    FIRST_CHUNK,
-    LONGEST_GAP,
-    SHORT,
-    Histogram,
-)
-from omni_proxy.observe.recent import ENDS_PER_SECOND, Recent
+from omni_proxy.observe.cells import UNASKED, Cell, Phases
+from omni_proxy.observe.histogram import DURATION, FINE
+from omni_proxy.observe.recent import TEXT_CHARS, Recent, Slot
 from omni_proxy.observe.usage import TAIL_BYTES, tokens_in
 
 if TYPE_CHECKING:
@@ -32,40 +25,10 @@ if TYPE_CHECKING:
 
 OTHER: Final = "other"
 FRONT: Final = "front"  # the route of whatever is not model traffic
+AT_ONCE: Final = 2048  # times that are sorted in together: a third of a millisecond
 UNREAD: Final = "unread"  # no head that could be read
 
 K = TypeVar("K")
-End = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
-
-
-class Phases:
-    """The times of one route, over all workers."""
-
-    __slots__ = ("connect", "head", "longest_gap", "overhead", "queue")
-
-    def __init__(self) -> None:
-        self.queue = Histogram(DURATION)
-        self.connect = Histogram(SHORT)
-        self.head = Histogram(FIRST_CHUNK)
-        self.longest_gap = Histogram(LONGEST_GAP)
-        self.overhead = Histogram(SHORT)
-
-
-class Cell:
-    """One route on one worker; no worker where nobody was tried."""
-
-    __slots__ = (
-        "between", "bytes_in", "bytes_out", "ends", "first", "phases", "pieces", "tokens", "total",
-    )  # fmt: skip
-
-    def __init__(self, phases: Phases) -> None:
-        self.phases = phases
-        self.ends: dict[End, int] = {}
-        self.total = Histogram(DURATION)
-        self.first = Histogram(FINE)
-        self.between = Histogram(BETWEEN_CHUNKS)
-        self.bytes_in = self.bytes_out = self.pieces = 0
-        self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
 
 
 class Meters:
@@ -73,31 +36,129 @@ class Meters:
     forgotten."""
 
     def __init__(self, fleet: Fleet, recent: Recent) -> None:
-        self.cells: dict[tuple[str, Worker | None], Cell] = {}
-        self.phases: dict[str, Phases] = {}
         self.failed_tries: Counter[tuple[Worker, str]] = Counter()
         self.ejections: Counter[Worker] = Counter()
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
         self.retries = 0
+        self._phases: dict[str, Phases] = {}
+        self._cells: dict[str, dict[Worker | None, Cell]] = {}
         self._fleet = fleet
         self._recent = recent
         self._members: list[Worker] = []
+        self._models = fleet.models
+        recent.gather = self.gather
         fleet.watch(self._follow_fleet)
         fleet.watch_ejected(self._ejected)
         fleet.watch_health(self._changed)
 
+    @property
+    def cells(self) -> dict[tuple[str, Worker | None], Cell]:
+        """By route and worker, with everything that has ended."""
+        self.gather(None)
+        return {
+            (route, worker): cell
+            for route, cells in self._cells.items()
+            for worker, cell in cells.items()
+        }
+
+    @property
+    def phases(self) -> dict[str, Phases]:
+        """By route, with everything that has ended."""
+        self.gather(None)
+        return self._phases
+
+    def cell(self, route: str, worker: Worker | None) -> Cell:
+        """That one, made where it has to be."""
+        cells = self._cells.get(route)
+        if cells is None:
+            cells = self._cells[route] = {}
+        cell = cells.get(worker)
+        if cell is None:
+            cell = cells[worker] = Cell(self.phases_of(route))
+            self._recent.sums.setdefault(worker, Slot())
+        return cell
+
+    def phases_of(self, route: str) -> Phases:
+        return self._phases.setdefault(route, Phases())
+
+    def gather(self, worker: Worker | None) -> None:
+        """Make readable what was counted of this worker; None: of all."""
+        for cells in self._cells.values():
+            if worker is None:
+                for each, cell in cells.items():
+                    self._gather(each, cell)
+            elif worker in cells:
+                self._gather(worker, cells[worker])
+        if worker is None:
+            for phases in self._phases.values():
+                phases.gather()
+
+    def _gather(self, worker: Worker | None, cell: Cell) -> None:
+        if any(cell.whole):
+            cell.gather(self._recent.sums[worker])
+
     def count(self, mine: Exchange, worker: Worker | None) -> None:
-        """`mine` has ended; nothing of it is kept. In one frame on purpose: it is paid for each."""
+        """`mine` has ended; nothing of it is kept. In one frame on purpose: it is paid for each.
+
+        What most answers are is told apart first: whole in one piece, of a request that left in
+        the moment it came. All that they took is then one time, but for a head that came earlier.
+        """
         route = mine.route
         if route is None:
             self._count_front(mine)
             return
-        cell = self.cells.get((route.path, worker)) or self._new(route.path, worker)
-        status, end, ended = mine.status, mine.outcome or "cut_by_proxy", mine.ended_at
+        try:
+            cell = self._cells[route.path][worker]
+        except KeyError:
+            cell = self.cell(route.path, worker)
+        ended, started = mine.ended_at, mine.started_at
+        if (
+            mine.first_at != ended
+            or mine.dialled_at != started
+            or mine.pieces != 1
+            or mine.attempts != 1
+            or mine.status != 200
+            or mine.outcome != "completed"
+            or mine.tail
+            or mine.need is None
+            or (mine.need.model != cell.asked and not self._counts_for(cell, mine.need.model))
+        ):
+            self._count_any(mine, worker, cell)
+            return
+        secs = ended - started
+        place = bisect_left(FINE, secs)
+        cell.whole[place] += 1
+        cell.whole_secs += secs
+        cell.bytes_in += mine.bytes_in
+        cell.bytes_out += mine.bytes_out
+        recent, phases = self._recent, cell.phases
+        recent.whole[place] += 1
+        if mine.wait_at != ended:
+            phases.head.counts[place] -= 1
+            phases.head.sum -= secs
+            phases.heads.append(mine.wait_at - started)
+        if recent.ends_left:
+            recent.note_end(mine, worker)
+        phases.own.append(mine.own_secs + monotonic() - ended)
+        if len(phases.own) >= AT_ONCE:
+            phases.gather()
+
+    def _counts_for(self, cell: Cell, asked: str | None) -> bool:
+        """Whether what comes whole for this model may be counted with what is there already."""
+        model = asked if asked is None or asked in self._models else OTHER
+        if model != cell.model:
+            if any(cell.whole):
+                return False
+            cell.model = model
+        cell.asked = asked if asked is None or len(asked) <= TEXT_CHARS else UNASKED
+        return True
+
+    def _count_any(self, mine: Exchange, worker: Worker | None, cell: Cell) -> None:
+        end, ended = mine.outcome or "cut_by_proxy", mine.ended_at
         model = mine.need.model if mine.need is not None else None
-        if model is not None and (worker is None or model != worker.model):
-            model = model if self._fleet.names(model) else OTHER
-        key = (model, status // 100, end)
+        if model is not None and model not in self._models:
+            model = OTHER
+        key = (model, mine.status // 100, end)
         cell.ends[key] = cell.ends.get(key, 0) + 1
         cell.bytes_in += mine.bytes_in
         cell.bytes_out += mine.bytes_out
@@ -113,15 +174,13 @@ class Meters:
             cell.first.sum += secs
             if mine.pieces > 1 and mine.stream:
                 self._count_gaps(mine, cell)
-        phases, dialled = cell.phases, mine.dialled_at
-        if dialled:
+        if mine.dialled_at:
+            phases = cell.phases
             if mine.wait_at:
-                secs = mine.wait_at - dialled
-                phases.head.counts[bisect_left(FIRST_CHUNK, secs)] += 1
-                phases.head.sum += secs
-            secs = mine.own_secs + monotonic() - ended
-            phases.overhead.counts[bisect_left(SHORT, secs)] += 1
-            phases.overhead.sum += secs
+                phases.heads.append(mine.wait_at - mine.dialled_at)
+            phases.own.append(mine.own_secs + monotonic() - ended)
+            if len(phases.own) >= AT_ONCE:
+                phases.gather()
         if mine.queued_secs or mine.connect_secs or mine.tail or mine.tried is not None:
             self._count_rarer(mine, cell, model)
         self._count_lately(mine, worker, place)
@@ -131,7 +190,7 @@ class Meters:
         recent = self._recent
         second = recent.second
         second.requests += 1
-        slot = recent.slots_now.get(worker) or recent.open_slot(worker)
+        slot = recent.sums[worker]
         slot.requests += 1
         if place >= 0:
             second.firsts[place] += 1
@@ -140,12 +199,11 @@ class Meters:
             slot.firsts[place] += 1
         if mine.status >= 400 or mine.outcome != "completed" or mine.attempts > 1:
             recent.note_trouble(mine, worker, slot)
-        elif second.requests <= ENDS_PER_SECOND:
+        elif recent.ends_left:
             recent.note_end(mine, worker)
 
     def _count_front(self, mine: Exchange) -> None:
-        route = FRONT if mine.method != "-" else UNREAD
-        cell = self.cells.get((route, None)) or self._new(route, None)
+        cell = self.cell(FRONT if mine.method != "-" else UNREAD, None)
         key = (None, mine.status // 100, mine.outcome or "cut_by_proxy")
         cell.ends[key] = cell.ends.get(key, 0) + 1
         cell.bytes_in += mine.bytes_in
@@ -170,13 +228,6 @@ class Meters:
             for kind, count in tokens_in(mine.tail[-TAIL_BYTES:]).items():
                 cell.tokens[model, kind] += count
 
-    def _new(self, route: str, worker: Worker | None) -> Cell:
-        phases = self.phases.get(route)
-        if phases is None:
-            phases = self.phases[route] = Phases()
-        cell = self.cells[route, worker] = Cell(phases)
-        return cell
-
     def _ejected(self, worker: Worker) -> None:
         self.ejections[worker] += 1
 
@@ -188,11 +239,19 @@ class Meters:
         if members != self._members:
             self._members = members
             self.forget_strangers()
+        if self._fleet.models is not self._models:
+            self._models = self._fleet.models
+            for cells in self._cells.values():
+                for cell in cells.values():
+                    cell.asked = UNASKED
 
     def forget_strangers(self) -> None:
         """Who is not in the fleet any more; an exchange of one may have ended after it went."""
         here = {*self._fleet.workers, None}
-        self.cells = {key: cell for key, cell in self.cells.items() if key[1] in here}
+        for cells in self._cells.values():
+            for worker in cells.keys() - here:
+                del cells[worker]
+        self._recent.keep(here)
         _keep(self.failed_tries, {key for key in self.failed_tries if key[0] in here})
         _keep(self.health_changes, {key for key in self.health_changes if key[0] in here})
         _keep(self.ejections, {worker for worker in self.ejections if worker in here})

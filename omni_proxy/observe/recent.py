@@ -1,25 +1,28 @@
 """What happened lately: a point per second for 15 minutes, each worker's last minute, recent ends.
 
 Invariant: everything here is bounded, whatever clients send. Pure: `tick` brings the clock, once a
-second; its meters bring what has ended.
+second; its meters bring what has ended. A worker's last minute is what it has now, less what it had
+then: nothing has to be cleared for each worker while requests go on.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import add, sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.observe.histogram import FINE, merged, quantile
+from omni_proxy.observe.histogram import FINE, quantile
 
 if TYPE_CHECKING:
     from omni_proxy.door.account import Exchange
 
 POINTS: Final = 900
-SLOT_SECS: Final = 10
-SLOTS: Final = 6  # so a worker's numbers are those of its last 50 to 60 seconds
+MARK_SECS: Final = 10
+LATELY_SECS: Final = 50  # so a worker's numbers are those of its last 50 to 60 seconds, or 70
 KEPT_ENDS: Final = 50
 KEPT_TROUBLES: Final = 150
 ENDS_PER_SECOND: Final = 5  # a busy second would push all others out
@@ -29,12 +32,16 @@ TEXT_CHARS: Final = 200
 
 @dataclass(slots=True)
 class Slot:
-    """Counts of a short time. `firsts`: how many first chunks lie at each place of FINE."""
+    """Counts of some time. `firsts`: how many first chunks lie at each place of FINE."""
 
     requests: int = 0
     errors: int = 0
     troubles: int = 0
+    marked_at: float = 0.0  # when a copy of it was kept last
     firsts: list[int] = field(default_factory=lambda: [0] * (len(FINE) + 1))
+
+    def copy(self) -> Slot:
+        return Slot(self.requests, self.errors, firsts=self.firsts.copy())
 
 
 class Point(NamedTuple):
@@ -76,24 +83,40 @@ class End(NamedTuple):
     request_id: str
 
 
+def _nothing_more(_: Worker | None) -> None:
+    """Everything is in `sums` at once."""
+
+
 class Recent:
-    """The door's meters count into `second` and `slots_now`, and note some of the ends."""
+    """The door's meters count into `second` and `sums`, and note some of the ends: of good ones
+    `ends_left` more in this second.
+
+    `whole`: what `second` still lacks, by its place in FINE. `gather(worker)` brings into `sums`
+    what the meters hold back of that worker, of all for None.
+    """
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=POINTS)
         self.second = Slot()
-        self.slots_now: dict[Worker | None, Slot] = {}
-        self._slots: deque[tuple[float, dict[Worker | None, Slot]]] = deque(maxlen=SLOTS)
-        self._slots.append((0.0, self.slots_now))
+        self.whole = [0] * (len(FINE) + 1)
+        self.ends_left = ENDS_PER_SECOND
+        self.sums: dict[Worker | None, Slot] = {}  # of each worker, since it came
+        self.gather: Callable[[Worker | None], None] = _nothing_more
+        self._began = 0.0  # Unix time, as all here
+        # How much it was at which times; the oldest is the one that `of` needs, or soon will.
+        self._marks: dict[Worker | None, deque[tuple[float, Slot]]] = {}
         self._ends: deque[End] = deque(maxlen=KEPT_ENDS)
         self._troubles: deque[End] = deque(maxlen=KEPT_TROUBLES)
 
-    def open_slot(self, worker: Worker | None) -> Slot:
-        slot = self.slots_now[worker] = Slot()
-        return slot
+    def keep(self, workers: Collection[Worker | None]) -> None:
+        """Forget all others."""
+        for worker in [each for each in self.sums if each not in workers]:
+            del self.sums[worker]
+            self._marks.pop(worker, None)
 
     def note_end(self, mine: Exchange, worker: Worker | None) -> None:
         """Of one that went well."""
+        self.ends_left -= 1
         self._ends.append(_end_of(mine, worker))
 
     def note_trouble(self, mine: Exchange, worker: Worker | None, slot: Slot) -> None:
@@ -106,28 +129,55 @@ class Recent:
             self.second.troubles += 1
             self._troubles.append(_end_of(mine, worker))
 
+    def add(self, end: End, *, trouble: bool) -> None:
+        """One that was noted elsewhere, where the times are of the same clock."""
+        (self._troubles if trouble else self._ends).append(end)
+
+    def second_so_far(self) -> Slot:
+        second = self.second
+        second.requests += sum(self.whole)
+        second.firsts = list(map(add, second.firsts, self.whole))
+        self.whole = [0] * len(self.whole)
+        return second
+
     def tick(self, at: float, in_flight: int, waiting: int) -> None:
         """A second (of Unix time `at`) is over."""
-        if not self._slots[-1][0]:
-            self._slots[-1] = (at - 1, self.slots_now)
-        second, self.second = self.second, Slot()
+        self._began = self._began or at - 1
+        second, self.second = self.second_so_far(), Slot()
+        self.ends_left = ENDS_PER_SECOND
         self.points.append(
             Point(int(at), second.requests, second.errors, *_firsts(second), in_flight, waiting)
         )
-        if at - self._slots[-1][0] >= SLOT_SECS:
-            self.slots_now = {}
-            self._slots.append((at, self.slots_now))
+        self._mark(at)
+
+    def _mark(self, at: float) -> None:
+        """Of each worker, every ten seconds; not of all in the same one, should they be many."""
+        since = at - MARK_SECS
+        due = (each for each, slot in self.sums.items() if slot.marked_at <= since)
+        for worker in list(islice(due, len(self.sums) // MARK_SECS + 1)):
+            self.gather(worker)
+            slot = self.sums[worker]
+            slot.marked_at = at
+            marks = self._marks.setdefault(worker, deque())
+            marks.append((at, slot.copy()))
+            while len(marks) > 1 and at - marks[1][0] > LATELY_SECS:
+                marks.popleft()
 
     def of(self, worker: Worker, at: float) -> Lately:
-        slots = [slot for _, each in self._slots if (slot := each.get(worker))]
-        began = self._slots[0][0]
-        secs = max(at - began, 1.0) if began else 1.0
-        total = Slot(
-            requests=sum(slot.requests for slot in slots),
-            errors=sum(slot.errors for slot in slots),
-            firsts=merged(slot.firsts for slot in slots),
+        self.gather(worker)
+        now, then = self.sums.get(worker) or Slot(), Slot()
+        began = max(self._began or at - 1, at - LATELY_SECS)
+        for marked_at, slot in self._marks.get(worker, ()):
+            if at - marked_at <= LATELY_SECS:
+                break
+            began, then = marked_at, slot
+        lately = Slot(
+            requests=now.requests - then.requests,
+            errors=now.errors - then.errors,
+            firsts=list(map(sub, now.firsts, then.firsts)),
         )
-        return Lately(round(total.requests / secs, 2), total.errors, *_firsts(total))
+        rate = round(lately.requests / max(at - began, 1.0), 2)
+        return Lately(rate, lately.errors, *_firsts(lately))
 
     def ends(self) -> list[End]:
         """The newest first."""

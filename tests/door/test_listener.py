@@ -112,6 +112,22 @@ async def test_a_closed_listener_lets_nobody_in(pump, sock, guests, call):
     assert guests == []
 
 
+async def test_one_that_rests_lets_nobody_in_until_it_works_again(pump, sock, guests, call):
+    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    listener.rest()
+    pump.settle()
+    call()
+    listener.sweep()
+    shared = listener.shared()
+    with shared:
+        assert listener.listens
+        shared.accept()[0].close()  # it waited for whoever has the socket
+    call()
+    listener.work()
+    await until(lambda: guests)
+    assert len(guests) == 1
+
+
 def test_what_cannot_be_bound_leaves_nothing_open(sock):
     for place in (sock.getsockname(), ("192.0.2.1", 0), ("no.such.host.invalid", 0)):
         with pytest.raises(OSError):

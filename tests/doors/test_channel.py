@@ -23,7 +23,7 @@ async def ends():
 
 async def heard(channel, count):
     got = []
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while len(got) < count:
             got += await channel.hear()
     return got

@@ -5,12 +5,12 @@ import msgspec
 from omni_proxy.doors.board import Board
 from omni_proxy.doors.following import FollowingFleet
 from omni_proxy.doors.messages import Tally
-from omni_proxy.doors.tally import DoorMeters, add
+from omni_proxy.doors.tally import PHASES, DoorMeters, add
 from omni_proxy.fleet.snapshot import row_of
 from omni_proxy.observe.metrics import Meters
 from omni_proxy.observe.recent import Recent
 from tests.fleet.entries import NOW, entry, fleet_of
-from tests.observe.ends import ended, refused
+from tests.observe.ends import ended, refused, whole
 
 
 def fleets():
@@ -32,6 +32,9 @@ def exchanges(fleet):
     usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
     yield ended(a, tail=usage), a
     yield refused(), None
+    for secs in (0.1, 30.0):
+        yield whole(a, secs, model="m"), a
+    yield whole(b, wait_at=100.15), b
 
 
 def shown(meters, recent):
@@ -39,17 +42,19 @@ def shown(meters, recent):
     cells = {
         (route, names[worker]): (
             cell.ends, cell.total.counts, cell.first.counts, cell.between.counts,
+            round(cell.total.sum, 6), round(cell.first.sum, 6),
             cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
         )
         for (route, worker), cell in meters.cells.items()
     }  # fmt: skip
     phases = {
-        route: [getattr(each, name).counts for name in each.__slots__]
+        route: [getattr(each, name).counts for name in PHASES]
         for route, each in meters.phases.items()
     }
     tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_tries.items()}
-    slots = {names[worker]: slot.requests for worker, slot in recent.slots_now.items()}
-    second = (recent.second.requests, recent.second.errors, recent.second.firsts)
+    slots = {names[worker]: slot.requests for worker, slot in recent.sums.items()}
+    so_far = recent.second_so_far()
+    second = (so_far.requests, so_far.errors, so_far.firsts)
     return cells, phases, tries, meters.retries, slots, second, len(recent.ends())
 
 

@@ -27,6 +27,13 @@ def ended(worker: Worker | None = None, **told: Any) -> Exchange:
     return mine
 
 
+def whole(worker: Worker | None = None, secs: float = 0.2, **told: Any) -> Exchange:
+    """An answer that came in one piece, `secs` after it was asked for."""
+    at = 100.0 + secs
+    once = {"stream": False, "pieces": 1, "longest_gap": 0.0}
+    return ended(worker, **(once | {"wait_at": at, "first_at": at, "ended_at": at} | told))
+
+
 def refused(**told: Any) -> Exchange:
     """Nobody could take it."""
     never: dict[str, Any] = dict.fromkeys(("dialled_at", "wait_at", "first_at", "longest_gap"), 0.0)

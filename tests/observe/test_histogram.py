@@ -1,7 +1,16 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.observe.histogram import FINE, FIRST_CHUNK, Histogram, merged, quantile
+from omni_proxy.observe.histogram import (
+    COARSE,
+    DURATION,
+    FINE,
+    FIRST_CHUNK,
+    SHORT,
+    Histogram,
+    quantile,
+)
 
 SECS = st.floats(0, 3000, allow_nan=False)
 
@@ -25,6 +34,30 @@ def test_a_bucket_holds_all_that_lies_at_or_below_its_bound(values):
     assert last == ("+Inf", len(values))
 
 
+@given(st.lists(SECS | st.sampled_from(FIRST_CHUNK)), st.sampled_from([FIRST_CHUNK, FINE, SHORT]))
+def test_many_at_once_are_counted_as_each_of_them(values, bounds):
+    one, many = Histogram(bounds), Histogram(bounds)
+    for value in values:
+        one.observe(value)
+    half = values[: len(values) // 2]
+    rest = values[len(half) :]
+    many.observe_all(half)
+    many.observe_all(rest)
+    assert many.counts == one.counts
+    assert many.sum == pytest.approx(one.sum)
+    assert half == rest == []
+
+
+@given(st.lists(SECS | st.sampled_from(DURATION)))
+def test_what_is_counted_finely_can_be_told_coarsely(values):
+    coarse, spread = Histogram(DURATION), Histogram(DURATION)
+    for value in values:
+        coarse.observe(value)
+    for place, count in enumerate(fine(values).counts):
+        spread.counts[COARSE[place]] += count
+    assert spread.counts == coarse.counts
+
+
 @given(st.lists(SECS))
 def test_fewer_buckets_are_told_as_if_only_those_had_been_counted(values):
     coarse = Histogram(FIRST_CHUNK)
@@ -44,12 +77,7 @@ def test_a_quantile_is_near_the_real_one(values, share):
 
 def test_of_nothing_there_is_no_quantile():
     assert quantile(Histogram(FINE).counts, 0.5) is None
-    assert quantile(merged([]), 0.5) is None
 
 
 def test_what_lies_above_all_bounds_is_told_as_the_last():
     assert quantile(fine([5000.0]).counts, 0.5) == FINE[-1]
-
-
-def test_merging_adds_place_by_place():
-    assert merged([[1, 0, 2], [0, 5, 1]]) == [1, 5, 3]

@@ -9,8 +9,8 @@ from omni_proxy.observe.recent import (
     TEXT_CHARS,
     Recent,
 )
-from tests.fleet.entries import entry, fleet_of
-from tests.observe.ends import ended, refused
+from tests.fleet.entries import NOW, entry, fleet_of
+from tests.observe.ends import ended, refused, whole
 
 
 @pytest.fixture
@@ -51,6 +51,63 @@ def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
     assert 50 <= told.errors <= 60
     assert told.first_p50_ms == pytest.approx(200, rel=0.2)
     assert recent.of(b, 1200.0) == (0.0, 0, None, None)
+
+
+def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(200):
+        for _ in range(3):
+            meters.count(whole(a, 0.2), a)
+        meters.count(whole(b, 0.2, status=503), b)
+        recent.tick(1000.0 + second, 0, 0)
+    told = recent.of(a, 1200.0)
+    assert (told.rate, told.errors) == (pytest.approx(3, rel=0.2), 0)
+    assert told.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert recent.of(b, 1200.0).rate == pytest.approx(1, rel=0.2)
+    last = recent.points[-1]
+    assert (last.requests, last.errors) == (4, 1)
+    assert last.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert sum(end.end == "completed" for end in recent.ends()) == KEPT_ENDS + KEPT_TROUBLES
+
+
+def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
+    fleet = fleet_of(*(entry(f"w{number}") for number in range(100)))
+    meters = Meters(fleet, recent)
+    gathered = []
+    gather, recent.gather = recent.gather, lambda worker: (gathered.append(worker), gather(worker))
+    for second in range(120):
+        for worker in fleet.workers:
+            meters.count(whole(worker), worker)
+        gathered.clear()
+        recent.tick(1000.0 + second, 0, 0)
+        assert len(gathered) <= 11
+    for worker in fleet.workers:
+        told = recent.of(worker, 1120.0)
+        assert told.rate == pytest.approx(1, rel=0.1)
+
+
+def test_one_that_came_a_moment_ago_had_nothing_before(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(200):
+        meters.count(whole(a), a)
+        recent.tick(1000.0 + second, 0, 0)
+    for _ in range(10):
+        meters.count(whole(b), b)
+    assert recent.of(b, 1200.0).rate == pytest.approx(10 / 50)
+    recent.tick(1200.0, 0, 0)
+    assert recent.of(b, 1210.0).rate == pytest.approx(10 / 50)
+
+
+def test_who_has_left_the_fleet_is_forgotten_at_once(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(20):
+        for worker in (a, b):
+            meters.count(whole(worker), worker)
+        recent.tick(1000.0 + second, 0, 0)
+    fleet.apply([entry("b")], NOW)
+    assert set(recent.sums) == {b}
+    assert recent.of(a, 1020.0) == (0.0, 0, None, None)
+    assert recent.of(b, 1020.0).rate == pytest.approx(1, rel=0.2)
 
 
 def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, recent, meters):
