@@ -6,6 +6,7 @@ it is renamed into its place; standard library only.
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import shutil
@@ -16,6 +17,8 @@ from pathlib import Path
 
 APP = "app/"  # what is unpacked
 MADE_FOR = "made-for"  # the versions, as "3.11 1f0c..."; the second is of the content
+# Where there is no home: the folder of whoever started us out of the same archive, and its content.
+UNPACKED = "_OMNI_PROXY_UNPACKED"
 
 
 def main() -> None:
@@ -40,8 +43,8 @@ def _folder(zipped: zipfile.ZipFile, content: str) -> Path:
         private = base.stat().st_uid == os.getuid() and os.access(base, os.W_OK)
     except (OSError, RuntimeError):
         private = False
-    if not private:  # a user without a home unpacks at each start
-        return _unpacked(zipped, Path(tempfile.mkdtemp(prefix="omni-proxy-")))
+    if not private:
+        return _for_this_run(zipped, content)
     there = base / content
     if not there.exists():
         made = _unpacked(zipped, Path(tempfile.mkdtemp(dir=base)))
@@ -50,6 +53,17 @@ def _folder(zipped: zipfile.ZipFile, content: str) -> Path:
         except OSError:  # somebody else was quicker
             shutil.rmtree(made)
     return there
+
+
+def _for_this_run(zipped: zipfile.ZipFile, content: str) -> Path:
+    """A user without a home unpacks at each start; our own processes share that."""
+    known, _, folder = os.environ.get(UNPACKED, "").partition(" ")
+    if known == content and os.path.isdir(folder):
+        return Path(folder)
+    made = _unpacked(zipped, Path(tempfile.mkdtemp(prefix="omni-proxy-")))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    os.environ[UNPACKED] = f"{content} {made}"
+    return made
 
 
 def _unpacked(zipped: zipfile.ZipFile, folder: Path) -> Path:

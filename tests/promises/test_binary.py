@@ -1,7 +1,9 @@
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import trio
 
 from tests.promises.fleet_program import PATIENCE_SECS, Program, chat, put, toml, workers
 from tests.tree import ROOT, sources
+from tools.archive import pack
 
 BUILD_SECS = 400
 EMPTY = {"HOME": "/nonexistent"}  # it needs nothing of its environment, not even a PATH
@@ -35,12 +38,14 @@ def binary(request) -> Path:
 
 
 @asynccontextmanager
-async def running(binary, *words):
+async def running(binary, *words, env=EMPTY, cwd=None):
     """The binary as a process; at the end nothing of it is left, however it was left."""
     command = [str(binary), *map(str, words)]
     async with trio.open_nursery() as nursery:
-        process = await trio.lowlevel.open_process(command, stderr=subprocess.PIPE, env=EMPTY)
-        program = Program(process)
+        process = await trio.lowlevel.open_process(
+            command, stderr=subprocess.PIPE, env=env, cwd=cwd
+        )
+        program = Program(process, process.stderr)
         nursery.start_soon(program.listen)
         try:
             await program.arrive()
@@ -55,9 +60,48 @@ async def running(binary, *words):
             nursery.cancel_scope.cancel()
 
 
+def children(process_id) -> list[int]:
+    """Of all its threads."""
+    told = [file.read_text() for file in Path(f"/proc/{process_id}/task").glob("*/children")]
+    return [int(child) for each in told for child in each.split()]
+
+
 def inner(process) -> int:
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(child)
+    (child,) = children(process.pid)
+    return child
+
+
+def words_of(process_id) -> list[str]:
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
+    except OSError:  # it has just ended
+        return []
+
+
+def doors(process_id) -> dict[int, list[str]]:
+    """The words of each door process of that program, by its id."""
+    found = {child: words_of(child) for child in children(process_id)}
+    return {child: words for child, words in found.items() if "door-process" in words}
+
+
+async def until_serving(program, count, without=()):
+    """So many door processes, none of `without`, take connections; the ids of theirs."""
+    with trio.fail_after(PATIENCE_SECS):
+        while True:
+            ids = await serving(program)
+            if len(ids) == count and not set(ids) & set(without):
+                return ids
+            await trio.sleep(0.02)
+
+
+async def serving(program):
+    """Over a connection of its own: one that was kept may have ended with its door."""
+    async with httpx.AsyncClient(base_url=program.client.base_url, trust_env=False) as fresh:
+        try:
+            told = (await fresh.get("/status")).json()
+        except httpx.TransportError:
+            return []
+    return [row["pid"] for row in told["door"].get("doors", ()) if row["state"] == "serving"]
 
 
 def unpacked(process_id) -> Path:
@@ -114,6 +158,87 @@ async def test_a_sigkill_of_one_file_leaves_nobody_and_nothing(binary):
             async with httpx.AsyncClient(trust_env=False) as fresh:
                 with pytest.raises(httpx.ConnectError):
                     await fresh.get(url.join("/live"))
+
+
+SEVERAL = "processes = 2"
+
+
+async def test_one_file_serves_by_several_processes_of_its_own(binary, tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("a") as (worker,):
+        file.write_text(toml([worker], more=SEVERAL))
+        async with running(binary, "--config", file) as program:
+            first, second = await until_serving(program, 2)
+            control = inner(program.process)
+            assert all(words[0] == str(binary) for words in doors(control).values())
+            os.kill(first, signal.SIGKILL)
+            ids = await until_serving(program, 2, without=[first])
+            assert second in ids
+            assert doors(control).keys() == set(ids)
+            await answers(program, worker)
+            assert await program.leave() == 0, program.log
+            assert not any(map(alive, ids))
+            assert "Traceback" not in program.log
+
+
+async def test_a_sigkill_of_one_file_ends_its_door_processes_too(binary, tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("a") as (worker,):
+        file.write_text(toml([worker], more=SEVERAL))
+        async with running(binary, "--config", file) as program:
+            ids = await until_serving(program, 2)
+            folder = unpacked(inner(program.process))
+            program.process.kill()
+            await ended(program, ids)
+            assert not folder.exists()
+
+
+async def answers(program, worker):
+    async with httpx.AsyncClient(base_url=program.client.base_url, trust_env=False) as fresh:
+        program.client, kept = fresh, program.client
+        await kept.aclose()
+        await program.until_routable(worker)
+        assert (await program.ask()).status_code == 200
+
+
+async def ended(program, ids):
+    with trio.fail_after(PATIENCE_SECS):
+        await program.process.wait()
+        while any(map(alive, ids)):
+            await trio.sleep(0.02)
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Our own modules only, and the words that run them: what they need is where the tests are."""
+    installed, packed = tmp_path / "installed", tmp_path / "omni-proxy.pyz"
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "omni_proxy", installed / "omni_proxy", ignore=unwanted)
+    pack(installed, packed)
+    shutil.rmtree(installed)
+    return packed
+
+
+@pytest.mark.parametrize("home", ["a home", "no home"])
+async def test_an_archive_serves_by_several_processes_of_its_own(archive, tmp_path, home):
+    file, cache, temporary = tmp_path / "proxy.toml", tmp_path / "cache", tmp_path / "tmp"
+    temporary.mkdir()
+    if home == "no home":
+        cache.touch()  # no folder can be made in it
+    env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+    async with workers("a") as (worker,):
+        file.write_text(toml([worker], more=SEVERAL))
+        words = ("-P", archive, "--config", file)
+        async with running(sys.executable, *words, env=env, cwd="/") as program:
+            ids = await until_serving(program, 2)
+            assert all(str(archive) in doors(program.process.pid)[child] for child in ids)
+            os.kill(ids[0], signal.SIGKILL)
+            ids = await until_serving(program, 2, without=ids[:1])
+            unpacked_here = list(temporary.glob("*/omni_proxy"))
+            assert len(unpacked_here) == (home == "no home")  # one for all of them
+            await answers(program, worker)
+            program.process.kill()
+            await ended(program, ids)
 
 
 def test_one_file_has_every_command(binary, tmp_path):
