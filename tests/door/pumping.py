@@ -53,7 +53,7 @@ class Wires:
 
 
 async def until(holds) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         while not holds():  # noqa: ASYNC110  an epoll set rings no bell here
             await trio.sleep(0.001)
 

@@ -294,7 +294,7 @@ async def test_a_busy_pump_gives_the_others_their_turn(pump, wires):
     task = Scripted(pump, script)
     task.over, task.ends = False, wires.conn(task)
     task.start()
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         for _ in range(20):
             await trio.lowlevel.checkpoint()
     task.over = True
@@ -367,7 +367,7 @@ async def test_a_peer_that_always_has_more_does_not_keep_the_others_waiting(pump
     for task in tasks:
         task.ends = wires.conn(task)
         task.start()
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         for task in tasks:
             await task.ended.wait()
     assert reads.index(tasks[1]) < len(reads) - 1 - reads[::-1].index(tasks[0])
@@ -408,5 +408,5 @@ async def test_who_is_stepped_from_outside_and_gives_up_its_turn_is_resumed(pump
     task.start()
     await trio.testing.wait_all_tasks_blocked(0.01)
     task.step()
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         await task.ended.wait()

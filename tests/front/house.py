@@ -133,7 +133,7 @@ class House(SimpleNamespace):
 
     async def settle(self):
         """Wait for the label of every worker, which the desk asks for when one comes up."""
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             for worker in self.fleet.workers:
                 self.fleet.forgotten(worker)
             await trio.testing.wait_all_tasks_blocked(0.01)

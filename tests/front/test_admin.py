@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from omni_proxy.config.schema import WeightSync
 from omni_proxy.control.routes import ROUTES
 from omni_proxy.front.admin import NO_TENSORS
 from tests.front.house import A, B, build_house, entry
@@ -97,9 +98,13 @@ async def test_what_cannot_be_meant_is_refused_before_anybody_hears_of_it(
     assert engines.asked == []
 
 
-async def test_a_receive_that_is_whole_is_passed_on(house, engines):
-    status, _, _ = await said(house, "/update_weights_from_distributed", json=PARTS)
-    assert status == 200
+async def test_in_mode_off_a_receive_that_is_whole_is_passed_on(engines, tmp_path, nursery):
+    off = WeightSync(mode="off")
+    house = build_house(entry(A), entry(B), folder=tmp_path / "off", weight_sync=off)
+    house.healthy(A, B)
+    await nursery.start(house.desk.run)
+    status, told, _ = await said(house, "/update_weights_from_distributed", json=PARTS)
+    assert (status, told["worker_count"]) == (200, 2)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ async def test_it_stops_new_requests_and_tells_how_the_running_ones_go(running):
     assert (shown["state"], shown["in_flight"]) == ("draining", 1)
     assert shown["since"] < shown["deadline"]
     running.worker(A).in_flight = 0
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while (await draining(running))["state"] != "drained":  # noqa: ASYNC110
             await trio.sleep(0.01)
     assert running.fleet.find(A).disabled
@@ -83,7 +83,7 @@ async def test_a_removal_waits_for_what_runs(running, nursery):
     assert running.fleet.find(A).disabled
     assert not answers
     running.worker(A).in_flight = 0
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while not answers:  # noqa: ASYNC110
             await trio.sleep(0.01)
     assert running.fleet.find(A) is None
@@ -91,7 +91,7 @@ async def test_a_removal_waits_for_what_runs(running, nursery):
 
 
 async def test_a_removal_at_its_deadline_says_that_something_still_ran(running):
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         answer = await running.client().delete(f"{AT}?drain=true&timeout_secs=0.05")
     assert (await answer.get_json())["drained"] is False
     assert running.fleet.find(A) is None
@@ -112,7 +112,7 @@ async def test_who_enables_it_meanwhile_keeps_it(running, nursery):
     nursery.start_soon(remove)
     await wait_all_tasks_blocked(0.01)
     await running.client().put(AT, json={"disabled": False})
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while not answers:  # noqa: ASYNC110
             await trio.sleep(0.01)
     assert answers[0].status_code == 409
@@ -125,7 +125,7 @@ async def test_whoever_asked_for_the_removal_may_leave(running):
         await running.client().delete(f"{AT}?drain=true")
     assert running.fleet.find(A) is not None
     running.worker(A).in_flight = 0
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while running.fleet.find(A):  # noqa: ASYNC110
             await trio.sleep(0.01)
 

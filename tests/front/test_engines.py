@@ -63,13 +63,22 @@ async def test_no_info_at_all_is_a_502_that_names_each_reason(house, engines):
     house.healthy(A)
     status, told = await got(house, "/server_info")
     assert status == 502
-    assert told["details"] == {A: "status=404"}
+    assert told["details"] == {A: "status=404", B: "status=404"}
     assert told["error"]["code"] == "server_info_unavailable"
 
 
-@pytest.mark.parametrize("path", ["/server_info", "/get_model_info", "/health_generate"])
+@pytest.mark.parametrize("path", ["/get_model_info", "/health_generate"])
 async def test_without_a_routable_worker_there_is_nobody_to_ask(house, engines, path):
     assert (await got(house, path))[0] == 503
+
+
+async def test_in_mode_off_the_ranks_of_nobody_but_routable_workers_count(engines):
+    house = build_house(entry(A), entry(B), weight_sync=WeightSync(mode="off"))
+    assert (await got(house, "/server_info"))[0] == 503
+    house.healthy(A)
+    for url, size in ((A, 2), (B, 4)):
+        engines.tell(url, "/server_info", {"tp_size": size})
+    assert (await got(house, "/server_info"))[1]["tp_size"] == 2
 
 
 async def test_model_info_is_the_first_routable_workers_own(house, engines):

@@ -93,7 +93,7 @@ class Reader:
 @asynccontextmanager
 async def reading(house):
     reader = Reader()
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reader.run, house.app)
             yield reader

@@ -1,7 +1,10 @@
 import pytest
+import trio
 
 from omni_proxy.door import clocks
+from tests.promises.program_nest import close_nests
 from tests.promises.sync_program import Fleets
+from tests.promises.sync_steps import whole
 from tests.promises.sync_trainer import Trainers
 from tests.promises.takers import Taking
 
@@ -24,6 +27,13 @@ async def taking(nursery):
     return made
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nests():
+    """Those that a test has started end with the tests."""
+    yield
+    close_nests()
+
+
 @pytest.fixture(scope="session")
 def trainers():
     made = Trainers()
@@ -34,6 +44,23 @@ def trainers():
 @pytest.fixture(scope="session")
 def fleets(tmp_path_factory):
     """Real replicas of the tiny model, for the syncs of all modules."""
+    for name in ("torch", "tiktoken", "safetensors.torch"):
+        pytest.importorskip(name)
     made = Fleets(tmp_path_factory.mktemp("fleets"))
     yield made
     made.close()
+
+
+@pytest.fixture
+def within_secs():
+    """A deadline for a test of a sync that hangs."""
+    return 60
+
+
+@pytest.fixture
+async def seen(running, trainers, within_secs):
+    """The fleet of a module as a trainer finds it: `running` is a module's own fixture."""
+    async with running.client() as it:
+        await whole(it, trainers)
+        with trio.fail_after(within_secs):
+            yield it

@@ -6,17 +6,17 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import httpx
 import trio
 
-PATIENCE_SECS = 15  # a deadline for hung tests, not a claim about speed
+from tests.promises.program_nest import PROXY, Forked, nest
+
+KILLED_SECS = 5  # of grace, for a program whose test failed
+PATIENCE_SECS = 30  # a deadline for hung tests, not a claim about speed
 PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\non_threshold = 'unhealthy'\n"
 
 
@@ -108,15 +108,15 @@ def chat(text: str = "hi", **fields: object) -> dict:
 class Program:
     """One run of `omni-proxy`; `log` is what it said on stderr so far."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: trio.Process | Forked, stderr: trio.abc.ReceiveStream) -> None:
         self.process = process
+        self._stderr = stderr
         self.log = ""
         self._more = trio.Event()
         self.client = httpx.AsyncClient(timeout=PATIENCE_SECS, trust_env=False)
 
     async def listen(self) -> None:
-        assert self.process.stderr is not None
-        async for piece in self.process.stderr:
+        async for piece in self._stderr:
             self.log += piece.decode(errors="replace")
             self._more.set()
             self._more = trio.Event()
@@ -159,6 +159,15 @@ class Program:
         with trio.fail_after(PATIENCE_SECS):
             return await self.process.wait()
 
+    async def end(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self.client.aclose()
+            self.process.terminate()
+            with trio.move_on_after(KILLED_SECS):
+                await self.process.wait()
+            self.process.kill()
+            await self.process.wait()
+
 
 def urls(told: dict) -> list[str]:
     return [worker["url"] for worker in told["workers"]]
@@ -190,13 +199,13 @@ async def program(*words: str | Path) -> AsyncIterator[Program]:
 @asynccontextmanager
 async def starting(*words: str | Path) -> AsyncIterator[Program]:
     """The same, from its first moment on."""
-    command = [sys.executable, "-m", "omni_proxy", *map(str, words)]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    spawn = partial(trio.run_process, command, stderr=subprocess.PIPE, env=env, check=False)
-    async with trio.open_nursery() as nursery:
-        process = await nursery.start(spawn)
-        running = Program(process)
+    said, stderr = os.pipe()
+    async with trio.lowlevel.FdStream(said) as stream, trio.open_nursery() as nursery:
+        try:
+            process = await nest(*PROXY).start(*map(str, words), stderr=stderr)
+        finally:
+            os.close(stderr)
+        running = Program(process, stream)
         nursery.start_soon(running.listen)
         try:
             yield running
@@ -204,5 +213,5 @@ async def starting(*words: str | Path) -> AsyncIterator[Program]:
                 assert await running.leave() == 0, running.log
             assert "Traceback" not in running.log, running.log
         finally:
-            await running.client.aclose()
+            await running.end()
             nursery.cancel_scope.cancel()

@@ -18,7 +18,8 @@ class Held:
         self.children = len(every)
         self.threads = sum(len(_listed(f"/proc/{pid}/task")) for pid in every)
         self.kinds = Counter(kind for pid in every for kind in _files(pid))
-        self.files = self.kinds.total()
+        self.sockets = self.kinds["socket:"]
+        self.files = self.kinds.total() - self.sockets
         self.mib = sum(_pss_mib(pid, "Pss_Anon") for pid in every)
         self.shared_mib = sum(_pss_mib(pid, "Pss_Shmem") for pid in every)
 

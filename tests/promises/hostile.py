@@ -126,7 +126,8 @@ def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
 def half_closes(*pieces: bytes) -> Hostile:
     async def hostile(opened: OpenDoor, client: Client) -> None:
         await client.send(*pieces)
-        client.stream.socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the door has cut it before
+            client.stream.socket.shutdown(socket.SHUT_WR)
         await client.until_closed()
 
     return hostile

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 
 import httpx
 import trio
+
+from tests.ports import free_port
 
 PATIENCE_SECS = 30
 PIPELINE = """
@@ -80,8 +81,7 @@ class Program:
 @contextmanager
 def program(folder, max_in_flight=0) -> Iterator[Program]:
     """A replica that is starting; `healthy` waits for it."""
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        port = trial.getsockname()[1]
+    port = free_port()
     file = folder / "pipeline.toml"
     file.write_text(PIPELINE.format(max_in_flight=max_in_flight))
     argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port)]

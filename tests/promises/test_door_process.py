@@ -52,7 +52,7 @@ class Control:
         )
         self.news()
         nursery.start_soon(self._live)
-        with trio.fail_after(15):
+        with trio.fail_after(30):
             await self.link.acknowledged(2)
         self.link.tell(Listen(1), self.port.listen(0))
         await self.settled()
@@ -62,11 +62,11 @@ class Control:
         self.over.set()
 
     async def settled(self) -> None:
-        with trio.fail_after(15):
+        with trio.fail_after(30):
             await self.link.acknowledged(self.link.told)
 
     async def until_heard(self, kind) -> list:
-        with trio.fail_after(15):
+        with trio.fail_after(30):
             while not (found := [each for each in self.heard if isinstance(each, kind)]):
                 await trio.sleep(0.01)
         return found
@@ -101,7 +101,7 @@ async def world(nursery, tmp_path):
             yield control
         finally:
             control.link.kill()
-            with trio.fail_after(15):
+            with trio.fail_after(30):
                 await control.over.wait()
             control.port.end()
             control.listener.close()
@@ -146,7 +146,7 @@ async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
         assert (await client.answer()).status == 200
         control.link.tell(Drain())
         assert await client.until_closed() == b""
-    with trio.fail_after(15):
+    with trio.fail_after(30):
         await control.over.wait()
     assert control.ended == "ended with status 0"
     tallies = [each for each in control.heard if isinstance(each, Tally)]
@@ -157,7 +157,7 @@ async def test_nobody_waits_for_the_acknowledgement_of_one_that_was_killed(world
     control = world
     control.link.kill()
     control.link.tell(Forget(1))
-    with trio.fail_after(15):
+    with trio.fail_after(30):
         await control.link.acknowledged(control.link.told)
         await control.over.wait()
     assert control.ended == "was ended by SIGKILL"

@@ -121,7 +121,7 @@ async def test_back_from_ejection_one_request_alone_is_let_in_however_many_come(
         async with trio.open_nursery() as nursery:
             for _ in range(20):
                 nursery.start_soon(one)
-            with trio.fail_after(10):
+            with trio.fail_after(30):
                 await asked.wait()
                 while len(answers) < 19:
                     await trio.sleep(0.001)
@@ -165,7 +165,7 @@ async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
             await asked.wait()
             refused = await ask(client)
             assert (refused.status, b"on trial" in refused.body) == (503, True)
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             while not worker.routable:
                 await trio.sleep(0.001)
         script.script = GOOD

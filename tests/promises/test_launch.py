@@ -3,7 +3,6 @@ import os
 import signal
 import socket
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import openai
@@ -12,6 +11,7 @@ import trio
 
 from omni_proxy.door.listener import open_socket
 from omni_proxy.replica.model_file import MODELS, cache_folder
+from tests.ports import free_run
 from tests.promises.fleet_program import PROBES, Program, program, starting
 
 MODEL = "smollm2-135m"
@@ -39,17 +39,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_
 
 @pytest.fixture
 def base_port() -> int:
-    """The first of two ports that are free next to each other; 1000 past it is free as well."""
-    for port in range(21000 + os.getpid() % 5000, 32000, 2):
-        with ExitStack() as stack:
-            try:
-                for each in (port, port + 1, port + 1000):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", each))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no two free ports in a row")
+    """The first replica's; the next is the second's, and the third that of what `launch` starts."""
+    return free_run(3)
 
 
 @pytest.fixture
@@ -90,7 +81,7 @@ def alive(pid: int) -> bool:
 
 
 async def until_gone(*pids: int) -> None:
-    with trio.fail_after(15):
+    with trio.fail_after(30):
         while any(map(alive, pids)):
             await trio.sleep(0.02)
 
@@ -147,7 +138,7 @@ def words(tmp_path, base_port):
     script.write_text(REPLICA)
     command = f"{sys.executable} -S {script} {{port}} {tmp_path}/{{index}}"
     return [
-        "launch", "--dp-size", "2", "--port", str(base_port + 1000),
+        "launch", "--dp-size", "2", "--port", str(base_port + 2),
         "--worker-base-port", str(base_port), "--command", command,
     ]  # fmt: skip
 
@@ -155,7 +146,7 @@ def words(tmp_path, base_port):
 async def test_launch_lets_nobody_in_before_every_replica_is_ready(words, tmp_path, base_port):
     async with starting(*words) as running:
         await running.says(r"starting 2 replicas\n")
-        address = ("127.0.0.1", base_port + 1000)
+        address = ("127.0.0.1", base_port + 2)
         (tmp_path / "1").touch()
         await running.says(rf"replica 1 of 2 is ready after \d+\.\d s: \S+:{base_port + 1}\n")
         with pytest.raises(ConnectionRefusedError):
@@ -164,7 +155,7 @@ async def test_launch_lets_nobody_in_before_every_replica_is_ready(words, tmp_pa
             open_socket(*address)
         (tmp_path / "0").touch()
         await running.says(rf"replica 2 of 2 is ready after \d+\.\d s: \S+:{base_port}\n")
-        await running.says(rf"serving on http://127.0.0.1:{base_port + 1000}\n")
+        await running.says(rf"serving on http://127.0.0.1:{base_port + 2}\n")
         await running.arrive()
         assert (await running.ask()).status_code == 200
         assert len((await running.told("/status"))["launch"]) == 2
@@ -175,11 +166,11 @@ async def test_launch_lets_nobody_in_before_every_replica_is_ready(words, tmp_pa
 async def test_launch_says_at_once_that_its_port_is_taken(words, tmp_path, base_port):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", base_port + 1000))
+        other.bind(("127.0.0.1", base_port + 2))
         other.listen()
         async with starting(*words) as running:
-            await running.says(f"cannot listen on 127.0.0.1:{base_port + 1000}: Address already in")
-            with trio.fail_after(15):
+            await running.says(f"cannot listen on 127.0.0.1:{base_port + 2}: Address already in")
+            with trio.fail_after(30):
                 assert await running.process.wait() == 1
     assert "replica" not in running.log
 
@@ -189,9 +180,9 @@ async def test_ctrl_c_while_launch_waits_stops_everything(words, tmp_path, base_
     async with starting(*words) as running:
         await running.says("replica 1 of 2 is ready")
         running.process.send_signal(signal.SIGINT)
-        with trio.fail_after(15):
+        with trio.fail_after(30):
             assert await running.process.wait() == 0
-        for port in (base_port, base_port + 1, base_port + 1000):
+        for port in (base_port, base_port + 1, base_port + 2):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port))
     assert "serving on" not in running.log

@@ -33,10 +33,10 @@ from tests.promises.hostile import (
 from tests.promises.secure import listening
 
 FIRST = 5  # of a kind: fills what is kept for good, such as templates of heads
-CROWD = 100  # of a kind
+CROWD = 50  # of a kind
 AT_ONCE = 50
 # Of one kind of client, what a door keeps of each would be some 2,700 bytes; templates are bounded.
-MOST_LEFT_BYTES = CROWD * 700
+MOST_LEFT_BYTES = CROWD * 1000
 PATIENCE_SECS = 60
 TIMES = """
 [server.timeouts]
@@ -163,7 +163,9 @@ async def test_a_crowd_leaves_nothing_behind(family):
 
 async def test_good_clients_are_served_within_a_crowd_of_all_kinds():
     plain = [kinds.values() for kinds, config in FAMILIES.values() if config == TIMES]
-    async with open_to_all(TIMES) as opened, trio.open_nursery() as nursery:
+    # A good client may be slow as well, where a machine has much to do.
+    patient = TIMES.replace("= 0.", "= 1.")
+    async with open_to_all(patient) as opened, trio.open_nursery() as nursery:
         nursery.start_soon(crowd, opened, 3, *chain(*plain))
         for _ in range(50):
             async with opened.client() as client:

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import shutil
-import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.ports import free_port
 from tests.promises.omni_program import MODEL, missing, omni
 
 pytestmark = [
@@ -25,10 +25,7 @@ NODE = Path(__file__).parent / "node"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with omni(tmp_path_factory.mktemp("omni"), port) as base:
+    with omni(tmp_path_factory.mktemp("omni"), free_port()) as base:
         yield base
 
 

@@ -6,6 +6,7 @@ import httpx
 import pytest
 import trio
 
+from tests.ports import free_port
 from tests.promises.fleet_program import (
     chat,
     program,
@@ -175,12 +176,6 @@ async def test_a_removed_worker_gets_nothing_new_and_finishes_what_it_has(file, 
             text = "".join([line async for line in answer.aiter_text()])
         assert text == "data: one\n\ndata: rest\n\ndata: [DONE]\n\n"
         assert one.requests == 1
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connections_finish(

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -11,6 +10,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import trio
+
+from tests.ports import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
@@ -20,11 +21,6 @@ pytest.importorskip("tiktoken")
 async def soon():
     with trio.fail_after(60):
         yield
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        return trial.getsockname()[1]
 
 
 @asynccontextmanager

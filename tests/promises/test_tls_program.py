@@ -1,7 +1,6 @@
 """The whole program with TLS on either side: start, reload, probes, commands and clients."""
 
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ import openai
 import pytest
 import trio
 
+from tests.ports import free_port
 from tests.promises.fakes import answering, counted
 from tests.promises.fleet_program import PATIENCE_SECS, PROBES, chat, put, starting, toml, workers
 from tests.promises.secure import AUTHORITY, FILES, SecureWorker, believing, secure_workers
@@ -94,7 +94,7 @@ async def test_commands_find_it_by_its_file(tmp_path):
     file = tmp_path / "proxy.toml"
     place = tmp_path / "admin.sock"
     async with workers("w") as fleet:
-        with_tls = toml(fleet, port=_free_port(), more=TLS)
+        with_tls = toml(fleet, port=free_port(), more=TLS)
         file.write_text(with_tls)
         async with secure_program("--config", file) as running:
             await running.until_routable(*fleet)
@@ -107,12 +107,6 @@ async def test_commands_find_it_by_its_file(tmp_path):
             status, said = await command("status", "--url", str(running.client.base_url))
             assert status == 2, said
             assert "certificate" in said
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

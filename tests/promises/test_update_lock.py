@@ -7,6 +7,8 @@ from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 
 UPDATE = "/update_weights_from_disk"
+# Group calls go to the workers as they are.
+PLAIN = '[weight_sync]\nmode = "off"\n'
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ async def test_the_second_gets_a_503_that_names_the_first(tmp_path):
 async def test_who_waits_its_turn_never_meets_the_other_at_a_worker(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both:
-        file.write_text(toml(both))
+        file.write_text(toml(both, more=PLAIN))
         async with program("--config", file) as running:
             await running.until_routable(*both)
             statuses = []
@@ -122,7 +124,7 @@ async def test_a_failed_init_leaves_its_worker_disabled_until_somebody_enables_i
     init = "/init_weights_update_group"
     async with engines(1) as (engine,):
         engine.says[init] = (400, {"detail": {"success": False, "message": "no trainer"}})
-        file.write_text(toml([engine]))
+        file.write_text(toml([engine], more=PLAIN))
         async with program("--config", file) as running:
             await running.until_routable(engine)
             answer = await running.client.post(init, json={"world_size": 2})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import httpx
 import pytest
 import trio
@@ -13,6 +11,7 @@ from omni_proxy.config.schema import WeightSync
 from omni_proxy.weights.relay import Delivery, Relay
 from omni_proxy.weights.remote import GroupSends
 from omni_proxy.weights.store.shelf import Shelf
+from tests.ports import free_port
 from tests.promises.replica_program import gauges
 from tests.promises.tiny_fleet import CHAT
 from tests.weights.store.drafts import forget, received
@@ -29,8 +28,8 @@ NEAR, FAR = 0, 1
 @pytest.fixture(scope="module")
 def fleet(fleets):
     """Two workers; the second sees no file of ours."""
-    fleets.stop()
-    return fleet_of(fleets.replicas["one"].url, fleets.replicas["far"].url).workers
+    replicas = fleets.alone()
+    return fleet_of(replicas["one"].url, replicas["far"].url).workers
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +125,7 @@ async def test_a_worker_that_was_paused_by_its_trainer_stays_so(house, fleet):
 async def test_a_worker_that_is_gone_is_told_of_and_costs_the_others_nothing(house, fleet):
     shelf, relay = house
     version = tiny_version(shelf.store, 7)
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        nobody = f"http://127.0.0.1:{trial.getsockname()[1]}"
+    nobody = f"http://127.0.0.1:{free_port()}"
     with trio.fail_after(PATIENCE_SECS):
         workers = [*fleet_of(nobody).workers, fleet[FAR]]
         gone, well = await relay.deliver(version, workers)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import trio
+
+from tests.ports import free_port
+from tests.promises.program_nest import REPLICA, nest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
 UPDATE = "/update_weights_from_disk"
@@ -20,17 +19,12 @@ class Replica:
     """Starts again at the same address, with the weights that it began with."""
 
     def __init__(self, *words: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as trial:
-            port = trial.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._words = ("--model", "tiny", "--threads", "1", "--port", str(port), *words)
 
     async def start(self) -> None:
-        self.process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "omni_proxy", "replica", *self._words],
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        )
+        self.process = await nest(*REPLICA).start("replica", *self._words)
 
     async def kill(self) -> None:
         self.process.kill()

@@ -25,7 +25,7 @@ trio.run(main)
 
 
 async def gone(pid: int) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         while True:
             try:
                 state = await trio.Path(f"/proc/{pid}/stat").read_text()

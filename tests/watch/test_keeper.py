@@ -333,7 +333,7 @@ async def test_what_waits_for_a_turn_goes_on_when_the_turn_freezes_the_fleet(fil
     await wait_all_tasks_blocked()
     assert keeper.config.health.interval_secs == 10
     keeper.freeze.begin(in_words)
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while keeper.config.health.interval_secs != 7:  # noqa: ASYNC110  # read in a thread
             await trio.sleep(0.01)
     keeper.turn.release()

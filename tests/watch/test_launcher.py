@@ -19,6 +19,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch import child, launched
 from omni_proxy.watch.freeze import Freeze
 from omni_proxy.watch.launcher import Launcher
+from tests.ports import free_run
 
 SERVER = """
 import http.server, os, signal, subprocess, sys
@@ -114,16 +115,8 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-async def base_port() -> int:
-    for port in range(20000 + os.getpid() % 10000, 32000, 4):
-        try:
-            for each in range(port, port + 4):
-                for listener in await trio.open_tcp_listeners(each, host="127.0.0.1"):
-                    await listener.aclose()
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no four free ports in a row")
+def base_port() -> int:
+    return free_run(4)
 
 
 def entry(base_port: int, mode: str = "plain", **keys) -> LaunchEntry:

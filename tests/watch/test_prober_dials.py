@@ -44,7 +44,7 @@ async def health_server(nursery):
 async def probed(world, nursery, url):
     await running(world, nursery)
     worker = world.add(url)
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         await world.prober.probe_once(worker)
     return worker
 
@@ -131,7 +131,7 @@ async def test_a_workers_own_key_goes_with_the_probe(world, nursery, health_serv
     await running(world, nursery)
     url = f"http://127.0.0.1:{health_server.port}"
     world.fleet.apply([replace(desired(url), api_key_env="WORKER_KEY")], NOW)
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         await world.prober.probe_once(world.fleet.find(url))
     assert b"authorization: bearer w0rk" in health_server.asked[0].lower()
 
@@ -141,7 +141,7 @@ async def test_a_key_that_cannot_be_sent_fails_the_probe_only(world, nursery, mo
     await running(world, nursery)
     world.fleet.apply([replace(desired(URL), api_key_env="WORKER_KEY")], NOW)
     worker = world.fleet.find(URL)
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         await world.prober.probe_once(worker)
     assert worker.machine.consecutive_failures == 1
 
@@ -153,7 +153,7 @@ async def test_a_refused_connection_means_that_its_cache_is_gone_and_is_said_onc
         holder.bind(("127.0.0.1", 0))
         worker = await probed(world, nursery, "http://127.0.0.1:{1}".format(*holder.getsockname()))
         assert heard == [worker]
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             await world.prober.probe_once(worker)
         assert (heard, worker.machine.consecutive_failures) == ([worker], 2)
 
@@ -167,6 +167,6 @@ async def test_the_header_of_an_instance_counts_before_the_body(world, nursery, 
     worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
     assert (heard, worker.instance) == ([], "one")
     health_server.reply = (head.format("two") + same_body).encode()
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         await world.prober.probe_once(worker)
     assert (heard, worker.instance) == ([worker], "two")

@@ -31,7 +31,7 @@ def file(tmp_path):
 
 
 async def until(keeper, holds):
-    with trio.fail_after(15):
+    with trio.fail_after(30):
         while not holds(keeper.asked):
             await keeper.heard.wait()
 
