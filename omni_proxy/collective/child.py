@@ -1,7 +1,8 @@
 """The process that receives: everything that may block for ever or be ended by a peer is in here.
 
-It does not outlive its parent: the end of their socket ends it at once. Between orders it sleeps in
-one read. Signals meant for the whole group are left to the parent.
+It is forked by the nest, which has imported everything (hatchery.py), and does not outlive the
+process that gives it orders: the end of their socket ends it at once. Between orders it sleeps in
+one read. Signals meant for the whole group are left to that process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 
 from omni_proxy.collective.armed import LocalReceived, Order
 from omni_proxy.collective.group import Groups, Limits
+from omni_proxy.collective.hatchery import run
 from omni_proxy.collective.in_thread import file_block
 from omni_proxy.collective.pages import touch
 from omni_proxy.collective.place import mapped
@@ -57,20 +59,31 @@ TELL_SECS: Final = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv` is the number of the socket's descriptor; ends with the parent, never returns."""
+    """`argv` is the number of the socket that asks for forks; ends with the parent."""
     if len(argv) != 1 or not argv[0].isdecimal():
         sys.exit("receiver-process is for omni-proxy itself, which joins trainers' groups in it")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # gloo's way of refusing is an abort: nobody wants the memory of that on disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    wire = Wire(socket.socket(fileno=int(argv[0])))
-    _serve(wire)
-    # Not through the interpreter's end: threads may be deep inside torch.
-    os._exit(0)
+    _import_torch()
+    run(socket.socket(fileno=int(argv[0])), _serve)
+    return 0
 
 
-def _serve(wire: Wire) -> None:
+def _import_torch() -> None:
+    """All that a fork needs. Nothing in here may start a thread, or touch a GPU."""
+    import numpy as np
+    import torch
+    import torch.distributed
+
+    np.empty(0)
+    torch.set_num_threads(1)
+
+
+def _serve(connection: socket.socket) -> None:
+    """What a fork does: orders, until its parent is gone."""
+    wire = Wire(connection)
     orders = msgspec.json.Decoder(Down)
     lines = wire.lines()
     first = next(lines, None)
@@ -80,8 +93,7 @@ def _serve(wire: Wire) -> None:
     assert isinstance(begin, Begin)
     told = _Told(wire)
     logging.basicConfig(level=begin.log_level, handlers=[_ToParent(told)])
-    _import_torch()
-    told.tell(Ready())
+    told.tell(Ready(os.getpid()))
     limits = Limits(
         begin.stall_secs,
         begin.silent_secs,
@@ -92,13 +104,6 @@ def _serve(wire: Wire) -> None:
     work = _Work(wire, told, limits)
     for line in lines:
         work.take(orders.decode(line))
-
-
-def _import_torch() -> None:
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(1)
 
 
 class _Told:
@@ -139,7 +144,7 @@ class _Work:
             case Begin():
                 raise ValueError("a second beginning")
             case Forget(blocks):
-                for block in self._blocks.copy() if blocks is None else blocks:
+                for block in blocks:
                     self._blocks.pop(block, None)
             case _:
                 shared = isinstance(order, Arm | Send) and order.block is not None
@@ -157,7 +162,6 @@ class _Work:
             reply.error, reply.dropped = str(error), error.group_dropped
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             reply.error, reply.dropped = f"{type(error).__name__}: {error}", True
-        reply.stuck = self._stuck()
         self._told.tell(reply)
         if underway is not None:
             self._follow(order.number, underway)
@@ -185,11 +189,6 @@ class _Work:
             case Leave():
                 self._led().close()
         return None
-
-    def _stuck(self) -> bool:
-        if self._sender is not None and self._sender.stuck():
-            return True
-        return bool(self._groups.status()["abandoned_threads"])
 
     def _led(self) -> LocalSender:
         if self._sender is None:
@@ -241,11 +240,11 @@ class _Work:
             self._told.tell(Ended(number, str(fault), fault.group_dropped))
             return
         result = underway.wait(0)
-        digests: dict[str, str] = {}
+        digests = result.digests if isinstance(result, LocalReceived) else {}
+        self._told.tell(Ended(number, secs=result.secs, digests=digests))
+        # Only now: to unmap a version takes a while, and nobody has to wait for that.
         if isinstance(result, LocalReceived):
             result.close()
-            digests = result.digests
-        self._told.tell(Ended(number, secs=result.secs, digests=digests))
 
 
 if __name__ == "__main__":

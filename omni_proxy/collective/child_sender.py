@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from omni_proxy.collective.armed import Order
+from omni_proxy.collective.children import START_SECS, Children
 from omni_proxy.collective.place import Place, span
 from omni_proxy.collective.process import ChildEnded, Event
 from omni_proxy.collective.rendezvous import Meeting
 from omni_proxy.collective.sender import Sent
 from omni_proxy.collective.sending import READY_SECS, bytes_of
 from omni_proxy.collective.shared import Lease, SharedBlocks
-from omni_proxy.collective.spares import START_SECS, Spares
 from omni_proxy.collective.specs import GroupError, Plan
 from omni_proxy.collective.underway import Underway
 from omni_proxy.collective.wires import Ended, Leave, Meet, Moved, Open, Reply, Send
@@ -34,11 +35,10 @@ OPEN_SECS: Final = 10.0
 class ProcessSender:
     """Opens the store; raises GroupError where that cannot be."""
 
-    def __init__(self, meeting: Meeting, spares: Spares, blocks: SharedBlocks) -> None:
+    def __init__(self, meeting: Meeting, children: Children, blocks: SharedBlocks) -> None:
         self._meeting = meeting
-        self._spares = spares
         self._blocks = blocks
-        self._child = spares.take()
+        self._child = children.take()
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -48,7 +48,6 @@ class ProcessSender:
             self.close()
             raise
         self.port = reply.found["port"]
-        spares.warm()
 
     def meet(self) -> None:
         self._asked(Meet(self._child.number()), self._meeting.timeout_s + SLACK_SECS)
@@ -80,16 +79,10 @@ class ProcessSender:
             if self._closed:
                 return
             self._closed = True
-        child = self._child
-        try:
-            reply = child.call(Leave(child.number()), ANSWER_SECS)
-        except GroupError as error:
-            child.kill(str(error))
-            return
-        if reply.stuck or reply.error is not None:
-            child.kill("the sender was closed at work")
-        else:
-            self._spares.give(child)
+        # In good order, where that is to be had.
+        with suppress(GroupError):
+            self._child.call(Leave(self._child.number()), ANSWER_SECS)
+        self._child.kill("the sender was closed")
 
     def _asked(self, order: Open | Meet | Send, within_secs: float, *descriptors: int) -> Reply:
         """Raises GroupError with what went wrong, in the child or with it."""

@@ -1,7 +1,7 @@
 """The receiver whose blocking threads live in child processes, one for each group.
 
-Whatever a peer does ends or holds that child alone: to disarm is to kill it, and a spare takes the
-next group. A group that ends in good order gives its child back. No torch in this process.
+Whatever a peer does ends or holds that child alone: to disarm is to kill it. The next group gets a
+new one. No torch in this process.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from omni_proxy.collective.armed import Order
 from omni_proxy.collective.child_sender import ProcessSender
+from omni_proxy.collective.children import START_SECS, Children
 from omni_proxy.collective.group import REMEMBERED_ENDS, Limits
+from omni_proxy.collective.nest import SHARED, Nest
 from omni_proxy.collective.place import Place, mapped, span
 from omni_proxy.collective.process import Child, ChildEnded, Event
 from omni_proxy.collective.receive import views
 from omni_proxy.collective.rendezvous import Meeting, Rendezvous, checked
 from omni_proxy.collective.shared import Lease, SharedBlocks
-from omni_proxy.collective.spares import START_SECS, Spares
 from omni_proxy.collective.specs import GroupError, Plan
 from omni_proxy.collective.stop import Stop
 from omni_proxy.collective.underway import Underway
@@ -84,24 +86,28 @@ class ProcessReceiver:
             limits.receive_secs,
             level,
         )
-        self._spares = Spares(lambda: Child(begin, f"weights-child-{name}"))
-        self._blocks = SharedBlocks(limits.keep_bytes, self._spares.forget)
+
+        def start(nest: Nest) -> Child:
+            return Child(begin, f"weights-child-{name}", nest)
+
+        self._children = Children(SHARED, start)
+        self._blocks = SharedBlocks(limits.keep_bytes, self._children.forget)
 
     def warm(self) -> None:
-        self._spares.warm()
+        self._children.warm()
 
     def init(self, rendezvous: Rendezvous, stop: Stop | None = None) -> None:
         stop = stop or Stop()
         checked(rendezvous)
         name = rendezvous.group_name
         self._make_room(name)
-        group = _Group(rendezvous, self._spares.take())
+        group = _Group(rendezvous, self._children.take())
         with self._lock:
             taken = name in self._groups
             if not taken:
                 self._groups[name] = group
         if taken:
-            self._spares.give(group.child)
+            group.child.kill("no longer needed")
             raise GroupError(f"group {name!r} is just being initialized")
         try:
             reply = self._meet(group, stop)
@@ -111,15 +117,13 @@ class ProcessReceiver:
             raise
         if reply.error is not None:
             self._take_out(group)
-            self._give_back(group.child, reply)
+            group.child.kill(reply.error)
             raise GroupError(reply.error)
         with self._lock:
             if self._groups.get(name) is not group:
                 raise GroupError(f"group {name!r} was destroyed")
             group.state = State.READY
             self._ends.pop(name, None)
-        # Only now: while the ranks meet, a processor has better things to do than to import.
-        self._spares.warm()
 
     def _meet(self, group: _Group, stop: Stop) -> Reply:
         child, rendezvous = group.child, group.rendezvous
@@ -161,18 +165,14 @@ class ProcessReceiver:
             if not known:
                 raise GroupError("The group to be destroyed does not exist.")
             return
-        if group.state is not State.READY:
-            group.child.kill(f"group {group_name!r} was destroyed")
-            return
-        try:
-            reply = group.child.call(Destroy(group.child.number(), group_name), ANSWER_SECS)
-        except GroupError as error:
-            group.child.kill(str(error))
-            return
-        self._give_back(group.child, reply)
+        if group.state is State.READY:
+            # In good order, where that is to be had.
+            with suppress(GroupError):
+                group.child.call(Destroy(group.child.number(), group_name), ANSWER_SECS)
+        group.child.kill(f"group {group_name!r} was destroyed")
 
     def sender(self, meeting: Meeting) -> ProcessSender:
-        return ProcessSender(meeting, self._spares, self._blocks)
+        return ProcessSender(meeting, self._children, self._blocks)
 
     def status(self) -> dict[str, Any]:
         with self._lock:
@@ -182,13 +182,13 @@ class ProcessReceiver:
             "groups": [_shown(group) for group in groups],
             "abandoned_threads": [],
             "kept_bytes": self._blocks.kept_bytes(),
-            "processes": [child.pid for child in self._spares.living()],
+            "processes": self._children.pids(),
         }
 
     def close(self) -> None:
         with self._lock:
             self._groups.clear()
-        self._spares.close()
+        self._children.close()
         self._blocks.trim(keep_bytes=0)
 
     def _make_room(self, name: str) -> None:
@@ -301,13 +301,6 @@ class ProcessReceiver:
         with self._lock:
             if self._groups.get(group.name) is group:
                 del self._groups[group.name]
-
-    def _give_back(self, child: Child, reply: Reply) -> None:
-        if reply.stuck:
-            child.kill("a thread of it waits inside torch")
-            self._spares.warm()
-        else:
-            self._spares.give(child)
 
 
 class ProcessReceived:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_proxy.collective.armed import LocalReceived, Order
 from omni_proxy.collective.group import Groups, Limits
-from omni_proxy.collective.pages import touch
+from omni_proxy.collective.pages import STEP_BYTES, touch
 from omni_proxy.collective.place import Place, mapped, opened, span
 from omni_proxy.collective.rendezvous import Meeting, Rendezvous
 from omni_proxy.collective.sending import LocalSender
@@ -74,7 +74,7 @@ def file_block(place: Place, plans: Sequence[Plan]) -> Callable[[Plan], torch.Te
             whole = mapped(descriptor, os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
-        touch(whole, *span(place, plans))
+        touch(whole, *span(place, plans), at_once=STEP_BYTES)
         return whole
 
     return block

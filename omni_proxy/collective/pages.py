@@ -22,9 +22,12 @@ PAGE_BYTES: Final = 4096
 AT_ONCE_BYTES: Final = 1 << 30
 
 
-def touch(block: torch.Tensor, start: int, stop: int) -> None:
-    """Takes these bytes' pages: a GiB of them now, the rest in a thread; on old systems none."""
-    first = min(stop, start + AT_ONCE_BYTES)
+def touch(block: torch.Tensor, start: int, stop: int, at_once: int = AT_ONCE_BYTES) -> None:
+    """Takes these bytes' pages: so many of them now, the rest in a thread; on old systems none.
+
+    Pages that are there already, and only not mapped, are taken faster than a wire brings bytes.
+    """
+    first = min(stop, start + at_once)
     if _populated(block, start, first, MADV_POPULATE_WRITE) and stop > first:
         _start(block, first, stop, MADV_POPULATE_WRITE)
 

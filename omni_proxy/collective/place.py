@@ -53,9 +53,8 @@ def opened(place: Place, plans: Sequence[Plan]) -> int:
     except OSError as error:
         raise GroupError(f"{place.path} cannot be received into: {error.strerror}") from None
     try:
-        _require_room(place.path, descriptor, end)
         # Writing through a mapping to a disk that is full ends the process.
-        if end > start:
+        if not _all_there(place.path, descriptor, end) and end > start:
             os.posix_fallocate(descriptor, start, end - start)
     except OSError as error:
         os.close(descriptor)
@@ -66,16 +65,20 @@ def opened(place: Place, plans: Sequence[Plan]) -> int:
     return descriptor
 
 
-def _require_room(path: str, descriptor: int, end: int) -> None:
+def _all_there(path: str, descriptor: int, end: int) -> bool:
+    """Whether none of its pages is still to be found; raises GroupError where they could not be."""
     there = os.fstat(descriptor)
     if end > there.st_size:
         raise GroupError(
             f"{path} has {there.st_size} bytes, and the buckets end at byte {end}: it must be of "
             "full size"
         )
+    if not _in_memory(there.st_dev):
+        return False  # its blocks may be something else's, of the file system itself
     missing = there.st_size - there.st_blocks * BLOCK_BYTES
-    if _in_memory(there.st_dev) and missing > (free := free_bytes()):
+    if missing > (free := free_bytes()):
         raise no_room(missing, free)
+    return missing <= 0
 
 
 def _in_memory(device: int) -> bool:

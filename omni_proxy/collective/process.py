@@ -1,41 +1,24 @@
-"""A child process that joins groups for us, seen from its parent: start, ask, end. No torch here.
+"""A child process that joins groups for us, seen from here: start, ask, end. No torch here.
 
-Invariant: a child that has ended is reaped, and everybody who waits for an answer of it hears so,
-within milliseconds. It ends by itself when this process does, however that happens.
+Invariant: everybody who waits for an answer of a child that has ended hears so, within
+milliseconds. It ends by itself when this process does, however that happens.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Final
+from contextlib import suppress
 
 import msgspec
 
+from omni_proxy.collective.nest import Nest
 from omni_proxy.collective.specs import GroupError
-from omni_proxy.collective.wires import Begin, Ended, Logged, Moved, Ready, Reply, Up, Wire
+from omni_proxy.collective.wires import Begin, Ended, Logged, Moved, Ready, Reply, Up
 
 log = logging.getLogger(__name__)
-
-# gloo ends its process over a peer that sends more than it was told (weight-sync.md 0.3).
-OVERSENT: Final = "EnforceNotMet"
-TAIL_BYTES: Final = 4096
-ENVIRONMENT: Final = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "OMP_NUM_THREADS": "1",
-    # torch's store asks the DNS for the name of each address: an answer that gets lost would
-    # hold a meeting up for 5 s (seen with 127.0.0.1).
-    "RES_OPTIONS": "timeout:1 attempts:3",
-}
 
 Event = Moved | Ended
 
@@ -50,8 +33,10 @@ class ChildEnded(GroupError):
 class Child:
     """One process. Its only thread here reads what it says, and ends with it."""
 
-    def __init__(self, begin: Begin, name: str) -> None:
+    def __init__(self, begin: Begin, name: str, nest: Nest) -> None:
+        """Returns at once; raises GroupError where none can be started."""
         self.why: str | None = None
+        self.pid: int | None = None  # until it is ready
         self._imported = threading.Event()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -59,15 +44,10 @@ class Child:
         self._followed: dict[int, Callable[[Event | ChildEnded], None]] = {}
         self._up: msgspec.json.Decoder[Up] = msgspec.json.Decoder(Up)
         self._gone = threading.Event()
-        try:
-            self._process, self._wire, self._errors = _begun()
-        except OSError as error:
-            raise GroupError(f"no receiver process could be started: {error}") from None
-        self.pid = self._process.pid
-        self._reader = threading.Thread(target=self._read, name=f"{name}-{self.pid}", daemon=True)
+        self._hatched = nest.hatch()
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
-        with suppress(OSError):  # the reader sees its end
-            self._wire.send(begin)
+        self.tell(begin)
 
     @property
     def ready(self) -> bool:
@@ -103,7 +83,7 @@ class Child:
 
     def tell(self, order: msgspec.Struct, *descriptors: int) -> None:
         with suppress(OSError):  # the reader sees its end
-            self._wire.send(order, *descriptors)
+            self._hatched.wire.send(order, *descriptors)
 
     def follow(self, number: int, heard: Callable[[Event | ChildEnded], None]) -> None:
         """Has `heard` called with what comes about an armed receive, or the child's end.
@@ -124,14 +104,14 @@ class Child:
         """Ends it at once; whoever waits for it hears `why`."""
         with self._lock:
             self.why = self.why or why
-        self._process.kill()
+        self._hatched.kill()
 
     def reaped(self, within_secs: float) -> bool:
         return self._gone.wait(within_secs)
 
     def _read(self) -> None:
         try:
-            for line in self._wire.lines():
+            for line in self._hatched.wire.lines():
                 self._take(self._up.decode(line))
         except msgspec.DecodeError as error:
             self.why = self.why or f"the receiver process speaks nonsense: {error}"
@@ -140,16 +120,15 @@ class Child:
             self._end()
 
     def _end(self) -> None:
-        # Only this thread closes it: a number that is free again may be anybody's.
-        self._process.kill()
-        status = self._process.wait()
+        self._hatched.kill()
+        # One that was given up before it spoke may be still to be forked: nobody waits for that.
+        why = self.why if self.why and not self.ready else self._hatched.why()
         with self._lock:
-            self.why = self.why or _told(status, self._errors)
+            self.why = self.why or why
             awaited, followed = list(self._awaited.values()), list(self._followed.values())
             self._awaited.clear()
             self._followed.clear()
-        self._wire.close()
-        os.close(self._errors)
+        self._hatched.close()
         self._gone.set()
         self._imported.set()  # nobody waits for that any more
         for box in awaited:
@@ -159,10 +138,11 @@ class Child:
 
     def _take(self, message: Up) -> None:
         match message:
-            case Ready():
+            case Ready(pid):
+                self.pid = pid
                 self._imported.set()
             case Logged(level, text):
-                log.log(level, "receiver process %d: %s", self.pid, text)
+                log.log(level, "receiver process %s: %s", self.pid, text)
             case Reply(number=number):
                 with self._lock:
                     box = self._awaited.get(number)
@@ -184,59 +164,3 @@ class _Box:
     def __init__(self) -> None:
         self.filled = threading.Event()
         self.reply: Reply | None = None
-
-
-def command(descriptor: int) -> list[str]:
-    """What starts a child; a single-file build is its own interpreter."""
-    if getattr(sys, "frozen", False):
-        return [sys.executable, "receiver-process", str(descriptor)]
-    return [sys.executable, "-m", "omni_proxy.collective.child", str(descriptor)]
-
-
-def _begun() -> tuple[subprocess.Popen[bytes], Wire, int]:
-    """The process, our end of the socket, and what it writes its last words into."""
-    with ExitStack() as undo:
-        errors = os.memfd_create("omni-weights-errors", os.MFD_CLOEXEC)
-        undo.callback(os.close, errors)
-        ours, theirs = socket.socketpair()
-        undo.callback(ours.close)
-        with theirs:
-            process = _started(theirs.fileno(), errors)
-        undo.pop_all()
-    return process, Wire(ours), errors
-
-
-def _started(descriptor: int, errors: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command(descriptor),
-        stdin=subprocess.DEVNULL,
-        stdout=errors,
-        stderr=errors,
-        pass_fds=(descriptor,),
-        env={**ENVIRONMENT, **os.environ, **_path()},
-    )
-
-
-def _path() -> dict[str, str]:
-    """Has the child find this package where it is a checkout or what an archive has unpacked."""
-    here = Path(__file__).parents[2]
-    # There every interpreter looks by itself, and after its own modules.
-    if here.name in ("site-packages", "dist-packages"):
-        return {}
-    before = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (before, str(here))))}
-
-
-def _told(status: int, errors: int) -> str:
-    """Why it ended by itself, out of its status and its last words."""
-    size = os.fstat(errors).st_size
-    words = os.pread(errors, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    if lines:
-        log.warning("the receiver process said at its end: %s", " | ".join(lines))
-    if status == -signal.SIGABRT and OVERSENT in words:
-        return "the trainer sent more bytes than it announced, which ended the receiver process"
-    last = f": {lines[-1]}" if lines else ""
-    if status < 0:
-        return f"the receiver process was ended by {signal.Signals(-status).name}{last}"
-    return f"the receiver process ended with status {status}{last}"

@@ -96,10 +96,6 @@ class LocalSender:
             self._transport = self._store = None
         self._threads.drop(f"weights-drop-{self._meeting.group_name}", _end, box)
 
-    def stuck(self) -> bool:
-        """Whether a thread waits inside torch that nobody can end."""
-        return bool(self._threads.names())
-
     def _stop(self, why: str) -> None:
         with self._lock:
             self._why = self._why or why

@@ -187,8 +187,10 @@ class Gloo:
         timeout_secs: float,
     ) -> None:
         options = _from_source(timeout_secs)
-        works = [self._group.broadcast([part], options) for part in parts]
+        works = [self._group.broadcast([part], options) for part in parts[:1]]
+        # The peer may begin while the others are posted: a model's hundreds take a while.
         posted()
+        works += [self._group.broadcast([part], options) for part in parts[1:]]
         for count, work in enumerate(works, start=1):
             work.wait()
             landed(count)

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -92,22 +93,21 @@ class Leave(Struct, tag=True):
 
 
 class Forget(Struct, tag=True):
-    """These shared blocks are no longer used; None = all."""
+    """These shared blocks are no longer used."""
 
-    blocks: tuple[int, ...] | None = None
+    blocks: tuple[int, ...]
 
 
 class Ready(Struct, tag=True):
-    """Everything is imported."""
+    """It lives, and everything is imported."""
+
+    pid: int
 
 
 class Reply(Struct, tag=True):
-    """`stuck`: a thread waits inside torch that nobody can end."""
-
     number: int
     error: str | None = None
     dropped: bool = False
-    stuck: bool = False
     found: dict[str, int] = {}
 
 
@@ -132,9 +132,22 @@ class Logged(Struct, tag=True):
     text: str
 
 
+class Over(Struct, tag=True):
+    """How a process has ended, as subprocess tells it: below 0 by a signal."""
+
+    status: int
+
+
+class Unborn(Struct, tag=True):
+    """There is none, and why."""
+
+    why: str
+
+
 Numbered = Init | Arm | Destroy | Ask | Open | Meet | Send | Leave
 Down = Begin | Forget | Numbered
 Up = Ready | Reply | Moved | Ended | Logged
+News = Over | Unborn  # what the nest tells of a process
 
 
 class Wire:
@@ -164,8 +177,15 @@ class Wire:
                 rest.clear()
             rest.append(last)
 
+    def end(self) -> None:
+        """Nothing goes either way any more: who reads or sends, here or there, is at its end."""
+        with suppress(OSError):  # it is already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        self._connection.close()
+        self.end()
+        with self._lock:  # a number that is free again may be anybody's
+            self._connection.close()
         while self.descriptors:
             os.close(self.descriptors.popleft())
 

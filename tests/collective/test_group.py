@@ -9,6 +9,7 @@ import torch
 
 from omni_proxy.collective.group import GroupError, Groups, Limits, Rendezvous
 from tests.collective.trainer_side import Pool, free_port
+from tests.collective.waiting import until
 
 SPECS = [("a.weight", "float32", [2, 3])]
 TENSORS = [("float32", [2, 3], 1)]
@@ -55,15 +56,6 @@ def works(groups, trainer, name="g"):
 def left(groups, trainer, name="g"):
     groups.destroy(name)
     assert trainer.tell("destroy", group=name) == {"destroyed": True}
-
-
-def until(true, secs=20.0):
-    pause = threading.Event()
-    for _ in range(int(secs / 0.01)):
-        if true():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came true")
 
 
 @pytest.fixture

@@ -65,6 +65,21 @@ def test_a_file_in_memory_needs_memory(monkeypatch):
         os.unlink(path)
 
 
+def test_a_file_in_memory_that_is_all_there_is_not_gone_through_again(monkeypatch):
+    path = f"/dev/shm/omni-test-whole-{os.getpid()}"
+    with open(path, "wb") as file:
+        file.write(bytes(1 << 20))
+
+    def slow(*_):
+        raise AssertionError("every page was looked for")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", slow)
+    try:
+        os.close(opened(Place(path, (0,)), (plan(1 << 20),)))
+    finally:
+        os.unlink(path)
+
+
 def test_what_is_mapped_to_be_written_is_the_file_and_to_be_read_a_copy(tmp_path):
     path = tmp_path / "version"
     path.write_bytes(bytes(100))

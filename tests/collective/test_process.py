@@ -1,17 +1,37 @@
 import os
+import signal
 import socket
 import sys
 import threading
 
+import msgspec
 import pytest
 
-from omni_proxy.collective import process as module
-from omni_proxy.collective.process import Child, ChildEnded, command
-from omni_proxy.collective.spares import Spares
+from omni_proxy.collective import nest as module
+from omni_proxy.collective.nest import Nest
+from omni_proxy.collective.process import Child, ChildEnded
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.wires import Ask, Begin, Logged, Wire
+from tests.collective.receiving import light
 
 BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
+
+
+@pytest.fixture
+def nest(monkeypatch):
+    monkeypatch.setattr(module, "command", light())
+    nest = Nest()
+    nest.hold()
+    yield nest
+    nest.release()
+
+
+@pytest.fixture
+def child(nest):
+    child = Child(BEGIN, "child", nest)
+    yield child
+    child.kill("the test is over")
+    assert child.reaped(20)
 
 
 @pytest.fixture
@@ -35,7 +55,7 @@ def test_lines_of_any_length_and_their_descriptors_come_in_order(wires):
 
     thread = threading.Thread(target=send)
     thread.start()
-    came = [module.msgspec.json.decode(line, type=Logged) for line in theirs.lines()]
+    came = [msgspec.json.decode(line, type=Logged) for line in theirs.lines()]
     thread.join()
     assert came == sent
     assert len(theirs.descriptors) == 2
@@ -47,53 +67,47 @@ def test_lines_of_any_length_and_their_descriptors_come_in_order(wires):
         os.close(write)
 
 
-def test_a_single_file_build_starts_itself(monkeypatch):
-    assert command(5)[1:] == ["-m", "omni_proxy.collective.child", "5"]
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert command(5) == [sys.executable, "receiver-process", "5"]
-
-
-def test_a_child_that_cannot_be_started_is_a_group_error(monkeypatch):
-    files = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(module, "command", lambda _: ["/nowhere/python"])
-    with pytest.raises(GroupError, match="no receiver process could be started"):
-        Child(BEGIN, "none")
-    assert len(os.listdir("/proc/self/fd")) == files
-
-
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("number", "said"),
     [
-        ("import sys; print('why', file=sys.stderr); sys.exit(3)", "ended with status 3: why"),
-        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
-        (
-            "import os; os.write(2, b'gloo::EnforceNotMet'); os.abort()",
-            "sent more bytes than it announced",
-        ),
-        ("import os, sys; os.write(int(sys.argv[1]), b'hello\\n')", "speaks nonsense"),
+        (signal.SIGKILL, "the receiver process was ended by SIGKILL"),
+        (signal.SIGABRT, "the receiver process was ended by SIGABRT"),
     ],
 )
-def test_how_a_child_ended_is_told_to_who_asks_it(monkeypatch, code, said):
-    files = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(module, "command", lambda number: [sys.executable, "-c", code, str(number)])
-    child = Child(BEGIN, "brief")
+def test_how_a_child_ended_is_told_to_who_asks_it(child, number, said):
+    child.require_ready(60)
     heard = []
     child.follow(7, heard.append)
+    os.kill(child.pid, signal.SIGSTOP)  # so that the answer can't be first
+    os.kill(child.pid, number)
+    os.kill(child.pid, signal.SIGCONT)
     with pytest.raises(ChildEnded, match=said):
         child.call(Ask(child.number(), "g", False), 20)
     assert child.reaped(10)
     child.follow(8, heard.append)
-    assert [str(each) for each in heard] == [child.why, child.why]
+    assert [str(each) for each in heard] == [child.why, child.why] == [said, said]
     with pytest.raises(ChildEnded, match=said):
-        child.call(Ask(child.number(), "g", False), 20)
-    child._reader.join(10)
-    assert len(os.listdir("/proc/self/fd")) == files
+        child.require_ready(0)
 
 
-def test_a_child_that_does_not_answer_is_not_waited_for(monkeypatch):
-    silent = "import threading; threading.Event().wait()"
-    monkeypatch.setattr(module, "command", lambda n: [sys.executable, "-c", silent, str(n)])
-    child = Child(BEGIN, "silent")
+def test_nothing_of_a_child_is_left_here(nest):
+    def live():
+        child = Child(BEGIN, "brief", nest)
+        child.require_ready(60)
+        child.kill("enough")
+        assert child.reaped(10)
+        child._reader.join(10)
+
+    live()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        live()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
+
+
+def test_a_child_that_does_not_answer_is_not_waited_for(child):
+    child.require_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(GroupError, match=r"no answer within 0\.1 s"):
         child.call(Ask(child.number(), "g", False), 0.1)
     child.kill("enough")
@@ -101,68 +115,21 @@ def test_a_child_that_does_not_answer_is_not_waited_for(monkeypatch):
     assert child.why == "enough"
 
 
-class FakeChild:
-    def __init__(self, ready=False):
-        self.ready = ready
-        self.why = None
-        self.told = []
-
-    def tell(self, order):
-        self.told.append(order)
-
-    def kill(self, why):
-        self.why = self.why or why
-
-    def reaped(self, within_secs):
-        return self.why is not None
+def test_a_child_that_is_given_up_before_it_is_born_is_gone_at_once(nest, monkeypatch):
+    busy = "import threading; threading.Event().wait()"  # as in an import
+    monkeypatch.setattr(module, "command", lambda _: [sys.executable, "-c", busy])
+    child = Child(BEGIN, "never", nest)
+    assert not child.ready
+    child.kill("not wanted any more")
+    assert child.reaped(20)
+    assert child.pid is None
+    with pytest.raises(ChildEnded, match="not wanted any more"):
+        child.require_ready(0)
 
 
-@pytest.fixture
-def spares():
-    return Spares(FakeChild)
-
-
-def test_one_spare_is_started_however_often_that_is_asked(spares):
-    spares.warm()
-    spares.warm()
-    assert len(spares.living()) == 1
-    spares.take()
-    spares.warm()
-    assert len(spares.living()) == 2
-
-
-def test_who_is_ready_is_taken_first(spares):
-    spares.warm()
-    ready = FakeChild(ready=True)
-    spares.give(ready)
-    assert spares.take() is ready
-
-
-def test_two_idle_ones_are_enough(spares):
-    children = [FakeChild() for _ in range(3)]
-    for child in children:
-        spares.give(child)
-    assert [child.why is None for child in children] == [True, True, False]
-    assert [len(child.told) for child in children] == [1, 1, 1]
-
-
-def test_a_dead_one_is_neither_kept_nor_taken(spares):
-    spares.warm()
-    (dead,) = spares.living()
-    dead.kill("gone")
-    assert spares.take() is not dead
-    spares.give(dead)
-    assert spares.take() is not dead
-
-
-def test_a_close_ends_those_in_use_too(spares):
-    taken = spares.take()
-    spares.warm()
-    everyone = spares.living()
-    spares.close()
-    assert [child.why for child in everyone] == ["the receiver was closed"] * 2
-    with pytest.raises(GroupError, match="shutting down"):
-        spares.take()
-    spares.give(taken)
-    spares.warm()
-    assert spares.living() == []
+def test_a_child_that_speaks_nonsense_is_ended(nest, monkeypatch):
+    monkeypatch.setattr(module, "command", light("babble"))
+    child = Child(BEGIN, "babbling", nest)
+    with pytest.raises(ChildEnded, match="speaks nonsense"):
+        child.require_ready(20)
+    assert child.reaped(20)

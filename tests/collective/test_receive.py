@@ -1,5 +1,4 @@
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from omni_proxy.collective.group import GroupError, Groups, Limits, Rendezvous
 from omni_proxy.collective.specs import ITEM_BYTES
 from tests.collective.trainer_side import DTYPES, Pool, sha256
+from tests.collective.waiting import until
 
 BIG_BYTES = 384 << 20
 WIDE_FIRST = sorted(DTYPES, key=lambda dtype: -ITEM_BYTES[dtype])
@@ -139,9 +139,9 @@ def test_memory_is_used_again_once_nobody_looks_into_it(groups, trainer):
     del second
     assert received().data_ptr() != place  # a part of it is still looked at
     # gloo's own thread may hold memory for a moment after its work is done.
-    wait_until(lambda: groups.status()["kept_bytes"] == 4000)
+    until(lambda: groups.status()["kept_bytes"] == 4000)
     del part
-    wait_until(lambda: groups.status()["kept_bytes"] == 8000)
+    until(lambda: groups.status()["kept_bytes"] == 8000)
     places = [block.ctypes.data for block in groups._kept._kept]
     assert place in places
     assert received().data_ptr() in places
@@ -198,7 +198,7 @@ def test_a_trainer_that_dies_before_its_first_byte_is_noticed(groups, pool):
     joined(groups, trainer)
     with ThreadPoolExecutor(1) as threads:
         receive = threads.submit(groups.receive, "g", [("w", "float32", [8])])
-        wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
+        until(lambda: groups.status()["groups"][0]["state"] == "receiving")
         trainer.kill()
         said = r"the receive failed at tensor 'w', message 1 of 1: .*Connection (closed|reset)"
         with pytest.raises(GroupError, match=said) as failure:
@@ -226,7 +226,7 @@ def test_a_trainer_that_dies_while_bytes_move_is_noticed(impatient, pool):
     assert failure.value.group_dropped
     assert recovers(groups, pool.trainer())
     # gloo's thread is known, and it ends.
-    wait_until(lambda: not groups.status()["abandoned_threads"])
+    until(lambda: not groups.status()["abandoned_threads"])
 
 
 def test_a_trainer_that_stops_while_bytes_move_is_a_stall(impatient, pool):
@@ -263,7 +263,7 @@ def test_a_trainer_that_sends_only_some_of_the_tensors_is_a_stall(impatient, tra
     trainer.tell("destroy", group="g")
     assert recovers(impatient, trainer)
     # Its end of the connection closed: that lets go of a thread which nothing else could.
-    wait_until(lambda: not impatient.status()["abandoned_threads"])
+    until(lambda: not impatient.status()["abandoned_threads"])
 
 
 def test_what_is_too_short_is_found_out_by_ranks_that_get_it_from_another_one(trainer):
@@ -290,7 +290,7 @@ def test_one_group_receives_one_thing_at_a_time(groups, trainer):
     joined(groups, trainer)
     with ThreadPoolExecutor(1) as threads:
         receive = threads.submit(groups.receive, "g", [("w", "float32", [2])])
-        wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
+        until(lambda: groups.status()["groups"][0]["state"] == "receiving")
         with pytest.raises(GroupError, match="one receive at a time"):
             groups.receive("g", [("w", "float32", [2])])
         trainer.tell("send", group="g", tensors=[("float32", [2], 1)])
@@ -303,13 +303,13 @@ def test_a_receive_can_be_ended_from_another_thread(groups, trainer, end):
     joined(groups, trainer)
     with ThreadPoolExecutor(1) as threads:
         receive = threads.submit(groups.receive, "g", [("w", "float32", [2])])
-        wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
+        until(lambda: groups.status()["groups"][0]["state"] == "receiving")
         end(groups)
         with pytest.raises(GroupError, match="'g' was destroyed"):
             receive.result()
     assert groups.status()["groups"] == []
     trainer.tell("destroy", group="g")
-    wait_until(lambda: not groups.status()["abandoned_threads"])
+    until(lambda: not groups.status()["abandoned_threads"])
 
 
 def test_a_listener_that_fails_ends_the_receive_with_its_own_error(groups, trainer):
@@ -324,12 +324,3 @@ def test_a_listener_that_fails_ends_the_receive_with_its_own_error(groups, train
     assert groups.status()["groups"] == []
     trainer.reply()
     trainer.tell("destroy", group="g")
-
-
-def wait_until(true, secs=30.0):
-    pause = threading.Event()
-    for _ in range(int(secs / 0.01)):
-        if true():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came true")

@@ -1,7 +1,8 @@
 """What new weights cost on their way: plain gloo, our receiver, and a fleet behind the proxy.
 
 `python -m tools.bench --weights`. Every figure is a ratio within a round, whose legs ran within
-seconds of each other: to a plain gloo broadcast from one process into memory that was touched.
+seconds of each other: to a plain gloo broadcast from one process into memory that was touched. How
+memory is measured, and lateness: weights_memory.py, weights_lateness.py.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import IO, Any, Literal
 
 from tools.bench import report
 from tools.bench.processes import running
-from tools.bench.weights_fleet import FleetError, through
+from tools.bench.weights_fleet import PEAK, FleetError, through
+from tools.bench.weights_fleet import WANTED as FLEET_WANTED
 from tools.bench.weights_fleet import rows_of as fleet_rows
+from tools.bench.weights_memory import watched
 
 MIB = 1 << 20
 BLOCK_MIB = 64
@@ -138,12 +141,18 @@ class Ours:
         self._sends.heard()
         return took
 
+    def peak_buckets(self) -> float:
+        """What its processes need at most beyond what they had, hashing included."""
+        with watched(lambda: self._receiver.status()["processes"], 0) as peak:
+            self.secs(digests=True)
+        return peak.extra_bytes / self._sends.nbytes
+
     def close(self) -> None:
         self._receiver.close()
 
 
-def by_parts(total_mib: int, rounds: int) -> Rates:
-    """GB/s of memory, of plain gloo and of our receiver."""
+def by_parts(total_mib: int, rounds: int) -> tuple[Rates, float]:
+    """GB/s of memory, of plain gloo and of our receiver; and how many buckets that took at most."""
     import torch
 
     torch.set_num_threads(1)
@@ -168,10 +177,11 @@ def by_parts(total_mib: int, rounds: int) -> Rates:
                     secs = leg()
                     if number:  # the first one touches memory
                         rates[name].append(nbytes / secs / 1e9)
+            peak = max(child.peak_buckets() for _ in range(rounds))
         finally:
             child.close()
             thread.close()
-    return rates
+    return rates, peak
 
 
 MEMCPY, PLAIN = "memcpy, touched", "plain gloo, one to one"
@@ -231,7 +241,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _leave)  # so that what was started is ended
     facts = report.machine()
     try:
-        rows = rows_of(by_parts(arguments.mib, arguments.rounds))
+        rates, peak = by_parts(arguments.mib, arguments.rounds)
+        rows = rows_of(rates)
+        rows.append(
+            [
+                f"receiver, in a child: peak extra memory, {PEAK}",
+                f"{peak:.2f}",
+                "",
+                FLEET_WANTED[PEAK],
+            ]
+        )
         if not arguments.no_fleet:
             rows += by_fleets(arguments.rounds)
     except (WeightsBenchError, FleetError) as error:

@@ -6,7 +6,6 @@ taken from outside; a plain gloo broadcast seconds before is what a figure is di
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,19 @@ import httpx
 
 from tools.bench import report
 from tools.bench.processes import running
+from tools.bench.weights_lateness import lateness_of
+from tools.bench.weights_memory import tree, watched
 from tools.training.endpoint import Endpoint
 from tools.training.sync import Sync, Wishes
 
 MODEL = "smollm2-135m"
 READY_SECS = 90.0
 CALL_SECS = 120.0
+BUCKET_BYTES = 1 << 26
+LATE = "p99 lateness of the loop, at most ms"
+PEAK = f"buckets of {BUCKET_BYTES >> 20} MiB"
+LATE_JOINER = "late joiner: load and apply, GB/s"
+WANTED = {LATE_JOINER: "at least 1.2", LATE: "10", PEAK: "at most 3"}  # by how a figure ends
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "temperature": 0}
 CONFIG = """\
 [server]
@@ -43,7 +49,6 @@ verify = "checksum"
 [[workers]]
 url = "{worker}"
 """
-LAG = re.compile(r'^\w*event_loop_lag_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
 class FleetError(Exception):
@@ -52,16 +57,18 @@ class FleetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A running proxy with one replica."""
+    """A running proxy with one replica: their URLs, and their processes' ids."""
 
     proxy: str
     replica: str
+    proxy_pid: int = 0
+    replica_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`value` is GB/s, seconds or milliseconds, as `what` says; `by_plain` a ratio, where it is a
-    rate."""
+    """`value` is GB/s, seconds, milliseconds or buckets, as `what` says; `by_plain` a ratio, where
+    it is a rate."""
 
     what: str
     value: float
@@ -80,8 +87,9 @@ def fleet(mode: str) -> Iterator[Fleet]:
         file.write_text(CONFIG.format(port=port, mode=mode, worker=at.replica))
         words = ["replica", "--model", MODEL, "--threads", "1", "--log-level", "error"]
         words += ["--port", at.replica.rpartition(":")[2]]
-        stack.enter_context(running(_program(*words), log))
+        replica = stack.enter_context(running(_program(*words), log))
         proxy = stack.enter_context(running(_program("--config", str(file)), log))
+        at = replace(at, proxy_pid=proxy.pid, replica_pid=replica.pid)
         try:
             _until_routable(at, proxy)
             yield at
@@ -91,28 +99,39 @@ def fleet(mode: str) -> Iterator[Fleet]:
 
 
 def through(mode: str, plain: Callable[[], float], rounds: int) -> list[list[Figure]]:
-    """Round by round; `plain` gives GB/s. Raises FleetError."""
+    """Round by round, and last what is of all of them; `plain` gives GB/s. Raises FleetError."""
     from tools.training.learner import Learner
 
     tensors = Learner(MODEL, steps=1).named()
-    with fleet(mode) as at:
+    with fleet(mode) as at, lateness_of(at.proxy) as late:
+        _sync(at, tensors, f"{mode}-first", plain())  # it imports, and touches memory
+        peak = _peak(mode, at, tensors)  # apart: to look costs time
         found = []
-        for number in range(rounds + 1):
+        for number in range(rounds):
             rate = plain()
-            before = _lags(at.proxy)
-            figures = _sync(at, tensors, f"{mode}-{number}", rate)
-            figures.append(Figure("p99 lateness of the loop, at most ms", _p99(at.proxy, before)))
+            with late.watching():
+                figures = _sync(at, tensors, f"{mode}-{number}", rate)
             if mode == "receive":
                 figures += _late_joiner(at, rate)
-            if number:  # the first one imports, and touches memory
-                found.append(figures)
-        return found
+            found.append(figures)
+        loop = Figure(LATE, late.loop_ms())
+        return [*found, [loop, Figure("the same of who only sleeps, ms", late.sleeper_ms()), peak]]
+
+
+def _peak(mode: str, at: Fleet, tensors: Mapping[str, Any]) -> Figure:
+    """Of the whole tree that receives. The proxy maps a new file each time, a replica what it has
+    kept."""
+    nbytes = sum(each.nbytes for each in tensors.values())
+    who, root = ("proxy", at.proxy_pid) if mode == "receive" else ("replica", at.replica_pid)
+    with watched(lambda: tree(root), nbytes if mode == "receive" else 0) as peak:
+        _sync(at, tensors, f"{mode}-watched", 1.0)
+    return Figure(f"peak extra memory of the {who}, {PEAK}", peak.extra_bytes / BUCKET_BYTES)
 
 
 def _sync(at: Fleet, tensors: Mapping[str, Any], label: str, plain: float) -> list[Figure]:
     endpoint = Endpoint(at.proxy, CALL_SECS)
     try:
-        done = Sync(endpoint, tensors, label, Wishes(bucket_bytes=1 << 26)).run()
+        done = Sync(endpoint, tensors, label, Wishes(bucket_bytes=BUCKET_BYTES)).run()
         if not done.ok:
             raise FleetError(done.why)
         _until_answered(at.proxy, label)
@@ -141,23 +160,22 @@ def _late_joiner(at: Fleet, plain: float) -> list[Figure]:
         digested = time.monotonic() - started
     rate = held["bytes"] / loaded / 1e9
     return [
-        Figure("late joiner: load and apply, GB/s", rate, rate / plain),
+        Figure(LATE_JOINER, rate, rate / plain),
         Figure("late joiner: its digest, s", digested),
     ]
 
 
 def rows_of(mode: str, rounds: list[list[Figure]]) -> list[list[str]]:
-    wanted = {
-        "late joiner: load and apply, GB/s": "at least 1.2",
-        "p99 lateness of the loop, at most ms": "10",
-    }
+    """The last round has the figures that are of all of them."""
     rows = []
-    for number, figure in enumerate(rounds[0]):
-        same = [each[number] for each in rounds]
-        ratios = [each.by_plain for each in same if each.by_plain is not None]
-        shown = report.spread([each.value for each in same], 2)
-        by_plain = report.spread(ratios, 2) if ratios else ""
-        rows.append([f"{mode}: {figure.what}", shown, by_plain, wanted.get(figure.what, "")])
+    for found in (rounds[:-1], rounds[-1:]):
+        for number, figure in enumerate(found[0]):
+            same = [each[number] for each in found]
+            ratios = [each.by_plain for each in same if each.by_plain is not None]
+            shown = report.spread([each.value for each in same], 2)
+            by_plain = report.spread(ratios, 2) if ratios else ""
+            wanted = next((w for end, w in WANTED.items() if figure.what.endswith(end)), "")
+            rows.append([f"{mode}: {figure.what}", shown, by_plain, wanted])
     return rows
 
 
@@ -184,21 +202,6 @@ def _until_answered(proxy: str, label: str) -> None:
         answer = client.post(f"{proxy}/v1/chat/completions", json=CHAT, headers=headers)
     if answer.status_code != 200:
         raise FleetError(f"no answer by {label}: {answer.status_code} {answer.text[:200]}")
-
-
-def _lags(proxy: str) -> dict[float, float]:
-    """How often the loop was at most so late, cumulated, by seconds."""
-    with httpx.Client(timeout=5, trust_env=False) as client:
-        text = client.get(f"{proxy}/metrics").text
-    return {float(le): float(count) for le, count in LAG.findall(text)}
-
-
-def _p99(proxy: str, before: Mapping[float, float]) -> float:
-    """Milliseconds; the bound of the histogram's bucket in which it lies."""
-    counts = {le: count - before.get(le, 0.0) for le, count in _lags(proxy).items()}
-    total = max(counts.values(), default=0.0)
-    within = [le for le, count in counts.items() if count >= 0.99 * total]
-    return 1000 * min(within, default=float("nan"))
 
 
 def _program(*words: str) -> list[str]:

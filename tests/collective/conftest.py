@@ -1,0 +1,53 @@
+"""What tests of receivers share: trainers, receivers of both kinds, one nest for all of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.collective.nest import SHARED
+from omni_proxy.collective.receiver import open_receiver
+from tests.collective.receiving import LIMITS
+from tests.collective.trainer_side import Pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def held_nest():
+    """torch is imported once, however many receivers come."""
+    SHARED.hold()
+    yield
+    SHARED.release()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def trainer(pool):
+    return pool.trainer()
+
+
+@pytest.fixture(scope="module", params=["process", "thread"])
+def isolation(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kept(isolation):
+    # gloo holds a thread of this process until the receive's own time is over.
+    limits = LIMITS if isolation == "process" else replace(LIMITS, receive_secs=3.0)
+    receiver = open_receiver(isolation, limits, name="test")
+    receiver.warm()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def receiver(kept):
+    """One for all tests of a kind: what a test leaves behind must not matter to the next."""
+    yield kept
+    for group in kept.status()["groups"]:
+        kept.destroy(group["group_name"])

@@ -1,0 +1,127 @@
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.collective import nest as module
+from omni_proxy.collective.nest import SHARED, Nest, command
+from omni_proxy.collective.process import Child, ChildEnded
+from omni_proxy.collective.specs import GroupError
+from omni_proxy.collective.wires import Begin
+from tests.collective.receiving import light
+from tests.collective.waiting import until
+
+BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
+
+
+@pytest.fixture
+def nest(monkeypatch):
+    monkeypatch.setattr(module, "command", light())
+    nest = Nest()
+    nest.hold()
+    yield nest
+    nest.release()
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_single_file_build_starts_itself(monkeypatch):
+    assert command(5)[1:] == ["-m", "omni_proxy.collective.child", "5"]
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert command(5) == [sys.executable, "receiver-process", "5"]
+
+
+def test_who_forks_is_alone_with_everything_imported():
+    child = Child(BEGIN, "child", SHARED)
+    child.require_ready(60)
+    assert len(os.listdir(f"/proc/{SHARED.pid()}/task")) == 1
+    for pid in (SHARED.pid(), child.pid):
+        assert "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+    child.kill("enough")
+
+
+def test_children_are_forks_that_end_with_it(nest):
+    assert nest.pid() is None  # to hold it starts nothing
+    children = [Child(BEGIN, f"child-{number}", nest) for number in range(3)]
+    for child in children:
+        child.require_ready(60)
+    assert len({child.pid for child in children}) == 3
+    for child in children:
+        assert f"PPid:\t{nest.pid()}\n" in Path(f"/proc/{child.pid}/status").read_text()
+    os.kill(children[0].pid, signal.SIGSTOP)  # nothing that it does itself can end it
+    os.kill(nest.pid(), signal.SIGKILL)
+    for child in children:
+        assert child.reaped(20)
+        assert child.why == "the receiver process was ended by SIGKILL"
+    until(lambda: not any(alive(child.pid) for child in children))
+    again = Child(BEGIN, "again", nest)
+    again.require_ready(60)
+
+
+def test_a_fork_has_nothing_of_another_one(nest):
+    first = Child(BEGIN, "first", nest)
+    first.require_ready(60)
+    second = Child(BEGIN, "second", nest)
+    second.require_ready(60)
+    for child in (first, second):
+        held = [os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        assert len([each for each in held if each.startswith("socket:")]) == 1
+        assert len([each for each in held if each.startswith("pipe:")]) == 1
+    first.kill("enough")
+    assert first.reaped(20)
+    until(lambda: not alive(first.pid))
+    assert alive(second.pid)
+
+
+def test_the_last_who_lets_go_ends_it_and_what_came_out_of_it(nest):
+    nest.hold()
+    child = Child(BEGIN, "child", nest)
+    child.require_ready(60)
+    pid = nest.pid()
+    nest.release()
+    assert nest.pid() == pid
+    nest.release()
+    assert nest.pid() is None
+    assert not alive(pid)
+    assert child.reaped(20)
+    until(lambda: not alive(child.pid))
+    nest.hold()
+
+
+def test_a_nest_that_cannot_be_started_is_a_group_error(nest, monkeypatch):
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(module, "command", lambda _: ["/nowhere/python"])
+    with pytest.raises(GroupError, match="no receiver process could be started"):
+        nest.warm()
+    with pytest.raises(GroupError, match="no receiver process could be started"):
+        Child(BEGIN, "none", nest)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit('no module named torch')", "status 1: no module named torch"),
+        (
+            "import os; os.write(2, b'gloo::EnforceNotMet'); os.abort()",
+            "sent more bytes than it announced",
+        ),
+    ],
+)
+def test_why_there_is_none_is_told_with_its_last_words(nest, monkeypatch, code, said):
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(module, "command", lambda number: [sys.executable, "-c", code, str(number)])
+    child = Child(BEGIN, "unborn", nest)
+    with pytest.raises(ChildEnded, match=said):
+        child.require_ready(20)
+    assert child.reaped(10)
+    child._reader.join(10)
+    assert nest.pid() is None
+    assert len(os.listdir("/proc/self/fd")) == files

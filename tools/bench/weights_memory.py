@@ -1,0 +1,79 @@
+"""How much memory a process tree needs at most, beyond what it had, while a version comes.
+
+Counted is what no file on a disk backs: anonymous and shared memory, in pages that several
+processes share once (Pss_Anon and Pss_Shmem of /proc/PID/smaps_rollup, which the kernel counts
+page by page). The highest of many readings, a few milliseconds apart: a bucket of 64 MiB takes
+longer than that to be touched. What the version's own file has mapped is taken off.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+EVERY_SECS = 0.003
+KIB = 1024
+
+
+class Peak:
+    """`extra_bytes` is the highest so far; `file_bytes` is how much of the version is mapped anew.
+
+    The pages of a file count as soon as they are mapped, so those are there from "ready" on.
+    """
+
+    def __init__(self, pids: Callable[[], Sequence[int]], file_bytes: int) -> None:
+        self._pids = pids
+        self._file_bytes = file_bytes
+        self._anonymous, self._shared = unbacked_bytes(pids())
+        self.extra_bytes = 0
+        self.readings = 0
+
+    def look(self) -> None:
+        anonymous, shared = unbacked_bytes(self._pids())
+        beside = max(0, shared - self._shared - self._file_bytes)
+        self.extra_bytes = max(self.extra_bytes, anonymous - self._anonymous + beside)
+        self.readings += 1
+
+
+@contextmanager
+def watched(pids: Callable[[], Sequence[int]], file_bytes: int) -> Iterator[Peak]:
+    """From how things stand now until the end of the block; a thread of ours looks meanwhile."""
+    peak = Peak(pids, file_bytes)
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(EVERY_SECS):
+            peak.look()
+
+    thread = threading.Thread(target=look, name="bench-memory")
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
+def tree(root: int) -> list[int]:
+    """A process and all below it that live."""
+    found = [root]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):  # it has ended
+                found += map(int, task.read_text().split())
+    return found
+
+
+def unbacked_bytes(pids: Sequence[int]) -> tuple[int, int]:
+    """Anonymous and shared memory of these processes, each page once."""
+    anonymous = shared = 0
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss_Anon:"):
+                    anonymous += int(line.split()[1]) * KIB
+                elif line.startswith("Pss_Shmem:"):
+                    shared += int(line.split()[1]) * KIB
+    return anonymous, shared
