@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.wires import News, Over, Wire
+from omni_proxy.itself import program
 
 log = logging.getLogger(__name__)
 
@@ -189,10 +189,8 @@ SHARED: Final = Nest()
 
 
 def command(descriptor: int) -> list[str]:
-    """What starts it; a single-file build is its own interpreter."""
-    if getattr(sys, "frozen", False):
-        return [sys.executable, "receiver-process", str(descriptor)]
-    return [sys.executable, "-m", "omni_proxy.collective.child", str(descriptor)]
+    """What starts it."""
+    return [*program(), "receiver-process", str(descriptor)]
 
 
 def _started(descriptor: int, errors: int) -> subprocess.Popen[bytes]:

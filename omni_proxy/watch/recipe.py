@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.itself import program
 
 OURSELVES: Final = "omni-proxy"
-ARCHIVE: Final = ".pyz"
 # Where a single-file build finds its own libraries, and where it keeps what was there before.
 LIBRARIES: Final = "LD_LIBRARY_PATH"
 BEFORE: Final = "LD_LIBRARY_PATH_ORIG"
@@ -49,11 +48,7 @@ def _as_it_was(env: Mapping[str, str]) -> dict[str, str]:
 def _program(command: tuple[str, ...]) -> list[str]:
     if command[0] != OURSELVES:
         return list(command)
-    if getattr(sys, "frozen", False):  # a single-file build is its own interpreter
-        return [sys.executable, *command[1:]]
-    if sys.argv[0].endswith(ARCHIVE):  # what it unpacked is on no other interpreter's path
-        return [sys.executable, os.path.abspath(sys.argv[0]), *command[1:]]
-    return [sys.executable, "-m", "omni_proxy", *command[1:]]
+    return [*program(), *command[1:]]
 
 
 def _filled(text: str, entry: LaunchEntry, index: int, gpus: Sequence[str]) -> str:

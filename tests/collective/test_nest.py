@@ -33,7 +33,7 @@ def alive(pid):
 
 
 def test_a_single_file_build_starts_itself(monkeypatch):
-    assert command(5)[1:] == ["-m", "omni_proxy.collective.child", "5"]
+    assert command(5)[1:] == ["-m", "omni_proxy", "receiver-process", "5"]
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     assert command(5) == [sys.executable, "receiver-process", "5"]
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
+from omni_proxy.itself import program
 from omni_proxy.replica.pipeline.config import StageConfig
 from omni_proxy.replica.pipeline.frames import (
     Begin,
@@ -142,10 +143,8 @@ class ProcessHost:
 
 
 def command(descriptor: int) -> list[str]:
-    """What starts a child; a single-file build is its own interpreter."""
-    if getattr(sys, "frozen", False):
-        return [sys.executable, "replica", "stage-process", str(descriptor)]
-    return [sys.executable, "-m", "omni_proxy.replica.pipeline.child", str(descriptor)]
+    """What starts a child."""
+    return [*program(), "replica", "stage-process", str(descriptor)]
 
 
 async def _received(stream: trio.SocketStream) -> bytes:

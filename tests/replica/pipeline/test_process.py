@@ -204,6 +204,6 @@ async def test_a_megabyte_passes_in_both_directions():
 
 
 def test_a_single_file_build_starts_a_child_through_its_own_command(monkeypatch):
-    assert command(5) == [sys.executable, "-m", "omni_proxy.replica.pipeline.child", "5"]
+    assert command(5) == [sys.executable, "-m", "omni_proxy", "replica", "stage-process", "5"]
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     assert command(5) == [sys.executable, "replica", "stage-process", "5"]

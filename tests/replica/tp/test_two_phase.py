@@ -147,7 +147,7 @@ def receivers(pid, but):
     return [
         child
         for child in children
-        if child != but and b"omni_proxy.collective.child" in words[child]
+        if child != but and b"receiver-process" in words[child]
     ]
 
 
