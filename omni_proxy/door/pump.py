@@ -116,20 +116,22 @@ class Pump:
         """Until cancelled; then every connection's `finally` runs and every socket is closed."""
         try:
             task_status.started()
+            others = self._others_runnable()
             while True:
-                events = self._set.poll(0)
-                idle = not events and not self._again
-                if idle and not self.front_exchanges and not self._others_runnable():
-                    events = self._set.poll(LINGER_SECS)
+                busy = others or self._again or self.front_exchanges
+                events = self._set.poll(0 if busy else LINGER_SECS)
                 if not events and not self._again:
                     self._last_yield = monotonic()
                     self._parked = True
                     await trio.lowlevel.wait_readable(self._set.fileno())
                     self._parked = False
+                    others = self._others_runnable()
                     continue
                 self._batch(events)
-                if self._yield_due():
+                others = self._others_runnable()  # asked once: 2.6 us
+                if self._yield_due(others):
                     await trio.lowlevel.checkpoint()
+                    others = self._others_runnable()
         finally:
             for task in list(self.tasks):
                 task.abandon()
@@ -156,8 +158,8 @@ class Pump:
     def _others_runnable(self) -> bool:
         return trio.lowlevel.current_statistics().tasks_runnable > 0
 
-    def _yield_due(self) -> bool:
-        if self._others_runnable():
+    def _yield_due(self, others: bool) -> bool:
+        if others:
             self._polite = POLITE_ROUNDS
         if self._polite:
             self._polite -= 1

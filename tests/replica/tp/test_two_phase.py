@@ -144,11 +144,7 @@ def receivers(pid, but):
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for task in tasks for child in task.read_text().split()]
     words = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return [
-        child
-        for child in children
-        if child != but and b"receiver-process" in words[child]
-    ]
+    return [child for child in children if child != but and b"receiver-process" in words[child]]
 
 
 def test_a_receiver_that_is_killed_is_told_by_all_ranks_at_once(sync, trainers):
