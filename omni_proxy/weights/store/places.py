@@ -18,6 +18,8 @@ from omni_proxy.collective.buffers import free_bytes
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PIECE_BYTES: Final = 8 << 20
+# What is not on the disk yet is what others' small writes wait for (0.15 s behind half a GB).
+_PENDING_BYTES: Final = 64 << 20
 _NAME_DIGITS: Final = 16
 
 
@@ -54,13 +56,18 @@ def memory_for(disk: Path) -> Path | None:
     if not SHARED_MEMORY.is_dir() or in_memory(disk):
         return None
     place = hashlib.sha256(os.fsencode(disk.resolve())).hexdigest()[:_NAME_DIGITS]
-    folder = SHARED_MEMORY / f"omni-proxy-{os.getuid()}-{place}"
+    folder = SHARED_MEMORY / f"{memory_prefix()}{place}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     # Everybody may write there: what somebody else has put under our name is not ours.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to somebody else")
     return folder
+
+
+def memory_prefix() -> str:
+    """How the names of all our folders there begin."""
+    return f"omni-proxy-{os.getuid()}-"
 
 
 def lock(folder: Path) -> int:
@@ -97,11 +104,16 @@ def copy(source: Path, target: Path) -> None:
     """The bytes of a file, on the disk when it returns, without passing through this process."""
     with source.open("rb") as read, target.open("xb") as write:
         left = os.fstat(read.fileno()).st_size
+        pending = 0
         while left:
             count = os.sendfile(write.fileno(), read.fileno(), None, min(left, _PIECE_BYTES))
             if not count:
                 raise OSError(f"{source} ended {left} bytes too soon")
             left -= count
+            pending += count
+            if pending >= _PENDING_BYTES:
+                os.fdatasync(write.fileno())
+                pending = 0
         os.fsync(write.fileno())
 
 

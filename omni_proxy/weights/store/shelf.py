@@ -39,7 +39,7 @@ class Shelf:
         self._opening = trio.Lock()
         self._threads = trio.CapacityLimiter(8)
         self._news = trio.Event()
-        self._hashed: set[int] = set()
+        self._unproven: set[int] = set()  # versions of before, that somebody may have changed
         self.store: VersionStore | None = None
         self.error = ""  # why the last one could not be opened, or brought to the disk
 
@@ -83,6 +83,7 @@ class Shelf:
                     self.error = f"{place}: {error.strerror or error}"
                     raise
                 self.error = ""
+                self._unproven = {version.number for version in self.store.versions()}
             self.store.keep = self._settings().keep_versions
             return self.store
 
@@ -162,9 +163,10 @@ class Shelf:
             try:
                 if version.epoch:
                     await self.in_thread(store.persist, version)
-                if version.number not in self._hashed:
+                # Of what we received ourselves the digests are known as a rule.
+                if version.number in self._unproven or not version.digests:
                     await self.in_thread(store.digest, version)
-                    self._hashed.add(version.number)
+                    self._unproven.discard(version.number)
                 await self.in_thread(store.collect)
                 self.error = ""
             except UnknownVersion:

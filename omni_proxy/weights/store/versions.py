@@ -23,7 +23,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from omni_proxy.weights.store import places
+from omni_proxy.weights.store import leftovers, places
 from omni_proxy.weights.store.draft import PARTIAL, Draft
 from omni_proxy.weights.store.hashing import digests_in
 from omni_proxy.weights.store.record import RECORD, Record, Version, encode
@@ -67,7 +67,9 @@ class VersionStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ranked: tuple[Version, ...] = ()  # by epoch, the newest first
         self._held: int | None = places.lock(disk)
+        self._claimed: int | None = None
         try:
+            self._claimed = leftovers.claim(memory, disk) if memory is not None else None
             self._find()
             self._tell()
             self._point()
@@ -87,9 +89,10 @@ class VersionStore:
 
     def close(self) -> None:
         """Others may use the folder from here on; may be called again."""
-        held, self._held = self._held, None
-        if held is not None:
-            os.close(held)
+        held = [each for each in (self._held, self._claimed) if each is not None]
+        self._held = self._claimed = None
+        for each in held:
+            os.close(each)
 
     @property
     def in_use(self) -> bool:
@@ -107,7 +110,7 @@ class VersionStore:
             self._point()
             self.close()
             if self._memory is not None and not self._kept_in_memory:
-                self._memory.rmdir()
+                leftovers.give_up(self._memory)
 
     def versions(self) -> list[Version]:
         """The newest first. This and the three below wait for nobody."""
