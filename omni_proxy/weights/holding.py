@@ -18,6 +18,7 @@ from omni_proxy.weights.own_rank import OwnRank
 from omni_proxy.weights.relay import Relay
 from omni_proxy.weights.remote import GroupSends
 from omni_proxy.weights.rollback import Source
+from omni_proxy.weights.store import leftovers
 from omni_proxy.weights.store.shelf import Shelf
 from omni_proxy.weights.work import Tools
 
@@ -64,6 +65,8 @@ class Holding:
                     nursery.start_soon(self.own.warm)
                 self.catch_up.all_soon()
                 task_status.started()
+                if self.on:
+                    await self.shelf.in_thread(leftovers.sweep)
                 await trio.sleep_forever()
         finally:
             self._nursery = self.catch_up.nursery = None

@@ -18,6 +18,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weights.book import Book
+from omni_proxy.weights.going_on import go_on
 from omni_proxy.weights.readback import compare_checksums, labels_of
 
 AGAIN_SECS = 5.0
@@ -142,6 +143,9 @@ class Labels:
             return
         verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
         if self._busy(worker) or self._due(worker) is not due or verdict.whole != due.digest:
+            return
+        await go_on([worker], self._book.stopped, {})
+        if self._busy(worker) or self._due(worker) is not due:
             return
         _log.info("Worker %s has the published weights: it is no more in doubt", worker.url)
         self._fleet.versioned(worker, label, due.epoch)

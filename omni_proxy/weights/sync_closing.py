@@ -23,6 +23,7 @@ from omni_proxy.control.sync_states import State
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weights.calling import limit_secs
 from omni_proxy.weights.draining import until_idle
+from omni_proxy.weights.going_on import go_on
 from omni_proxy.weights.own_rank import NAME
 from omni_proxy.weights.store.record import Version
 from omni_proxy.weights.sync_delivery import Handed, SyncDelivery
@@ -91,7 +92,10 @@ class Closing:
         doubted = {url: why for url, why in left.items() if url not in {*agreed, NAME}} | wrong
         self._forget(proof.agreed)
         life.spoil(doubted, names)
-        life.book.clear(url for url in good if url not in doubted)
+        mended = [url for url in good if url in life.book.reasons and url not in doubted]
+        found = [worker for url in mended if (worker := life.fleet.find(url)) is not None]
+        await go_on(found, life.book.stopped, headers)
+        life.book.clear(mended)
         for url in good:
             life.spoiled.pop(url, None)
         await life.record_what_was()

@@ -1,6 +1,7 @@
 import pytest
 import trio
 
+from omni_proxy.config.schema import WeightSync
 from omni_proxy.watch import broadcast
 from omni_proxy.weights import sync_watch
 from tests.front.house import A, B
@@ -23,6 +24,14 @@ async def house(engines, folder, nursery):
     """Two healthy workers and a running desk."""
     assert broadcast.open_client.__name__ == "open_client"
     made = house_with(folder)
+    await nursery.start(made.desk.run)
+    return made
+
+
+@pytest.fixture
+async def plain(engines, folder, nursery):
+    """As `house`, and group calls go to its workers as they are."""
+    made = house_with(folder, weight_sync=WeightSync(mode="off"))
     await nursery.start(made.desk.run)
     return made
 

@@ -17,7 +17,7 @@ from tests.weights.desks import Gated, house_with
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
 UPDATE, END = "/update_weights_from_distributed", "/end_weight_update"
-CONTINUE = "/continue_generation"
+CONTINUE, DISK = "/continue_generation", "/update_weights_from_disk"
 TENSORS = {"names": ["a", "b"], "dtypes": ["bfloat16", "float32"], "shapes": [[2, 2], [3]]}
 BUCKETS = {"num_buckets": 1, "buckets": [TENSORS]}
 LOST = httpx.ReadError("gone")
@@ -113,6 +113,14 @@ def asks(path, **body):
 def sync_house(folder, **fields):
     fields = {"mode": "coordinate", "stall_timeout_secs": 1.0, **fields}
     return house_with(folder, weight_sync=WeightSync(**fields))
+
+
+def versions(house):
+    return {w.url: (w.weight_version, w.weight_epoch) for w in house.fleet.workers}
+
+
+def uncertain(house):
+    return sorted(house.desk.book.reasons)
 
 
 class Trainer:

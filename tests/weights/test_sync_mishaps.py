@@ -23,6 +23,7 @@ from tests.weights.syncs import (
     init_body,
     store_of_a_trainer,
     sync_house,
+    uncertain,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
@@ -31,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("listening")
 @pytest.fixture
 def engines(monkeypatch):
     return Engines().install(monkeypatch)
-
-
-def uncertain(house):
-    return sorted(house.desk.book.reasons)
 
 
 # Asked for twice

@@ -1,0 +1,27 @@
+"""Engines that stand still since an update failed, told to run again before they get requests.
+
+An update in one phase that fails leaves its engine paused, whoever said "continue" before that
+(api-server.md 2.4). Invariant: an engine that somebody has paused stays so until somebody says
+otherwise; whoever has no such route can't have been paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Final
+
+from omni_proxy.control.routes import CONTINUE
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.calls import Call
+from omni_proxy.weights.calling import call_all
+
+LIMIT_SECS: Final = 30.0
+
+
+async def go_on(
+    workers: Iterable[Worker], stopped: Container[str], headers: Mapping[str, str]
+) -> None:
+    """All of them but `stopped`, URLs of those whose pause was asked for."""
+    own = {**headers, "content-type": "application/json"}
+    call = Call("POST", CONTINUE.path, b"{}", own, timeout_secs=LIMIT_SECS)
+    await call_all([worker for worker in workers if worker.url not in stopped], call)
