@@ -53,7 +53,7 @@ def _idle_tls(tables: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _nothing_to_mend_with(sync: Mapping[str, Any]) -> Iterator[Finding]:
     policy = sync.get("on_failure", "quarantine")
-    if policy != "quarantine" and sync.get("mode", "off") not in ("receive", "both"):
+    if policy != "quarantine" and sync.get("mode") not in ("receive", "both"):
         reason = f'"{policy}" needs versions that we keep'
         yield ("weight_sync", "on_failure"), reason, 'set weight_sync.mode to "receive" or "both"'
 

@@ -232,7 +232,7 @@ class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class WeightSync(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Who joins the trainer's process group: every worker by a plain broadcast (off), every worker
     # with ranks of its own (coordinate), we alone for all of them (receive), or either (both).
-    mode: Literal["coordinate", "receive", "both", "off"] = "off"
+    mode: Literal["coordinate", "receive", "both", "off"] = "coordinate"
     # auto leaves the trainer's choice as it is.
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     # The receive blocks in foreign code: in a process of its own it can be killed.

@@ -1,17 +1,12 @@
 import string
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.supported import NOT_YET
-
-# A loaded machine is slow, not wrong.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
