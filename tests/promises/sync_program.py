@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
@@ -17,8 +16,10 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import trio
 
+from tests.ports import free_port
+
 FAR, BASE = "far", "base"
-PATIENCE_SECS = 30  # a deadline for hung tests, not a claim about speed
+PATIENCE_SECS = 60  # a deadline for hung tests, not a claim about speed
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
@@ -78,7 +79,7 @@ class Replica:
             self.start()
         await healthy(self.url)
         async with httpx.AsyncClient(
-            base_url=self.url, timeout=PATIENCE_SECS, trust_env=False
+            base_url=self.url, timeout=PATIENCE_SECS, trust_env=False, verify=False
         ) as client:
             state = (await client.get("/server_info")).json()["weight_sync"]["state"]
             if state != "idle":
@@ -126,6 +127,12 @@ class Fleets:
             folder.mkdir()
             self._running = Fleet(folder, [self.replicas[each] for each in names], wanted)
         return self._running
+
+    def alone(self):
+        """The replicas with no proxy before them, when all of them answer."""
+        self.stop()
+        trio.run(self._begin_anew)
+        return self.replicas
 
     async def _begin_anew(self):
         async with trio.open_nursery() as nursery:
@@ -184,7 +191,7 @@ class Fleet:
     @asynccontextmanager
     async def client(self):
         async with httpx.AsyncClient(
-            base_url=self.url, timeout=2 * PATIENCE_SECS, trust_env=False
+            base_url=self.url, timeout=2 * PATIENCE_SECS, trust_env=False, verify=False
         ) as client:
             yield Seen(self, client)
 
@@ -268,16 +275,21 @@ class Seen:
         assert answer.status_code == 200, answer.text
 
     async def digests(self):
-        """Worker URL -> the digest over its whole tensors, asked of the replicas themselves."""
-        found = {}
+        """Worker URL -> the digest over its whole tensors, asked of the replicas themselves.
+
+        Replicas of one layout with the same whole tensors must agree rank by rank.
+        """
+        found, ranks = {}, {}
 
         async def ask(url):
-            found[url] = await replica_digest(url)
+            found[url], own = await replica_digests(url)
+            ranks.setdefault((len(own), found[url]), set()).add(own)
 
         async with trio.open_nursery() as nursery:
             for each in self.fleet.replicas:
                 if each.process.poll() is None:
                     nursery.start_soon(ask, each.url)
+        assert all(len(each) == 1 for each in ranks.values()), ranks
         return found
 
     async def chat(self, **fields):
@@ -293,20 +305,36 @@ class Seen:
 
 
 async def replica_digest(url):
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECS, trust_env=False) as client:
-        told = (await client.post("/weights_checker", json={"action": "checksum"})).json()
-    (found,) = [
-        stage["data"]["full_checksum"]
-        for stage in told["results"]
-        if not stage["data"].get("skipped")
-    ]
-    return found
+    """Over its whole tensors."""
+    return (await replica_digests(url))[0]
+
+
+async def replica_digests(url):
+    """What a replica says of its weights: the digest over whole tensors, and each rank's own.
+
+    It can't be asked in the middle of an update: until that is over.
+    """
+    async with httpx.AsyncClient(
+        base_url=url, timeout=PATIENCE_SECS, trust_env=False, verify=False
+    ) as client:
+        with trio.fail_after(PATIENCE_SECS):
+            while True:
+                answer = await client.post("/weights_checker", json={"action": "checksum"})
+                told = answer.json()
+                if answer.status_code == 200:
+                    break
+                await trio.sleep(0.05)
+    (found,) = [stage["data"] for stage in told["results"] if not stage["data"].get("skipped")]
+    ranks = [each["data"] for each in found.get("rank_results", [])] or [found]
+    return found["full_checksum"], tuple(each["per_gpu_checksum"] for each in ranks)
 
 
 async def healthy(url):
     """Until the replica itself says so; the proxy may not have noticed yet that it was gone."""
     with trio.fail_after(PATIENCE_SECS):
-        async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=5, trust_env=False, verify=False
+        ) as client:
             while True:
                 with suppress(httpx.TransportError):
                     if (await client.get("/health")).status_code == 200:
@@ -326,11 +354,6 @@ def _write_model(file):
 
     tensors = tiny.build(0).named_parameters()
     save_file({name: each.detach().clone() for name, each in tensors}, file)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        return trial.getsockname()[1]
 
 
 def init_body(port, world, group="steps"):

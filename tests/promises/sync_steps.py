@@ -5,6 +5,7 @@ Each sync has a seed of its own, which names its label and every byte of its wei
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from itertools import count
 
 import httpx
@@ -77,6 +78,33 @@ async def routable_only_by_what_they_say(seen, seed):
             assert digests[each["url"]] == checksum(seed)
 
 
+@asynccontextmanager
+async def witnessed(seen):
+    """Meanwhile nothing but the weights of before is told or routed to, however often one looks."""
+    seed, looks = seen.fleet.seed, 0
+
+    async def look():
+        nonlocal looks
+        while True:
+            before = await seen.told("/workers")
+            digests = await seen.digests()
+            after = {each["url"]: each for each in (await seen.told("/workers"))["workers"]}
+            for each in before["workers"]:
+                # Who left routing in between may have begun to change.
+                if each["routable"] and after[each["url"]]["routable"]:
+                    assert each["weight_version"] == label(seed), each
+                    assert digests[each["url"]] == checksum(seed), each
+            looks += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        yield
+        already = looks
+        while looks < already + 2:
+            await trio.sleep(0.02)
+        nursery.cancel_scope.cancel()
+
+
 async def whole(seen, trainers):
     """A fleet that waits for a trainer: what a test that failed has left is mended here."""
     with trio.move_on_after(MEND_SECS):
@@ -95,7 +123,9 @@ async def disarmed(seen):
     with trio.fail_after(NOTICED_SECS):
         await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
         for each in seen.fleet.replicas:
-            async with httpx.AsyncClient(base_url=each.url, trust_env=False) as client:
+            async with httpx.AsyncClient(
+                base_url=each.url, trust_env=False, verify=False
+            ) as client:
                 while (await client.get("/server_info")).json()["weight_sync"]["groups"]:
                     await trio.sleep(0.02)
 
@@ -108,6 +138,10 @@ class Begun:
         self.world, self.group = world, group
         self.seed = next(_seeds)
         self.port = 0
+
+    def next(self):
+        """Other weights, in the same group."""
+        self.seed = next(_seeds)
 
     async def ask_to_join(self, **more):
         self.trainer.order("open", world=self.world, group=self.group)
@@ -176,7 +210,9 @@ async def received(seen, count):
     """Until every replica has all buckets of what was announced."""
     with trio.fail_after(PATIENCE_SECS):
         for each in seen.fleet.replicas:
-            async with httpx.AsyncClient(base_url=each.url, trust_env=False) as client:
+            async with httpx.AsyncClient(
+                base_url=each.url, trust_env=False, verify=False
+            ) as client:
                 while (await client.get("/server_info")).json()["weight_sync"][
                     "buckets_done"
                 ] < count:

@@ -3,21 +3,10 @@ comes later, and to go back to."""
 
 import httpx
 import pytest
-import trio
 
 from tests.promises.sync_program import DESTROY
-from tests.promises.sync_steps import Begun, holds, label, received, sync, whole
+from tests.promises.sync_steps import Begun, holds, label, received, sync
 from tests.promises.sync_trainer import checksum
-
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +15,11 @@ def running(fleets):
 
 
 @pytest.fixture
-async def seen(running, trainers):
+async def seen(seen, trainers):
     """A fleet with a version that its proxy holds."""
-    async with running.client() as it:
-        await whole(it, trainers)
-        if not running.seed:
-            await sync(it, trainers)
-        yield it
+    if not seen.fleet.seed:
+        await sync(seen, trainers)
+    return seen
 
 
 async def test_the_proxy_is_one_more_rank_and_keeps_what_all_received(seen):

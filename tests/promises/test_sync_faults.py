@@ -19,19 +19,9 @@ from tests.promises.sync_steps import (
     label,
     routable_only_by_what_they_say,
     sync,
-    whole,
+    witnessed,
 )
 from tests.promises.sync_traffic import Traffic
-
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +30,15 @@ def running(fleets):
 
 
 @pytest.fixture
-async def seen(running, trainers):
+async def seen(seen, running, trainers):
     """A fleet with a version of a trainer's; none of its processes is another one afterwards."""
-    async with running.client() as it:
-        await whole(it, trainers)
-        if not running.seed:
-            await sync(it, trainers)
-        pids = running.processes()
-        yield it
-        assert pids == running.processes()
-        assert all(each.process.poll() is None for each in running.replicas)
-        assert running.proxy.poll() is None
+    if not running.seed:
+        await sync(seen, trainers)
+    pids = running.processes()
+    yield seen
+    assert pids == running.processes()
+    assert all(each.process.poll() is None for each in running.replicas)
+    assert running.proxy.poll() is None
 
 
 async def test_one_replica_that_refuses_disarms_the_others_and_is_named(seen, trainers):
@@ -142,6 +130,7 @@ def processes_below(seen):
 @pytest.mark.parametrize(
     ("form", "fault"),
     [
+        ("two-phase", "die-before"),
         ("single", "die-during"),
         ("two-phase", "die-after"),
         ("two-phase", "wrong-shape"),
@@ -158,10 +147,12 @@ async def test_after_every_fault_of_a_real_trainer_the_next_one_succeeds(
         if waits:
             change = seen.fleet.changed(seen, receive_timeout_secs=2)
             await changed.enter_async_context(change)
-        done = await failing(seen, trainers, fault, form=form, group_name="faulty")
-    assert done == {"gone": True} if dies else done["why"], done
-    if dies:
-        # As a trainer's supervisor does: the new one comes at once, and nobody said continue.
-        await seen.post("/continue_generation")
+        async with witnessed(seen):
+            done = await failing(seen, trainers, fault, form=form, group_name="faulty")
+            assert done == {"gone": True} if dies else done["why"], done
+            if dies:
+                # As a trainer's supervisor does before the next one comes.
+                await seen.post("/continue_generation")
     await routable_only_by_what_they_say(seen, seen.fleet.seed)
     await sync(seen, trainers)
+    assert (await seen.chat()).headers["x-omni-weight-version"] == label(seen.fleet.seed)

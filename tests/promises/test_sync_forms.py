@@ -5,30 +5,13 @@ import json
 import pytest
 import trio
 
-from tests.promises.sync_steps import Begun, holds, label, sync, whole
+from tests.promises.sync_steps import Begun, holds, label, sync
 from tests.tree import ROOT
-
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
 
 
 @pytest.fixture(scope="module")
 def running(fleets):
     return fleets.of("wide", "one")
-
-
-@pytest.fixture
-async def seen(running, trainers):
-    async with running.client() as it:
-        await whole(it, trainers)
-        yield it
 
 
 async def test_a_version_is_seen_when_every_replica_has_all_of_it_and_not_before(seen, trainers):

@@ -7,21 +7,11 @@ import pytest
 import trio
 
 from tests.promises.sync_program import FAR, replica_digest
-from tests.promises.sync_steps import Begun, disarmed, holds, label, sync, whole
+from tests.promises.sync_steps import Begun, disarmed, holds, label, sync
 from tests.promises.sync_traffic import Traffic
 from tests.promises.sync_trainer import checksum
 
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
 WORLD = 2  # the trainer, and the proxy for everybody behind it
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +20,11 @@ def running(fleets):
 
 
 @pytest.fixture
-async def seen(running, trainers):
+async def seen(seen, trainers):
     """A fleet with a version that its proxy holds."""
-    async with running.client() as it:
-        await whole(it, trainers)
-        if not running.seed:
-            await sync(it, trainers)
-        yield it
+    if not seen.fleet.seed:
+        await sync(seen, trainers)
+    return seen
 
 
 @pytest.mark.parametrize(

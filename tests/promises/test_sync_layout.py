@@ -3,32 +3,14 @@
 import socket
 
 import pytest
-import trio
 
 from tests.promises.sync_program import INIT, init_body
-from tests.promises.sync_steps import Begun, whole
-
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
+from tests.promises.sync_steps import Begun
 
 
 @pytest.fixture(scope="module")
 def running(fleets):
     return fleets.of("wide", "one")
-
-
-@pytest.fixture
-async def seen(running, trainers):
-    async with running.client() as it:
-        await whole(it, trainers)
-        yield it
 
 
 async def test_the_endpoint_counts_the_ranks_of_all_its_replicas(seen):

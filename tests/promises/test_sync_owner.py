@@ -17,30 +17,13 @@ from tests.promises.sync_program import (
     init_body,
     replica_digest,
 )
-from tests.promises.sync_steps import Begun, holds, label, sync, whole
+from tests.promises.sync_steps import Begun, holds, label, sync
 from tests.promises.sync_trainer import checksum
-
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
 
 
 @pytest.fixture(scope="module")
 def running(fleets):
     return fleets.of("wide", "one")
-
-
-@pytest.fixture
-async def seen(running, trainers):
-    async with running.client() as it:
-        await whole(it, trainers)
-        yield it
 
 
 @pytest.mark.parametrize("group", ["steps", "another"])
@@ -155,4 +138,20 @@ async def test_a_replica_that_dies_before_the_end_is_named_and_out_until_it_is_m
         if each["routable"]:
             known = {checksum(seed): label(seed) for seed in (before, begun.seed)}
             assert each["weight_version"] == known[await replica_digest(each["url"])]
+    await sync(seen, trainers)
+
+
+async def test_a_proxy_that_is_killed_in_the_middle_routes_to_nobody_whose_weights_it_does_not_know(
+    seen, trainers
+):
+    if not seen.fleet.seed:
+        await sync(seen, trainers)
+    begun = await Begun(seen, trainers.one()).arm()
+    await begun.send("half")
+    seen.fleet.kill_proxy()
+    seen.fleet.start_proxy()
+    begun.trainer.kill()
+    # Nothing of it was applied: the digests prove that, and nobody has to mend anything.
+    await seen.whole()
+    await holds(seen, seen.fleet.seed)
     await sync(seen, trainers)

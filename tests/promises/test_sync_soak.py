@@ -1,29 +1,30 @@
-"""Sync after sync under traffic, some of them aborted: no client notices, and nothing grows."""
+"""A hundred syncs in a row under traffic, twenty of them aborted: no client notices, no answer has
+two versions in it, and nothing grows."""
+
+from itertools import cycle
 
 import pytest
 import trio
 
 from tests.promises.held import Held
 from tests.promises.sync_program import PATIENCE_SECS
-from tests.promises.sync_steps import failing, routable_only_by_what_they_say, sync, whole
+from tests.promises.sync_steps import (
+    Begun,
+    failing,
+    holds,
+    routable_only_by_what_they_say,
+    sync,
+)
 from tests.promises.sync_traffic import Traffic
 
-pytest.importorskip("torch")
-pytest.importorskip("tiktoken")
-pytest.importorskip("safetensors.torch")
-
 FORMS = ({"form": "two-phase"}, {"form": "buckets"})
-ABORTED = ("wrong-shape", "die-before", "short-bucket")
-WARM_ROUNDS = 2  # what is kept for the next time is there after these
-ROUNDS = 20
-# By chance: connections that wait for their next request, a thread or a spare child on its way.
-SLACK = {"children": 2, "threads": 4, "files": 8, "mib": 60.0, "shared_mib": 8.0}
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(150):
-        yield
+SPELLS = 5
+# Of each spell: syncs with a group of their own, more in one group, and aborted ones.
+WHOLE, IN_ONE_GROUP, REFUSED = 2, 14, 3
+# One for each spell, for it costs every replica a receiver; the other aborted ones are refused.
+COSTLY = ("die-before", "short-bucket", "die-after", "die-during", "die-before")
+# By chance: connections that are kept for the next request, a thread that waits for more to do.
+SLACK = {"children": 2, "threads": 2, "files": 2, "sockets": 8, "mib": 60.0, "shared_mib": 8.0}
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +33,22 @@ def running(fleets):
 
 
 @pytest.fixture
-async def seen(running, trainers):
-    async with running.client() as it:
-        await whole(it, trainers)
-        yield it
+def within_secs():
+    return 300
 
 
-async def test_twenty_syncs_in_a_row_pass_under_traffic_unnoticed_and_nothing_grows(seen, trainers):
+async def test_a_hundred_syncs_in_a_row_pass_under_traffic_unnoticed_and_nothing_grows(
+    seen, trainers
+):
+    assert SPELLS * (WHOLE + IN_ONE_GROUP + REFUSED + 1) == 100
     assert (await seen.told("/server_info"))["tp_size"] == 4
+    async with Traffic(seen, clients=1).going_on():
+        await spell(seen, trainers, "die-before", rounds=1)  # what is kept for the next time
+    before = Held(seen.fleet.processes())
     traffic = Traffic(seen, clients=2)
     async with traffic.going_on():
-        for number in range(WARM_ROUNDS):
-            await sync(seen, trainers, **FORMS[number % 2])
-    before = Held(seen.fleet.processes())
-    async with traffic.going_on():
-        for number in range(ROUNDS):
-            await sync(seen, trainers, **FORMS[number % 2])
+        for fault in COSTLY:
+            await spell(seen, trainers, fault, rounds=IN_ONE_GROUP)
     assert not traffic.failures()
     assert not traffic.spanning()
     mixed = {label: texts for label, texts in traffic.texts().items() if len(texts) > 1}
@@ -55,20 +56,36 @@ async def test_twenty_syncs_in_a_row_pass_under_traffic_unnoticed_and_nothing_gr
     await back_to(before, seen)
 
 
-async def test_syncs_that_are_aborted_in_between_leave_nothing_behind(seen, trainers):
-    await aborted_ones(seen, trainers)
-    before = Held(seen.fleet.processes())
-    await aborted_ones(seen, trainers)
-    await back_to(before, seen)
+async def spell(seen, trainers, fault, rounds):
+    for each in (*["wrong-shape"] * REFUSED, fault):
+        await aborted(seen, trainers, each)
+    for _, wishes in zip(range(WHOLE), cycle(FORMS), strict=False):
+        await sync(seen, trainers, **wishes)
+    await in_one_group(seen, trainers, rounds)
 
 
-async def aborted_ones(seen, trainers):
-    for fault in ABORTED:
-        done = await failing(seen, trainers, fault)
-        assert done.get("gone") or done["why"], (fault, done)
-        await routable_only_by_what_they_say(seen, seen.fleet.seed)
-    await sync(seen, trainers)
-    await seen.whole()
+async def in_one_group(seen, trainers, rounds):
+    """As trainers do that keep their group: every other one pauses the engines, too."""
+    begun = await Begun(seen, trainers.one(), world=5).join()
+    for number in range(rounds):
+        begun.next()
+        if number % 2:
+            assert (await seen.post("/pause_generation", mode="retract"))[0] == 200
+        assert (await begun.prepare())[0] == 200
+        await begun.send()
+        told = await begun.completed()
+        assert set(told["verification"]["checked"]) == {each.url for each in seen.fleet.replicas}
+        assert (await seen.post("/continue_generation"))[0] == 200
+    await begun.end()
+    await holds(seen, begun.seed)
+
+
+async def aborted(seen, trainers, fault):
+    form = "single" if fault == "die-during" else "two-phase"
+    done = await failing(seen, trainers, fault, form=form)
+    assert done.get("gone") or done["why"], (fault, done)
+    await seen.post("/continue_generation")  # as the supervisor of a trainer that died does
+    await routable_only_by_what_they_say(seen, seen.fleet.seed)
 
 
 async def back_to(before, seen):

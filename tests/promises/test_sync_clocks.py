@@ -1,0 +1,104 @@
+"""A trainer's calls take as long as they take: no clock of HTTP, of the door or of the probes ends
+them, and bodies of many megabytes pass."""
+
+import json
+
+import trio
+
+from tests.promises.engines import engines
+from tests.promises.fleet_program import program, record, toml
+from tests.promises.sync_program import COMPLETE, DESTROY, INIT, PREPARE, init_body
+from tests.weights.syncs import store_of_a_trainer
+
+# Each of these would end a call that takes as long as the calls here do.
+SHORT = """\
+request_timeout_secs = 0.3
+queue_timeout_secs = 0.3
+[admin]
+worker_timeout_secs = 0.3
+"""
+LONG_SECS = 1.0
+READY = "/ready"
+PROBED = f'[health]\nendpoint = "{READY}"'
+NAME_BYTES = 9_000
+
+
+async def test_a_call_that_takes_long_is_ended_by_no_clock_but_its_own_and_costs_no_health(
+    tmp_path,
+):
+    file = tmp_path / "proxy.toml"
+    with trio.fail_after(60):
+        async with engines(2) as both, store_of_a_trainer() as store:
+            file.write_text(toml(both, more=SHORT).replace("[health]", PROBED))
+            async with program("--config", file) as running:
+                await running.until_routable(*both)
+                bucket = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
+                for path, body in (
+                    (INIT, init_body(store.port, 3, "steps")),
+                    (PREPARE, {"num_buckets": 1, "buckets": [bucket]}),
+                    (COMPLETE, {"weight_version": "v1"}),
+                ):
+                    told = await slowly(running, both, path, {"group_name": "steps", **body})
+                    assert told["success"], told
+                told = await running.client.post(DESTROY, json={"group_name": "steps"})
+                assert told.status_code == 200, told.text
+                assert {e.paths(PREPARE, COMPLETE).count(COMPLETE) for e in both} == {1}
+                assert (await running.told("/weights"))["weight_epoch"] == 1
+
+
+async def slowly(running, both, path, body):
+    """What was answered, by engines that take their time and say to probes that they are busy."""
+    answers = []
+
+    async def ask():
+        answers.append(await running.client.post(path, json=body))
+
+    async with trio.open_nursery() as nursery:
+        for each in both:
+            each.wait_at(path)
+        nursery.start_soon(ask)
+        for each in both:
+            await each.asked[path].wait()
+            each.says[READY] = (503, {"status": "busy"})
+        probed = [len(each.paths(READY)) for each in both]
+        await trio.sleep(LONG_SECS)
+        with trio.fail_after(20):
+            while any(len(e.paths(READY)) < n + 4 for e, n in zip(both, probed, strict=True)):
+                await trio.sleep(0.02)
+        told = await running.told("/workers")
+        for each in both:
+            assert record(told, each)["health_state"] == "healthy", path
+            del each.says[READY]
+            each.gates.pop(path).set()
+    return answers[0].json()
+
+
+def prepare_body(count, **fields):
+    """Of so many tensors with long names."""
+    bucket = {
+        "names": [f"{each}." + "x" * NAME_BYTES for each in range(count)],
+        "dtypes": ["bfloat16"] * count,
+        "shapes": [[1]] * count,
+    }
+    return {"group_name": "steps", "num_buckets": 1, "buckets": [bucket], **fields}
+
+
+async def test_a_prepare_of_many_megabytes_reaches_a_replica_as_it_is(tmp_path):
+    file = tmp_path / "proxy.toml"
+    with trio.fail_after(60):
+        async with engines(1) as (engine,), store_of_a_trainer() as store:
+            file.write_text(toml([engine]))
+            async with program("--config", file) as running:
+                await running.until_routable(engine)
+                told = await running.client.post(INIT, json=init_body(store.port, 2, "steps"))
+                assert told.status_code == 200, told.text
+                # Judged here, so that the fake engine need not read it.
+                raw = json.dumps(prepare_body(7_300, num_buckets=2)).encode()
+                assert 62 << 20 < len(raw) < 64 << 20
+                told = await running.client.post(PREPARE, content=raw)
+                assert told.status_code == 400, told.text[:1000]
+                assert "num_buckets" in told.json()["message"]
+                body = prepare_body(2_000)
+                told = await running.client.post(PREPARE, json=body)
+                assert told.status_code == 200, told.text[:1000]
+                assert [heard for path, heard in engine.calls if path == PREPARE] == [body]
