@@ -19,20 +19,31 @@ from typing import Final
 
 PREFIX: Final = "omni-proxy-front-"
 YOUNG_SECS: Final = 60.0  # it may have been made just now, by a program that locks it next
+PARENT_BYTES: Final = 60  # of the 107 that the path of a Unix socket may have
+INSTEAD: Final = ("/tmp", "/dev/shm")
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
     """A new one that nobody else can read, removed at the end. Raises OSError."""
-    _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as made:
+    parent = _parent()
+    _sweep(parent)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as made:
         lock = _opened(Path(made))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield Path(made)
         finally:
             os.close(lock)
+
+
+def _parent() -> Path:
+    """Where temporary things go, unless a socket's path would be too long there."""
+    for parent in (tempfile.gettempdir(), *INSTEAD):
+        if len(os.fsencode(parent)) <= PARENT_BYTES and os.access(parent, os.W_OK):
+            return Path(parent)
+    return Path(tempfile.gettempdir())  # whoever binds says what is wrong
 
 
 def _sweep(parent: Path) -> None:

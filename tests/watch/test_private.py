@@ -10,6 +10,7 @@ from omni_proxy.watch.private import PREFIX, YOUNG_SECS, private_folder
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(private, "PARENT_BYTES", len(str(tmp_path)))
     return tmp_path
 
 
@@ -28,6 +29,18 @@ def test_it_is_ours_alone_and_goes_with_us(place):
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "front.sock").touch()
     assert list(place.iterdir()) == []
+
+
+def test_a_socket_fits_in_where_the_usual_place_is_too_deep(place, monkeypatch):
+    deep = place / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(private, "INSTEAD", ("/nowhere", str(place)))
+    with private_folder() as folder:
+        assert folder.parent == place
+    monkeypatch.setattr(private, "INSTEAD", ())
+    with private_folder() as folder:
+        assert folder.parent == deep
 
 
 def test_what_a_killed_program_left_is_removed(place):
