@@ -110,6 +110,7 @@ class Sync:
         self._clock = clock
         self._receiver: Receiver | None = None
         self._current: Reception | None = None
+        self._joining: dict[str, Stop] = {}  # of the groups that are still meeting
 
     # Groups
 
@@ -123,7 +124,7 @@ class Sync:
             rendezvous.backend,
         )
         known, name = self.book.joining(group), group.group_name
-        stop = Stop()
+        stop = self._joining[name] = Stop()
         try:
             # The ranks meet all or not at all: where one cannot, the others need not wait for it.
             yield Aside(Stoppable(partial(self._join, rendezvous, stop, known), stop.say))
@@ -139,6 +140,9 @@ class Sync:
                 yield Aside(partial(self._destroy, name))
             self._not_joined(group)
             raise
+        finally:
+            if self._joining.get(name) is stop:
+                del self._joining[name]
         if not self.book.joined(group):
             raise GroupError(f"group {name!r} was destroyed")
         self._let_go(name)
@@ -147,6 +151,9 @@ class Sync:
         """Ends the group and whatever it does; raises Misplaced where there is none."""
         self.look()
         self.book.require_known(name)
+        if name in self._joining:
+            # Its receiver may not know of it yet, and would have nothing to destroy.
+            self._joining[name].say(f"group {name!r} was destroyed")
         try:
             with suppress(PeerFault):
                 yield Aside(partial(self._destroy, name))

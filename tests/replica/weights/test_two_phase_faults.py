@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.collective.trainer_side import Pool, free_port
+from tests.collective.waiting import until
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
     DOWN,
@@ -213,10 +214,7 @@ def test_a_port_that_says_nothing_costs_the_join_its_deadline_and_nobody_else_an
     assert not answer.success
     assert "0.5 s" in answer.message
     assert replica.facts()["weight_sync"]["groups"] == []
-    for thread in threading.enumerate():
-        if thread.name == f"decode-{INIT}":
-            thread.join()  # it has answered, and is about to end
-    assert threading.active_count() <= threads
+    until(lambda: threading.active_count() <= threads)  # they have answered, and are about to end
 
 
 @contextmanager

@@ -1,0 +1,35 @@
+"""A group that is ended while its ranks still meet, before the receiver has heard of it."""
+
+import pytest
+
+from omni_proxy.collective.rendezvous import Rendezvous
+from omni_proxy.collective.specs import GroupError
+from omni_proxy.replica.weights.sync import TERMS, Sync
+
+
+class Slow:
+    """A receiver that has not begun with the group when it is to destroy it."""
+
+    def init(self, rendezvous, stop):
+        ended = []
+        stop.hear(ended.append)
+        raise GroupError(*ended)  # nothing else would end it before its deadline
+
+    def destroy(self, name):
+        raise GroupError("The group to be destroyed does not exist.")
+
+
+def test_whoever_is_ended_before_it_began_to_join_does_not_wait_for_its_deadline():
+    sync = Sync("stage", target=None, terms=TERMS)
+    sync._receiver = Slow()
+    joining = sync.join(Rendezvous("127.0.0.1", 1, 1, 2, "g", "gloo"))
+    step = next(joining)
+    leaving = sync.leave("g")
+    next(leaving).call()
+    with pytest.raises(StopIteration):
+        leaving.send(None)
+    with pytest.raises(GroupError, match="'g' was destroyed") as ended:
+        step.call()
+    with pytest.raises(GroupError, match="'g' was destroyed"):
+        joining.throw(ended.value)
+    assert sync._joining == {}
