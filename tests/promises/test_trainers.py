@@ -115,7 +115,7 @@ async def test_what_a_trainer_sends_wrong_is_a_4xx_and_touches_nothing(tmp_path,
     ]
     file = tmp_path / "proxy.toml"
     async with replicas(1, "--weights-root", str(root)) as (one_replica,):
-        file.write_text(toml([one_replica]))
+        file.write_text(toml([one_replica], "mode = 'off'"))
         alone = httpx.AsyncClient(base_url=one_replica.url, timeout=15, trust_env=False)
         async with program("--config", file) as running, alone:
             await known(running, 1)
