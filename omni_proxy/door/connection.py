@@ -19,7 +19,7 @@ from omni_proxy.door.introduction import introduce
 from omni_proxy.door.task import Expired, Gone, Task, pause
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.wire.errors import Refusal, answer
-from omni_proxy.wire.head import RequestHead, find_end
+from omni_proxy.wire.head import RequestHead, find_end, past_empty_lines
 
 if TYPE_CHECKING:
     from omni_proxy.door.comments import Comments
@@ -109,13 +109,13 @@ class Connection(Task):
         """The next head, whole; None where the client is done. Raises Refusal, Expired."""
         limits, client = self.door.limits, self.client
         self.clock("idle", limits.client_idle)
-        buffer = self.rest.lstrip(b"\r\n")  # RFC 9112 2.2: empty lines before a request
+        buffer = past_empty_lines(self.rest)
         self.turn_at = self.pump.now
         searched = 0
         while True:
             if self.door.draining and not (buffer or client.late):
                 return None
-            if buffer:
+            if buffer and buffer != b"\r":  # which may be half of an empty line
                 end = find_end(buffer, searched)
                 if end:
                     self.rest = buffer[end:]
@@ -133,8 +133,7 @@ class Connection(Task):
                 return None
             if not buffer:
                 self.turn_at = self.pump.now
-                piece = piece.lstrip(b"\r\n")
-            buffer = buffer + piece if buffer else piece
+            buffer = past_empty_lines(buffer + piece if buffer else piece)
 
     def body_at_hand(self, mine: Exchange, head: RequestHead, limit: int) -> bytes | None:
         """The body where it came along with its head, as most do. Raises Refusal 413."""

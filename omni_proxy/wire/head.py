@@ -72,6 +72,16 @@ def _bad(message: str, code: str = "malformed_request") -> Refusal:
     return Refusal(400, message, code, close=True)
 
 
+def past_empty_lines(buffer: bytes) -> bytes:
+    """What follows the empty lines before a request (RFC 9112 2.2); half a line end is none."""
+    if buffer[:2] != b"\r\n":
+        return buffer
+    at = 2
+    while buffer.startswith(b"\r\n", at):
+        at += 2
+    return buffer[at:]
+
+
 def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     """Where the head ends (past its blank line), 0 while it isn't whole.
 

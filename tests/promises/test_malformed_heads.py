@@ -9,6 +9,9 @@ HOST = b"host: door\r\n"
 LENGTH = b"content-length: 16\r\n"
 BAD_HEADS = {
     "no request": (b"hello\r\n\r\n", 400),
+    "a bare lf first": (b"\n" + LINE + HOST + b"\r\n", 400),
+    "a bare cr first": (b"\r" + LINE + HOST + b"\r\n", 400),
+    "an empty line with two crs": (b"\r\n\r\r\n" + LINE + HOST + b"\r\n", 400),
     "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64), 400),
     "http 2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
     "http 3.7": (b"POST /v1/chat/completions HTTP/3.7\r\n" + HOST + b"\r\n", (400, 505)),
@@ -123,4 +126,10 @@ async def test_a_head_that_comes_byte_by_byte_is_as_good_as_any(worker):
 async def test_empty_lines_before_a_request_are_skipped(worker):
     async with open_door(worker) as opened, opened.client() as client:
         await client.send(b"\r\n\r\n", post())
+        assert (await client.answer()).status == 200
+        await client.send(post() + b"\r\n", post())
+        for _ in range(2):
+            assert (await client.answer()).status == 200
+        for byte in b"\r\n\r\n" + post():
+            await client.send(bytes([byte]))
         assert (await client.answer()).status == 200
