@@ -1,7 +1,8 @@
 """The program's own log: lines on stderr, as text or JSON.
 
 Invariant: `configure` may be called at any time and leaves exactly one writer of ours in place;
-writers that others have put on the root logger are not touched.
+writers that others have put on the root logger are not touched. Who does not read them holds up
+nobody.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from omni_proxy.observe.stalling import StallingWriter
+
 # They tell each request, or each touch of a watched folder, at level info.
 CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
 
 
-class _Writer(logging.StreamHandler):  # type: ignore[type-arg]
+class _Writer(StallingWriter):
     """Ours, to be told from others."""
 
 

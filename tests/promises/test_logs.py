@@ -1,4 +1,6 @@
+import fcntl
 import json
+import os
 import shutil
 from contextlib import suppress
 
@@ -18,7 +20,7 @@ from tests.promises.fakes import (
     hanging_up_after,
     resetting,
 )
-from tests.promises.fleet_program import program, put, toml
+from tests.promises.fleet_program import PROXY, Program, nest, program, put, toml
 
 ROUTE_KEYS = {
     "timestamp", "event", "request_id", "method", "path", "model", "stream",
@@ -154,3 +156,31 @@ async def test_no_line_is_of_a_clients_making():
     (line,) = written
     assert line.decode().isprintable()
     assert rb"model=m\n127.0.0.1 GET /fake 200\x1b[2J\u2028" in line
+
+
+async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
+    """As after Ctrl-S, or behind a collector of logs that hangs."""
+    file = tmp_path / "proxy.toml"
+    said, stderr = os.pipe()
+    fcntl.fcntl(stderr, fcntl.F_SETPIPE_SZ, 4096)
+    async with fake_workers(answering(counted(b"{}"))) as made, trio.lowlevel.FdStream(said) as out:
+        put(file, toml(made))
+        process = await nest(*PROXY).start("--config", str(file), stderr=stderr)
+        os.close(stderr)
+        running = Program(process, out)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(running.listen)
+                await running.arrive()
+                await running.until_routable(*made)
+                nursery.cancel_scope.cancel()
+            worker = (await running.told("/workers"))["workers"][0]["id"]
+            with trio.fail_after(PATIENCE_SECS):
+                for number in range(100):  # a line of more than 40 bytes for each
+                    told = {"disabled": not number % 2}
+                    answer = await running.client.put(f"/workers/{worker}", json=told)
+                    assert answer.status_code == 200
+                assert (await running.ask()).status_code == 200
+            assert await running.leave() == 0
+        finally:
+            await running.end()
