@@ -22,6 +22,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.cells import Cell, Phases
 from omni_proxy.observe.histogram import FINE, FIRST_CHUNK, Histogram
 from omni_proxy.observe.metrics import Meters
+from omni_proxy.observe.standard import standard
 
 PART: Final = 200  # samples: about a millisecond to make
 BY_CELL: Final = ("route", "worker")
@@ -118,6 +119,7 @@ def of_meters(meters: Meters) -> Iterator[Metric]:
         yield from counters(name, text, BY_CELL, [(key, summed(cell)) for key, cell in cells])
     for name, text, timed in TIMES:
         yield from histograms(name, text, BY_CELL, ((key, timed(cell)) for key, cell in cells))
+    yield from standard([(route, worker, cell) for (route, worker), cell in meters.cells.items()])
     phases = list(meters.phases.items())
     for name, text, spent in PHASES:
         rows = (([route], spent(each)) for route, each in phases)

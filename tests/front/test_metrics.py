@@ -11,8 +11,10 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from omni_proxy.config.schema import Admin, Routing
 from omni_proxy.front import metrics
+from omni_proxy.observe.cells import Cell, Phases
 from omni_proxy.observe.families import PART, gauges
 from omni_proxy.observe.lines import LineLog
+from omni_proxy.observe.standard import CELLS_AT_ONCE, standard
 from omni_proxy.routing.policies import build
 from tests.front.house import NOW, SCOPE, A, B, build_house, entry
 from tests.observe.ends import ended, refused
@@ -120,6 +122,37 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
 )
 async def test_what_has_happened_is_told(busy, name, told):
     assert await values(busy, name) == told
+
+
+async def test_opentelemetrys_names_tell_the_same_over_all_workers(busy):
+    name = "gen_ai_client_operation_{}_seconds_{}"
+    by_model = {("chat", ""): 1, ("chat", "m"): 1}
+    for kind, ours in (
+        ("duration", "request_duration"), ("time_to_first_chunk", "time_to_first_chunk"),
+    ):  # fmt: skip
+        assert await values(busy, name.format(kind, "count")) == by_model
+        told = await values(busy, name.format(kind, "sum"))
+        by_worker = await values(busy, f"omni_proxy_{ours}_seconds_sum")
+        asked = [secs for (_, worker), secs in by_worker.items() if worker]
+        assert sum(told.values()) == pytest.approx(sum(asked))
+
+
+def test_a_large_fleet_is_added_up_in_parts():
+    cell = Cell(Phases())
+    cell.total.observe(0.5)
+    worker = build_house(entry(A, model="m")).worker(A)
+    parts = list(standard([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
+    assert len(parts) == 3 * 4
+    (told,) = (
+        sample
+        for family in text_string_to_metric_families(b"".join(metrics.written(parts)).decode())
+        for sample in family.samples
+        if sample.name == "gen_ai_client_operation_duration_seconds_count"
+    )
+    assert told.value == 3 * CELLS_AT_ONCE + 1
+    assert told.labels == {
+        "gen_ai_operation_name": "generate_content", "gen_ai_request_model": "m",
+    }  # fmt: skip
 
 
 async def test_the_policy_of_a_door_behind_sticky_sessions_is_seen(busy):
