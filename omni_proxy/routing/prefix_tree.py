@@ -20,9 +20,11 @@ EVICTED_PER_SLICE = 256  # nodes; one or two microseconds each
 EVICTED_PER_INSERT = 128
 SWEPT_PER_SLICE = 512
 SWEPT_PER_INSERT = 16
-# A node costs about 190 bytes beside its label: texts that share all but a letter would fill
-# the memory long before their letters fill `max_size`.
-BYTES_PER_NODE = 32
+DROPPED_PER_SLICE = 16
+# A node costs up to 200 bytes beside its label: texts that share all but a letter would fill the
+# memory long before their letters fill `max_size`. So the whole tree has 5/4 + 200/128 bytes at
+# most for each byte of `max_size`, whatever the texts are like.
+BYTES_PER_NODE = 128
 MIN_NODES = 1024
 NARROW = 64  # bytes from which on an XOR finds the difference sooner than more halving
 
@@ -58,6 +60,7 @@ class PrefixTree(Generic[Holder]):
         self._dead = 0  # forgotten, still on nodes
         self._sweeping = 0  # those of the dead that the present pass wipes
         self._cursor = 1
+        self._waste: list[object] = []
         self._plant()
 
     def _plant(self) -> None:
@@ -71,6 +74,12 @@ class PrefixTree(Generic[Holder]):
         # By first byte: parent -> child. Parted, so that no growth of a table takes long.
         self._edges: list[dict[int, int]] = [{} for _ in range(256)]
         self._free = array("I")
+
+    def _replant(self) -> None:
+        """What the columns had grown to is given back in pieces: all at once takes milliseconds."""
+        columns = (self._labels, self._masks, self._parents, self._kids, self._older, self._newer)
+        self._waste += [*columns, *self._edges, self._free]
+        self._plant()
 
     @property
     def max_nodes(self) -> int:
@@ -181,14 +190,18 @@ class PrefixTree(Generic[Holder]):
         """One slice of upkeep; whether more is to do. `evict` cuts back to `max_size`."""
         if self._dead:
             self._sweep(SWEPT_PER_SLICE)
+        elif self._waste:
+            del self._waste[-DROPPED_PER_SLICE:]
         elif evict:
             self._evict(EVICTED_PER_SLICE, self.max_size)
-        return bool(self._dead) or (evict and self.oversized)
+        return bool(self._dead or self._waste) or (evict and self.oversized)
 
     def _keep_up(self) -> None:
         """What every insert pays, so that neither a flood nor the forgotten can pile up."""
         if self._dead:
             self._sweep(SWEPT_PER_INSERT)
+        elif self._waste:
+            self._waste.pop()
         allowed = self.max_size + (self.max_size >> 3)
         if self.size > allowed or self.nodes > self.max_nodes:
             self._evict(EVICTED_PER_INSERT, allowed)
@@ -310,7 +323,7 @@ class PrefixTree(Generic[Holder]):
             self._dead &= ~gone
             self._sweeping = 0
             if not self.nodes:
-                self._plant()
+                self._replant()
 
     def _abandoned(self, node: int) -> bool:
         """A leaf that nobody holds. (The root and vacant numbers have no label.)"""

@@ -307,17 +307,17 @@ def test_a_flood_of_unlike_texts_is_evicted_as_it_comes():
 
 
 def test_a_flood_that_eviction_cannot_follow_is_not_learnt():
-    tree = PrefixTree(200_000)
+    tree = PrefixTree(800_000)
     for number in range(5000):
         tree.insert(b"%04d" % number, "a")
     for number in range(40):
-        tree.insert(bytes([number]) * 20_000, "a")
-        assert tree.size <= 200_000 * 5 // 4 + 20_000
-    assert tree.match(bytes([39]) * 20_000)[0] == 0
+        tree.insert(bytes([number]) * 60_000, "a")
+        assert tree.size <= 800_000 * 5 // 4 + 60_000
+    assert tree.match(bytes([39]) * 60_000)[0] == 0
     while tree.tend(evict=True):
         pass
-    tree.insert(b"\xff" * 20_000, "a")
-    assert tree.match(b"\xff" * 20_000)[0] == 20_000
+    tree.insert(b"\xff" * 60_000, "a")
+    assert tree.match(b"\xff" * 60_000)[0] == 60_000
 
 
 def test_a_flood_of_one_letter_differences_is_bounded_in_nodes():

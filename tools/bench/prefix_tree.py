@@ -1,7 +1,8 @@
 """What the prefix tree costs: `python -m tools.bench.prefix_tree [--characters N]`.
 
 The tree is filled with prompts as chat services see them (some system prompts, many tails of a
-few hundred characters), then picks, memory and upkeep are measured. No figure is judged.
+few hundred characters), then its memory, a match with the insert that follows, whole picks of the
+policy above it, and upkeep are measured. No figure is judged.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ import argparse
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from statistics import median, quantiles
 from time import perf_counter
 
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.overlay import Desired
+from omni_proxy.config.schema import CacheAware as Rules
+from omni_proxy.config.schema import Routing
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect import Need, Payload
+from omni_proxy.routing.policies.cache import CacheAware
 from omni_proxy.routing.prefix_tree import PrefixTree
 
 WORKERS = ("http://a", "http://b", "http://c", "http://d")
@@ -85,6 +94,42 @@ def report_picks(tree: PrefixTree[str]) -> None:
     say("system prompt known, 100 to 500 new", picks(tree, usual))
 
 
+def fleet() -> list[Worker]:
+    able = frozenset(CAPABILITIES)
+    return [
+        Worker(Desired(url, None, able, False, 1, 0, "api"), datetime.now(UTC)) for url in WORKERS
+    ]
+
+
+def need(text: str) -> Need:
+    """Of a chat request whose system prompt is the first half."""
+    half = len(text) // 2
+    messages = [
+        {"role": "system", "content": text[:half]}, {"role": "user", "content": text[half:]},
+    ]  # fmt: skip
+    return Need(0, body=Payload(messages=messages))
+
+
+def report_policy(characters: int) -> None:
+    """From the decoded request to the chosen worker: its text, the tree, the loads."""
+    chance = random.Random(SEED + 2)
+    workers = fleet()
+    policy = CacheAware(Routing(cache_aware=Rules(max_tree_size=characters * 2)), 0.0)
+    source = prompts(chance)
+    held = 0
+    while held < characters:
+        text = next(source).decode()
+        held += len(text) - SYSTEM_CHARS  # nearly all of what is new in the tree
+        policy.took(chance.choice(workers), need(text))
+    known = words(chance, LONG_CHARS - 300)
+    policy.took(workers[0], need(known))
+    grown = [need(known + words(chance, 300)) for _ in range(PICKS // 4)]
+    alone = [need(words(chance, LONG_CHARS)) for _ in range(PICKS // 4)]
+    for what, needs in (("beginning known", grown), ("nothing known", alone)):
+        spent = [timed(lambda n=n: policy.pick(workers, n)) for n in needs]  # type: ignore[misc]
+        say(f"whole pick, 8 KB, {what}", spent)
+
+
 def report_upkeep(tree: PrefixTree[str]) -> None:
     tree.max_size = tree.size // 2
     say("slice of eviction", slices(tree, evict=True))
@@ -118,6 +163,7 @@ def main() -> None:
     )
     report_picks(tree)
     report_upkeep(tree)
+    report_policy(asked)
 
 
 if __name__ == "__main__":

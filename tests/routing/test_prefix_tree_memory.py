@@ -1,0 +1,53 @@
+import random
+import tracemalloc
+from itertools import islice
+
+import pytest
+
+from omni_proxy.routing.prefix_tree import DROPPED_PER_SLICE, PrefixTree
+
+
+def prompts_of_a_service(chance):
+    """A few system prompts, each with many ends of its own."""
+    systems = [chance.randbytes(1500) for _ in range(16)]
+    while True:
+        yield chance.choice(systems) + chance.randbytes(chance.randint(100, 500))
+
+
+def short_unlike_ones(chance):
+    while True:
+        yield chance.randbytes(40)
+
+
+@pytest.mark.parametrize("texts", [prompts_of_a_service, short_unlike_ones])
+def test_a_full_tree_takes_no_more_than_three_bytes_for_each_it_may_hold(texts):
+    source = islice(texts(random.Random(9)), 30_000)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tree = PrefixTree(2_000_000)
+        for text in source:
+            tree.insert(text, "abcd"[text[0] % 4])
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert tree.size > 2_000_000 or tree.nodes >= tree.max_nodes
+    assert taken <= 3 * 2_000_000
+
+
+def test_what_a_cleared_tree_had_grown_to_is_dropped_in_pieces():
+    tree = PrefixTree(10**6)
+    for number in range(3000):
+        tree.insert(b"%d" % number, "a")
+    tree.clear()
+    while not tree._waste:
+        assert tree.tend(evict=False)
+    left = len(tree._waste)
+    assert tree.tend(evict=False)
+    assert left - len(tree._waste) == DROPPED_PER_SLICE
+    tree.insert(b"the first after it", "a")
+    assert left - len(tree._waste) == DROPPED_PER_SLICE + 1
+    while tree.tend(evict=False):
+        pass
+    assert not tree._waste
+    assert tree.match(b"the first")[0] == 9
