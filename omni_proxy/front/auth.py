@@ -59,8 +59,8 @@ class KeyCheck:
         return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
-        """Raises Refusal 401 where a due key is missing or malformed, 403 where it is wrong, and
-        where the route answers on the other listener alone."""
+        """Raises Refusal 401 where a due key is missing or malformed, 403 where it is wrong, where
+        the route answers on the other listener alone, and where another site's page asks."""
         admin = self._keeper.config.admin
         unknown = request.routing_exception is not None
         if unknown:
@@ -72,6 +72,7 @@ class KeyCheck:
             elsewhere = "this route answers on the [admin] listen address only"
             raise Refusal(403, elsewhere, "admin_listener_only", detail=elsewhere)
         if not self.key or self._trusted_place():
+            _refuse_other_sites(request)
             return
         given = _bearer(request)
         if not given:
@@ -82,6 +83,18 @@ class KeyCheck:
         if not _matches(given, self.key):
             wrong = "Invalid admin API key"
             raise Refusal(403, wrong, "admin_key_invalid", detail=wrong)
+
+
+def _refuse_other_sites(of: Request) -> None:
+    """Raises Refusal 403 for what a page of somebody else's has a browser change here.
+
+    Where no key is asked the browser's place in the network would be the page's. A page cannot
+    write this header, and whoever is no browser does not send it.
+    """
+    site = of.headers.get("Sec-Fetch-Site", "none")
+    if of.method not in SAFE_METHODS and site not in ("none", "same-origin"):
+        elsewhere = "a page of another site may change nothing here: set [admin] api_key"
+        raise Refusal(403, elsewhere, "cross_site", detail=elsewhere)
 
 
 def _tell_model_traffic(of: Request) -> None:

@@ -44,10 +44,18 @@ class PoolRoutes:
         return reply({"status": "alive"})
 
     async def ready(self) -> Response:
-        leaving = self._rooms.door.draining or self._rooms.leaving()
-        ready = not leaving and any(worker.routable for worker in self._rooms.fleet.workers)
-        summary = self._records.pool("ready" if ready else "not_ready")
-        return self._summary(summary, 200 if ready else 503)
+        reason = self._unready()
+        summary = self._records.pool("not_ready" if reason else "ready")
+        if reason:
+            summary["reason"] = reason
+        return self._summary(summary, 503 if reason else 200)
+
+    def _unready(self) -> str:
+        """Why not, in one word; a leaving program has workers as good as before."""
+        if self._rooms.door.draining or self._rooms.leaving():
+            return "leaving"
+        routable = any(worker.routable for worker in self._rooms.fleet.workers)
+        return "" if routable else "no_routable_worker"
 
     async def health(self) -> Response:
         well = any(_well(worker) for worker in self._rooms.fleet.workers)

@@ -58,8 +58,13 @@ async def _refused(refusal: Refusal) -> Response:
 async def _failed(error: HTTPException) -> Response:
     status = error.code or 500
     code = error.name.lower().replace(" ", "_")
-    message = f"{error.name}: {request.method} {request.path}" if status < 500 else error.name
+    message = f"{error.name}: {request.method} {_as_asked()}" if status < 500 else error.name
     refusal = Refusal(status, message, code, detail=error.name)
     if isinstance(error, MethodNotAllowed):
         refusal.with_headers(("Allow", ", ".join(sorted(error.valid_methods or ()))))
     return await _refused(refusal)
+
+
+def _as_asked() -> str:
+    """The path as it came: what Quart makes of "//v1" or "%2f" looks like a path that is served."""
+    return (request.scope.get("raw_path") or request.path.encode()).decode("latin-1")

@@ -20,7 +20,10 @@ async def test_ready_and_health_follow_the_first_routable_worker(house):
             2,
             2,
         )
+    unready = await (await client.get("/ready")).get_json()
+    assert unready["reason"] == "no_routable_worker"
     house.healthy(A)
+    assert "reason" not in await (await client.get("/ready")).get_json()
     for path, word in (("/ready", "ready"), ("/health", "healthy")):
         answer = await client.get(path)
         body = await answer.get_json()
@@ -39,7 +42,8 @@ async def test_ready_says_no_while_the_program_leaves(house):
     house.leaving = True
     answer = await house.client().get("/ready")
     assert answer.status_code == 503
-    assert (await answer.get_json())["status"] == "not_ready"
+    told = await answer.get_json()
+    assert (told["status"], told["reason"]) == ("not_ready", "leaving")
     house.leaving, house.door.draining = False, True
     assert (await house.client().get("/ready")).status_code == 503
     assert (await house.client().get("/health")).status_code == 200
@@ -126,3 +130,8 @@ async def test_a_dead_worker_is_counted_as_such(house):
     house.fleet.mark_dead(house.worker(), NOW)
     body = await (await house.client().get("/health")).get_json()
     assert (body["dead_workers"], body["unknown_workers"]) == (1, 1)
+
+
+async def test_a_path_that_is_nearly_one_of_ours_is_told_as_it_came():
+    told = await (await build_house().client().post("//v1/chat/completions")).get_json()
+    assert told["error"]["message"] == "Not Found: POST //v1/chat/completions"
