@@ -82,10 +82,16 @@ class Changes:
 
 
 def _told(status: int, message: str, code: str) -> Refusal:
-    """With smg's word for it beside ours (routers.md 1.7)."""
-    word = code.upper() if status in (404, 409) else "BAD_REQUEST"
-    refusal = Refusal(status, message, code, top_code=word)
-    return refusal.with_headers(("X-SMG-Error-Code", word))
+    return in_smgs_words_too(Refusal(status, message, code))
+
+
+def in_smgs_words_too(refusal: Refusal) -> Refusal:
+    """The same, where smg has a word for it, with that one beside ours (routers.md 1.7)."""
+    if refusal.status in (400, 404, 409) and "top_code" not in refusal.extra:
+        word = "BAD_REQUEST" if refusal.status == 400 else str(refusal.code).upper()
+        refusal.extra["top_code"] = word
+        refusal.with_headers(("X-SMG-Error-Code", word))
+    return refusal
 
 
 def judged_url(text: str) -> str:

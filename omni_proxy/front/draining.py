@@ -47,7 +47,7 @@ class DrainRoutes:
 
     async def remove(self, worker: Worker) -> bool:
         """Returns once it is gone: whether all of its requests had ended. Raises Refusal."""
-        drain = await self._begin(worker, self._secs(request.args.get("timeout_secs")), remove=True)
+        drain = await self.begin_removal(worker)
         await drain.over.wait()
         if drain.refused:
             raise bad(drain.refused, "change_refused")
@@ -55,6 +55,10 @@ class DrainRoutes:
             message = "somebody enabled the worker again; it was not removed"
             raise Refusal(409, message, "drain_cancelled", detail=message)
         return drain.in_time
+
+    async def begin_removal(self, worker: Worker) -> Drain:
+        """It goes by itself once it is drained. Raises Refusal."""
+        return await self._begin(worker, self._secs(request.args.get("timeout_secs")), remove=True)
 
     async def _begin(self, worker: Worker, secs: float, *, remove: bool) -> Drain:
         def edit(state: State, _: Config) -> State:

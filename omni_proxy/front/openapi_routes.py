@@ -98,7 +98,7 @@ def _fleet() -> Iterator[Route]:
         "delete",
         WORKER,
         "remove a worker; what runs goes on",
-        {200: "Deleted"},
+        {200: "Deleted", 202: "Accepted"},
         (*CHANGE, 409),
         query=DRAIN,
     )

@@ -95,8 +95,9 @@ COUNTED: Final = dict.fromkeys(
 
 def _pool() -> Schema:
     made = shape(
-        ("workers", "admission", "voice_routing"),
+        ("reason", "workers", "admission", "voice_routing"),
         status=TEXT,
+        reason=TEXT,
         **COUNTED,
         workers=listed(ref("Worker")),
         admission=OBJECT,

@@ -7,8 +7,10 @@ configuration and goes to the fleet, after the change was accepted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import wraps
+from typing import ParamSpec
 
 from quart import Quart, Response, request
 
@@ -16,14 +18,17 @@ from omni_proxy.config.overlay import Desired, State, with_switched
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.bodies import WorkerBody, judge_add, judge_patch, judge_switch
-from omni_proxy.front.changes import Changes, Edit, api_entry, wanted_url
+from omni_proxy.front.changes import Changes, Edit, api_entry, in_smgs_words_too, wanted_url
 from omni_proxy.front.draining import DrainRoutes, asked_to_drain
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import json_object, reply
 from omni_proxy.front.revisions import etag
 from omni_proxy.front.rooms import Rooms
+from omni_proxy.wire.errors import Refusal
 
 log = logging.getLogger(__name__)
+Given = ParamSpec("Given")
+View = Callable[Given, Awaitable[Response]]
 
 
 class WorkerRoutes:
@@ -37,11 +42,11 @@ class WorkerRoutes:
         # A path, for Werkzeug has decoded the %2F of a worker id already.
         one = "/workers/<path:name>"
         app.add_url_rule("/workers", "workers", self.all)
-        app.add_url_rule("/workers", "add_worker", self.add, methods=["POST"])
-        app.add_url_rule(one, "worker", self.one)
-        app.add_url_rule(one, "switch_worker", self.switch, methods=["PUT"])
-        app.add_url_rule(one, "patch_worker", self.patch, methods=["PATCH"])
-        app.add_url_rule(one, "delete_worker", self.delete, methods=["DELETE"])
+        app.add_url_rule("/workers", "add_worker", _coded(self.add), methods=["POST"])
+        app.add_url_rule(one, "worker", _coded(self.one))
+        app.add_url_rule(one, "switch_worker", _coded(self.switch), methods=["PUT"])
+        app.add_url_rule(one, "patch_worker", _coded(self.patch), methods=["PATCH"])
+        app.add_url_rule(one, "delete_worker", _coded(self.delete), methods=["DELETE"])
 
     async def all(self) -> Response:
         pool = self._records.pool("ok", request.args.get("model"))
@@ -63,7 +68,9 @@ class WorkerRoutes:
         self._records.note(worker, judged.remarks)
         if judged.in_background:
             self._records.note(worker, {"asked_at": datetime.now(UTC)})
-            return self._accepted(worker, judged, "worker added; its first probe is under way")
+            return self._accepted(
+                worker, "worker added; its first probe is under way", judged.ignored
+            )
         if worker.machine.last_checked_at is None:
             await self._rooms.prober.probe_once(worker)
         return self._done(worker)
@@ -85,7 +92,7 @@ class WorkerRoutes:
             if not judged.in_background:
                 await self._rooms.prober.probe_once(worker)
         if judged.in_background:
-            return self._accepted(worker, judged, "worker updated")
+            return self._accepted(worker, "worker updated", judged.ignored)
         return self._done(worker)
 
     async def patch(self, name: str) -> Response:
@@ -93,16 +100,21 @@ class WorkerRoutes:
         worker = self._changes.find(name)
         await self._changes.change(self._switching(worker, {}), at_once=True)
         self._records.note(worker, judged.remarks)
-        return self._accepted(worker, judged, "worker updated")
+        return self._accepted(worker, "worker updated", judged.ignored)
 
     async def delete(self, name: str) -> Response:
         worker = self._changes.find(name)
         told: dict[str, object] = {"status": "ok", "worker_id": worker.id}
         if asked_to_drain():
+            if _prefers_async():
+                await self._drains.begin_removal(worker)
+                return self._accepted(worker, "worker drains; it goes with its last request")
             told["drained"] = await self._drains.remove(worker)
         else:
             await self._changes.remove(worker)
         log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
+        if _prefers_async():
+            return self._accepted(worker, "worker removed")
         return reply(told, headers=etag(self._rooms.keeper.revision))
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
@@ -117,7 +129,7 @@ class WorkerRoutes:
         headers = etag(self._rooms.keeper.revision)
         return reply({"status": "ok", "worker": record}, headers=headers)
 
-    def _accepted(self, worker: Worker, judged: WorkerBody, message: str) -> Response:
+    def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
         location = f"/workers/{worker.id}"
         answer: dict[str, object] = {
             "status": "accepted",
@@ -126,10 +138,24 @@ class WorkerRoutes:
             "location": location,
             "message": message,
         }
-        if judged.ignored:
-            answer["ignored"] = judged.ignored
+        if ignored:
+            answer["ignored"] = ignored
         headers = {"Location": location, **etag(self._rooms.keeper.revision)}
         return reply(answer, 202, headers)
+
+
+def _coded(view: View[Given]) -> View[Given]:
+    """What it refuses has smg's code too: its clients call these routes as well."""
+
+    @wraps(view)
+    async def judged(*args: Given.args, **named: Given.kwargs) -> Response:
+        try:
+            return await view(*args, **named)
+        except Refusal as refusal:
+            in_smgs_words_too(refusal)
+            raise
+
+    return judged
 
 
 def _prefers_async() -> bool:

@@ -97,6 +97,17 @@ async def test_a_removal_at_its_deadline_says_that_something_still_ran(running):
     assert running.fleet.find(A) is None
 
 
+async def test_who_prefers_not_to_wait_is_answered_while_it_drains(running):
+    client = running.client()
+    answer = await client.delete(f"{AT}?drain=true", headers={"Prefer": "respond-async"})
+    assert (answer.status_code, (await answer.get_json())["status"]) == (202, "accepted")
+    assert (await draining(running))["state"] == "draining"
+    running.worker(A).in_flight = 0
+    with trio.fail_after(30):
+        while running.fleet.find(A):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
 async def test_a_plain_removal_does_not_wait(running):
     answer = await running.client().delete(AT)
     assert "drained" not in await answer.get_json()

@@ -255,6 +255,14 @@ async def test_a_deleted_worker_is_gone_and_comes_back_fresh(house):
     assert (body["worker"]["health_state"], body["worker"]["origin"]) == ("unknown", "file")
 
 
+async def test_who_prefers_not_to_wait_for_a_removal_gets_a_202(house):
+    prefer = {"Prefer": "respond-async"}
+    status, told, headers = await call(house, "DELETE", f"/workers/{ID_A}", **prefer)
+    assert (status, told["status"], told["url"]) == (202, "accepted", A)
+    assert headers["Location"] == told["location"] == f"/workers/{ID_A}"
+    assert (await call(house, "GET", told["location"]))[0] == 404
+
+
 async def test_the_last_worker_may_be_deleted(house):
     for url in (A, B):
         assert (await call(house, "DELETE", f"/workers/{url}"))[0] == 200
@@ -304,15 +312,27 @@ async def test_a_job_whose_worker_died_has_failed(house):
     assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
 
 
-async def test_refusals_carry_the_other_dialects_code_too(house):
-    client = house.client()
-    for answer, code in (
-        (await client.post("/workers", json={"url": A}), "WORKER_ALREADY_EXISTS"),
-        (await client.get("/workers/none"), "WORKER_NOT_FOUND"),
-        (await client.post("/workers", json={}), "BAD_REQUEST"),
-    ):
-        assert (await answer.get_json())["code"] == code
-        assert answer.headers["X-SMG-Error-Code"] == code
+@pytest.mark.parametrize(
+    ("method", "path", "body", "code"),
+    [
+        ("POST", "/workers", {"url": A}, "WORKER_ALREADY_EXISTS"),
+        ("POST", "/workers", {}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": "ftp://x"}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": C, "worker_type": "prefill"}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": C, "colour": "red"}, "BAD_REQUEST"),
+        ("POST", "/workers", b"{", "BAD_REQUEST"),
+        ("GET", "/workers/none", None, "WORKER_NOT_FOUND"),
+        ("PUT", "/workers/none", {"priority": 1}, "WORKER_NOT_FOUND"),
+        ("PUT", f"/workers/{ID_A}", {"url": C, "priority": 1}, "BAD_REQUEST"),
+        ("PATCH", "/workers/none", {"priority": 1}, "WORKER_NOT_FOUND"),
+        ("PATCH", f"/workers/{ID_A}", {"priority": -1}, "BAD_REQUEST"),
+        ("DELETE", "/workers/none", None, "WORKER_NOT_FOUND"),
+    ],
+)
+async def test_refusals_carry_the_other_dialects_code_too(house, method, path, body, code):
+    _, told, headers = await call(house, method, path, body)
+    assert (told["code"], headers["X-SMG-Error-Code"]) == (code, code)
+    assert headers.getlist("X-SMG-Error-Code") == [code]
 
 
 HALF = "\ud800"
