@@ -38,6 +38,13 @@ examples:
 A flag wins over the configuration file, also when the file is read again. SIGHUP, a change of the
 file or POST /reload read it again; SIGTERM drains, a second one cuts.
 """
+_ROUTER_EPILOG: Final = """\
+examples:
+  omni-proxy launch-router --worker-urls http://HOST:8000 http://HOST:8001
+  omni-proxy launch-router --port 30000
+
+Without workers it starts too, and is not ready; POST /add_worker?url=http://HOST:PORT adds one.
+"""
 _LAUNCH_EPILOG: Final = """\
 What is no flag of this page goes to the engine as it stands; so does all that follows a bare --.
 
@@ -66,6 +73,9 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "--eviction-interval": ("SECS", "cache_aware: between two evictions (default 60)"),
     "--max-tree-size": ("CHARS", "cache_aware: held in all (default 16777216)"),
     "--request-timeout-secs": ("SECS", "whole non-streaming exchange; 0 is none (default 1800)"),
+    "--max-inflight": ("N", "requests at a time, then 503; 0 is no limit (default 0)"),
+    "--queue-size": ("N", "requests that may wait instead of getting 503 (default 0)"),
+    "--queue-timeout-secs": ("SECS", "longest such wait; 0 is no limit (default 30)"),
     "--max-payload-size": ("BYTES", 'largest request body, also as "64MiB" (default 512MiB)'),
     "--health-failure-threshold": ("N", "bad probes in a row until a worker is out (default 3)"),
     "--health-success-threshold": ("N", "good probes in a row until it is back (default 2)"),
@@ -96,7 +106,7 @@ def router_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy launch-router",
         description="Route to workers that run already; the policy is cache_aware by default.",
-        epilog="example:\n  omni-proxy launch-router --worker-urls http://HOST:8000 http://HOST:8001",
+        epilog=_ROUTER_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -156,7 +166,7 @@ def _add_serving(parser: argparse.ArgumentParser, prefix: str = "") -> None:
     parser.add_argument(
         "--worker-urls",
         metavar="URL",
-        nargs="+",
+        nargs="*",
         action="extend",
         default=[],
         help="workers, beside those of the file",

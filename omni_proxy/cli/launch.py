@@ -50,10 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def main_router(argv: Sequence[str]) -> int:
-    parser = router_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.config is None and not arguments.worker_urls:
-        parser.error("no workers: name them with --worker-urls http://HOST:PORT ...")
+    """Without workers it starts as well: trainers begin so, and their engines add themselves."""
+    arguments = router_parser().parse_args(argv)
     try:
         startup = _routed(arguments, ())
     except ConfigError as refusal:

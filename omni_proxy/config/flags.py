@@ -30,6 +30,9 @@ FLAGS: Final = {
     "--eviction-interval": "routing.cache_aware.eviction_interval_secs",
     "--max-tree-size": "routing.cache_aware.max_tree_size",
     "--request-timeout-secs": "server.request_timeout_secs",
+    "--max-inflight": "server.max_inflight",
+    "--queue-size": "server.queue_size",
+    "--queue-timeout-secs": "server.queue_timeout_secs",
     "--max-payload-size": "server.max_payload_size",
     "--health-failure-threshold": "health.failure_threshold",
     "--health-success-threshold": "health.success_threshold",
@@ -43,9 +46,17 @@ FLAGS: Final = {
 }
 # The same flags by the names that later routers gave them.
 ALIASES: Final = {
+    "--max-worker-retries": "--cb-failure-threshold",
+    "--max-total-retries": "--retry-max-retries",
+    "--max-inflight": "--max-concurrent-requests",
     "--eviction-interval": "--eviction-interval-secs",
     "--tls-cert": "--tls-cert-path",
     "--tls-key": "--tls-key-path",
+}
+# What they say for what a key says in another word.
+_MEANT: Final = {
+    ("server.log_level", "warn"): "warning",
+    ("server.max_inflight", "-1"): "0",
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
@@ -79,7 +90,8 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
     A wrong one raises ConfigError naming its flag.
     """
     tables = msgspec.to_builtins(config)
-    for key, value in overrides.items():
+    for key, typed in overrides.items():
+        value = _MEANT.get((key, typed), typed) if isinstance(typed, str) else typed
         *sections, name = key.split(".")
         table = tables
         for section in sections:

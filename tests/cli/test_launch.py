@@ -68,6 +68,19 @@ def test_later_routers_spelling_of_the_interval_is_taken_too(started):
     assert started[0].over(Config()).routing.cache_aware.eviction_interval_secs == 8
 
 
+def test_words_of_later_routers_are_taken(started):
+    words = (
+        "--worker-urls http://127.0.0.1:1 --retry-max-retries 4 --cb-failure-threshold 9 "
+        "--max-concurrent-requests -1 --queue-size 50 --queue-timeout-secs 7 --log-level warn"
+    )
+    main_router(words.split(" "))
+    config = started[0].over(Config())
+    assert (config.routing.max_total_retries, config.routing.max_worker_retries) == (4, 9)
+    server = config.server
+    assert (server.max_inflight, server.queue_size, server.queue_timeout_secs) == (0, 50, 7)
+    assert server.log_level == "warning"
+
+
 def test_unknown_flags_go_to_the_engine(started):
     main(
         [
@@ -136,10 +149,11 @@ def test_a_model_that_the_engine_cannot_load_is_refused_before_anything_starts(s
     assert not started
 
 
-def test_a_router_without_workers_says_so(capsys):
-    with pytest.raises(SystemExit):
-        main_router([])
-    assert "--worker-urls" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [[], ["--worker-urls"]])
+def test_a_router_may_start_without_workers(started, words):
+    assert main_router([*words, "--port", "0"]) == 0
+    assert started[0].flag_urls == ()
+    assert started[0].over(Config()).routing.policy == "cache_aware"
 
 
 def test_a_block_with_a_taken_port_in_it_is_skipped():
