@@ -224,8 +224,10 @@ class House:
 
     async def _leave(self, everything: trio.CancelScope) -> None:
         server = self.keeper.config.server
+        if server.ready_off_secs:
+            _log.info("leaving: /ready says no for %g s before draining", server.ready_off_secs)
+            await trio.sleep(server.ready_off_secs)
         _log.info("draining: up to %g s for what is in flight", server.drain_timeout_secs)
-        await trio.sleep(server.ready_off_secs)
         self.doors.begin_drain()
         with trio.move_on_after(server.drain_timeout_secs) as scope:
             await self.doors.drained()
