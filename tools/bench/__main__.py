@@ -1,16 +1,14 @@
 """python -m tools.bench: the command line of the bench."""
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from tools.bench import runs
 from tools.bench.borrowed import NotInstalled
 from tools.bench.build import BuildError, build
 from tools.bench.legs import QUICK, LegError
-from tools.bench.processes import raise_descriptor_limit
+from tools.bench.processes import end_on_signals, raise_descriptor_limit
 from tools.bench.secure import NoTools
 from tools.bench.sides import PEERS
 
@@ -94,17 +92,12 @@ KINDS = {
 }
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def main() -> int:
     for word, main_of in OTHERS.items():
         if word in sys.argv[1:]:
             return main_of([each for each in sys.argv[1:] if each != word])
     arguments = _arguments()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # so that what was started is ended
+    end_on_signals()
     raise_descriptor_limit()
     try:
         build("worker"), build("load")

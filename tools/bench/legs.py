@@ -84,6 +84,7 @@ def fake_worker(count: int = WORKERS) -> Iterator[list[int]]:
 @contextmanager
 def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
     """A side that answers: its port and, where a proxy stands there, its process id."""
+    workers = workers[: side.most]
     if side.command is None:
         yield workers[0], None
         return

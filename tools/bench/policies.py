@@ -12,7 +12,8 @@ from dataclasses import replace
 from tools.bench import report
 from tools.bench.build import BuildError
 from tools.bench.legs import LOADS, LegError, fake_worker, run_leg
-from tools.bench.sides import OMNI_PROXY, Place, Side, proxy, reconfigured
+from tools.bench.processes import end_on_signals
+from tools.bench.sides import OMNI_PROXY, Side, proxy, reconfigured
 
 MANY = 500
 FEW = 2
@@ -29,13 +30,7 @@ def side(policy: str, workers: int, *, metrics: bool = True) -> Side:
         return text.replace("[server]", f"[server]\nmetrics = {str(metrics).lower()}")
 
     inner = reconfigured(proxy(OMNI_PROXY, name), name, changed)
-    command = inner.command
-    assert command is not None
-
-    def narrowed(place: Place) -> list[str]:
-        return command(replace(place, workers=place.workers[:workers]))
-
-    return replace(inner, command=narrowed)
+    return replace(inner, most=workers)
 
 
 Pair = tuple[str, Side, Side]
@@ -77,6 +72,7 @@ def main() -> int:
     parser.add_argument("--secs", type=float, default=3.0, help="measured per leg (3)")
     parser.add_argument("--pair", choices=PAIRS, action="append", help="may be repeated; all")
     arguments = parser.parse_args()
+    end_on_signals()
     pairs = [PAIRS[name] for name in arguments.pair or PAIRS]
     try:
         with fake_worker(MANY) as ports:

@@ -12,9 +12,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 END_SECS = 5.0
+
+
+def end_on_signals() -> None:
+    """Leave by SystemExit when told to stop, so that what was started is ended."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -7,20 +7,18 @@ is compared within a round, whose legs ran within seconds of each other.
 
 import argparse
 import random
-import signal
 import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from types import FrameType
 from typing import Any
 
 import httpx
 import trio
 
 from tools.bench import report
-from tools.bench.processes import rss_mib, running
+from tools.bench.processes import end_on_signals, rss_mib, running
 
 SMOLLM2, TINY = "smollm2-135m", "tiny"
 SHORT = "What is the capital of France?"
@@ -180,16 +178,11 @@ async def _bounded(rounds: int) -> list[Row]:
     raise ReplicaBenchError(f"it took more than {BUDGET_SECS} s: give fewer --rounds")
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.replica", description=__doc__)
     parser.add_argument("--rounds", type=int, choices=range(1, 6), metavar="1..5", default=2)
     arguments = parser.parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # so that what was started is ended
+    end_on_signals()
     facts = report.machine()
     try:
         rows = trio.run(_bounded, arguments.rounds)

@@ -73,6 +73,7 @@ class Side:
     name: str
     command: Callable[[Place], list[str]] | None  # None: the load goes straight to the worker
     secure: bool = False  # it listens with TLS
+    most: int | None = None  # of the workers that are there; None for all
 
 
 NOTHING = Side("worker alone", None)

@@ -10,18 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import IO, Any, Literal
 
 from tools.bench import report
-from tools.bench.processes import running
+from tools.bench.processes import end_on_signals, running
 from tools.bench.weights_fleet import PEAK, FleetError, through
 from tools.bench.weights_fleet import WANTED as FLEET_WANTED
 from tools.bench.weights_fleet import rows_of as fleet_rows
@@ -224,10 +222,6 @@ def rows_of(rates: Rates) -> list[list[str]]:
     return rows
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench --weights", description=__doc__)
     parser.add_argument("--rounds", type=int, choices=range(1, 11), metavar="1..10", default=5)
@@ -237,8 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-fleet", action="store_true", help="the parts alone, without a model")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting burns no core
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # so that what was started is ended
+    end_on_signals()
     facts = report.machine()
     try:
         rates, peak = by_parts(arguments.mib, arguments.rounds)
