@@ -1,9 +1,6 @@
 """Hypercorn on the private Unix socket that only the door dials.
 
-Invariant: the last piece of an answer is sent without being cancelled from inside. quart-trio's
-receiver reacts to Hypercorn's `http.disconnect`, which comes before Hypercorn has ended the
-exchange, by cancelling the very task that ends it; the connection would neither close nor go on.
-No connection ends the server, and one that the door has closed is closed here at once.
+Invariant: no connection ends the server; each one is `contained`.
 """
 
 from __future__ import annotations
@@ -17,27 +14,18 @@ from pathlib import Path
 
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
 from hypercorn.trio.lifespan import Lifespan
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import (
-    AppWrapper,
-    ASGIReceiveCallable,
-    ASGISendCallable,
-    ASGISendEvent,
-    ConnectionState,
-    LifespanState,
-    Scope,
-)
+from hypercorn.typing import AppWrapper, ConnectionState, LifespanState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
+
+from omni_proxy.contained import Connection, ending_whole, first_fault
 
 BACKLOG = 1024
 # The door drops an idle connection after 30 s, long before this: the two never race.
 KEEP_ALIVE_SECS = 3600
 GRACE_SECS = 5
-LAST_SEND_SECS = 30
 HEAD_BYTES = 128 * 1024  # twice what the door lets in: a head it passed is never refused here
 
 log = logging.getLogger(__name__)
@@ -76,29 +64,11 @@ def _unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-class Connection(TCPServer):
-    """Hypercorn's would wait out its keep-alive timeout for the next request of a client that left.
-
-    What is just being answered is told of it by Hypercorn, and ends by itself.
-    """
-
-    _left = False
-
-    async def protocol_send(self, event: Event) -> None:
-        if not (self._left and isinstance(event, Updated)):  # else it would be idle once more
-            await super().protocol_send(event)
-
-    async def _read_data(self) -> None:
-        await super()._read_data()
-        self._left = True
-        await self.idle_task.stop()
-
-
 class Server:
     """One app, and the connections that it answers."""
 
     def __init__(self, app: QuartTrio) -> None:
-        self._app: AppWrapper = wrap_app(_ending_whole(app), 0, "asgi")
+        self._app: AppWrapper = wrap_app(ending_whole(app), 0, "asgi")
         self._config = _settings()
         self._context = WorkerContext(None)
         self._state: LifespanState = {}
@@ -144,7 +114,7 @@ class Server:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as fault:  # it is one connection's, whatever it is (hypercorn #225)
-            log.warning("a connection from the door ended by a fault: %r", fault)
+            log.warning("a connection from the door ended by a fault: %r", first_fault(fault))
 
 
 def _settings() -> Config:
@@ -158,20 +128,3 @@ def _settings() -> Config:
     settings.include_server_header = False
     settings.include_date_header = False
     return settings
-
-
-def _ending_whole(
-    app: QuartTrio,
-) -> Callable[[Scope, ASGIReceiveCallable, ASGISendCallable], Awaitable[None]]:
-    async def call(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        async def send_whole(message: ASGISendEvent) -> None:
-            last = message["type"] == "http.response.body" and not message.get("more_body")
-            if not last:
-                await send(message)
-                return
-            with trio.move_on_after(LAST_SEND_SECS, shield=True):
-                await send(message)
-
-        await app(scope, receive, send_whole)
-
-    return call

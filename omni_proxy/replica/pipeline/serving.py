@@ -1,9 +1,7 @@
 """Hypercorn's connections on a public listener, each one contained.
 
 Invariant: no connection ends the server, and none outlives the drain: after it, sockets that are
-still open are reset; one whose client has left is closed at once. The last piece of an answer is
-not cancelled from inside: quart-trio reacts to Hypercorn's `http.disconnect` by cancelling the task
-that is about to recycle the connection.
+still open are reset. Each one is `contained`.
 """
 
 from __future__ import annotations
@@ -11,29 +9,20 @@ from __future__ import annotations
 import logging
 import socket
 import struct
-from collections.abc import Awaitable, Callable
 
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Event, Updated
 from hypercorn.trio.lifespan import Lifespan
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import (
-    AppWrapper,
-    ASGIReceiveCallable,
-    ASGISendCallable,
-    ASGISendEvent,
-    ConnectionState,
-    Scope,
-)
+from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
+
+from omni_proxy.contained import Connection, ending_whole, first_fault
 
 BACKLOG = 1024
 KEEP_ALIVE_SECS = 75  # longer than proxies keep an idle connection: they shall close first
 HEAD_BYTES = 64 * 1024
-LAST_SEND_SECS = 30
 RESET_SECS = 1.0  # for connection tasks to see that their socket is gone
 
 log = logging.getLogger(__name__)
@@ -64,30 +53,12 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Connection(TCPServer):
-    """Hypercorn's would wait out its keep-alive timeout for the next request of a client that left.
-
-    What is just being answered is told of it by Hypercorn, and ends by itself.
-    """
-
-    _left = False
-
-    async def protocol_send(self, event: Event) -> None:
-        if not (self._left and isinstance(event, Updated)):  # else it would be idle once more
-            await super().protocol_send(event)
-
-    async def _read_data(self) -> None:
-        await super()._read_data()
-        self._left = True
-        await self.idle_task.stop()
-
-
 class Server:
     """One app on one listener. `drain` may be called while `serve` runs."""
 
     def __init__(self, app: QuartTrio, listener: socket.socket) -> None:
         self._config = _settings()
-        self._app: AppWrapper = wrap_app(_ending_whole(app), 0, "asgi")
+        self._app: AppWrapper = wrap_app(ending_whole(app), 0, "asgi")
         self._listener = listener
         self._context = WorkerContext(None)
         self._streams: set[trio.SocketStream] = set()
@@ -137,7 +108,7 @@ class Server:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as fault:  # bytes from outside must not end the server (hypercorn #225)
-            log.warning("a connection ended by a fault: %r", _first(fault))
+            log.warning("a connection ended by a fault: %r", first_fault(fault))
         finally:
             self._streams.discard(stream)
             self._settle()
@@ -145,12 +116,6 @@ class Server:
     def _settle(self) -> None:
         if self._accepting.cancel_called and not self._streams:
             self._quiet.set()
-
-
-def _first(fault: BaseException) -> BaseException:
-    while isinstance(fault, BaseExceptionGroup):
-        fault = fault.exceptions[0]
-    return fault
 
 
 def _reset(stream: trio.SocketStream) -> None:
@@ -170,19 +135,3 @@ def _settings() -> Config:
     settings.h11_max_incomplete_size = HEAD_BYTES
     settings.include_server_header = False
     return settings
-
-
-def _ending_whole(
-    app: QuartTrio,
-) -> Callable[[Scope, ASGIReceiveCallable, ASGISendCallable], Awaitable[None]]:
-    async def call(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        async def send_whole(message: ASGISendEvent) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                with trio.move_on_after(LAST_SEND_SECS, shield=True):
-                    await send(message)
-            else:
-                await send(message)
-
-        await app(scope, receive, send_whole)
-
-    return call
