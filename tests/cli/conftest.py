@@ -1,8 +1,24 @@
+import argparse
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+from omni_proxy.cli.finding import add_place, place_of
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Where a command with these words would ask."""
+    monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
+
+    def of(*words):
+        parser = argparse.ArgumentParser()
+        add_place(parser)
+        return place_of(parser.parse_args([str(word) for word in words]))
+
+    return of
 
 
 @pytest.fixture

@@ -1,22 +1,9 @@
-import argparse
 import socket
 import threading
 
 import pytest
 
-from omni_proxy.cli.finding import Answer, CannotAsk, Place, Proxy, add_place, place_of
-
-
-@pytest.fixture
-def place(monkeypatch):
-    monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
-
-    def of(*words):
-        parser = argparse.ArgumentParser()
-        add_place(parser)
-        return place_of(parser.parse_args([str(word) for word in words]))
-
-    return of
+from omni_proxy.cli.finding import Answer, CannotAsk, Place, Proxy
 
 
 @pytest.fixture

@@ -1,27 +1,14 @@
-import argparse
 import re
 import ssl
 from dataclasses import replace
 
 import pytest
 
-from omni_proxy.cli.finding import CannotAsk, Proxy, add_place, place_of
+from omni_proxy.cli.finding import CannotAsk, Proxy
 from omni_proxy.cli.secure import Papers, PapersFault, context_of, tls_trouble
 from tests.promises.secure import AUTHORITY, FILES
 
 CLIENT = Papers(str(AUTHORITY), str(FILES / "client.pem"), str(FILES / "client-key.pem"))
-
-
-@pytest.fixture
-def place(monkeypatch):
-    monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
-
-    def of(*words):
-        parser = argparse.ArgumentParser()
-        add_place(parser)
-        return place_of(parser.parse_args([str(word) for word in words]))
-
-    return of
 
 
 def test_one_authority_is_believed_in_and_no_other():

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.collective.nest import SHARED
+from omni_proxy.collective import nest as nests
+from omni_proxy.collective.nest import SHARED, Nest
 from omni_proxy.collective.receiver import open_receiver
-from tests.collective.receiving import LIMITS
+from tests.collective.receiving import LIMITS, light
 from tests.collective.trainer_side import Pool
 
 
@@ -16,6 +17,16 @@ def held_nest():
     SHARED.hold()
     yield
     SHARED.release()
+
+
+@pytest.fixture
+def nest(monkeypatch):
+    """One whose forks know nothing of torch."""
+    monkeypatch.setattr(nests, "command", light())
+    nest = Nest()
+    nest.hold()
+    yield nest
+    nest.release()
 
 
 @pytest.fixture(scope="module")

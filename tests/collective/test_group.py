@@ -8,23 +8,11 @@ import pytest
 import torch
 
 from omni_proxy.collective.group import GroupError, Groups, Limits, Rendezvous
-from tests.collective.trainer_side import Pool, free_port
+from tests.collective.trainer_side import free_port
 from tests.collective.waiting import until
 
 SPECS = [("a.weight", "float32", [2, 3])]
 TENSORS = [("float32", [2, 3], 1)]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def trainer(pool):
-    return pool.trainer()
 
 
 @pytest.fixture

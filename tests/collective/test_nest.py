@@ -6,23 +6,13 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.collective import nest as module
-from omni_proxy.collective.nest import SHARED, Nest, command
+from omni_proxy.collective.nest import SHARED, command
 from omni_proxy.collective.process import Child, ChildEnded
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.wires import Begin
-from tests.collective.receiving import light
 from tests.collective.waiting import until
 
 BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
-
-
-@pytest.fixture
-def nest(monkeypatch):
-    monkeypatch.setattr(module, "command", light())
-    nest = Nest()
-    nest.hold()
-    yield nest
-    nest.release()
 
 
 def alive(pid):

@@ -8,22 +8,12 @@ import msgspec
 import pytest
 
 from omni_proxy.collective import nest as module
-from omni_proxy.collective.nest import Nest
 from omni_proxy.collective.process import Child, ChildEnded
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.wires import Ask, Begin, Logged, Wire
 from tests.collective.receiving import light
 
 BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
-
-
-@pytest.fixture
-def nest(monkeypatch):
-    monkeypatch.setattr(module, "command", light())
-    nest = Nest()
-    nest.hold()
-    yield nest
-    nest.release()
 
 
 @pytest.fixture

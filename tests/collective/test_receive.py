@@ -6,23 +6,11 @@ import torch
 
 from omni_proxy.collective.group import GroupError, Groups, Limits, Rendezvous
 from omni_proxy.collective.specs import ITEM_BYTES
-from tests.collective.trainer_side import DTYPES, Pool, sha256
+from tests.collective.trainer_side import DTYPES, sha256
 from tests.collective.waiting import until
 
 BIG_BYTES = 384 << 20
 WIDE_FIRST = sorted(DTYPES, key=lambda dtype: -ITEM_BYTES[dtype])
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def trainer(pool):
-    return pool.trainer()
 
 
 @pytest.fixture
