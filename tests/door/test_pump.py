@@ -1,4 +1,3 @@
-import errno
 import socket
 from select import EPOLLHUP, EPOLLOUT, EPOLLRDHUP
 
@@ -7,7 +6,7 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.door.conn import Conn, connect
+from omni_proxy.door.conn import Conn
 from omni_proxy.door.pump import Pump
 from omni_proxy.door.task import EITHER, READS_PER_TURN, Expired, Gone, nested, pause
 from tests.door.pumping import Scripted, Wires, until
@@ -299,47 +298,6 @@ async def test_a_busy_pump_gives_the_others_their_turn(pump, wires):
             await trio.lowlevel.checkpoint()
     task.over = True
     await task.ended.wait()
-
-
-def dialling(pump, address):
-    """A task that dials; `outcome` is its connection or the error number."""
-
-    async def script(task):
-        try:
-            task.outcome = await connect(task, address)
-        except OSError as error:
-            task.outcome = error.errno
-
-    task = Scripted(pump, script)
-    task.start()
-    return task
-
-
-async def test_connect_reaches_a_listener_over_tcp_and_over_a_unix_socket(pump, tmp_path):
-    places = [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, str(tmp_path / "s"))]
-    for family, place in places:
-        with socket.socket(family) as listener:
-            listener.bind(place)
-            listener.listen()
-            task = dialling(pump, listener.getsockname())
-            await task.ended.wait()
-            far, _ = listener.accept()
-            task.outcome.send(b"hi")
-            assert far.recv(9) == b"hi"
-            far.close()
-            task.outcome.close()
-            pump.settle()
-
-
-async def test_a_refused_connect_leaves_no_socket_behind(pump, tmp_path):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        task = dialling(pump, unused.getsockname())
-        await task.ended.wait()
-        assert task.outcome == errno.ECONNREFUSED
-    task = dialling(pump, str(tmp_path / "nobody"))
-    assert task.outcome == errno.ENOENT
-    assert pump._slots == {}
 
 
 async def test_events_without_news_resume_nobody_who_is_idle(pump, wires):

@@ -6,7 +6,9 @@ import json
 
 import httpx
 import trio
+from trio.testing import wait_all_tasks_blocked
 
+from omni_proxy.control.journal import Journal, decode
 from omni_proxy.control.routes import BY_PATH
 from omni_proxy.weights.work import AdminCall
 from tests.front.engines_at_hand import Engines
@@ -77,3 +79,30 @@ def house_with(folder, **tables):
 
 def held(house):
     return [sorted(worker.holds) for worker in house.fleet.workers]
+
+
+async def ask(house, *wanted):
+    """The answers to some calls, asked for in their order."""
+    answers = [None] * len(wanted)
+
+    async def one(at):
+        answers[at] = await house.desk.submit(wanted[at])
+
+    async with trio.open_nursery() as nursery:
+        for at in range(len(wanted)):
+            nursery.start_soon(one, at)
+            await wait_all_tasks_blocked()
+    return answers
+
+
+async def started(engines, nursery, house, wanted, *urls):
+    """Ask in the background, and return once these workers have been asked."""
+    engines.shut(wanted.route.path, *urls)
+    nursery.start_soon(house.desk.submit, wanted)
+    for url in urls or (A, B):
+        await engines.came[url, wanted.route.path].wait()
+
+
+def journal(folder):
+    path = folder / "journal.json"
+    return decode(path.read_bytes()) if path.exists() else Journal()

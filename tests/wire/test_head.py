@@ -1,7 +1,4 @@
-import h11
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import (
@@ -14,19 +11,7 @@ from omni_proxy.wire.head import (
     judge,
     with_bearer,
 )
-
-LINE = b"GET / HTTP/1.1\r\n"
-HOST = b"host: x\r\n"
-
-
-def request(*fields, line=LINE, host=HOST):
-    return line + host + b"".join(field + b"\r\n" for field in fields) + b"\r\n"
-
-
-def refusal(raw):
-    with pytest.raises(Refusal) as caught:
-        judge(raw)
-    return caught.value
+from tests.wire.heads import HOSTILE, LINE, refusal, request
 
 
 def arrivals(raw):
@@ -57,88 +42,6 @@ def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
         assert not any(ends[:-1])
         assert buffer[ends[-1] :] == rest
         assert judge(buffer[: ends[-1]]) == judge(raw)
-
-
-HOSTILE = {
-    "both lengths": (request(b"content-length: 5", b"transfer-encoding: chunked"), 400),
-    "both, the other way": (request(b"transfer-encoding: chunked", b"content-length: 5"), 400),
-    "two lengths": (request(b"content-length: 5", b"content-length: 6"), 400),
-    "the same length twice": (request(b"content-length: 5", b"content-length: 5"), 400),
-    "a list of lengths": (request(b"content-length: 5, 5"), 400),
-    "a signed length": (request(b"content-length: +5"), 400),
-    "a hexadecimal length": (request(b"content-length: 0x5"), 400),
-    "an empty length": (request(b"content-length: "), 400),
-    "a length past 64 bits": (request(b"content-length: 99999999999999999999"), 400),
-    "a length past 18 digits": (request(b"content-length: 1000000000000000000"), 400),
-    "two codings": (request(b"transfer-encoding: chunked", b"transfer-encoding: chunked"), 400),
-    "a coding list": (request(b"transfer-encoding: gzip, chunked"), 501),
-    "chunked twice in a list": (request(b"transfer-encoding: chunked, chunked"), 400),
-    "chunked and a comma": (request(b"transfer-encoding: chunked,"), 400),
-    "a comma and chunked": (request(b"transfer-encoding: , chunked"), 501),
-    "chunked with a parameter": (request(b"transfer-encoding: chunked;a=b"), 400),
-    "chunked in quotes": (request(b'transfer-encoding: "chunked"'), 400),
-    "chunked and a vertical tab": (request(b"transfer-encoding: \x0bchunked"), 400),
-    "chunked and a NUL": (request(b"transfer-encoding: chunked\x00"), 400),
-    "a coding behind chunked": (request(b"transfer-encoding: chunked, identity"), 400),
-    "an empty coding": (request(b"transfer-encoding:"), 400),
-    "a length and an empty coding": (
-        request(b"content-length: 5", b"transfer-encoding:"), 400,
-    ),
-    "a space before the coding's colon": (request(b"transfer-encoding : chunked"), 400),
-    "an unknown coding": (request(b"transfer-encoding: xchunked"), 400),
-    "chunked in 1.0": (request(b"transfer-encoding: chunked", line=b"GET / HTTP/1.0\r\n"), 400),
-    "two hosts": (request(b"host: y"), 400),
-    "the same host twice": (request(b"Host: x"), 400),
-    "no host": (request(host=b""), 400),
-    "a host with a path": (request(host=b"host: x/y\r\n"), 400),
-    "a host with a user": (request(host=b"host: a@x\r\n"), 400),
-    "a host with two ports": (request(host=b"host: x:1:2\r\n"), 400),
-    "a host with a port of letters": (request(host=b"host: x:a\r\n"), 400),
-    "a host with a bracket only": (request(host=b"host: [::1\r\n"), 400),
-    "a host with a control byte": (request(host=b"host: x\x01\r\n"), 400),
-    "a host with high bytes": (request(host=b"host: \xc3\xa4\r\n"), 400),
-    "a host with a scheme": (request(host=b"host: http://x\r\n"), 400),
-    "a target with another port": (request(line=b"GET http://x:81/ HTTP/1.1\r\n"), 400),
-    "a host with spaces": (request(host=b"host: x y\r\n"), 400),
-    "a folded line": (request(b"a: b", b" c"), 400),
-    "a line folded by a tab": (request(b"a: b", b"\tc"), 400),
-    "a fold in the first line": (request(host=b" host: x\r\n"), 400),
-    "a bare LF in a value": (request(b"a: b\nc: d"), 400),
-    "a bare CR in a value": (request(b"a: b\rc: d"), 400),
-    "a bare LF after the request line": (b"GET / HTTP/1.1\nhost: x\r\n\r\n", 400),
-    "a NUL in a value": (request(b"a: b\x00"), 400),
-    "a control byte in a value": (request(b"a: \x01"), 400),
-    "a DEL in a value": (request(b"a: \x7f"), 400),
-    "a NUL in the target": (request(line=b"GET /\x00 HTTP/1.1\r\n"), 400),
-    "a high byte in the target": (request(line=b"GET /\xff HTTP/1.1\r\n"), 400),
-    "a space before the colon": (request(b"a : b"), 400),
-    "a space in a name": (request(b"a b: c"), 400),
-    "a high byte in a name": (request(b"\xe4: b"), 400),
-    "an empty name": (request(b": b"), 400),
-    "a field without a colon": (request(b"a"), 400),
-    "a relative target": (request(line=b"GET x HTTP/1.1\r\n"), 400),
-    "a target that is a query": (request(line=b"GET ?x HTTP/1.1\r\n"), 400),
-    "a fragment": (request(line=b"GET /a#b HTTP/1.1\r\n"), 400),
-    "another host in the target": (request(line=b"GET http://y/ HTTP/1.1\r\n"), 400),
-    "a user in the target": (request(line=b"GET http://a@x/ HTTP/1.1\r\n"), 400),
-    "a strange scheme": (request(line=b"GET ftp://x/ HTTP/1.1\r\n"), 400),
-    "the asterisk for GET": (request(line=b"GET * HTTP/1.1\r\n"), 400),
-    "two spaces": (request(line=b"GET  / HTTP/1.1\r\n"), 400),
-    "a space at the end": (request(line=b"GET / HTTP/1.1 \r\n"), 400),
-    "a tab as space": (request(line=b"GET\t/ HTTP/1.1\r\n"), 400),
-    "a lower-case method": (request(line=b"get / HTTP/1.1\r\n"), 400),
-    "an unknown method": (request(line=b"FETCH / HTTP/1.1\r\n"), 400),
-    "another protocol": (request(line=b"GET / RTSP/1.0\r\n"), 400),
-    "CONNECT": (request(line=b"CONNECT x:80 HTTP/1.1\r\n"), 405),
-    "TRACE": (request(line=b"TRACE / HTTP/1.1\r\n"), 405),
-    "HTTP/0.9": (b"GET /\r\nhost: x\r\n\r\n", 505),
-    "HTTP/2.0 in a line": (request(line=b"GET / HTTP/2.0\r\n"), 505),
-    "HTTP/1.2": (request(line=b"GET / HTTP/1.2\r\n"), 400),
-    "an HTTP/2 preface": (b"PRI * HTTP/2.0\r\n\r\n", 505),
-    "another expectation": (request(b"expect: wonders"), 417),
-    "a second expectation": (request(b"expect: 100-continue", b"expect: wonders"), 417),
-    "a target too long": (request(line=b"GET /%b HTTP/1.1\r\n" % (b"a" * MAX_TARGET_BYTES)), 414),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(("raw", "status"), HOSTILE.values(), ids=HOSTILE)
@@ -312,111 +215,3 @@ def test_a_key_of_ours_replaces_whatever_the_client_presented():
 def test_dropping_fields_leaves_the_request_line_alone():
     lines = b"GET /a: HTTP/1.1\r\nA : 1\r\nb: 2\r\na: 3\r\n"
     assert drop_fields(lines, frozenset((b"a",))) == b"GET /a: HTTP/1.1\r\nb: 2\r\n"
-
-
-# Mostly good parts, so that about half of all heads pass.
-def mostly(good, bad):
-    return st.integers(0, 15).flatmap(lambda dice: bad if dice == 0 else good)
-
-
-TOKENS = st.text("abcXYZ019-_!~", min_size=1, max_size=8).map(str.encode)
-VALUES = mostly(
-    st.text("abc XYZ019,;=\xe4\t", max_size=8).map(lambda text: text.encode("latin-1"))
-    | st.sampled_from([b"chunked", b"5", b"05", b"close", b"keep-alive, a", b""]),
-    st.binary(max_size=12),
-)
-NAMES = mostly(
-    TOKENS,
-    st.sampled_from([b"Host", b"content-length", b"transfer-encoding", b"connection", b"expect"]),
-)
-TARGETS = mostly(
-    st.text("ab/?%&=.~", max_size=8).map(lambda tail: b"/" + tail.encode()),
-    st.binary(max_size=8) | st.sampled_from([b"*", b"http://x/", b"http://x?a", b"x"]),
-)
-METHODS = mostly(st.sampled_from([b"GET", b"POST", b"OPTIONS", b"HEAD"]), TOKENS)
-LINE_ENDS = mostly(st.just(b"\r\n"), st.sampled_from([b"\n", b"\r", b"\r\n ", b" \r\n"]))
-FRAMINGS = mostly(
-    st.sampled_from([[], [b"Content-Length: 5"], [b"Transfer-Encoding: chunked"]]),
-    st.lists(st.sampled_from([b"content-length: 5", b"transfer-encoding: chunked"]), max_size=2),
-)
-HOSTS = mostly(st.just([b"host: x"]), st.sampled_from([[], [b"host: x", b"host: y"], [b"host:"]]))
-
-
-@st.composite
-def heads(draw):
-    version = draw(mostly(st.just(b"1.1"), st.just(b"1.0")))
-    line = b"%b %b HTTP/%b" % (draw(METHODS), draw(TARGETS), version)
-    fields = st.builds(b"%b:%b".__mod__, st.tuples(NAMES, VALUES))
-    lines = [line, *draw(HOSTS), *draw(st.lists(fields, max_size=3)), *draw(FRAMINGS)]
-    raw = b"".join(one + draw(LINE_ENDS) for one in lines[:-1]) + lines[-1] + b"\r\n\r\n"
-    return raw[: raw.index(b"\r\n\r\n") + 4]
-
-
-# None where h11 refuses the bytes.
-def oracle(raw):
-    reader = h11.Connection(h11.SERVER, max_incomplete_event_size=2 * MAX_HEAD_BYTES)
-    reader.receive_data(raw)
-    try:
-        event = reader.next_event()
-    except h11.RemoteProtocolError:
-        return None
-    return event if isinstance(event, h11.Request) else None
-
-
-@given(heads())
-def test_what_passes_is_read_by_h11_in_the_same_way(raw):
-    try:
-        head = judge(raw)
-    except Refusal:
-        return
-    theirs = oracle(raw)
-    assert theirs is not None
-    assert (theirs.method, theirs.http_version) == (
-        head.method,
-        b"1.0" if head.http_1_0 else b"1.1",
-    )
-    path = theirs.target.removeprefix(b"http://x")
-    assert head.target == (path if path.startswith((b"/", b"*")) else b"/" + path)
-    ours = [line.partition(b":") for line in head.lines.split(b"\r\n")[1:-1]]
-    sent_on = [(name.lower(), value.strip(b" \t")) for name, _, value in ours]
-    assert sent_on == [field for field in theirs.headers if field in sent_on]
-    said = dict(theirs.headers)
-    if head.length == CHUNKED:
-        assert said[b"transfer-encoding"] == b"chunked"
-    else:
-        assert int(said.get(b"content-length", b"0")) == head.length
-
-
-@given(heads())
-def test_what_goes_on_would_pass_again_unchanged(raw):
-    try:
-        head = judge(raw)
-    except Refusal:
-        return
-    framing = b"content-length: %d\r\n" % max(head.length, 0)
-    again = judge(head.lines + b"host: worker\r\n" + framing + b"\r\n")
-    assert (again.lines, again.target) == (head.lines, head.target)
-
-
-# h11 reads these, and we refuse them: some other server would read each of them otherwise.
-STRICTER = {
-    "RFC 9112 6.3, both lengths: h11 lets the coding win": "both lengths",
-    "RFC 9112 6.3, equal lengths: h11 folds them into one": "the same length twice",
-    "RFC 9112 6.3, a list of equal lengths: h11 folds it": "a list of lengths",
-    "RFC 9112 5.2, folding: h11 unfolds": "a folded line",
-    "RFC 9112 2.2, bare LF: h11 takes it as a line end": "a bare LF in a value",
-    "RFC 9112 3.2, targets: h11 takes any visible characters": "a relative target",
-    "RFC 9110 4.2.4, users in targets: not h11's concern": "a user in the target",
-    "RFC 9110 9.1, methods: h11 takes any token": "an unknown method",
-    "RFC 9110 10.1.1, expectations: not h11's concern": "another expectation",
-    "RFC 9112 6.1, codings of HTTP/1.0: h11 reads them": "chunked in 1.0",
-    "RFC 3986 3.2, hosts: h11 does not look into them": "a host with a path",
-    "TRACE would hand secrets back: not h11's concern": "TRACE",
-}
-
-
-@pytest.mark.parametrize("case", STRICTER.values(), ids=STRICTER)
-def test_where_we_are_stricter_than_h11(case):
-    raw, _ = HOSTILE[case]
-    assert oracle(raw) is not None
-    refusal(raw)

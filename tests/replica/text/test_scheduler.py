@@ -3,13 +3,10 @@ import pytest
 
 from omni_proxy.replica.pipeline.messages import (
     Failed,
-    OmniRequest,
     ProfilerStart,
     Result,
-    StagePayload,
     StreamChunk,
     Streamed,
-    Submit,
 )
 from tests.replica.text.desk import Desk, long_prompt, tiny, tokens_of, undisturbed
 
@@ -276,63 +273,6 @@ def test_logits_that_are_no_numbers_fail_the_request(monkeypatch):
     desk.submit("a")
     desk.finish()
     assert "not finite" in desk.failure("a").error
-
-
-@pytest.mark.parametrize("prompt_tokens", [200, 260])
-def test_a_prompt_that_leaves_no_room_names_both_lengths(prompt_tokens):
-    desk = Desk(max_total_tokens=200)
-    desk.submit("a", long_prompt(prompt_tokens))
-    failure = desk.failure("a")
-    assert failure.kind == "caller"
-    assert f"{prompt_tokens} tokens" in failure.error
-    assert "200 tokens" in failure.error
-    assert "context length" in failure.error
-
-
-@pytest.mark.parametrize("asked", [{}, {"max_new_tokens": 5000}])
-def test_an_answer_ends_where_the_context_does(asked):
-    desk = Desk(max_total_tokens=50)
-    desk.submit("a", long_prompt(30), **asked)
-    desk.finish()
-    result = desk.result("a")
-    assert (result["usage"]["completion_tokens"], result["finish_reason"]) == (20, "length")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "told"),
-    [
-        ([], {}, "empty"),
-        ([5, 512], {}, "512 is out of vocabulary"),
-        ([5, -1], {}, "out of vocabulary"),
-        ([True], {}, "out of vocabulary"),
-        ([5], {"top_p": 3}, "top_p must be"),
-    ],
-)
-def test_a_request_that_cannot_be_is_its_callers_fault(prompt, params, told):
-    desk = Desk()
-    desk.submit("a", prompt, **params)
-    assert desk.failure("a").kind == "caller"
-    assert told in desk.failure("a").error
-
-
-@pytest.mark.parametrize("data", [{"raw_inputs": "text"}, "text", {"token_ids": "text"}])
-def test_a_payload_without_tokens_is_the_pipelines_fault(data):
-    desk = Desk()
-    desk.scheduler.take(Submit(StagePayload("a", OmniRequest("text"), data)))
-    assert desk.failure("a").kind == "server"
-    assert "no token_ids" in desk.failure("a").error
-
-
-def test_a_live_id_is_refused_and_free_again_afterwards():
-    desk = Desk()
-    desk.submit("a", max_new_tokens=2)
-    desk.submit("a", max_new_tokens=2)
-    (failure,) = desk.of(Failed, "a")
-    assert (failure.error, failure.kind) == ("Request a already exists", "caller")
-    desk.finish()
-    desk.submit("a", max_new_tokens=2)
-    desk.finish()
-    assert len(desk.of(Result, "a")) == 2
 
 
 def test_an_embedding_has_length_one_and_tells_texts_apart():
