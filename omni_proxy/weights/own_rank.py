@@ -56,6 +56,7 @@ class OwnRank:
         self._shelf = shelf
         self._settings = settings
         self._threads = trio.CapacityLimiter(16)
+        self._opening = trio.Lock()
         self._receiver: Receiver | None = None
         self._armed: Armed | None = None
         self._draft: Draft | None = None
@@ -182,20 +183,21 @@ class OwnRank:
 
     async def _open(self) -> Receiver:
         """Raises GroupError where torch is not installed."""
-        settings = self._settings()
-        wanted = (
-            settings.isolation,
-            settings.stall_timeout_secs,
-            settings.ready_timeout_secs,
-        )
-        if self._receiver is not None and self._made_for != wanted and not self._in_group:
-            await self.close()
-        if self._receiver is None:
-            limits = _limits(settings)
-            self._made_for = wanted
-            open_one = partial(open_receiver, settings.isolation, limits, name=NAME)
-            self._receiver = await self._blocking("open", open_one)
-        return self._receiver
+        # One at a time: the later of two would take the place of the one that has the group.
+        async with self._opening:
+            settings = self._settings()
+            wanted = (
+                settings.isolation,
+                settings.stall_timeout_secs,
+                settings.ready_timeout_secs,
+            )
+            if self._receiver is not None and self._made_for != wanted and not self._in_group:
+                await self.close()
+            if self._receiver is None:
+                self._made_for = wanted
+                open_one = partial(open_receiver, settings.isolation, _limits(settings), name=NAME)
+                self._receiver = await self._blocking("open", open_one)
+            return self._receiver
 
     async def _arm(self, body: bytes) -> tuple[Plan, ...]:
         """Raises one of _REFUSALS: then nothing is armed, and what came before is thrown away."""

@@ -1,11 +1,14 @@
 import importlib.util
 import json
 import os
+import threading
 
 import pytest
 import trio
+import trio.testing
 
 from omni_proxy.config.schema import WeightSync
+from omni_proxy.weights import own_rank
 from omni_proxy.weights.own_rank import OwnRank
 from omni_proxy.weights.store.shelf import Shelf
 from tests.collective.trainer_side import Pool
@@ -218,6 +221,24 @@ async def test_calls_out_of_place_are_refused(own):
         answer = await call
         assert (answer.status, answer.body["success"]) == (400, False)
     assert (await own.destroy(b"{}")).success
+
+
+async def test_two_that_want_its_receiver_at_once_have_the_same(own, pool, monkeypatch):
+    made, go_on, really = [], threading.Event(), own_rank.open_receiver
+
+    def slowly(*arguments, **named):
+        made.append(really(*arguments, **named))
+        go_on.wait(PATIENCE_SECS)
+        return made[-1]
+
+    monkeypatch.setattr(own_rank, "open_receiver", slowly)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(own.warm)
+        nursery.start_soon(own.warm)
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+    assert len(made) == 1
+    await left(own, await joined(own, pool))
 
 
 async def test_without_torch_a_trainer_is_told_what_to_install(own, monkeypatch):
