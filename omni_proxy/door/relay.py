@@ -1,4 +1,4 @@
-"""Relay an answer to the client, piece by piece, in the moment each arrives.
+"""Relay an answer to the client, piece by piece, each with the turn of the pump that it came in.
 
 Contract: `relay` never raises for the worker's faults: after the first relayed byte there is no
 second try, and a truncated answer always ends abnormally (no last chunk, too few bytes, a reset).
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from omni_proxy.door.account import Exchange, diagnostics
 from omni_proxy.door.ask import First
-from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import Expired, Gone, nested, pause
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.wire.answer import (
@@ -60,12 +59,10 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
         if piece:
             _begin(conn, mine, piece)
             top += piece if shape is None else shape.wrap(piece)
-        if answer.whole and keep and not client.late:
+        if client.late or (answer.whole and not keep):
+            await _send(conn, top)
+        elif top:
             client.put(top)
-        else:
-            sent = 0 if client.late else _put(client, top)
-            if sent < len(top):
-                await _rest(conn, top, sent)
         if not answer.whole:
             # A stream may last for hours: what nobody reads any more shall not.
             top = piece = b""
@@ -144,18 +141,10 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         mine.bytes_out += len(piece)
         if shape is not None:
             piece = shape.wrap(piece)
-        sent = _put(client, piece)
-        if sent < len(piece):
-            await _rest(conn, piece, sent)
-
-
-def _put(client: Conn, piece: bytes) -> int:
-    try:
-        return client.send(piece)
-    except BlockingIOError:
-        return 0
-    except OSError:
-        raise Gone from None
+        if client.late or answer.whole:  # late: of this very turn, or the client reads slowly
+            await _send(conn, piece)
+        else:
+            client.put(piece)
 
 
 async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> None:
@@ -163,18 +152,29 @@ async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> No
     it; elsewhere UpstreamGarbage is raised."""
     if answer.framing is not CLOSE:
         raise UpstreamGarbage("the worker closed before the answer's end")
-    if shape is not None and shape.last:
-        sent = _put(conn.client, shape.last)
-        if sent < len(shape.last):
-            await _rest(conn, shape.last, sent)
+    await _send(conn, shape.last if shape is not None else b"")
 
 
-async def _rest(conn: Connection, piece: bytes, sent: int) -> None:
+async def _send(conn: Connection, piece: bytes) -> None:
+    """All of it, now, behind what is late. Raises Gone."""
+    client = conn.client
+    client.send_late()
+    sent = 0
+    if not client.late:
+        try:
+            sent = client.send(piece)
+        except BlockingIOError:
+            pass
+        except OSError:
+            raise Gone from None
+    if client.late or sent < len(piece):
+        await _rest(conn, memoryview(piece)[sent:])
+
+
+async def _rest(conn: Connection, view: memoryview) -> None:
     """The client reads slower than the worker writes: wait for it, and let the worker wait."""
     phase, client = conn.phase, conn.client
     conn.clock("client", conn.door.limits.idle)
-    client.send_late()  # of the answer before, where it asks on without having read that
-    view = memoryview(piece)[sent:]
     while True:
         if not client.late:
             try:
@@ -270,7 +270,8 @@ async def _break(
     mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
     framed = answer.framing is CHUNKED and answer.at_chunk_end
     begun = conn.comments is not None and conn.comments.begun
-    if answer.sse and (framed or answer.framing is CLOSE or begun):
+    conn.client.send_late()
+    if answer.sse and (framed or answer.framing is CLOSE or begun) and not conn.client.late:
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         raw = shape is not None and not shape.ends
         with contextlib.suppress(OSError):
