@@ -65,8 +65,9 @@ async def ask(
     lane, lines, body = way
     may_redial = True
     while True:
-        # For a body that streams a new one: an idle one that is dead could cost it.
-        up = lane.take(conn) if conn.upload is None else None
+        # For a body that streams a new one: an idle one that is dead could cost it. And where one
+        # was dead: a worker that restarts has closed all of them, which is not heard of yet.
+        up = lane.take(conn) if may_redial and conn.upload is None else None
         reused = up is not None
         if up is None:
             before = conn.pump.now
@@ -216,9 +217,10 @@ async def _send(conn: Connection, up: Conn, request: list[bytes]) -> bool:
 
 async def _send_rest(conn: Connection, up: Conn, request: bytes, sent: int) -> bool:
     """False where the worker answered (413, say) or broke before it had read everything."""
-    conn.phase = "send"
+    secs = conn.due - conn.pump.now
     view = memoryview(request)[sent:]
     while view:
+        conn.clock("send", secs)
         if up.speaks():
             return False
         conn.awaits = up

@@ -233,6 +233,8 @@ class Connection(Task):
         mine.bytes_out += len(body)
         if not keep:
             await self.linger()
+        elif self.turn_is_over():  # the next may have come along, and be refused as quickly
+            await pause()
         return keep
 
     def _id_line(self, mine: Exchange) -> bytes:

@@ -96,6 +96,7 @@ async def _when_read(conn: Connection, mine: Exchange, head: RequestHead) -> boo
 
 async def _begun(conn: Connection, mine: Exchange, head: RequestHead, limit: int) -> Upload:
     if head.expects_continue and not conn.rest:
+        conn.clock("body", conn.door.limits.client_body)
         await conn.write(conn.client, b"HTTP/1.1 100 Continue\r\n\r\n")
     return Upload(conn, mine, head, limit)
 
@@ -235,6 +236,9 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     try:
         lane = door.admin_front if conn.front_only else door.front
         first = await ask(conn, mine, head, (lane, head.lines + hint_lines(head.hints), body))
+        del body
+        if conn.held_bytes:
+            conn.let_go()
         if first.answer.sse:  # an event a second: others need not pay to have it sooner
             conn.pump.front_exchanges -= 1
             hurries = False

@@ -104,7 +104,7 @@ class Listener:
         self._pump = pump
         self._sock = sock
         self.welcome = welcome
-        self._stalled = False
+        self._stalled = False  # somebody may wait of whom no event tells
         self._full = False  # no more are let in, for want of descriptors
         self._told = False  # of that, once until all who waited are in
         self._brim = brim()
@@ -142,7 +142,7 @@ class Listener:
             if full:
                 self._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
-        self._stalled = True  # more may wait, and an edge is not given twice
+        self._pump.ask_again(self._fd)  # more may wait, and an edge is not given twice
 
     def _let_in(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         sock.setblocking(False)

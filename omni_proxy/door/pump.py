@@ -82,6 +82,10 @@ class Pump:
         """From now on `slot` gets the events of a descriptor that is in the set."""
         self._slots[fd] = slot
 
+    def ask_again(self, fd: int) -> None:
+        """Its events come once more with the next batch, as far as they still hold."""
+        self._set.modify(fd, ALL_EVENTS)
+
     def forget(self, fd: int, sock: socket.socket) -> None:
         if self._slots.pop(fd, None) is not None:
             with contextlib.suppress(OSError, ValueError):  # ValueError: the pump has ended

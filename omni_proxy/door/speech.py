@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 CONFIG_SECS: Final = 10.0
 CONFIG_BYTES: Final = 15_029_592
-CONFIG_PIECE_BYTES: Final = 262144
+CONFIG_PIECE_BYTES: Final = 32768  # of the smallest frames 50 ms of work
+BYTES_PER_READ: Final = 1024  # frames may be so small that these take longer than a read
 MESSAGE_BYTES: Final = 131072
 CLOSE_SECS: Final = 2.0  # for the other ends to answer our closing frame
 
@@ -114,6 +115,7 @@ class _Session:
                 if not piece:
                     raise Gone
                 self.mine.bytes_in += len(piece)
+                conn.reads += len(piece) // BYTES_PER_READ
         except Expired:
             message = "session.config was not received before timeout"
             raise Refusal(400, message, 400) from None
@@ -137,6 +139,8 @@ class _Session:
                 raise Gone  # what it sent last is not worth waiting for a worker that takes nothing
             if moved:
                 conn.clock("relay", idle)
+                if conn.turn_is_over():
+                    await pause()
             else:
                 conn.awaits = EITHER
                 await pause()
@@ -156,9 +160,16 @@ class _Session:
             self.up.out.clear()  # what it said before it broke is still to be read
             return True
 
+    def _read(self, sock: Conn) -> bytes | None:
+        """What is there: None for nothing yet, b"" at the end. Raises OSError."""
+        piece = sock.read(PIECE_BYTES) if sock.hot else None
+        if piece:
+            self.conn.reads += len(piece) // BYTES_PER_READ
+        return piece
+
     def _read_client(self, client: Conn) -> bool:
         try:
-            piece = _read(client)
+            piece = self._read(client)
         except OSError:
             raise Gone from None
         if piece is None:
@@ -190,7 +201,7 @@ class _Session:
 
     def _read_worker(self, worker: Conn) -> bool:
         try:
-            piece = _read(worker)
+            piece = self._read(worker)
         except OSError as error:
             raise self._worker_left(None, f"ReadError: {error.strerror or error}") from None
         if piece is None:
@@ -287,8 +298,3 @@ class _Session:
 
 def _said(close: CloseConnection) -> str:
     return f"closed with code {int(close.code)} {close.reason or ''}".rstrip()
-
-
-def _read(sock: Conn) -> bytes | None:
-    """What is there: None for nothing yet, b"" at the end. Raises OSError."""
-    return sock.read(PIECE_BYTES) if sock.hot else None

@@ -66,7 +66,7 @@ class Task(ABC):
         self.due = inf
         self.phase = "start"
         self.began = pump.now
-        self.reads = 0  # since it was last resumed, without a pause
+        self.reads = 0  # or work like it since it was last resumed, without a pause
         self._coro: Coroutine[Any, Any, Any] | None = None
         self._outer: list[Coroutine[Any, Any, Any]] = []  # those that wait in `nested`
 
@@ -92,6 +92,10 @@ class Task(ABC):
         if not conn.hot:
             self.awaits = conn
             return True
+        return self.turn_is_over()
+
+    def turn_is_over(self) -> bool:
+        """Count a piece of work, about a read's; whether `pause()` has to come before the next."""
         self.reads += 1
         if self.reads < READS_PER_TURN:
             return False

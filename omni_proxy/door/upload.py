@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
 
 PIECE_BYTES: Final = 262144
+CHUNKED_PIECE_BYTES: Final = 16384  # of the smallest chunks 10 ms of work
+CHUNKS_PER_READ: Final = 16  # take as long as a read
 
 
 class Upload:
@@ -31,7 +33,8 @@ class Upload:
     """
 
     __slots__ = (
-        "_conn", "_held", "_left", "_mine", "_out", "_reader", "held_bytes", "poured", "whole",
+        "_conn", "_held", "_left", "_mine", "_out", "_piece_bytes", "_reader", "held_bytes",
+        "poured", "whole",
     )  # fmt: skip
 
     def __init__(self, conn: Connection, mine: Exchange, head: RequestHead, limit: int) -> None:
@@ -42,6 +45,7 @@ class Upload:
         self._held: list[bytes] = []
         self._left = head.length  # of a counted body
         self._reader = ChunkedBody(limit) if head.length == CHUNKED else None
+        self._piece_bytes = CHUNKED_PIECE_BYTES if self._reader is not None else PIECE_BYTES
         self._out = memoryview(b"")  # of what was read, what the worker has not taken yet
         came, conn.rest = conn.rest, b""
         self._hold(self._payload_in(came))
@@ -106,6 +110,7 @@ class Upload:
             conn.rest = came[len(payload) :]
         else:
             reader.feed(came)
+            conn.reads += len(reader.payload) // CHUNKS_PER_READ
             payload = b"".join(reader.payload)
             reader.payload.clear()
             self.whole = reader.whole
@@ -128,7 +133,7 @@ class Upload:
         conn = self._conn
         conn.clock("body", conn.door.limits.client_body)
         try:
-            piece = await conn.more(conn.client, PIECE_BYTES)
+            piece = await conn.more(conn.client, self._piece_bytes)
         except OSError:
             raise Gone from None
         if not piece:
@@ -146,7 +151,7 @@ class Upload:
                 await pause()
                 continue
             try:
-                piece = client.read(PIECE_BYTES)
+                piece = client.read(self._piece_bytes)
             except OSError:
                 raise Gone from None
             if piece == b"":

@@ -1,7 +1,8 @@
 """The two plain fields of a multipart form that routing may use: `model` and `stream`.
 
 A scan, no parser: any malformation means "no facts", never an error, for the worker is the judge of
-its form. Bounded: values to 4 KiB, part heads to 8 KiB. Source: omni-router.md 7.
+its form. Bounded: values to 4 KiB, part heads to 8 KiB, the first 2000 parts. Source:
+omni-router.md 7.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 
 MAX_VALUE_BYTES = 4096
 MAX_PART_HEAD_BYTES = 8192
+MAX_PARTS = 2000  # servers commonly refuse more; to look at each of millions would take seconds
 WANTED = ("model", "stream")
 _BOUNDARY = re.compile(rb'boundary="?([^";,\r\n]{1,70})"?', re.IGNORECASE)
 _NAME = re.compile(rb'[;\s]name="?([^";\r\n]+)"?', re.IGNORECASE)
@@ -25,7 +27,9 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
     mark = b"--" + found[1].strip()
     fields: dict[str, str] = {}
     at = body.find(mark)
-    while at >= 0 and len(fields) < len(WANTED):
+    for _ in range(MAX_PARTS):
+        if at < 0 or len(fields) == len(WANTED):
+            break
         start = at + len(mark)
         if body[start : start + 2] != b"\r\n":
             break

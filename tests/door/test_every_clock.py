@@ -101,6 +101,30 @@ def test_response_head_secs_ends_with_504(by_hand):
     assert door.phases == ["idle"]  # and the connection goes on
 
 
+def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(by_hand):
+    door = by_hand(times(response_head_secs=600))
+    door.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sent = chat(b'{"messages": []}' + b" " * (16 << 20))
+    client = door.client()
+    client.setblocking(False)
+    pump = door.door.pump
+    while sent:
+        with contextlib.suppress(BlockingIOError):
+            sent = sent[client.send(sent) :]
+        pump._batch(pump._set.poll(0))
+    worker = door.worker()
+    for _ in range(3):
+        door.wait(590)
+        assert door.phases == ["send"]
+        taken = 0
+        while taken < 2 << 20:
+            taken += len(worker.recv(65536))
+            pump._batch(pump._set.poll(0))
+    door.turn()
+    door.wait(600 + JUST_AFTER)
+    told(client, 504, "response_timeout")
+
+
 def test_first_byte_secs_ends_abnormally_with_an_error_event(by_hand):
     door = by_hand(times(first_byte_secs=30, idle_secs=300))
     client = door.client(STREAMED)

@@ -1,6 +1,7 @@
 import errno
 import socket
 import stat
+from collections import Counter
 
 import pytest
 
@@ -91,14 +92,19 @@ async def test_a_caller_that_left_before_its_turn_stops_nobody(pump, sock, guest
     listener.close()
 
 
-async def test_a_crowd_is_let_in_by_portions(pump, sock, guests, call):
-    for _ in range(ACCEPTS_PER_EVENT + 3):
+async def test_a_crowd_is_let_in_by_portions_one_right_after_the_other(pump, sock, guests, call):
+    crowd = 3 * ACCEPTS_PER_EVENT + 3
+    for _ in range(crowd):
         call()
-    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
-    await until(lambda: guests)
-    assert len(guests) == ACCEPTS_PER_EVENT
-    listener.sweep()
-    assert len(guests) == ACCEPTS_PER_EVENT + 3
+    batches = []
+
+    def welcome(*guest):
+        guests.append(guest)
+        batches.append(pump.now)
+
+    listener = Listener(pump, sock, welcome)
+    await until(lambda: len(guests) == crowd)
+    assert list(Counter(batches).values()) == [ACCEPTS_PER_EVENT] * 3 + [3]
     listener.close()
 
 

@@ -2,7 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.form import MAX_PART_HEAD_BYTES, MAX_VALUE_BYTES, form_fields
+from omni_proxy.routing.form import (
+    MAX_PART_HEAD_BYTES,
+    MAX_PARTS,
+    MAX_VALUE_BYTES,
+    form_fields,
+)
 
 TYPE = b"multipart/form-data; boundary=XyZ"
 words = st.text(st.characters(codec="ascii", categories=["L", "N"]), max_size=20)
@@ -70,6 +75,12 @@ def test_values_and_heads_are_bounded():
     assert form_fields(form(long_value, part("stream", b"1")), TYPE) == {"stream": "1"}
     long_head = part("model", b"m", more=b"x: " + b"y" * MAX_PART_HEAD_BYTES + b"\r\n")
     assert form_fields(form(long_head), TYPE) == {}
+
+
+def test_only_so_many_parts_are_looked_at():
+    fillers = [part("filler", b"")] * (MAX_PARTS - 1)
+    assert form_fields(form(*fillers, part("model", b"m")), TYPE) == {"model": "m"}
+    assert form_fields(form(*fillers, part("filler", b""), part("model", b"m")), TYPE) == {}
 
 
 def test_a_form_that_was_cut_off_tells_what_came_whole():

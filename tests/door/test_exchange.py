@@ -1,0 +1,73 @@
+"""What an exchange leaves behind in the counts of its door."""
+
+import socket
+
+import pytest
+
+from omni_proxy.door.upstream import FrontLane
+from tests.door.by_hand import ByHand, chat, heard
+
+ANSWER = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
+LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
+EXPECTING = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-length: 5\r\n"
+    b"expect: 100-continue\r\n\r\n"
+)
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    made = []
+
+    def build(config=""):
+        made.append(ByHand(monkeypatch, config))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def front(tmp_path):
+    """Where the control routes are answered."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "front"))
+        listener.listen()
+        listener.settimeout(5)
+        yield listener
+
+
+def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_hand, front):
+    door = by_hand()
+    door.door.front = FrontLane(door.door.pump, front.getsockname(), "front")
+    client = door.client(b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc")
+    assert door.door.held_bytes == 3
+    door.tell(client, b"def")
+    near, _ = front.accept()
+    with near:
+        assert near.recv(65536).endswith(b"\r\n\r\nabcdef")
+        door.tell(near, ANSWER)
+    assert heard(client)[0].startswith(ANSWER[:12])
+    assert (door.phases, door.door.held_bytes) == (["idle"], 0)
+    door.door.front.close()
+
+
+def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_hand):
+    door = by_hand("[server]\nmax_inflight = 1\nqueue_size = 1\n")
+    stuck = door.client()
+    (task,) = door.door.pump.tasks
+    task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    door.tell(stuck, chat())
+    worker = door.worker()
+    door.tell(worker, LONG)
+    assert task.client.late  # which it does not read either
+    door.client(chat())
+    door.tell(stuck, EXPECTING)
+    assert sorted(door.phases) == ["queue", "wait"]
+    door.tell(worker, ANSWER)
+    assert (sorted(door.phases), door.door.in_flight) == (["body", "idle"], 1)
+    door.wait(door.door.limits.client_body + 1)
+    assert sorted(door.phases) == ["idle", "refuse"]  # it takes no 408 either
+    door.wait(door.door.limits.idle + 1)
+    assert door.door.in_flight == 0
