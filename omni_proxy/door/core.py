@@ -48,10 +48,20 @@ class LineSink(Protocol):
     def write(self, record: bytes) -> None: ...
 
 
+class Gaps(Protocol):
+    """How long it was between two pieces, in seconds: how many were above each bound, and all."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float
+
+
 class Meters(Protocol):
-    """Who counts the exchanges that have ended."""
+    """Who counts the exchanges that have ended, and what of the others can't wait for that."""
 
     def count(self, mine: Exchange, worker: Worker | None) -> None: ...
+
+    def gaps(self, mine: Exchange) -> Gaps | None: ...
 
 
 class Door:

@@ -8,6 +8,7 @@ second try, and a truncated answer always ends abnormally (no last chunk, too fe
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from omni_proxy.wire.head import RequestHead, drop_fields
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
+    from omni_proxy.door.core import Gaps
 
 END_BYTES = 32  # what only says that a stream is over is no larger
 
@@ -115,6 +117,7 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
     idle = conn.door.limits.idle
     keeps_tail = conn.door.keeps_tail
+    gaps = _gaps(conn, mine)
     before = mine.first_at
     while not answer.whole:
         if conn.waits_for(up):
@@ -132,8 +135,12 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
         if not before:
             _hear(conn, mine)
             conn.phase = "relay"
-        elif now - before > mine.longest_gap:
-            mine.longest_gap = now - before
+        else:
+            gap = now - before
+            if gap > mine.longest_gap:
+                mine.longest_gap = gap
+            gaps.counts[bisect_left(gaps.bounds, gap)] += 1
+            gaps.sum += gap
         before = now
         mine.tail = piece if keeps_tail and len(piece) > END_BYTES else mine.tail
         conn.due = min(now + idle, conn.deadline)
@@ -145,6 +152,26 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape 
             await _send(conn, piece)
         else:
             client.put(piece)
+
+
+class _Unwanted:
+    """Gaps that nobody asks for: counted all the same, so that the loop has nothing to ask."""
+
+    bounds: tuple[float, ...] = ()
+
+    def __init__(self) -> None:
+        self.counts = [0]
+        self.sum = 0.0
+
+
+_UNWANTED = _Unwanted()
+
+
+def _gaps(conn: Connection, mine: Exchange) -> Gaps:
+    """Where those of this answer are counted."""
+    meters = conn.door.meters
+    wanted = meters.gaps(mine) if meters is not None and mine.stream else None
+    return _UNWANTED if wanted is None else wanted
 
 
 async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> None:

@@ -29,9 +29,31 @@ class DoorMeters(Meters):
     """Meters whose contents go elsewhere every moment."""
 
     def __init__(self, fleet: Fleet) -> None:
+        self._between: dict[tuple[str, Worker | None], Histogram] = {}
         super().__init__(fleet, DoorRecent())
 
+    def cell(self, route: str, worker: Worker | None) -> Cell:
+        """A stream goes on counting where it began to: that outlives the cell."""
+        cell = super().cell(route, worker)
+        cell.between = self._between.setdefault((route, worker), cell.between)
+        return cell
+
+    def forget_strangers(self) -> None:
+        super().forget_strangers()
+        here = {*self._fleet.workers, None}
+        for key in [key for key in self._between if key[1] not in here]:
+            del self._between[key]
+
     def taken(self) -> Tally:
+        going_on = {key: of for key, of in self._between.items() if any(of.counts)}
+        for route, worker in going_on:
+            self.cell(route, worker)
+        tally = self._taken()
+        for between in going_on.values():
+            between.clear()
+        return tally
+
+    def _taken(self) -> Tally:
         cells, self._cells = self.cells, {}
         phases, self._phases = self.phases, {}
         tries, self.failed_tries = self.failed_tries, Counter()

@@ -88,7 +88,7 @@ TIMES: Final[tuple[tuple[str, str, Callable[[Cell], Histogram]], ...]] = (
     ),
     (
         "time_between_chunks_seconds",
-        "Mean time between the pieces of a stream",
+        "Between two pieces of a stream, each such time, also while it lasts",
         lambda cell: cell.between,
     ),
 )

@@ -60,6 +60,11 @@ class Histogram:
         self.counts[-1] += len(many) - below
         many.clear()
 
+    def clear(self) -> None:
+        """In place: whoever counts here goes on."""
+        self.counts[:] = [0] * len(self.counts)
+        self.sum = 0.0
+
     def buckets(self, told: tuple[float, ...] = ()) -> list[tuple[str, float]]:
         """As an exposition has them: upper bound as text, and how many lie at or below it.
 

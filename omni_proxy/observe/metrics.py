@@ -1,4 +1,4 @@
-"""What the door counts of each exchange that has ended, in plain numbers.
+"""What the door counts of each exchange that has ended, and of streams meanwhile, in plain numbers.
 
 Invariant: `count` costs less than 3 us and neither waits nor fails. Its labels are bounded: routes
 are those of the table, workers those of the fleet, and a model that no worker names is "other".
@@ -16,7 +16,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.cells import UNASKED, Cell, Phases
-from omni_proxy.observe.histogram import DURATION, FINE
+from omni_proxy.observe.histogram import DURATION, FINE, Histogram
 from omni_proxy.observe.recent import TEXT_CHARS, Recent, Slot
 from omni_proxy.observe.usage import TAIL_BYTES, tokens_in
 
@@ -77,6 +77,10 @@ class Meters:
             cell = cells[worker] = Cell(self.phases_of(route))
             self._recent.sums.setdefault(worker, Slot())
         return cell
+
+    def gaps(self, mine: Exchange) -> Histogram | None:
+        """Where the relay counts the gaps of this stream while it lasts; None: nowhere."""
+        return self.cell(mine.route.path, mine.worker).between if mine.route is not None else None
 
     def phases_of(self, route: str) -> Phases:
         return self._phases.setdefault(route, Phases())
@@ -172,8 +176,8 @@ class Meters:
             place = bisect_left(FINE, secs)
             cell.first.counts[place] += 1
             cell.first.sum += secs
-            if mine.pieces > 1 and mine.stream:
-                self._count_gaps(mine, cell)
+            if mine.longest_gap and mine.stream:
+                cell.phases.longest_gap.observe(mine.longest_gap)
         if mine.dialled_at:
             phases = cell.phases
             if mine.wait_at:
@@ -208,12 +212,6 @@ class Meters:
         cell.ends[key] = cell.ends.get(key, 0) + 1
         cell.bytes_in += mine.bytes_in
         cell.bytes_out += mine.bytes_out
-
-    def _count_gaps(self, mine: Exchange, cell: Cell) -> None:
-        if mine.outcome == "completed":
-            cell.between.observe((mine.ended_at - mine.first_at) / (mine.pieces - 1))
-        if mine.longest_gap:
-            cell.phases.longest_gap.observe(mine.longest_gap)
 
     def _count_rarer(self, mine: Exchange, cell: Cell, model: str | None) -> None:
         if mine.queued_secs:

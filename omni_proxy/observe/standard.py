@@ -33,7 +33,7 @@ NAMES: Final[tuple[tuple[str, str, Callable[[Cell], Histogram]], ...]] = (
     ),
     (
         "time_per_output_chunk",
-        "Mean time between the pieces of a stream",
+        "Between two pieces of a stream, each such time, also while it lasts",
         lambda cell: cell.between,
     ),
 )

@@ -85,6 +85,36 @@ def test_two_doors_make_what_one_would():
     assert wanted[3] == 2
 
 
+def test_a_stream_that_outlasts_its_tallies_is_told_in_each_and_no_gap_twice():
+    whole, follows = fleets()
+    meters, recent, door = Meters(whole, Recent()), Recent(), DoorMeters(follows)
+    workers = dict(enumerate(whole.workers, start=1))
+    mine = ended()
+    mine.worker = follows.workers[0]
+    path = mine.route.path
+    gaps = door.gaps(mine)
+    add(door.taken(), meters, recent, workers.get)
+    for secs in (0.02, 0.3, 4.0):
+        gaps.observe(secs)
+        add(door.taken(), meters, recent, workers.get)
+        door.count(ended(mine.worker), mine.worker)  # another one ends meanwhile
+        add(door.taken(), meters, recent, workers.get)
+    between = meters.cells[path, whole.workers[0]].between
+    assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
+    assert not door.taken().cells
+
+
+def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
+    whole, follows = fleets()
+    door = DoorMeters(follows)
+    mine = ended()
+    mine.worker = follows.workers[0]
+    gaps = door.gaps(mine)
+    follows.follow([row_of(whole.workers[1], 2)], NOW)
+    gaps.observe(0.1)
+    assert not door.taken().cells
+
+
 def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped():
     whole, follows = fleets()
     meters, recent = Meters(whole, Recent()), Recent()

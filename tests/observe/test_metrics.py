@@ -38,7 +38,6 @@ def test_an_exchange_is_counted_once_where_it_belongs(fleet, meters):
     assert (cell.bytes_in, cell.bytes_out, cell.pieces) == (100, 2000, 20)
     assert (total(cell.total), cell.total.sum) == (2, pytest.approx(2.2))
     assert (total(cell.first), cell.first.sum) == (2, pytest.approx(0.4))
-    assert (total(cell.between), cell.between.sum) == (2, pytest.approx(0.2))
 
 
 def test_a_cut_that_nobody_named_is_ours(fleet, meters):
@@ -68,16 +67,30 @@ def test_each_phase_has_its_time(fleet, meters):
     assert phases.overhead.sum >= 0.002
 
 
-def test_only_a_stream_that_came_whole_tells_its_mean_gap(fleet, meters):
+def test_gaps_lie_with_the_worker_that_streams_and_an_end_adds_none(fleet, meters):
+    a, b = fleet.workers
+    mine = ended(worker=None, last_worker=None)
+    mine.worker = a
+    gaps = meters.gaps(mine)
+    gaps.observe(0.07)
+    for worker in fleet.workers:
+        meters.count(ended(worker), worker)
+    between = meters.cells[PATH, a].between
+    assert (total(between), between.sum) == (1, 0.07)
+    assert total(meters.cells[PATH, b].between) == 0
+
+
+def test_the_front_has_no_gaps(meters):
+    assert meters.gaps(ended(route=None, need=None, method="GET")) is None
+
+
+def test_only_a_stream_tells_its_longest_gap(fleet, meters):
     a, _ = fleet.workers
-    for told in (
-        {"stream": False},
-        {"pieces": 1},
-        {"outcome": "stream_error", "ended_by": "worker"},
-        {"first_at": 0.0, "pieces": 0},
-    ):
-        meters.count(ended(a, **told), a)
-    assert total(meters.cells[PATH, a].between) == 0
+    meters.count(ended(a, stream=False), a)
+    meters.count(ended(a, pieces=1, longest_gap=0.0), a)
+    assert total(meters.phases[PATH].longest_gap) == 0
+    meters.count(ended(a, outcome="stream_error", ended_by="worker"), a)
+    assert total(meters.phases[PATH].longest_gap) == 1
 
 
 def test_tries_count_by_worker_and_cause(fleet, meters):
