@@ -1,0 +1,89 @@
+"""A terminal in a folder of its own: what is typed there runs, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from tests.tree import ROOT
+
+PATIENCE_SECS = 90  # a deadline for hung commands, not a claim about speed
+LEAVING_SECS = 10
+ENV = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+
+
+class Terminal:
+    """`omni-proxy` is this checkout's. `places`: what a page says, and what is said for it."""
+
+    def __init__(self, folder: Path, places: dict[str, str]) -> None:
+        self.folder = folder
+        self.places = places
+        self._left: list[trio.Process] = []
+        (folder / "bin").mkdir()
+        command = folder / "bin" / "omni-proxy"
+        words = f'env PYTHONPATH={ROOT} {sys.executable} -m omni_proxy "$@"'
+        command.write_text(f"#!/bin/sh\nexec {words}\n")
+        command.chmod(0o755)
+
+    async def type(self, line: str, status: int = 0) -> str:
+        """What it says, once it has ended with that status."""
+        process = await self._begin(self._ours(line), subprocess.PIPE)
+        with trio.fail_after(PATIENCE_SECS):
+            out = b"".join([piece async for piece in process.stdout])
+            got = await process.wait()
+        assert got == status, (line, got, out.decode())
+        return out.decode()
+
+    async def leave_running(self, line: str) -> None:
+        """With or without an & of its own, until the terminal is closed."""
+        script = f"trap 'wait; exit' TERM\n{self._ours(line)}\nwait"
+        with (self.folder / "said").open("ab") as said:
+            self._left.append(await self._begin(script, said.fileno()))
+
+    @property
+    def said(self) -> str:
+        """What those told that were left running."""
+        said = self.folder / "said"
+        return said.read_text() if said.exists() else ""
+
+    async def close(self) -> None:
+        for process in self._left:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in self._left:
+            with trio.move_on_after(LEAVING_SECS):
+                await process.wait()
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+    def _ours(self, line: str) -> str:
+        for example, ours in self.places.items():
+            line = line.replace(example, ours)
+        return line
+
+    async def _begin(self, script: str, out: int) -> trio.Process:
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return await trio.lowlevel.open_process(
+            ["bash", "-c", script], stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT, env={**os.environ, **ENV, "PATH": path}, cwd=self.folder,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def terminal(folder: Path, places: dict[str, str]):
+    opened = Terminal(folder, places)
+    try:
+        yield opened
+    except BaseException as fault:
+        fault.add_note(opened.said)
+        raise
+    finally:
+        with trio.CancelScope(shield=True):
+            await opened.close()
