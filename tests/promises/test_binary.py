@@ -241,6 +241,21 @@ async def test_an_archive_serves_by_several_processes_of_its_own(archive, tmp_pa
             await ended(program, ids)
 
 
+def test_one_file_starts_where_the_locale_has_a_charset_of_its_own(binary, tmp_path):
+    if shutil.which("localedef") is None:
+        pytest.skip("localedef is not installed")
+    for language, charset in (("ja_JP", "EUC-JP"), ("zh_CN", "GBK"), ("ru_RU", "KOI8-R")):
+        words = ["localedef", "-i", language, "-f", charset, tmp_path / f"{language}.{charset}"]
+        made = subprocess.run(words, capture_output=True, text=True, check=False)
+        if made.returncode > 1:  # 1: with warnings
+            pytest.skip(made.stderr)
+        env = EMPTY | {"LOCPATH": str(tmp_path), "LC_ALL": f"{language}.{charset}"}
+        told = subprocess.run(
+            [binary, "--version"], capture_output=True, timeout=60, check=False, env=env
+        )
+        assert (told.returncode, told.stderr) == (0, b""), charset
+
+
 def test_one_file_has_every_command(binary, tmp_path):
     def run(*words):
         return subprocess.run(
