@@ -5,6 +5,7 @@ when they run: `omni-proxy check` must not wait for a model runtime.
 """
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ COMMANDS: Final = {
     "workers": "omni_proxy.cli.workers",
 }
 
+STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # their place is their number
 # What the program starts of itself; nobody else has a use for it.
 INNER: Final = {
     "door-process": "omni_proxy.doors.process",
@@ -37,6 +39,8 @@ INNER: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _open_what_is_closed()
+    _show_what_can_be_shown()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -57,6 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # who pressed Ctrl-C wants no trace of what it met
         return INTERRUPTED
     return status
+
+
+def _open_what_is_closed() -> None:
+    """Of the standard streams (`>&-`): a socket would get its number, and what we print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(STREAMS):
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for descriptor, (name, mode) in enumerate(STREAMS.items()):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+def _show_what_can_be_shown() -> None:
+    """In a locale that lacks our dashes and bars, or the letters of a model, they are `?`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _no_command(word: str) -> str:

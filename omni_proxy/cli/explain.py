@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import quote
 
 from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Proxy, Told, add_place, place_of
-from omni_proxy.cli.tables import NOTHING, plain, table
+from omni_proxy.cli.tables import NOTHING, plain, table, without_noise
 
 NOBODY: Final = 1
 DEFAULT_PATH: Final = "/v1/chat/completions"
@@ -99,7 +99,7 @@ def shown(told: Told) -> list[str]:
             worker["in_flight"],
             worker["health_state"],
             worker.get("weight_version") or NOTHING,
-            "; ".join(worker["reasons"]) or NOTHING,
+            without_noise("; ".join(map(str, worker["reasons"]))) or NOTHING,
         )
         for worker in told["workers"]
     ]

@@ -39,10 +39,11 @@ def find(fleet: Sequence[Told], named: str) -> Told:
     Raises Refused where that is nobody, or more than one.
     """
     names = [
-        (record, [str(record.get(k)) for k in ("url", "id", "display_id")]) for record in fleet
+        (record, [str(record.get(k)).lower() for k in ("url", "id", "display_id")])
+        for record in fleet
     ]
-    bare = named.rstrip("/")
-    exact = [record for record, known in names if named in known or bare in known]
+    bare = named.rstrip("/").lower()  # in any spelling that may be added
+    exact = [record for record, known in names if bare in known]
     found = exact or [record for record, known in names if any(bare in name for name in known)]
     if len(found) == 1:
         return found[0]

@@ -4,6 +4,7 @@ FILE is read there, by the code that reads it again later; here nothing is opene
 """
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(startup: Startup) -> int:
+    # One that comes before anybody waits for it would end us, and FILE has yet to be read. A
+    # function, for what is ignored would be ignored by all that we start, too.
+    signal.signal(signal.SIGHUP, lambda *_: None)
     # Here and not above: --help should not wait for a web framework.
     from omni_proxy.root import run
 

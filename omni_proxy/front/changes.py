@@ -7,6 +7,7 @@ is a Refusal, and then nothing was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from urllib.parse import unquote
 
 import trio
 from quart import request
@@ -62,9 +63,18 @@ class Changes:
 
         await self.change(edit)
 
+    def known(self, name: str) -> Worker | None:
+        """By URL or id, also in another spelling: as a URL is added, so it is found."""
+        fleet = self._rooms.fleet
+        try:
+            spelled = normalize_url(unquote(name), allow_unix=True)
+        except ValueError:
+            spelled = name
+        return fleet.get(name) or fleet.find(spelled)
+
     def find(self, name: str) -> Worker:
-        """By URL or id. Raises Refusal 404."""
-        worker = self._rooms.fleet.get(name)
+        """As `known`. Raises Refusal 404."""
+        worker = self.known(name)
         if worker is None:
             raise _told(404, "worker not found", "worker_not_found")
         return worker

@@ -77,7 +77,7 @@ class WorkerRoutes:
 
     async def switch(self, name: str) -> Response:
         body = await json_object()
-        known = self._rooms.fleet.get(name)
+        known = self._changes.known(name)
         judged = judge_switch(body, known.url if known else None, prefers_async=_prefers_async())
         worker = self._changes.find(name)
         # Taking one out, or in again, is not to wait for an update that hangs.

@@ -40,6 +40,7 @@ class Drain:
     remove: bool = False
     state: str = RUNS
     in_time: bool = False
+    leaving: bool = False  # its removal is under way
     refused: str = ""  # why it could not be removed
     over: trio.Event = field(default_factory=trio.Event)
 
@@ -93,16 +94,22 @@ class Drains:
         return max(drain.ends_at - trio.current_time(), 0.0)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        task_status.started()
-        while True:
-            self._begun = trio.Event()
-            while running := [drain for drain in self._drains.values() if drain.state == RUNS]:
-                for drain in running:
-                    await self._look(drain)
-                await trio.sleep(LOOK_SECS)
-            await self._begun.wait()
+        for drain in self._drains.values():
+            drain.leaving = False
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                self._begun = trio.Event()
+                while running := self._running():
+                    for drain in running:
+                        await self._look(drain, nursery)
+                    await trio.sleep(LOOK_SECS)
+                await self._begun.wait()
 
-    async def _look(self, drain: Drain) -> None:
+    def _running(self) -> list[Drain]:
+        return [d for d in self._drains.values() if d.state == RUNS and not d.leaving]
+
+    async def _look(self, drain: Drain, nursery: trio.Nursery) -> None:
         worker = drain.worker
         await self._fleet.agreed()  # else a door that has not heard yet could still send to it
         empty = not worker.in_flight
@@ -116,10 +123,16 @@ class Drains:
         else:
             running = worker.in_flight
             _log.warning("Worker %s: its time to drain is over, %d in flight", worker.url, running)
-        if drain.remove:
-            await self._remove(drain)
-        if not drain.over.is_set():
+        if drain.remove:  # beside the others: it waits for the end of an operation on the workers
+            drain.leaving = True
+            nursery.start_soon(self._see_off, drain)
+        else:
             self._end(drain, DRAINED if empty else OVERDUE)
+
+    async def _see_off(self, drain: Drain) -> None:
+        await self._remove(drain)
+        if not drain.over.is_set():
+            self._end(drain, DRAINED if drain.in_time else OVERDUE)
 
     async def _remove(self, drain: Drain) -> None:
         worker = drain.worker

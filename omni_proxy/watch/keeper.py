@@ -10,7 +10,6 @@ while the set of workers is frozen, what FILE says of it is withheld and applied
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,11 +26,12 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired, settle
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import State, read_state, render_state
+from omni_proxy.config.state import State
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.watch.freeze import Freeze
-from omni_proxy.watch.trust import judge_files
+from omni_proxy.watch.state_file import StateFile, state_at, state_path
+from omni_proxy.watch.trust import judge_files, signature
 
 _log = logging.getLogger(__name__)
 
@@ -65,27 +65,6 @@ def _bytes_of(path: Path) -> bytes:
         raise ConfigError([problem], str(path)) from None
 
 
-def _read_state_file(path: Path) -> State:
-    try:
-        return read_state(_bytes_of(path), str(path))
-    except ConfigError as error:
-        cure = Problem(
-            "", None, "holds what was set over HTTP", "mend it, or delete it to forget that",
-            str(path),
-        )  # fmt: skip
-        raise ConfigError([cure, *error.problems], str(path)) from None
-
-
-def state_path(startup: Startup, config: Config) -> Path | None:
-    """Where runtime changes are kept; None keeps them in memory only."""
-    named = config.server.state_file
-    if named == "off":
-        return None
-    if named != "auto":
-        return Path(named)
-    return startup.config_path.with_suffix(".state.toml") if startup.config_path else None
-
-
 class Keeper:
     """Built from a configuration that was judged already; `start` puts it in force."""
 
@@ -94,22 +73,26 @@ class Keeper:
         self.startup = startup
         self.fleet = fleet
         self.file = startup.config_path
+        self.read_as = signature(self.file) if self.file else None  # FILE, as it is read here
         self.config = startup.over(read_file(self.file))
         judge_files(self.config, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
-        self.state = State()
-        if self.state_file is not None and self.state_file.exists():
-            self.state = _read_state_file(self.state_file)
+        self.state = state_at(self.state_file)
+        self._kept = StateFile(self.state_file, self.state)
         self.revision = 0
         self.last_reload: dict[str, Any] = {}
         self.reloads: Counter[tuple[str, str]] = Counter()  # outcome, source
-        self.state_error = ""
         self.turn = trio.Lock()  # before `_lock`, never inside it
         self.freeze = Freeze()
         self._withheld: Config | None = None  # what FILE says, while its workers have to wait
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
         self._subscribers: list[Callable[[Config, Config], None]] = []
+
+    @property
+    def state_error(self) -> str:
+        """Why the state is not on the disk; "" where it is."""
+        return self._kept.error
 
     def prepare_with(self, prepare: Prepare) -> None:
         """`prepare(new)` does what may fail (OSError, ConfigError) and returns what puts it in
@@ -132,7 +115,7 @@ class Keeper:
                 return Reloaded("precondition_failed", self.revision)
             try:
                 new = self.startup.over(await trio.to_thread.run_sync(read_file, self.file))
-                await trio.to_thread.run_sync(judge_files, new, str(self.file))
+                await trio.to_thread.run_sync(judge_files, new, str(self.file or ""))
             except ConfigError as error:
                 return self._refused(source, error)
             new = self._without_waiting(new)
@@ -205,6 +188,7 @@ class Keeper:
             # The watcher reads again what a request has applied: that says nothing new.
             seen = source == "file" and "error" not in self.last_reload
             self._note("unchanged", source, keep=seen or source == "api")
+            await self._kept.keep(self.state_file, state)
             return Reloaded("unchanged", self.revision)
         try:
             commits = [prepare(new) for prepare in self._prepares]
@@ -212,15 +196,14 @@ class Keeper:
             return self._refused(source, self._unbound(new, error))
         except ConfigError as error:
             return self._refused(source, error)
-        edited = state != self.state
         self._apply(new, state, commits)
-        await self.fleet.agreed()
         if source != "api":
             self._note("applied", source, told)
             _log.info("configuration applied from %s, revision %d", source, self.revision)
-        if edited:
-            await self._save()
-        return Reloaded("applied", self.revision, told)
+        await self._kept.keep(self.state_file, state)
+        applied = Reloaded("applied", self.revision, told)
+        await self.fleet.agreed()
+        return applied
 
     def _apply(self, new: Config, state: State, commits: list[Callable[[], None]]) -> None:
         """One atom: no checkpoint between the first change and the last."""
@@ -266,38 +249,3 @@ class Keeper:
         if not keep:
             at = datetime.now(UTC).isoformat()
             self.last_reload = {"outcome": outcome, "source": source, "diff": told or {}, "at": at}
-
-    async def _save(self) -> None:
-        """A state that can't be written still runs: an operator must be able to act on a full
-        disk."""
-        if self.state_file is None:
-            return
-        text = render_state(self.state)
-        try:
-            await trio.to_thread.run_sync(write_atomically, self.state_file, text)
-            self.state_error = ""
-        except OSError as error:
-            self.state_error = f"{self.state_file}: {error.strerror}"
-            _log.error("the runtime state could not be saved: %s", self.state_error)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Old or new, never half: written beside, synced, renamed. The file is 0600, its folder made
-    0700."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

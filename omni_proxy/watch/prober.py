@@ -32,6 +32,7 @@ from omni_proxy.watch.resolver import RefusedAddress, addresses
 _log = logging.getLogger(__name__)
 
 RISING_SECS = 0.5  # a good worker should not have to wait for a whole interval to be believed
+PROBES_AT_ONCE = 256  # more would wait for our own CPU, and be late: thousands, well, would be out
 BODY_BYTES = 65536
 CLOSE_SECS = 1
 INSTANCE_FIELD = "x-omni-instance"
@@ -67,6 +68,7 @@ class Prober:
         self._jitter = jitter
         self._nursery: trio.Nursery | None = None
         self._loops: dict[Worker, _Loop] = {}
+        self._slots = trio.CapacityLimiter(PROBES_AT_ONCE)
         # Who may be slow, or say that it is busy, and is well all the same: its weights change.
         self.spares: Callable[[Worker], bool] = lambda _: False
         fleet.watch(self._follow_fleet)
@@ -126,8 +128,10 @@ class Prober:
         try:
             with loop.scope:
                 while True:
-                    loop.woken = trio.Event()
-                    if await self._probe(worker, caller, loop):
+                    async with self._slots:  # a probe's time begins when it does
+                        loop.woken = trio.Event()
+                        late = await self._probe(worker, caller, loop)
+                    if late:
                         # A cancelled connect can leave httpcore's pool poisoned (httpcore #1093).
                         await caller.close()
                     with trio.move_on_after(self._pause_secs(worker)):

@@ -1,14 +1,13 @@
 """The reloader: an edit of FILE, SIGHUP and POST /reload all end in `Keeper.reload`.
 
-Invariant: a file is read only after it has been unchanged for `SETTLE_SECS`, so an editor that
-truncates first never empties the fleet. Watched is the folder (a watch on the file dies at the
-first rename), and what counts is the file's own signature through all links, so a Kubernetes
-`..data` swap is seen too.
+Invariant: after an edit and a SIGHUP a file is read only once it has been unchanged for
+`SETTLE_SECS`, so an editor that truncates first never empties the fleet. Watched is the folder (a
+watch on the file dies at the first rename), and what counts is the file's own signature through
+all links, so a Kubernetes `..data` swap is seen too.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -16,21 +15,11 @@ import trio
 from watchfiles import awatch
 
 from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.trust import Signature, signature
 
 SETTLE_SECS: Final = 0.1
 EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is most likely one that is being written
 POLL_MILLIS: Final = 500  # where inotify is blind (network file systems, a link's far end)
-
-Signature = tuple[int, int, int] | None
-
-
-def signature(path: Path) -> Signature:
-    """What changes when the content may have; None while the file can't be reached."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class Reloader:
@@ -39,7 +28,7 @@ class Reloader:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._send, self._wanted = trio.open_memory_channel[str](1)
-        self._seen = signature(keeper.file) if keeper.file else None
+        self._seen = keeper.read_as  # an edit while the program starts is one, too
 
     def poke(self, source: str) -> None:
         try:
@@ -54,8 +43,9 @@ class Reloader:
             task_status.started()
             while True:
                 source = await self._wanted.receive()
-                if self._keeper.file is not None:
-                    self._seen = signature(self._keeper.file)
+                if (file := self._keeper.file) is not None:
+                    settled = source == "file"
+                    self._seen = signature(file) if settled else await self._settled(file)
                 await self._keeper.reload(source)
 
     async def _watch(self, file: Path) -> None:
@@ -77,7 +67,7 @@ class Reloader:
         finally:
             stop.set()  # its thread is not abandoned otherwise for seconds
 
-    async def _settled(self, file: Path) -> Signature:
+    async def _settled(self, file: Path) -> Signature | None:
         now = signature(file)
         while True:
             await trio.sleep(EMPTY_SETTLE_SECS if now and now[1] == 0 else SETTLE_SECS)

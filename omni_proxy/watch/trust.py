@@ -27,7 +27,7 @@ PROTOCOLS: Final = ["http/1.1"]
 Signature = tuple[int, int, int]
 
 
-def signature(path: str) -> Signature | None:
+def signature(path: str | os.PathLike[str]) -> Signature | None:
     """What changes when the content may have; None while the file can't be reached."""
     try:
         found = os.stat(path)

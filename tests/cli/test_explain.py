@@ -44,6 +44,11 @@ def test_the_pick_comes_with_its_reason_and_every_verdict():
     ]
 
 
+def test_a_reason_comes_without_the_systems_numbers():
+    why = "dead ([Errno 111] Error connecting to ('10.0.0.1', 8000): Connection refused)"
+    assert shown(told(workers=[worker(B, why)]))[-1].endswith("dead (Connection refused)")
+
+
 def test_a_refusal_is_told_where_the_pick_would_stand():
     lines = shown(told(refusal=REFUSAL, workers=[]))
     assert lines[2] == "nobody    503 no_capable_worker: nobody can"

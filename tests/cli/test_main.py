@@ -1,3 +1,4 @@
+import io
 import signal
 import subprocess
 import sys
@@ -5,7 +6,7 @@ import sys
 import pytest
 
 import omni_proxy
-from omni_proxy.cli import INNER, main
+from omni_proxy.cli import INNER, check, main
 from omni_proxy.config.schema import Config
 
 
@@ -33,6 +34,19 @@ def refused(capsys):
         return capsys.readouterr().err
 
     return run
+
+
+def test_a_sighup_that_comes_too_early_ends_nothing(started, monkeypatch):
+    def run(_):
+        signal.raise_signal(signal.SIGHUP)
+        return 7
+
+    monkeypatch.setattr(sys.modules["omni_proxy.root"], "run", run)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        assert main(["--worker-urls", "http://a:1"]) == 7
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_workers_on_the_command_line_need_no_file(started):
@@ -169,6 +183,34 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
     assert told == b""
 
 
+def test_what_is_started_with_closed_streams_has_some_that_take_all():
+    asked = """
+import os, sys
+from omni_proxy.cli import main
+status = main(["completion", "bash"])
+taken = {os.fstat(number).st_rdev for number in range(3)}
+os._exit(0 if status == 0 and taken == {os.stat("/dev/null").st_rdev} else 1)
+"""
+    words = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", asked]
+    assert subprocess.run(words, check=False, timeout=30).returncode == 0
+
+
+def test_a_closed_stdout_is_no_failure():
+    words = ["/bin/sh", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", "omni_proxy"]
+    done = subprocess.run(
+        [*words, "completion", "bash"], capture_output=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_a_locale_cannot_show_is_a_question_mark(monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="iso-8859-1")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    monkeypatch.setattr(check, "main", lambda _: print("ü…\u2603") or 0)
+    assert main(["check", "proxy.toml"]) == 0
+    assert narrow.buffer.getvalue() == b"\xfc??\n"
+
+
 @pytest.mark.parametrize("word", sorted(INNER))
 def test_what_the_program_starts_of_itself_says_so_to_others(word, capsys):
     with pytest.raises(SystemExit, match=f"{word} is for omni-proxy itself"):
@@ -210,5 +252,10 @@ def test_who_presses_ctrl_c_gets_no_trace(monkeypatch, capsys):
             return False
 
     monkeypatch.setattr("sys.stdin", Sits())
-    assert main(["explain", "--url", "http://127.0.0.1:1"]) == 130
+    # A shell that starts the tests in the background has them ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["explain", "--url", "http://127.0.0.1:1"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr() == ("", "")

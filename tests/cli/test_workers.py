@@ -38,11 +38,16 @@ def run(fleet, *words):
     ("named", "url"),
     [
         (A, A), (f"{A}/", A), ("10.0.0.1:8000", A), (".12", B), ("10.0.0.12:8000", B),
-        ("http%3A%2F%2F10.0.0.1%3A8000", A),
+        ("http%3A%2F%2F10.0.0.1%3A8000", A), ("HTTP://10.0.0.1:8000/", A),
     ],
 )  # fmt: skip
 def test_a_worker_is_found_by_any_of_its_names_or_a_part_that_only_it_has(named, url):
     assert find(FLEET, named)["url"] == url
+
+
+def test_upper_case_is_no_other_name():
+    gpu = record("http://gpu-1:8000")
+    assert find([*FLEET, gpu], "GPU-1:8000") is find([*FLEET, gpu], "HTTP://Gpu-1:8000/") is gpu
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,14 @@ async def test_a_worker_is_found_by_id_or_url_encoded_or_not(house, name):
     assert (status, body["worker_id"], body["id"], body["url"]) == (200, ID_A, ID_A, A)
 
 
+@pytest.mark.parametrize("name", [f"HTTP{A[4:]}", f"{A}/", quote(f"HTTP{A[4:]}/", safe="")])
+async def test_a_worker_is_found_in_every_spelling_that_would_add_it(house, name):
+    status, body, _ = await call(house, "GET", f"/workers/{name}")
+    assert (status, body["url"]) == (200, A)
+    status, body, _ = await call(house, "DELETE", f"/workers/{name}")
+    assert (status, body["worker_id"]) == (200, ID_A)
+
+
 async def test_a_record_speaks_both_dialects(house):
     house.healthy(A)
     _, body, _ = await call(house, "GET", f"/workers/{ID_A}")

@@ -152,6 +152,27 @@ async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
         await add(running, two)
         assert urls(await running.told("/workers")) == [one.url, two.url]
         assert str(blocked) in (await running.told("/status"))["state_error"]
+        blocked.unlink()
+        assert (await running.client.post("/reload")).json()["outcome"] == "unchanged"
+        assert (await running.told("/status"))["state_error"] is None
+    async with program("--config", file) as running:
+        assert urls(await running.told("/workers")) == [one.url, two.url]
+
+
+async def test_what_http_changed_moves_with_its_file_and_nothing_there_is_written_over(
+    file, trio_of_workers, tmp_path
+):
+    one, two, _ = trio_of_workers
+    there = tmp_path / "there.toml"
+    there.write_text("# of another proxy\n")
+    put(file, toml([one]))
+    async with program("--config", file) as running:
+        await add(running, two)
+        put(file, toml([one], more=f'state_file = "{there}"'))
+        await running.client.post("/reload")
+    async with program("--config", file) as running:
+        assert urls(await running.told("/workers")) == [one.url, two.url]
+    assert there.with_name("there.toml.old").read_text() == "# of another proxy\n"
 
 
 @pytest.mark.parametrize(

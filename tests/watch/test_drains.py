@@ -18,11 +18,14 @@ class World:
         self.keeper.start()
         self.a = self.fleet.workers[0]
 
-    async def switch(self, *, disabled):
-        await self.keeper.change(lambda state, _: with_switched(state, A, disabled=disabled))
+    async def switch(self, *, disabled, at_once=False):
+        def edit(state, _):
+            return with_switched(state, A, disabled=disabled)
 
-    async def begin(self, secs=0.0, **more):
-        await self.switch(disabled=True)
+        await self.keeper.change(edit, at_once=at_once)
+
+    async def begin(self, secs=0.0, *, at_once=False, **more):
+        await self.switch(disabled=True, at_once=at_once)
         return self.drains.begin(self.a, secs, **more)
 
     def state(self):
@@ -130,3 +133,19 @@ async def test_two_workers_drain_side_by_side(autojump_clock, world):
     fast = world.drains.begin(b, 2)
     await fast.over.wait()
     assert not slow.over.is_set()
+
+
+async def test_a_removal_that_waits_for_an_operation_on_the_workers_holds_up_no_other_drain(
+    autojump_clock, world
+):
+    b = world.fleet.find(B)
+    async with world.keeper.turn:
+        goes = await world.begin(60, remove=True, at_once=True)
+        b.in_flight = 1
+        stays = world.drains.begin(b, 5)
+        with trio.fail_after(10):
+            await stays.over.wait()
+        assert (stays.state, goes.state) == ("overdue", "draining")
+        assert world.fleet.find(A) is world.a
+    await goes.over.wait()
+    assert (goes.state, goes.in_time, world.fleet.find(A)) == ("removed", True, None)

@@ -1,4 +1,3 @@
-import os
 import stat
 
 import pytest
@@ -10,8 +9,7 @@ from omni_proxy.config.overlay import with_added, with_deleted, with_switched
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.watch import keeper as keeping
-from omni_proxy.watch.keeper import Keeper, write_atomically
+from omni_proxy.watch.keeper import Keeper
 from omni_proxy.wire.errors import Refusal
 from tests.fleet.entries import entry, heal
 
@@ -181,41 +179,37 @@ async def test_two_changes_at_once_come_one_after_the_other(keeper, autojump_clo
     assert sorted(told) == ["applied", "precondition_failed", "precondition_failed"]
 
 
-async def test_a_state_that_cannot_be_written_still_holds(keeper, monkeypatch):
-    def full(path, text):
-        raise OSError(28, "No space left on device")
+def with_b(state, _):
+    return with_added(state, entry("b", origin="api"))
 
-    monkeypatch.setattr(keeping, "write_atomically", full)
-    changed = await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
-    assert (changed.outcome, urls(keeper)) == ("applied", [A, B])
-    assert keeper.state_error.endswith("No space left on device")
-    monkeypatch.undo()
-    await keeper.change(lambda state, _: with_switched(state, B, disabled=True))
+
+async def test_a_change_whose_asker_leaves_while_it_is_told_around_is_kept(file, keeper):
+    keeper.fleet.agreed = trio.sleep_forever
+    with trio.CancelScope() as asker:
+        keeper.fleet.watch(asker.cancel)
+        await keeper.change(with_b)
+    assert urls(keeper) == urls(keeper_of(file)) == [A, B]
+
+
+async def test_a_state_that_could_not_be_written_is_with_the_next_reading(file, tmp_path):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    file.write_text(toml(A, more=f'server.state_file = "{blocked}/s.toml"\n'))
+    keeper = keeper_of(file)
+    assert (await keeper.change(with_b)).outcome == "applied"
+    assert urls(keeper) == [A, B]
+    assert keeper.state_error == f"{blocked}/s.toml: File exists"
+    blocked.unlink()
+    assert (await keeper.reload("SIGHUP")).outcome == "unchanged"
     assert keeper.state_error == ""
+    assert urls(keeper_of(file)) == [A, B]
 
 
-def test_a_state_is_written_whole_into_a_folder_that_is_made(tmp_path):
-    path = tmp_path / "new" / "folder" / "s.toml"
-    write_atomically(path, "one")
-    write_atomically(path, "two")
-    assert (path.read_text(), os.listdir(path.parent)) == ("two", ["s.toml"])
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-
-def test_a_failed_write_leaves_the_old_state_and_nothing_beside_it(tmp_path, monkeypatch):
-    path = tmp_path / "s.toml"
-    write_atomically(path, "old")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
-    with pytest.raises(OSError):
-        write_atomically(path, "new")
-    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["s.toml"])
-
-
-@pytest.mark.parametrize(("named", "kept"), [("off", None), ("auto", "proxy.state.toml")])
-def test_the_state_files_place(file, named, kept):
-    file.write_text(toml(A, more=f'server.state_file = "{named}"\n'))
-    place = keeper_of(file).state_file
-    assert (place.name if place else None) == kept
+async def test_the_state_moves_with_its_file(file, keeper, tmp_path):
+    await keeper.change(with_b)
+    file.write_text(toml(A, more=f'server.state_file = "{tmp_path}/new.toml"\n'))
+    await keeper.reload("file")
+    assert urls(keeper_of(file)) == [A, B]
 
 
 def test_an_unreadable_file_at_the_start_is_a_configuration_error(tmp_path):

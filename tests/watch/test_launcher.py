@@ -90,7 +90,7 @@ class House:
         return [place["pid"] for place in self.launcher.status()]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        with trio.fail_after(20):
+        with trio.fail_after(30):
             while not holds():  # noqa: ASYNC110  # other processes ring no bell here
                 await trio.sleep(0.01)
 

@@ -4,6 +4,7 @@ import trio
 import trio.lowlevel
 
 from omni_proxy.fleet.health import Thresholds
+from omni_proxy.watch import prober as probing
 from omni_proxy.watch.prober import Prober
 from tests.watch.prober_world import NOW, URL
 
@@ -100,6 +101,31 @@ async def test_a_slow_worker_delays_nobody_else(world, asked, nursery, autojump_
     await trio.sleep(11)
     assert [host for _, host in asked].count("127.0.0.1") == 3
     assert slow.machine.last_error == "no answer within 5 s"
+
+
+async def test_so_many_workers_are_probed_at_a_time_and_waiting_for_that_is_not_their_fault(
+    world, asked, nursery, autojump_clock, monkeypatch
+):
+    monkeypatch.setattr(probing, "PROBES_AT_ONCE", 4)
+    world.prober = probing.Prober(world.fleet, world.keeper, jitter=lambda: 0.5)
+    under_way, most = 0, 0
+
+    async def slow(request):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await trio.sleep(4)
+        under_way -= 1
+        return httpx.Response(200)
+
+    asked.reply = slow
+    world.fleet.thresholds = Thresholds(rise=1, fall=1)
+    world.configure(timeout_secs=5, interval_secs=600)
+    world.add(*(f"http://127.0.0.{at}:1" for at in range(1, 21)))
+    await running(world, nursery)
+    await trio.sleep(30)
+    assert most == 4
+    assert {worker.machine.state for worker in world.fleet.workers} == {"healthy"}
 
 
 async def test_after_a_timeout_the_client_is_a_new_one(world, asked, nursery, autojump_clock):

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
+import trio.lowlevel
 import trio.testing
 
 from omni_proxy.watch import reloader as reloading
@@ -20,7 +21,8 @@ class Keeper(SimpleNamespace):
 
 
 def keeper_of(file) -> Keeper:
-    return Keeper(file=file, asked=[], gate=None, heard=trio.Event())
+    read_as = signature(file) if file else None
+    return Keeper(file=file, read_as=read_as, asked=[], gate=None, heard=trio.Event())
 
 
 @pytest.fixture
@@ -58,6 +60,37 @@ async def test_a_file_that_keeps_changing_is_waited_for(file, monkeypatch):
     assert naps == [reloading.SETTLE_SECS] * 2 + [reloading.EMPTY_SETTLE_SECS] + [
         reloading.SETTLE_SECS
     ]
+
+
+async def test_an_edit_while_the_program_starts_is_read(nursery, file):
+    keeper = keeper_of(file)
+    file.write_text("meanwhile")
+    await nursery.start(Reloader(keeper).run)
+    await until(keeper, lambda asked: asked)
+    assert keeper.asked == [("file", "meanwhile")]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_signal_in_the_middle_of_an_edit_waits_for_its_end(file, nursery, monkeypatch):
+    keeper = keeper_of(file)
+    reloader = Reloader(keeper)
+
+    async def idle(_):
+        await trio.sleep_forever()
+
+    async def edit_goes_on(_):
+        if not file.read_text():
+            file.write_text("whole")
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(reloader, "_watch", idle)
+    await nursery.start(reloader.run)
+    monkeypatch.setattr(reloading.trio, "sleep", edit_goes_on)
+    file.write_text("")
+    reloader.poke("SIGHUP")
+    await until(keeper, lambda asked: asked)
+    assert keeper.asked == [("SIGHUP", "whole")]
+    nursery.cancel_scope.cancel()
 
 
 async def test_what_happens_beside_the_file_asks_for_nothing(nursery, file):

@@ -9,7 +9,7 @@ from omni_proxy.cli.top import follower
 from omni_proxy.cli.top.follower import Follower
 from tests.cli.feeds import feed, point, row
 
-PATIENCE_SECS = 30
+PATIENCE_SECS = 60
 
 
 class Feed:
