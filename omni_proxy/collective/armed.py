@@ -52,6 +52,10 @@ class Armed(Protocol):
 
     def progress(self) -> Progress: ...
 
+    def moved_past(self, buckets: int, secs: float) -> Progress:
+        """How far it is once more than `buckets` are done, or it has ended, or `secs` are over."""
+        ...
+
     def fault(self) -> GroupError | None:
         """Why it has failed, if it has; returns at once."""
         ...

@@ -232,8 +232,9 @@ class _Work:
 
     def _follow(self, number: int, underway: Underway[LocalReceived] | Underway[Sent]) -> None:
         told = underway.progress()
-        while not underway.ended(TELL_SECS):
-            if (now := underway.progress()) != told:
+        while not underway.ended(0):
+            # Whoever reads what has come while the rest comes hears of each bucket at once.
+            if (now := underway.moved_past(told.buckets_done, TELL_SECS)) != told:
                 told = now
                 self._told.tell(Moved(number, now.messages_done, now.bytes_come))
         if (fault := underway.fault()) is not None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from omni_proxy.collective.armed import LocalReceived, Order
 from omni_proxy.collective.group import Groups, Limits
-from omni_proxy.collective.pages import STEP_BYTES, touch
-from omni_proxy.collective.place import Place, mapped, opened, span
+from omni_proxy.collective.pages import STEP_BYTES, map_ahead, touch
+from omni_proxy.collective.place import Place, in_memory, mapped, opened, span
 from omni_proxy.collective.rendezvous import Meeting, Rendezvous
 from omni_proxy.collective.sending import LocalSender
 from omni_proxy.collective.specs import Plan
@@ -71,10 +71,14 @@ def file_block(place: Place, plans: Sequence[Plan]) -> Callable[[Plan], torch.Te
     def block(_: Plan) -> torch.Tensor:
         descriptor = opened(place, plans)
         try:
-            whole = mapped(descriptor, os.fstat(descriptor).st_size)
+            file = os.fstat(descriptor)
+            whole = mapped(descriptor, file.st_size)
         finally:
             os.close(descriptor)
-        touch(whole, *span(place, plans), at_once=STEP_BYTES)
+        if in_memory(file.st_dev):
+            map_ahead(whole, *span(place, plans))
+        else:
+            touch(whole, *span(place, plans), at_once=STEP_BYTES)
         return whole
 
     return block

@@ -73,7 +73,7 @@ def _all_there(path: str, descriptor: int, end: int) -> bool:
             f"{path} has {there.st_size} bytes, and the buckets end at byte {end}: it must be of "
             "full size"
         )
-    if not _in_memory(there.st_dev):
+    if not in_memory(there.st_dev):
         return False  # its blocks may be something else's, of the file system itself
     missing = there.st_size - there.st_blocks * BLOCK_BYTES
     if missing > (free := free_bytes()):
@@ -81,7 +81,7 @@ def _all_there(path: str, descriptor: int, end: int) -> bool:
     return missing <= 0
 
 
-def _in_memory(device: int) -> bool:
+def in_memory(device: int) -> bool:
     """Whether a file system is one whose files are memory, which no call of its own refuses."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in MOUNTS.read_text().splitlines():

@@ -28,6 +28,7 @@ class Underway(Generic[T]):
         self._stop = stop
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._grown = threading.Condition()
         self._progress = order.progress(0, 0)
         self._result: T | None = None
         self._fault: GroupError | None = None
@@ -58,8 +59,18 @@ class Underway(Generic[T]):
     def ended(self, within_secs: float) -> bool:
         return self._ended.wait(within_secs)
 
+    def moved_past(self, buckets: int, secs: float) -> Progress:
+        """How far it is once more than `buckets` are done, or it has ended, or `secs` are over."""
+        with self._grown:
+            self._grown.wait_for(
+                lambda: self._progress.buckets_done > buckets or self._ended.is_set(), secs
+            )
+        return self._progress
+
     def moved(self, messages_done: int, bytes_come: int) -> None:
-        self._progress = self.order.progress(messages_done, bytes_come)
+        before, self._progress = self._progress, self.order.progress(messages_done, bytes_come)
+        if self._progress.buckets_done > before.buckets_done:
+            self._tell()
 
     def finish(self, result: T) -> None:
         with self._lock:
@@ -67,12 +78,18 @@ class Underway(Generic[T]):
                 self._progress = self.order.progress(*self.order.all)
                 self._result = result
                 self._ended.set()
+        self._tell()
 
     def fail(self, error: GroupError) -> None:
         with self._lock:
             if not self._ended.is_set():
                 self._fault = GroupError(str(error), group_dropped=error.group_dropped)
                 self._ended.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._grown:
+            self._grown.notify_all()
 
 
 def run_underway(

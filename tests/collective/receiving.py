@@ -7,7 +7,8 @@ from omni_proxy.collective.specs import plans_of
 from tests.collective.trainer_side import sha256
 from tests.collective.waiting import until
 
-LIMITS = Limits(stall_secs=1.0, silent_secs=10.0, ping_secs=1.0, first_byte_secs=20.0)
+# A machine with a lot to do is no stall: who waits for one makes it shorter.
+LIMITS = Limits(stall_secs=10.0, silent_secs=10.0, ping_secs=1.0, first_byte_secs=20.0)
 # Odd sizes, an empty one and a scalar: what lies close together must still come apart.
 TENSORS = [
     ("bfloat16", [3, 5], 1),

@@ -67,5 +67,5 @@ def test_who_gives_up_leaves_no_thread_waiting(come):
     hashing.come(*come)
     hashing.give_up()
     for thread in hashing._threads:
-        thread.join(10)
+        thread.join(30)
     assert "weights-digest-given-up" not in [thread.name for thread in threading.enumerate()]

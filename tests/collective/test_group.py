@@ -160,7 +160,7 @@ def test_a_port_that_accepts_and_says_nothing_holds_no_thread(listener):
     with pytest.raises(GroupError, match="no torch store answered"):
         groups.init(meeting(listener.getsockname()[1]))
     assert groups.status() == {"groups": [], "abandoned_threads": [], "kept_bytes": 0}
-    until(lambda: threading.active_count() == before)
+    until(lambda: threading.active_count() <= before)
 
 
 def test_a_service_of_another_kind_is_told_from_a_store(groups, listener):
@@ -277,8 +277,8 @@ def test_a_name_used_again_and_again_leaves_no_file_and_no_thread_behind(groups,
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(5):
         cycle()
-    assert len(os.listdir("/proc/self/fd")) == files
-    assert threading.active_count() == threads
+    until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+    until(lambda: threading.active_count() <= threads)
     assert groups.status()["abandoned_threads"] == []
 
 

@@ -112,6 +112,6 @@ def test_why_there_is_none_is_told_with_its_last_words(nest, monkeypatch, code, 
     with pytest.raises(ChildEnded, match=said):
         child.require_ready(20)
     assert child.reaped(10)
-    child._reader.join(10)
+    child._reader.join(30)
     assert nest.pid() is None
     assert len(os.listdir("/proc/self/fd")) == files

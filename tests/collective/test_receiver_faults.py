@@ -1,6 +1,7 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -91,8 +92,8 @@ def test_a_trainer_that_dies_while_bytes_move_is_noticed(receiver, pool):
     assert recovers(receiver, pool)
 
 
-@pytest.mark.parametrize("isolation", ["process"], indirect=True)
-def test_a_trainer_that_stops_while_bytes_move_is_a_stall(receiver, pool):
+def test_a_trainer_that_stops_while_bytes_move_is_a_stall(pool):
+    receiver = open_receiver("process", replace(LIMITS, stall_secs=1.0), name="stalled")
     trainer = pool.trainer()
     joined(receiver, trainer)
     transfer = armed(receiver, [("uint8", [BIG_BYTES], 0)])
@@ -104,6 +105,7 @@ def test_a_trainer_that_stops_while_bytes_move_is_a_stall(receiver, pool):
     assert failure.value.group_dropped
     trainer.kill()
     assert recovers(receiver, pool)
+    receiver.close()
 
 
 def test_a_trainer_that_exits_after_its_last_byte_has_sent_all(receiver, pool):

@@ -121,7 +121,8 @@ def test_ten_cycles_leave_nothing_behind(receiver, trainer):
         return (
             len(os.listdir("/proc/self/fd")),
             threading.active_count(),
-            len(os.listdir("/dev/shm")),
+            # Stores of versions, which other test processes make and remove, are not this room's.
+            sum(not each.startswith(("omni-proxy-", "omni-test-")) for each in shared_memory()),
             len(receiver.status().get("processes", [])),
         )
 
@@ -131,8 +132,11 @@ def test_ten_cycles_leave_nothing_behind(receiver, trainer):
     before = counted()
     for number in range(10):
         cycle(number == 5)
-    until(lambda: counted() <= before or not settled(before, counted()))
-    assert settled(before, counted())
+    until(lambda: settled(before, counted()))
+
+
+def shared_memory():
+    return os.listdir("/dev/shm")
 
 
 def settled(before, after):

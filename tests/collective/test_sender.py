@@ -13,8 +13,9 @@ from omni_proxy.collective.receiver import (
     open_receiver,
 )
 from omni_proxy.collective.specs import plans_of
+from tests.collective.waiting import until
 
-LIMITS = Limits(stall_secs=1.0, silent_secs=10.0)
+LIMITS = Limits(stall_secs=3.0, silent_secs=10.0)
 TENSORS = {
     "a": torch.arange(12000, dtype=torch.float32).reshape(30, 400),
     "b": torch.arange(7, dtype=torch.uint8),
@@ -125,7 +126,7 @@ def test_a_receiver_that_dies_ends_the_send(met, other):
 def test_a_receiver_that_takes_nothing_is_a_stall(met):
     weights = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
     sending = met.send(plans_of(body_of(weights)), weights)
-    with pytest.raises(GroupError, match="tensor 'w' was not taken within 1 s"):
+    with pytest.raises(GroupError, match="tensor 'w' was not taken within 3 s"):
         sending.wait(20)
 
 
@@ -166,4 +167,4 @@ def test_a_closed_sender_leaves_no_thread(ours):
     before = threading.active_count()
     for _ in range(3):
         opened()
-    assert threading.active_count() <= before + 1  # a spare child may still be starting
+    until(lambda: threading.active_count() <= before + 1)  # a spare child may still be starting

@@ -55,6 +55,13 @@ class FromDisk(Operation, kw_only=True):
     manifest: dict[str, Any] | None = None
 
 
+class ReadAhead(Operation, kw_only=True):
+    """A file that is being written, and how many of its first bytes are final."""
+
+    model_path: str
+    nbytes: int
+
+
 class FromTensor(Operation, kw_only=True):
     serialized_named_tensors: list[str]
     load_format: str | None = None
@@ -168,6 +175,7 @@ def _done(aggregate: dict[str, Any]) -> dict[str, Any]:
 
 ROUTES = (
     AdminRoute("/update_weights_from_disk", FromDisk, 120.0),
+    AdminRoute("/read_weights_ahead", ReadAhead, 120.0),
     AdminRoute("/init_weights_update_group", InitGroup, MOST_SECS),
     AdminRoute("/destroy_weights_update_group", DestroyGroup, 300.0),
     AdminRoute("/update_weights_from_distributed", FromDistributed, MOST_SECS),

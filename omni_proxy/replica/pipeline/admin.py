@@ -37,6 +37,7 @@ UPDATES = frozenset(
         "complete_weights_update",
         "init_weights_update_group",
         "destroy_weights_update_group",
+        "read_weights_ahead",
     }
 )
 BESIDE = frozenset(
@@ -49,6 +50,7 @@ BESIDE = frozenset(
         "destroy_weights_update_group",
         "prepare_weights_update",
         "complete_weights_update",
+        "read_weights_ahead",
     }
 )
 UNSUPPORTED = "stage does not support admin operations"

@@ -10,36 +10,19 @@ before anything is changed, so that what happens to it afterwards does not matte
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from io import BufferedReader
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from torch import Tensor
 
-from omni_proxy.replica.weights.reading import (
-    ALIGNMENT_BYTES,
-    CutShort,
-    Piece,
-    Rooms,
-    bytes_of,
-    fill,
-    room,
-)
-from omni_proxy.replica.weights.target import (
-    DERIVED_ENDINGS,
-    Form,
-    Staged,
-    Target,
-    WeightsFault,
-    quoted,
-)
-from omni_proxy.replica.weights.tensors import NOT_JSON, StoredTensors
+from omni_proxy.replica.weights.ahead import Ahead
+from omni_proxy.replica.weights.loading import Loading, Part
+from omni_proxy.replica.weights.reading import Rooms
+from omni_proxy.replica.weights.target import Staged, Target, WeightsFault, quoted
+from omni_proxy.replica.weights.tensors import NOT_JSON
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 2**20
@@ -64,28 +47,13 @@ class Index(Struct):
     weight_map: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A file, the names wanted from it (None: all), and its SHA-256 where one is promised."""
-
-    path: Path
-    names: tuple[str, ...] | None = None
-    sha256: str | None = None
-
-    def names_in(self, stored: StoredTensors) -> list[str]:
-        """Raises WeightsFault where there are none."""
-        names = stored.names if self.names is None else list(self.names)
-        if not names:
-            raise WeightsFault(f"{stored.title} holds no tensor")
-        return names
-
-
 class WeightsFolder:
     """Finds files under `root`; "" is no root at all, and then nothing is read."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve() if root else None
         self._rooms = Rooms()
+        self._ahead = Ahead()
 
     def stage(self, payload: Mapping[str, Any], target: Target) -> Staged:
         """Read what `model_path` and `manifest` name; raises WeightsFault."""
@@ -97,15 +65,43 @@ class WeightsFolder:
         manifest = manifest_of(payload.get("manifest"))
         try:
             parts = self._parts(self._inside(payload.get("model_path")), manifest)
-            with ExitStack() as files:
-                loading = _Loading(target, files, self._rooms)
-                for part in parts:
-                    loading.look(part)
+            with self._ahead.take(parts) or self._opened(parts, target) as loading:
                 if manifest is None:
-                    target.require_all(each.name for each in loading.wanted)
+                    try:
+                        target.require_all(loading.names)
+                    except WeightsFault:
+                        loading.forget()
+                        raise
                 return loading.stage()
         except OSError as error:
             raise WeightsFault(f"{quoted(payload.get('model_path'))}: {error}") from error
+
+    def read_ahead(self, payload: Mapping[str, Any], target: Target) -> int:
+        """Of the file `model_path`, which is being written, the first `nbytes` are final.
+
+        They are read for a `stage` that will name the file, however it is called then. How many
+        of all its bytes that can be done with; raises WeightsFault.
+        """
+        name, nbytes = payload.get("model_path"), payload.get("nbytes")
+        if type(nbytes) is not int or nbytes < 0:
+            raise WeightsFault("nbytes must be a whole number, at least 0")
+        try:
+            path = self._inside(name)
+            parts = [Part(self._file(path.parent, path.name))]
+            return self._ahead.read(path, nbytes, partial(self._opened, parts, target))
+        except OSError as error:
+            raise WeightsFault(f"{quoted(name)}: {error}") from error
+
+    def _opened(self, parts: Sequence[Part], target: Target) -> Loading:
+        """Raises WeightsFault, OSError."""
+        loading = Loading(target, self._rooms)
+        try:
+            for part in parts:
+                loading.look(part)
+        except (WeightsFault, OSError):
+            with loading:
+                raise
+        return loading
 
     def _inside(self, path: Any, folder: Path | None = None) -> Path:
         """Where `path` really is; relative ones are the folder's, else the root's."""
@@ -180,99 +176,3 @@ def _weight_map(index: Path) -> dict[str, str]:
         return msgspec.json.decode(text, type=Index).weight_map
     except NOT_JSON as error:
         raise WeightsFault(f"{index} is no index of safetensors files: {error}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One tensor of an open file."""
-
-    name: str
-    stored: StoredTensors
-    form: Form
-
-    def within(self, block: Tensor, start: int) -> Tensor:
-        part = block[start : start + self.form.nbytes]
-        return part.view(self.form.dtype).view(self.form.shape)
-
-    def piece(self, tensor: Tensor) -> Piece:
-        return self.stored.descriptor, self.stored.place(self.name), bytes_of(tensor)
-
-
-class _Loading:
-    """Files that are open, from the look at their headers to their last byte."""
-
-    def __init__(self, target: Target, files: ExitStack, rooms: Rooms) -> None:
-        self._target = target
-        self._rooms = rooms
-        self._files = files
-        self._promised: list[tuple[BufferedReader, Part]] = []
-        self.wanted: list[_Wanted] = []
-
-    def look(self, part: Part) -> None:
-        """At what a file gives; raises WeightsFault where its sizes do not fit, and OSError."""
-        file = self._files.enter_context(part.path.open("rb"))
-        stored = StoredTensors(file, str(part.path))
-        staged = Staged(self._target)
-        for name in part.names_in(stored):
-            form = stored.form(name)
-            staged.check(name, form)
-            if not name.endswith(DERIVED_ENDINGS):
-                self.wanted.append(_Wanted(name, stored, form))
-        self._promised.append((file, part))
-
-    def stage(self) -> Staged:
-        """Read everything; raises WeightsFault, and OSError from a file."""
-        for file, part in self._promised:
-            _require_digest(file, part)
-        as_they_are = [each for each in self.wanted if self._as_it_is(each)]
-        places, nbytes = _side_by_side(as_they_are)
-        block, give_back = self._rooms.take(nbytes)
-        staged = Staged(self._target, give_back)
-        try:
-            tensors = {each: each.within(block, start) for each, start in places.items()}
-            del block
-            _fill([each.piece(tensors[each]) for each in as_they_are], as_they_are)
-            for each in self.wanted:
-                tensor = tensors.pop(each, None)
-                staged.add(each.name, _alone(each) if tensor is None else tensor)
-                del tensor
-        except (WeightsFault, OSError):
-            staged.forget()
-            raise
-        return staged
-
-    def _as_it_is(self, wanted: _Wanted) -> bool:
-        """Nothing has to be made of it: neither another type, nor a part, nor a GPU's tensor."""
-        live = self._target.live(wanted.name)
-        return Form(live.dtype, tuple(live.shape)) == wanted.form and live.device.type == "cpu"
-
-
-def _side_by_side(wanted: Sequence[_Wanted]) -> tuple[dict[_Wanted, int], int]:
-    """Where each begins in memory for all of them, and how much that is in bytes."""
-    places, end = {}, 0
-    for each in wanted:
-        places[each] = start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = start + each.form.nbytes
-    return places, end
-
-
-def _alone(wanted: _Wanted) -> Tensor:
-    tensor = wanted.within(room(wanted.form.nbytes), 0)
-    _fill([wanted.piece(tensor)], [wanted])
-    return tensor
-
-
-def _fill(pieces: Sequence[Piece], wanted: Sequence[_Wanted]) -> None:
-    try:
-        fill(pieces)
-    except CutShort:
-        titles = ", ".join(dict.fromkeys(each.stored.title for each in wanted))
-        raise WeightsFault(f"{titles} ended in the middle of a tensor") from None
-
-
-def _require_digest(file: BufferedReader, part: Part) -> None:
-    if part.sha256 is not None:
-        file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != part.sha256.lower():
-            raise WeightsFault(f"{part.path} has the SHA-256 {found}, not the promised one")

@@ -18,7 +18,7 @@ from omni_proxy.collective.specs import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.admin import Answer, failure
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import PeerFault, SlowFunction, Steps
+from omni_proxy.replica.text.slow import Aside, PeerFault, SlowFunction, Steps
 from omni_proxy.replica.weights.checker import Checker
 from omni_proxy.replica.weights.disk import WeightsFolder
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
@@ -87,6 +87,7 @@ class WeightOperations:
             self.destroy_weights_update_group,
             self._two_phase.prepare_weights_update,
             self._two_phase.complete_weights_update,
+            self.read_weights_ahead,
         )
         for function in beside:
             scheduler.register_slow_admin(function.__name__, function, beside=True)
@@ -131,6 +132,14 @@ class WeightOperations:
             "token_step": payload.get("token_step", 0),
         }
         return success, message, data | told, error
+
+    def read_weights_ahead(self, order: Admin) -> Steps:
+        """So much of a file is final that an update from disk will name once all of it is."""
+        try:
+            nbytes = yield Aside(partial(self._folder.read_ahead, order.payload, self._target))
+        except (WeightsFault, PeerFault) as error:
+            return failure(str(error))
+        return True, "ok", {"ahead_bytes": nbytes}, None
 
     def update_weights_from_tensor(self, order: Admin) -> Steps:
         if (refusal := self._busy()) is not None:

@@ -72,11 +72,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return data
 
 
-def fill(pieces: Iterable[Piece]) -> None:
+def split(piece: Piece, upto: int) -> tuple[Piece, Piece]:
+    """What of it lies before byte `upto` of its file, and the rest; either may be empty."""
+    descriptor, place, into = piece
+    count = min(max(upto - place, 0), len(into))
+    return (descriptor, place, into[:count]), (descriptor, place + count, into[count:])
+
+
+def fill(pieces: Iterable[Piece], threads: int) -> None:
     """Read every piece. Raises OSError, CutShort."""
     shares = [share for piece in pieces for share in _shares(*piece)]
-    cores = min(len(os.sched_getaffinity(0)), max(len(shares), 1))
-    with ThreadPoolExecutor(cores, thread_name_prefix="weights-read") as pool:
+    threads = min(threads, max(len(shares), 1))
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-read") as pool:
         for _ in pool.map(_read, shares):
             pass
 

@@ -346,3 +346,20 @@ def test_without_a_root_nothing_is_read(tmp_path):
         answer = stage.update(tmp_path / "new.safetensors")
         assert not answer.success
         assert "--weights-root" in answer.message
+
+
+def test_a_file_is_read_ahead_while_texts_are_written_by_the_old_weights(stage, tmp_path):
+    new = weights_of(1)
+    file = save(tmp_path / "coming.safetensors", new)
+    old_text = stage.generate()["text"]
+    running = stage.submit()
+    told = stage.admin("read_weights_ahead", model_path=str(file), nbytes=file.stat().st_size)
+    assert (told.success, told.data["ahead_bytes"]) == (True, sum(t.nbytes for t in new.values()))
+    assert stage.result(running)["text"] == old_text
+    assert stage.checksum() == checksum_of(weights_of(0))
+    file = file.rename(tmp_path / "whole.safetensors")
+    assert stage.update(file, weight_version="v1").success
+    assert stage.checksum() == checksum_of(new)
+    refused = stage.admin("read_weights_ahead", model_path=str(tmp_path / "none"), nbytes=1)
+    assert not refused.success
+    assert "does not exist" in refused.message

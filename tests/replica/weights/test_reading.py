@@ -19,19 +19,19 @@ def file(tmp_path, monkeypatch):
 
 def test_every_byte_comes_to_its_place(file):
     whole = room(903)
-    fill([(file, 5, bytes_of(whole[:403])), (file, 0, bytes_of(whole[403:]))])
+    fill([(file, 5, bytes_of(whole[:403])), (file, 0, bytes_of(whole[403:]))], 4)
     wanted = [n % 251 for n in (*range(5, 408), *range(500))]
     assert whole.tolist() == wanted
 
 
 def test_a_file_that_is_too_short_is_told_of(file):
     with pytest.raises(CutShort):
-        fill([(file, 990, bytes_of(room(11)))])
+        fill([(file, 990, bytes_of(room(11)))], 1)
 
 
 def test_nothing_may_be_read_too(file):
-    fill([(file, 0, bytes_of(room(0)))])
-    fill([])
+    fill([(file, 0, bytes_of(room(0)))], 2)
+    fill([], 2)
     assert room(0).numel() == 0
 
 

@@ -20,7 +20,7 @@ def trainers():
 @pytest.fixture
 def sync(trainers):
     """Of this sync one bucket is applied."""
-    with running(weights_isolation="thread", weights_stall_secs=1.0) as stage:
+    with running(weights_isolation="thread", weights_stall_secs=3.0) as stage:
         sync = Syncing(stage, trainers.trainer())
         sync.join()
         assert sync.prepare(one(A)).success

@@ -27,7 +27,7 @@ from tests.replica.weights.syncing import (
 
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 INIT = "init_weights_update_group"
-PATIENCE = {"weights_stall_secs": 1.0, "weights_ready_secs": 3.0, "weights_receive_secs": 20.0}
+PATIENCE = {"weights_stall_secs": 3.0, "weights_ready_secs": 6.0, "weights_receive_secs": 20.0}
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_a_trainer_that_stops_is_given_up_when_nothing_has_come_for_a_while(sync
     assert sync.stage.generate()["usage"]["completion_tokens"] == 12
     answer = sync.stage.answer(completing)
     assert not answer.success
-    assert "nothing has come for 1 s" in answer.message
+    assert "nothing has come for 3 s" in answer.message
     sync.trainer.kill()
     untouched_and_ready_for_the_next(sync, trainers)
 
@@ -158,7 +158,7 @@ def test_a_trainer_that_stops_is_given_up_when_nothing_has_come_for_a_while(sync
 def test_a_trainer_that_never_sends_is_given_up_without_anybody_asking(sync, trainers):
     sync.prepare(many(A))
     assert sync.until("failed")["error"]
-    failed(sync, "nothing has come for 3 s")
+    failed(sync, "nothing has come for 6 s")
     assert sync.trainer.tell("destroy", group="g") == {"destroyed": True}
     untouched_and_ready_for_the_next(sync, trainers)
     sync.join()
@@ -262,7 +262,8 @@ def test_ten_syncs_leave_nothing_behind(replica, trainers):
     for number in range(10):
         round_of(number)
     after = used()
-    assert after["descriptors"] <= before["descriptors"] + 2
+    # One left by each would be ten. Threads of earlier tests may still open and close theirs.
+    assert after["descriptors"] <= before["descriptors"] + 5
     assert after["threads"] <= before["threads"] + 1
     assert after["children"] <= before["children"] + 1
     assert after["resident_mib"] < before["resident_mib"] + 16

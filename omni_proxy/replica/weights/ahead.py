@@ -1,0 +1,93 @@
+"""A file of weights that is still being written, read as far as its bytes are final.
+
+Whoever writes it says how far that is; once it is whole, an update finds most of it in memory.
+Invariant: what was read goes nowhere but into an update that names the very same file, and is
+dropped where none does soon.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from omni_proxy.replica.weights.loading import Loading, Part
+from omni_proxy.replica.weights.target import WeightsFault
+
+# Memory of a version that nobody asks for: its writer has failed, or is gone.
+KEEP_SECS: Final = 60.0
+# Of one turn, after which an update may take over; and no faster, as it is beside other work.
+STEP_BYTES: Final = 64 << 20
+THREADS: Final = 1
+
+
+class Ahead:
+    """One file at a time, the latest. Safe from any thread; an update never waits for long."""
+
+    def __init__(self, keep_secs: float = KEEP_SECS) -> None:
+        self._keep_secs = keep_secs
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()  # by an update, which reads what is missing faster
+        self._path: Path | None = None
+        self._loading: Loading | None = None
+        self._timer: threading.Timer | None = None
+
+    def read(self, path: Path, nbytes: int, opened: Callable[[], Loading]) -> int:
+        """Its first `nbytes` are final; how many bytes can be read ahead at all. 0: none.
+
+        Raises WeightsFault, and OSError from the file; nothing is kept then.
+        """
+        with self._lock:
+            if self._path != path:
+                self._drop()
+                self._path, self._loading = path, opened()
+            loading = self._loading
+            assert loading is not None
+            try:
+                for step in range(STEP_BYTES, nbytes + STEP_BYTES, STEP_BYTES):
+                    if self._wanted.is_set():
+                        break
+                    loading.read(min(step, nbytes), THREADS)
+            except (WeightsFault, OSError):
+                self._drop()
+                raise
+            self._wind()
+            return sum(each.form.nbytes for each in loading.as_they_are)
+
+    def take(self, parts: Sequence[Part]) -> Loading | None:
+        """What was read of just these files, for the caller to end; anything else is dropped."""
+        self._wanted.set()
+        try:
+            with self._lock:
+                loading = self._loading
+                if loading is None or not loading.is_of(parts):
+                    self._drop()
+                    return None
+                self._path = self._loading = None
+                self._wind()
+                return loading
+        finally:
+            self._wanted.clear()
+
+    def _wind(self) -> None:
+        """The clock runs from now on, where anything is kept."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._loading is not None:
+            self._timer = threading.Timer(self._keep_secs, self._expire, [self._loading])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self, loading: Loading) -> None:
+        with self._lock:
+            if self._loading is loading:
+                self._drop()
+
+    def _drop(self) -> None:
+        loading, self._loading, self._path = self._loading, None, None
+        self._wind()
+        if loading is not None:
+            with loading:
+                loading.forget()

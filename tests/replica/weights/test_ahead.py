@@ -1,0 +1,197 @@
+import os
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from omni_proxy.replica.weights import ahead
+from omni_proxy.replica.weights.ahead import Ahead
+from omni_proxy.replica.weights.disk import WeightsFolder
+from omni_proxy.replica.weights.loading import Loading
+from omni_proxy.replica.weights.target import Target, WeightsFault
+from tests.collective.waiting import until
+
+OLD = {"a": torch.zeros(6), "b": torch.zeros(5, 2), "c": torch.zeros(3)}
+NEW = {name: each + 1 for name, each in OLD.items()}
+LATER = {name: each + 2 for name, each in OLD.items()}
+
+
+@pytest.fixture
+def model():
+    made = torch.nn.Module()
+    for name, each in OLD.items():
+        made.register_buffer(name, each.clone())
+    return made
+
+
+@pytest.fixture
+def target(model):
+    return Target(model)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return WeightsFolder(str(tmp_path))
+
+
+@pytest.fixture
+def coming(tmp_path):
+    """The file of a version that is being received: of full size, with its header."""
+    place = tmp_path / "v1.partial"
+    place.mkdir()
+    save_file(NEW, place / "model.safetensors")
+    return place / "model.safetensors"
+
+
+def half(path):
+    """Up to where all of "a" and a part of "b" has come."""
+    return os.path.getsize(path) - 4 * (3 + 5)
+
+
+def written(path, tensors):
+    """The same file with other bytes; who has read before keeps what there was."""
+    aside = path.with_name("aside")
+    save_file(tensors, aside)
+    with path.open("r+b") as file:
+        file.write(aside.read_bytes())
+    aside.unlink()
+
+
+def sealed(path):
+    return path.parent.rename(path.parent.with_name("v1")) / path.name
+
+
+def applied(folder, target, path):
+    staged = folder.stage({"model_path": str(path)}, target)
+    staged.apply_for_good()
+    staged.forget()
+    return {name: set(each.view(-1).tolist()) for name, each in target}
+
+
+def told(folder, target, path, nbytes):
+    return folder.read_ahead({"model_path": str(path), "nbytes": nbytes}, target)
+
+
+def test_an_update_reads_only_what_was_not_read_ahead(folder, target, coming):
+    assert told(folder, target, coming, half(coming)) == 4 * (6 + 10 + 3)
+    assert all(not each.any() for _, each in target), "only an update may touch live tensors"
+    written(coming, LATER)
+    assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0, 2.0}, "c": {2.0}}
+
+
+def test_bytes_are_final_bit_by_bit(folder, target, coming):
+    for nbytes in (0, 8, half(coming), half(coming) + 1, os.path.getsize(coming)):
+        told(folder, target, coming, nbytes)
+    written(coming, LATER)
+    assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0}, "c": {1.0}}
+
+
+def test_another_file_gets_nothing_of_it(folder, target, coming, tmp_path):
+    told(folder, target, coming, os.path.getsize(coming))
+    save_file(LATER, tmp_path / "other.safetensors")
+    assert applied(folder, target, tmp_path / "other.safetensors")["a"] == {2.0}
+    written(coming, LATER)
+    assert applied(folder, target, sealed(coming))["a"] == {2.0}, "it was dropped then"
+
+
+def test_a_file_in_the_place_of_the_one_that_was_read_is_read_anew(folder, target, coming):
+    told(folder, target, coming, os.path.getsize(coming))
+    save_file(LATER, coming.with_name("aside"))
+    coming.with_name("aside").replace(coming)
+    assert applied(folder, target, coming) == {"a": {2.0}, "b": {2.0}, "c": {2.0}}
+
+
+def test_the_next_version_takes_the_place_of_one_that_never_became_whole(
+    folder, target, coming, tmp_path
+):
+    told(folder, target, coming, half(coming))
+    save_file(LATER, tmp_path / "v2.safetensors")
+    told(folder, target, tmp_path / "v2.safetensors", half(tmp_path / "v2.safetensors"))
+    assert applied(folder, target, tmp_path / "v2.safetensors")["b"] == {2.0}
+
+
+def test_who_is_told_of_a_file_that_was_sealed_meanwhile_begins_nothing(folder, target, coming):
+    told(folder, target, coming, half(coming))
+    assert applied(folder, target, sealed(coming))["c"] == {1.0}
+    with pytest.raises(WeightsFault, match="does not exist"):
+        told(folder, target, coming, 8)
+    assert folder._ahead._loading is None
+
+
+@pytest.mark.parametrize("nbytes", [None, "8", 8.0, -1, True])
+def test_a_count_that_is_none_is_refused(folder, target, coming, nbytes):
+    with pytest.raises(WeightsFault, match="nbytes"):
+        told(folder, target, coming, nbytes)
+
+
+def test_what_does_not_fit_is_refused_before_it_has_come(folder, target, coming):
+    written_anew = dict(NEW, b=torch.zeros(4, 2))
+    save_file(written_anew, coming)
+    with pytest.raises(WeightsFault, match="b has the shape"):
+        told(folder, target, coming, 8)
+
+
+def test_a_file_outside_the_root_is_not_read(target, coming, tmp_path):
+    (tmp_path / "root").mkdir()
+    with pytest.raises(WeightsFault, match="outside --weights-root"):
+        told(WeightsFolder(str(tmp_path / "root")), target, coming, 8)
+    with pytest.raises(WeightsFault, match="reads no weights from disk"):
+        told(WeightsFolder(""), target, coming, 8)
+
+
+def test_what_has_to_become_another_type_is_left_to_the_update(folder, target, coming):
+    save_file({name: each.to(torch.bfloat16) for name, each in NEW.items()}, coming)
+    assert told(folder, target, coming, os.path.getsize(coming)) == 0
+    assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0}, "c": {1.0}}
+
+
+def test_a_file_that_was_cut_short_is_told_of_and_not_kept(folder, target, coming):
+    whole = os.path.getsize(coming)
+    told(folder, target, coming, 8)
+    os.truncate(coming, whole - 4)
+    with pytest.raises(WeightsFault, match="ended in the middle"):
+        told(folder, target, coming, whole)
+    os.truncate(coming, whole)
+    written(coming, LATER)
+    assert applied(folder, target, sealed(coming))["a"] == {2.0}
+
+
+def test_what_nobody_asks_for_is_dropped_with_its_file(folder, target, coming):
+    open_files = len(os.listdir("/proc/self/fd"))
+    folder._ahead = Ahead(keep_secs=0.01)
+    told(folder, target, coming, half(coming))
+    until(lambda: len(os.listdir("/proc/self/fd")) == open_files)
+    written(coming, LATER)
+    assert applied(folder, target, sealed(coming))["a"] == {2.0}
+
+
+def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
+    folder, target, coming, monkeypatch
+):
+    """It takes over after the step that is under way, and reads the rest itself."""
+    monkeypatch.setattr(ahead, "STEP_BYTES", half(coming))
+    reads, within, go_on = [], threading.Event(), threading.Event()
+    plain = Loading.read
+
+    def read(self, upto, threads):
+        reads.append(upto)
+        if len(reads) == 1:
+            within.set()
+            assert go_on.wait(20)
+        return plain(self, upto, threads)
+
+    monkeypatch.setattr(Loading, "read", read)
+    whole = os.path.getsize(coming)
+    reader = threading.Thread(target=told, args=(folder, target, coming, whole))
+    reader.start()
+    assert within.wait(20)
+    updates = []
+    updater = threading.Thread(target=lambda: updates.append(applied(folder, target, coming)))
+    updater.start()
+    until(folder._ahead._wanted.is_set)
+    go_on.set()
+    updater.join(20)
+    reader.join(20)
+    assert updates == [{"a": {1.0}, "b": {1.0}, "c": {1.0}}]
+    assert len(reads) == 2, "one step of the reader's, and the update's own"
