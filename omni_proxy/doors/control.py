@@ -43,7 +43,6 @@ from omni_proxy.observe.instruments import Instruments
 _log = logging.getLogger(__name__)
 
 SILENT_SECS: Final = 10.0  # a door that hears nothing for so long answers /ready with 503
-DEAF_TICKS: Final = 10  # one that acknowledges nothing for so many is killed
 TICK_SECS: Final = 1.0
 COUNT_SECS: Final = 0.1  # whoever is asked, or waits for all, looks by himself
 NEWS_SECS: Final = 0.002  # between two lots of news: a thousand failures a second are no thousand
@@ -171,13 +170,11 @@ class Doors:
             return
         self._news.config = share(new, self._wanted)
         self._move_port(accepting=accepting)
-        active = [seat for seat in self.seats.values() if not seat.retiring]
+        active = self._staying()
         for seat in active[self._wanted if several else 0 :]:
             self._retire(seat)
         for _ in range(self._wanted - len(active) if several else 0):
             self._take_seat()
-        if not several and self._port is not None:
-            self._port.work()
         self._seat_all()
         self._dirty.set()
 
@@ -195,7 +192,7 @@ class Doors:
         if self._port is not None:
             self._port.end()
         self._port = Port(self.door.pump, listener)
-        if not accepting:
+        if not accepting and self._first_has_seat():
             self._port.rest()
         for link in self.links:
             link.listening = False
@@ -215,8 +212,8 @@ class Doors:
             del self.seats[seat.index]
             self.roster.doors = max(self.seats, default=0)
             if self._port is not None:
-                self._seat_all()
                 self._port.close(seat.index - 1)
+                self._seat_all()  # behind it: the kernel has numbered the others anew
             if not self.seats:
                 self.roster.recount()
                 self._end_port()
@@ -277,15 +274,23 @@ class Doors:
                     continue
                 link.listening = True
         serving = [link.index - 1 for link in self.links if self._serves(link)]
-        if self._wanted == 1:
+        if self._wanted == 1 or not (port.shared or self._first_has_seat()):
+            port.work()  # what waits at the first socket, nobody else would answer
+        elif 0 in serving or (port.shared and serving):
+            port.rest()
+        if self._wanted == 1 or not (serving or port.rests):
             port.steer([0])
         else:
-            port.steer(serving)
-            if serving:
-                port.rest()
+            port.steer(serving or [seat.index - 1 for seat in self._staying()])
 
     def _serves(self, link: Link) -> bool:
         return link.listening and not self.seats[link.index].retiring
+
+    def _staying(self) -> list[Seat]:
+        return [seat for seat in self.seats.values() if not seat.retiring]
+
+    def _first_has_seat(self) -> bool:
+        return any(seat.index == 1 for seat in self._staying())
 
     def _publish(self) -> None:
         links = self.links
@@ -296,7 +301,7 @@ class Doors:
         """A beat for those that hear of nothing else, and the end of those that hear nothing."""
         for link in self.links:
             link.silent_ticks += 1
-            if link.silent_ticks > DEAF_TICKS and link.acked < link.told:
+            if link.deaf:
                 _log.error("door %d does not listen to us any more; it is killed", link.index)
                 link.kill()
         self._news.tell_all(self.links, beat=True)

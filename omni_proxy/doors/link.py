@@ -23,6 +23,10 @@ from omni_proxy.watch.recipe import OURSELVES, argv_of
 
 WORD: Final = "door-process"
 EXIT_SECS: Final = 2.0  # from the end of its socket to SIGKILL
+DEAF_TICKS: Final = 10  # one that acknowledges nothing for so many is killed
+# A machine with too much to do takes long over the imports of all doors at once, and killing them
+# has it begin all over again.
+BEGINNING_TICKS: Final = 120
 
 Hear = Callable[["Link", ToControl], None]
 
@@ -58,6 +62,12 @@ class Link:
     def ready(self) -> bool:
         """It has a fleet and a configuration."""
         return self.acked >= 2 and not self.over
+
+    @property
+    def deaf(self) -> bool:
+        """It has heard nothing of what it was told for too long; who only begins has more time."""
+        most = DEAF_TICKS if self.acked else BEGINNING_TICKS
+        return self.acked < self.told and self.silent_ticks > most
 
     def tell(self, message: ToDoor, *socks: socket.socket) -> int:
         descriptors = [sock.fileno() for sock in socks]
