@@ -3,6 +3,8 @@
 `python -m tools.bench.placement`: real replicas behind the proxy, one run per policy over the same
 requests. Shared prefixes: several conversations' worth of long common beginnings, mixed. Uniform:
 nothing in common. Slow: stand-in workers, one of them ten times slower, for the shares alone.
+With --rounds the policies take turns, and the first token's p50 is told by that of least_request in
+the same round.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from typing import Any
 import httpx
 import trio
 
+from tools.bench import report
 from tools.bench.processes import running
 from tools.bench.stand_in import stand_in
 
@@ -50,6 +53,11 @@ READY_SECS = 60
 SHARED, UNIFORM, SLOW = KINDS = ("shared", "uniform", "slow")
 PROXY_PORT, WORKER_PORT = 44000, 34000  # looked for from here on, so that they never meet
 SLOW_SECS = (0.2, 0.02, 0.02)
+BESIDE = "least_request"
+POLICIES = (
+    ("round_robin", "smallest_tree"), (BESIDE, "smallest_tree"),
+    ("cache_aware", "smallest_tree"), ("cache_aware", "least_loaded"),
+)  # fmt: skip
 WORDS = (
     "river", "mountain", "copper", "lantern", "orchard", "velvet", "harbour", "saddle", "meadow",
     "thunder", "pepper", "violin", "glacier", "marble", "cedar", "compass", "ribbon", "tunnel",
@@ -159,29 +167,49 @@ async def ready(base: str, workers: int) -> None:
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
     """Each policy over new replicas with empty caches, the same prompts in the same order."""
+    for kind in arguments.kinds:
+        middles: dict[str, list[float]] = {}
+        for number in range(arguments.rounds):
+            order = POLICIES if number % 2 == 0 else POLICIES[::-1]
+            for policy, fallback in order:
+                name = policy if policy != "cache_aware" else f"{policy} ({fallback})"
+                seen = _run(arguments, policy, fallback, _prompts(arguments, kind, number))
+                middles.setdefault(name, []).append(median(each.first_secs for each in seen))
+                yield f"{kind:16} {name:30} {_figures(seen)}"
+        if arguments.rounds > 1:
+            yield from _compared(kind, middles)
+
+
+def _compared(kind: str, middles: dict[str, list[float]]) -> Iterator[str]:
+    """Median and range of what each took by `BESIDE`, round by round."""
+    beside = middles[BESIDE]
+    for name, own in middles.items():
+        ratios = [mine / other for mine, other in zip(own, beside, strict=True)]
+        best = min(own) / min(beside)
+        told = report.spread(ratios, 2)
+        yield f"{kind:16} {name:30} first token p50 by {BESIDE} {told}, best by best {best:.2f}"
+
+
+def _prompts(arguments: argparse.Namespace, kind: str, number: int) -> list[str]:
+    chance = random.Random(7 + number)
+    if kind == SHARED:
+        return shared_prompts(chance, arguments.families, arguments.each)
+    return uniform_prompts(chance, arguments.families * arguments.each)
+
+
+def _run(
+    arguments: argparse.Namespace, policy: str, fallback: str, prompts: Sequence[str]
+) -> list[Seen]:
     words = ["omni-proxy", "replica", "--engine", arguments.engine, "--model", arguments.model]
     words += ["--host", "{host}", "--port", "{port}"]
     count = arguments.replicas
-    for kind in arguments.kinds:
-        for policy, fallback in (
-            ("round_robin", "smallest_tree"), ("least_request", "smallest_tree"),
-            ("cache_aware", "smallest_tree"), ("cache_aware", "least_loaded"),
-        ):  # fmt: skip
-            chance = random.Random(7)
-            prompts = (
-                shared_prompts(chance, arguments.families, arguments.each)
-                if kind == SHARED
-                else uniform_prompts(chance, arguments.families * arguments.each)
-            )
-            launch = LAUNCH.format(
-                words=", ".join(json.dumps(word) for word in words),
-                replicas=count, base=_port_block(count, WORKER_PORT), model=arguments.model,
-            )  # fmt: skip
-            with proxy(policy, fallback, launch) as base:
-                trio.run(ready, base, count)
-                seen = trio.run(drive, base, arguments.model, prompts, arguments.clients)
-            name = policy if policy != "cache_aware" else f"{policy} ({fallback})"
-            yield f"{kind:16} {name:30} {_figures(seen)}"
+    launch = LAUNCH.format(
+        words=", ".join(json.dumps(word) for word in words),
+        replicas=count, base=_port_block(count, WORKER_PORT), model=arguments.model,
+    )  # fmt: skip
+    with proxy(policy, fallback, launch) as base:
+        trio.run(ready, base, count)
+        return trio.run(drive, base, arguments.model, prompts, arguments.clients)
 
 
 def _figures(seen: Sequence[Seen]) -> str:
@@ -230,6 +258,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--families", type=int, default=12, help="shared prefixes (12)")
     parser.add_argument("--each", type=int, default=6, help="requests per shared prefix (6)")
+    parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", default=1)
     parser.add_argument("--engine", choices=["torch", "llamacpp"], default="llamacpp")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(

@@ -14,7 +14,7 @@ every few picks only. Source: routers.md 2 and the rules of the first SGLang rou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from omni_proxy.config.schema import Routing
@@ -28,6 +28,12 @@ from omni_proxy.routing.prompt import prefix_text
 
 EXACT = 64
 FEW = 8
+# Trees up to so many times the smallest, and the text itself, are small alike: of those the
+# shortest queue is taken. By size alone requests would wait at one worker while another is idle.
+ALIKE = 1.5
+
+
+_Rank = tuple[float, float, int]  # load and size of tree by weight, place in the candidates
 
 
 class _Text(NamedTuple):
@@ -46,6 +52,8 @@ class _Choice(NamedTuple):
     matched: int = 0
     holders: tuple[Worker, ...] = ()
     spared: tuple[Worker, ...] = ()
+    sizes: Sequence[float] = ()  # of the trees, where they were looked at
+    ranked: Sequence[_Rank] = ()
 
 
 _NO_TEXT = _Text(b"", 0)
@@ -82,7 +90,7 @@ class CacheAware(Policy):
         if choice.ties > 1:
             self._turn += 1
         if choice.branch == "smallest_tree":
-            self._chose_small(choice.worker, candidates)
+            self._chose_small(choice, candidates)
         self._branches[choice.branch] += 1
         self._matched += choice.matched
         self._seen += text.length
@@ -152,7 +160,7 @@ class CacheAware(Policy):
             return choice
         if rules.fallback == "least_loaded":
             return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
-        return self._smallest_tree(candidates)._replace(matched=matched)
+        return self._smallest_tree(candidates, text)._replace(matched=matched)
 
     def _shortest_queue(
         self, candidates: Sequence[Worker], branch: str, instead: _Choice | None = None
@@ -169,35 +177,29 @@ class CacheAware(Policy):
             worker, ties = holders[self._turn % len(holders)], len(holders)
         return _Choice(worker, "matched", ties, matched, tuple(holders))
 
-    def _smallest_tree(self, candidates: Sequence[Worker]) -> _Choice:
+    def _smallest_tree(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
         of, small = self._small
         if of is candidates and small:
             return _Choice(small[-1], "smallest_tree", 0)
         sizes = self._sizes(candidates)
         spared = self._warmth.spared(candidates, sizes)
-        left = [
-            (size, worker)
-            for size, worker in zip(sizes, candidates, strict=True)
-            if worker not in spared
-        ]
-        smallest = min(size for size, _ in left)
-        ties = [worker for size, worker in left if size == smallest]
-        worker = ties[self._turn % len(ties)]
-        return _Choice(worker, "smallest_tree", len(ties), spared=tuple(spared))
+        ranked = _small_alike(candidates, sizes, spared, text.length)
+        best = min(ranked)[:2]
+        ties = [index for load, size, index in ranked if (load, size) == best]
+        worker = candidates[ties[self._turn % len(ties)]]
+        return _Choice(
+            worker, "smallest_tree", len(ties), spared=tuple(spared), sizes=sizes, ranked=ranked
+        )
 
-    def _chose_small(self, chosen: Worker, candidates: Sequence[Worker]) -> None:
-        of, small = self._small
-        if of is candidates and small:
-            small.pop()
+    def _chose_small(self, choice: _Choice, candidates: Sequence[Worker]) -> None:
+        if not choice.ranked:
+            self._small[1].pop()
             return
-        sizes = self._sizes(candidates)
-        self._warmth.chose(chosen, candidates, sizes)
+        self._warmth.chose(choice.worker, candidates, choice.sizes)
         if len(candidates) > EXACT:
-            spared = set(self._warmth.spared(candidates, sizes))
-            ranked = sorted(zip(sizes, range(len(sizes)), strict=True))
-            next_ones = [candidates[index] for _, index in ranked[: len(candidates) // EXACT]]
-            left = [each for each in next_ones if each is not chosen and each not in spared]
-            self._small = (candidates, left[::-1])
+            ranked = sorted(choice.ranked)[: len(candidates) // EXACT]
+            next_ones = [candidates[index] for _, _, index in reversed(ranked)]
+            self._small = (candidates, [each for each in next_ones if each is not choice.worker])
 
     def _sizes(self, candidates: Sequence[Worker]) -> list[float]:
         return [self._tree.size_of(worker) / worker.weight for worker in candidates]
@@ -266,7 +268,27 @@ class CacheAware(Policy):
         size = self._tree.size_of(worker)
         spared = ", ".join(each.display_id for each in choice.spared)
         more = f" (not {spared}, which warms up)" if spared else ""
-        return f"only {share}, the smallest tree is taken: {size} bytes{more}"
+        smaller = any(other < size / worker.weight for _, other, _ in choice.ranked)
+        which = "a small tree with the shortest queue" if smaller else "the smallest tree"
+        return f"only {share}, {which} is taken: {size} bytes{more}"
+
+
+def _small_alike(
+    candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker], more: int
+) -> list[_Rank]:
+    """Those with the smallest tree, or one hardly larger, now that `more` bytes come."""
+    out = set(spared)
+    left = [
+        (size, index, worker)
+        for index, (size, worker) in enumerate(zip(sizes, candidates, strict=True))
+        if worker not in out
+    ]
+    bound = min(left)[0] * ALIKE + more
+    return [
+        (worker.in_flight / worker.weight, size, index)
+        for size, index, worker in left
+        if size <= bound
+    ]
 
 
 def _text(candidates: Sequence[Worker], need: Need) -> _Text:

@@ -36,12 +36,13 @@ class Warmth:
     def chose(self, chosen: Worker, candidates: Sequence[Worker], sizes: Sequence[float]) -> None:
         """`sizes` are those that the choice was made by."""
         young = self._young(candidates, sizes)
-        for worker in candidates:
-            if worker not in young:
+        earned = {worker: self._with_earned(worker, len(candidates)) for worker in young}
+        if self._saved:
+            for worker in candidates:
                 self._saved.pop(worker, None)
-                continue
-            saved = self._with_earned(worker, len(candidates))
-            self._saved[worker] = saved - 1 if worker is chosen else saved
+        self._saved |= earned
+        if chosen in earned:
+            self._saved[chosen] -= 1
 
     def forget(self, worker: Worker) -> None:
         self._saved.pop(worker, None)

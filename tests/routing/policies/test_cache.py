@@ -97,6 +97,61 @@ def test_a_miss_goes_to_the_smallest_tree():
     assert policy.pick(fleet, chat("something else")) is fleet[1]
 
 
+def holding(sizes, loads, **rules):
+    """A fleet whose workers hold so many bytes, and have so many requests in flight."""
+    policy, fleet = cache_aware(warmup_share=0.0, **rules), workers(*loads)
+    for mark, worker, size in zip(string.ascii_letters, fleet, sizes, strict=False):
+        if size:
+            policy.took(worker, chat(mark * (size - 1)))  # and the role's mark
+    assert [policy.facts()["tree_size_by_worker"].get(w.url, 0) for w in fleet] == list(sizes)
+    return policy, fleet
+
+
+@pytest.mark.parametrize(("larger", "chosen"), [(1212, 0), (1213, 1)])
+def test_trees_that_are_small_alike_leave_it_to_the_queues(larger, chosen):
+    policy, fleet = holding((larger, 800), (0, 1))
+    assert policy.pick(fleet, chat("0" * 12)) is fleet[chosen]
+
+
+def test_a_preview_says_that_the_queue_decided_between_small_trees():
+    policy, fleet = holding((900, 800), (0, 1))
+    words = "a small tree with the shortest queue is taken: 900 bytes"
+    assert words in policy.preview(fleet, chat("0" * 12))[1]
+
+
+def test_of_small_trees_with_equal_queues_the_smallest_is_taken():
+    policy, fleet = holding((810, 800, 805), (1, 1, 1))
+    assert policy.pick(fleet, chat("0" * 12)) is fleet[1]
+
+
+sizes_and_loads = st.lists(
+    st.tuples(st.sampled_from((0, 300, 450, 600, 700, 719, 720, 900, 2000)), st.integers(0, 3)),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@given(sizes_and_loads, st.integers(1, 400))
+def test_the_least_full_of_the_small_trees_is_taken_and_of_those_the_smallest(of, length):
+    policy, fleet = holding(*zip(*of, strict=True))
+    bound = min(size for size, _ in of) * 1.5 + length
+    ranks = [(load, size) if size <= bound else (9, 0) for size, load in of]
+    assert ranks[fleet.index(policy.pick(fleet, chat("0" * length)))] == min(ranks)
+
+
+def test_hardly_a_miss_waits_at_one_worker_while_another_is_idle():
+    policy, fleet, chance = cache_aware(), workers(0, 0, 0, 0), random.Random(5)
+    running, waited = [], 0
+    for text in unrelated(72):
+        idle = any(not worker.in_flight for worker in fleet)
+        chosen = policy.pick(fleet, chat(text))
+        waited += idle and chosen.in_flight > 0
+        chosen.in_flight += 1
+        running.append(chosen)
+        if len(running) == len(fleet):
+            running.pop(chance.randrange(len(running))).in_flight -= 1
+    assert waited <= 10
+
+
 def test_a_miss_goes_to_the_least_loaded_where_that_is_asked_for():
     policy, fleet = cache_aware(fallback="least_loaded"), workers(4, 3, 5)
     assert [policy.pick(fleet, chat(text)) for text in unrelated(3)] == [fleet[1]] * 3
