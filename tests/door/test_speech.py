@@ -233,6 +233,8 @@ async def test_a_message_past_its_limit_closes_both_sides(first):
             await client.close()
         assert await setting.settled() == {"refused": 1}
         assert setting.machine().consecutive_failures == 0
+        if not first:
+            await worker.over.wait()
     assert closings == ([] if first else [1009])
 
 
@@ -251,6 +253,7 @@ async def test_only_the_first_message_may_be_longer_than_128_kib():
         await client.send(BytesMessage(data=b"x" * 131072))
         await client.send(BytesMessage(data=b"x" * 131073))
         assert (await client.error())["code"] == 413
+        await setting.workers[0].over.wait()
     assert heard == [len(CONFIG) + 1_000_000, 131072]
 
 

@@ -191,6 +191,7 @@ async def test_a_client_that_closes_politely_hands_its_code_to_the_worker():
             await client.close(4444, "enough")
             assert await client.closed() == (4444, "enough")
         assert await setting.settled() == {"stream_cancelled": 1}
+        await worker.over.wait()
     assert heard == [(4444, "enough")]
 
 

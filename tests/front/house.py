@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import trio
-import trio.testing
 
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import desired
@@ -25,6 +24,7 @@ from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.freeze import Freeze
 from omni_proxy.weights.desk import WeightDesk
 from omni_proxy.weights.journal_file import JournalFile
+from tests.rest import at_rest
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
@@ -136,7 +136,7 @@ class House(SimpleNamespace):
         with trio.fail_after(30):
             for worker in self.fleet.workers:
                 self.fleet.forgotten(worker)
-            await trio.testing.wait_all_tasks_blocked(0.01)
+            await at_rest()
 
     def healthy(self, *urls):
         for url in urls:

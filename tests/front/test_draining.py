@@ -132,8 +132,11 @@ async def test_who_enables_it_meanwhile_keeps_it(running, nursery):
 
 
 async def test_whoever_asked_for_the_removal_may_leave(running):
-    with trio.move_on_after(0.1):
-        await running.client().delete(f"{AT}?drain=true")
+    async with trio.open_nursery() as callers:
+        callers.start_soon(running.client().delete, f"{AT}?drain=true")
+        await wait_all_tasks_blocked(0.01)
+        assert running.fleet.find(A).disabled
+        callers.cancel_scope.cancel()
     assert running.fleet.find(A) is not None
     running.worker(A).in_flight = 0
     with trio.fail_after(30):

@@ -80,7 +80,7 @@ async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(s
     # The answer is made while the body is on its way; the connection must serve again or close.
     body = b"x" * 200_000
     head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         for _ in range(10):
             async with await trio.open_unix_socket(str(socket_path)) as stream:
                 answered, _, _ = await exchange(stream, head + body[:1000])

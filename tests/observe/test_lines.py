@@ -17,7 +17,7 @@ async def flushed(log, action=lambda: None):
 
 
 async def until(holds):
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while not holds():  # noqa: ASYNC110  # a thread writes the file, it rings no bell
             await trio.sleep(0.01)
 

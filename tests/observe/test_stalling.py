@@ -36,7 +36,7 @@ def test_what_can_leave_leaves_in_the_callers_turn(small_pipe):
     reader, stream = small_pipe
     threads = threading.active_count()
     say(StallingWriter(stream), "now")
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert reader.read(100) == b"now\n"
 
 

@@ -53,8 +53,8 @@ def fleets(tmp_path_factory):
 
 @pytest.fixture
 def within_secs():
-    """A deadline for a test of a sync that hangs."""
-    return 60
+    """A deadline for a test of a sync that hangs, not a claim about speed."""
+    return 180
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import trio
 from tests.promises.program_nest import PROXY, Forked, nest
 
 KILLED_SECS = 5  # of grace, for a program whose test failed
-PATIENCE_SECS = 30  # a deadline for hung tests, not a claim about speed
+PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
 PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\non_threshold = 'unhealthy'\n"
 
 

@@ -16,7 +16,7 @@ import trio
 
 from tests.ports import free_port
 
-PATIENCE_SECS = 30
+PATIENCE_SECS = 90
 PIPELINE = """
 name = "all"
 entry = "prepare"

@@ -19,7 +19,7 @@ import trio
 from tests.ports import free_port
 
 FAR, BASE = "far", "base"
-PATIENCE_SECS = 60  # a deadline for hung tests, not a claim about speed
+PATIENCE_SECS = 120  # a deadline for hung tests, not a claim about speed
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
@@ -41,10 +41,10 @@ success_threshold = 1
 # Healthy transfers of this size take tenths of a second: whoever waits for one of these to run out
 # makes it shorter for as long as it takes (Fleet.changed).
 PATIENT = {
-    "init_timeout_secs": 30,
-    "ready_timeout_secs": 20,
-    "receive_timeout_secs": 20,
-    "stall_timeout_secs": 10,
+    "init_timeout_secs": 90,
+    "ready_timeout_secs": 60,
+    "receive_timeout_secs": 60,
+    "stall_timeout_secs": 60,
 }
 
 
@@ -57,7 +57,7 @@ class Replica:
         self.process = None
         self._log = log
         self._words = ["--model", "tiny", "--threads", "1", "--port", str(self.port), *words]
-        self._words += ["--weights-join-secs", "30", "--weights-receive-secs", "20"]
+        self._words += ["--weights-join-secs", "90", "--weights-receive-secs", "60"]
 
     def start(self):
         argv = [sys.executable, "-m", "omni_proxy", "replica", *self._words]

@@ -118,7 +118,7 @@ class Side:
         from tools.training.faults import FAULTS
         from tools.training.sync import Sync, Wishes
 
-        wishes = Wishes(**{"timeout_secs": 30.0, **wishes})
+        wishes = Wishes(**{"timeout_secs": 90.0, **wishes})
         endpoint = Endpoint(url, wishes.timeout_secs)
         made = FAULTS[fault]()
         done = Sync(endpoint, weights(seed), version, wishes, made).run()

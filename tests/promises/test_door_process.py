@@ -84,6 +84,17 @@ async def serve_front(path: str, *, task_status=trio.TASK_STATUS_IGNORED) -> Non
     await trio.serve_listeners(answer, [trio.SocketListener(sock)], task_status=task_status)
 
 
+async def ready_after_news(control) -> bytes:
+    """What it answers when it is; where that took longer than a silence, it has to be told anew."""
+    with trio.fail_after(30):
+        while True:
+            control.news(rows=None, config=None)
+            await control.settled()
+            status, body = await ready(control)
+            if status == 200:
+                return body
+
+
 async def ready(control) -> tuple[int, bytes]:
     async with client_of(control.address) as client:
         await client.send(READY)
@@ -110,7 +121,7 @@ async def world(nursery, tmp_path):
 
 async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(world):
     control = world
-    assert await ready(control) == (200, b'{"status": "ready"}')
+    assert await ready_after_news(control) == b'{"status": "ready"}'
     await trio.sleep(2 * SILENT_SECS)
     status, body = await ready(control)
     assert status == 503
@@ -118,9 +129,7 @@ async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(w
     async with client_of(control.address) as client:
         await client.send(post())
         assert (await client.answer()).status == 200
-    control.news(rows=None, config=None)
-    await control.settled()
-    assert (await ready(control))[0] == 200
+    await ready_after_news(control)
 
 
 async def test_it_tells_what_it_learnt_and_counted(world):

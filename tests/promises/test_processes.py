@@ -55,8 +55,11 @@ async def in_flight(running) -> list[int]:
 
 
 @asynccontextmanager
-async def held_streams(running, count: int):
-    """Streams on a connection each, begun one after the other, all halfway."""
+async def held_streams(running, count: int, *, everywhere: bool = False):
+    """Streams on a connection each, begun one after the other, all halfway.
+
+    `everywhere`: so many and as it takes until every door has one, for the kernel deals them out.
+    """
     for worker in running.fleet:
         worker.gate = trio.Event()
     async with trio.open_nursery() as nursery:
@@ -72,8 +75,19 @@ async def held_streams(running, count: int):
 
         for _ in range(count):
             await nursery.start(hold)
+        while everywhere and not all(await at_doors(running, len(streams))):
+            assert len(streams) < 100
+            await nursery.start(hold)
         yield streams
         done.set()
+
+
+async def at_doors(running, count: int) -> list[int]:
+    """How many of so many requests each door has."""
+    told = await running.until(
+        "/status", lambda t: sum(row["in_flight"] for row in t["door"]["doors"]) == count
+    )
+    return [row["in_flight"] for row in told["door"]["doors"]]
 
 
 async def came_whole(stream) -> bool:
@@ -129,28 +143,29 @@ async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
 
 
 async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path):
-    async with doors(tmp_path, "a", "b") as running, held_streams(running, 10) as streams:
-        assert sum(await in_flight(running)) == 10
-        await running.until(
-            "/status", lambda t: sum(row["in_flight"] for row in t["door"]["doors"]) == 10
-        )
+    async with (
+        doors(tmp_path, "a", "b") as running,
+        held_streams(running, 10, everywhere=True) as streams,
+    ):
+        count = len(streams)
+        assert sum(await in_flight(running)) == count
         victim = (await running.told("/status"))["door"]["doors"][0]
         os.kill(victim["pid"], signal.SIGKILL)
         mine = victim["in_flight"]
-        assert 0 < mine < 10
+        assert 0 < mine < count
         await running.until(
-            "/workers", lambda t: sum(w["in_flight"] for w in t["workers"]) == 10 - mine
+            "/workers", lambda t: sum(w["in_flight"] for w in t["workers"]) == count - mine
         )
         let_go(running)
         whole = 0
         for stream in streams:
             whole += await came_whole(stream)
-        assert whole == 10 - mine
+        assert whole == count - mine
         told = await running.until("/status", serving)
         assert [row["restarts"] for row in told["door"]["doors"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))
         assert (await running.told("/status"))["door"]["inflight"] == 0
-        assert "was ended by SIGKILL" in running.log
+        await running.says("was ended by SIGKILL")
 
 
 async def test_nothing_reaches_a_worker_after_its_disabling_was_answered(tmp_path):
@@ -322,11 +337,29 @@ async def test_the_number_of_processes_may_change_under_load(tmp_path):
         stop.set()
 
 
+async def test_the_number_may_change_again_before_the_doors_that_leave_are_gone(tmp_path):
+    async with doors(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
+        tally, stop = [0], trio.Event()
+        for _ in range(8):
+            nursery.start_soon(hammer, running, tally, stop)
+        for count in (3, 1, 2):
+            put(running.file, toml(running.fleet, more=f"processes = {count}"))
+            assert (await running.client.post("/reload")).status_code == 200
+            if count == 3:
+                await running.until("/status", lambda told: serving(told, 3))
+        told = await running.until("/status", serving)
+        assert [row["door"] for row in told["door"]["doors"]] == [4, 5]
+        before = tally[0]
+        while tally[0] < before + 100:
+            await trio.sleep(0.01)
+        stop.set()
+
+
 async def test_a_drain_lets_every_door_end_what_it_has(tmp_path):
-    async with doors(tmp_path, "a") as running, held_streams(running, 6) as streams:
-        await running.until(
-            "/status", lambda t: all(row["in_flight"] for row in t["door"]["doors"])
-        )
+    async with (
+        doors(tmp_path, "a") as running,
+        held_streams(running, 6, everywhere=True) as streams,
+    ):
         running.process.send_signal(signal.SIGTERM)
         await running.says("draining")
         await trio.sleep(0.1)

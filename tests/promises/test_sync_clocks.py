@@ -8,7 +8,7 @@ import trio
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 from tests.promises.sync_program import COMPLETE, DESTROY, INIT, PREPARE, init_body
-from tests.weights.syncs import store_of_a_trainer
+from tests.weights.syncs import UPDATE, store_of_a_trainer
 
 # Each of these would end a call that takes as long as the calls here do.
 SHORT = """\
@@ -37,13 +37,15 @@ async def test_a_call_that_takes_long_is_ended_by_no_clock_but_its_own_and_costs
                     (INIT, init_body(store.port, 3, "steps")),
                     (PREPARE, {"num_buckets": 1, "buckets": [bucket]}),
                     (COMPLETE, {"weight_version": "v1"}),
+                    (UPDATE, {**bucket, "weight_version": "v2"}),
                 ):
                     told = await slowly(running, both, path, {"group_name": "steps", **body})
                     assert told["success"], told
                 told = await running.client.post(DESTROY, json={"group_name": "steps"})
                 assert told.status_code == 200, told.text
-                assert {e.paths(PREPARE, COMPLETE).count(COMPLETE) for e in both} == {1}
-                assert (await running.told("/weights"))["weight_epoch"] == 1
+                for path in (INIT, PREPARE, COMPLETE, UPDATE):
+                    assert {len(each.paths(path)) for each in both} == {1}, path
+                assert (await running.told("/weights"))["weight_epoch"] == 2
 
 
 async def slowly(running, both, path, body):
@@ -62,7 +64,7 @@ async def slowly(running, both, path, body):
             each.says[READY] = (503, {"status": "busy"})
         probed = [len(each.paths(READY)) for each in both]
         await trio.sleep(LONG_SECS)
-        with trio.fail_after(20):
+        with trio.fail_after(30):
             while any(len(e.paths(READY)) < n + 4 for e, n in zip(both, probed, strict=True)):
                 await trio.sleep(0.02)
         told = await running.told("/workers")

@@ -64,7 +64,7 @@ async def test_a_worker_that_is_added_in_the_middle_answers_nobody_by_older_weig
         record = next(each for each in told["workers"] if each["url"] == late.url)
         assert record["weight_version"] == label(begun.seed)
     finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(10):
+        with trio.CancelScope(shield=True), trio.move_on_after(60):
             await seen.client.delete(f"/workers/{quote(late.url, safe='')}")
     await seen.ready(3)
 

@@ -17,7 +17,7 @@ from tests.promises.sync_program import (
     init_body,
     replica_digest,
 )
-from tests.promises.sync_steps import Begun, holds, label, sync
+from tests.promises.sync_steps import NOTICED_SECS, Begun, holds, label, sync
 from tests.promises.sync_trainer import checksum
 
 
@@ -112,7 +112,7 @@ async def test_who_joins_or_leaves_in_the_middle_waits_for_its_end(seen, trainer
         await seen.ready(3)
         assert await replica_digest(late.url) == checksum(begun.seed)
     finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(10):
+        with trio.CancelScope(shield=True), trio.move_on_after(60):
             gone = await seen.client.delete(f"/workers/{quote(late.url, safe='')}")
     assert gone.status_code == 200, gone.text
 
@@ -138,6 +138,20 @@ async def test_a_replica_that_dies_before_the_end_is_named_and_out_until_it_is_m
         if each["routable"]:
             known = {checksum(seed): label(seed) for seed in (before, begun.seed)}
             assert each["weight_version"] == known[await replica_digest(each["url"])]
+    await sync(seen, trainers)
+
+
+async def test_a_replica_that_dies_ends_a_sync_within_seconds_though_nobody_asks(seen, trainers):
+    survivor, victim = seen.fleet.replicas
+    begun = await Begun(seen, trainers.one()).arm()
+    victim.kill()
+    with trio.fail_after(NOTICED_SECS):  # all deadlines of FILE are longer
+        told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
+    assert told["sync"]["last_cause"].startswith(f"{victim.url} is lost"), told
+    assert survivor.url not in told["uncertain"]
+    begun.trainer.kill()
+    victim.start()
+    await healthy(victim.url)
     await sync(seen, trainers)
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 pytest.importorskip("safetensors.torch")
 
-PATIENCE_SECS = 60
+PATIENCE_SECS = 120
 NEAR, FAR = 0, 1
 
 

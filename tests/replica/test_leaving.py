@@ -12,7 +12,7 @@ from tests.collective.trainer_side import Pool
 from tests.ports import free_port
 from tests.replica.weights.syncing import NORM, UP, many, sent_of
 
-PATIENCE_SECS = 30
+PATIENCE_SECS = 60
 HELD = "peers that do not answer hold threads, which end with this process: "
 BUCKET = sent_of([UP, NORM])
 

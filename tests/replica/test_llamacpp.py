@@ -2,7 +2,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from omni_proxy.replica.model_file import MODELS, cache_folder
+from tests.ports import free_port
 
 MODEL = "smollm2-135m"
 FILE = cache_folder(os.environ) / MODELS[MODEL].file
@@ -45,8 +45,7 @@ class Replica:
 
 @pytest.fixture
 def replica() -> Iterator[Replica]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     argv = [sys.executable, "-c", PROGRAM, "--engine", "llamacpp"]
     argv += ["--port", port, "--parallel", "2"]
     with (
@@ -81,7 +80,7 @@ def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
     assert sum(bool(delta.get("content")) for delta in deltas) > 1
 
     replica.process.send_signal(signal.SIGTERM)
-    assert replica.process.wait(10) == 0
+    assert replica.process.wait(30) == 0
 
 
 def test_a_stream_cut_by_sigterm_has_no_clean_end(replica):
@@ -92,4 +91,4 @@ def test_a_stream_cut_by_sigterm_has_no_clean_end(replica):
         replica.process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
-    assert replica.process.wait(10) == 0
+    assert replica.process.wait(30) == 0

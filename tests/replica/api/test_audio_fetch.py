@@ -26,7 +26,7 @@ async def server(*answers):
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
         port = listeners[0].socket.getsockname()[1]
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             yield port, heads
         nursery.cancel_scope.cancel()
 

@@ -108,7 +108,7 @@ async def test_hanging_up_on_several_aborts_all(world):
             head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
             await caller.send_all(head.encode() + data)
             got = b""
-            with trio.fail_after(10):
+            with trio.fail_after(30):
                 while got.count(b"Hel") < 2:
                     got += await caller.receive_some()
         await aborted()

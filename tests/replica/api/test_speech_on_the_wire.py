@@ -28,7 +28,7 @@ async def wire():
             streams.append(await trio.open_tcp_stream("127.0.0.1", port))
             return streams[-1]
 
-        with trio.fail_after(20):
+        with trio.fail_after(30):
             yield it, dial
         for stream in streams:
             await stream.aclose()

@@ -109,7 +109,7 @@ async def test_health_answers_and_requests_wait_while_the_weights_are_hashed(tin
         order.append("generated")
 
     monkeypatch.setattr(checker, "tensor_digest", slowly)
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hash_all)
             await trio.to_thread.run_sync(begun.wait, 10)
@@ -150,6 +150,9 @@ async def test_defaults_are_forwarded_and_what_is_null_is_not(tiny, monkeypatch)
         ("update_weights_from_disk", defaults, ["decode"], 0),
         ("update_weights_from_disk", defaults | {"manifest": {"files": ["a"]}}, None, 120),
     ]
+    asked.clear()
+    await tiny.post("/read_weights_ahead", {"model_path": "/m", "nbytes": 7})
+    assert asked == [("read_weights_ahead", {"model_path": "/m", "nbytes": 7}, None, 120)]
     asked.clear()
     await tiny.post("/init_weights_update_group", {
         "master_address": "h", "master_port": "29500", "world_size": 3,

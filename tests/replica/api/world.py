@@ -31,7 +31,7 @@ HELLO = {
 }
 HOLD = {"chunks": [{"text": "Hel"}], "hold": True}
 MESSAGES = [{"role": "user", "content": "hi"}]
-PATIENCE_SECS = 10
+PATIENCE_SECS = 60
 
 
 @dataclass

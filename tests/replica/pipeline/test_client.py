@@ -131,7 +131,7 @@ async def test_completions_of_many_at_once_each_get_their_own():
     config = pipeline(
         stage("a", next=("b",), params={"suffix": "-"}), stage("b", terminal=True, process="p")
     )
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         async with open_pipeline(config) as (hub, runtime):
             await runtime.ready.wait()
             client = Client(hub)
@@ -152,7 +152,7 @@ async def test_text_and_audio_of_two_terminals_come_together():
         stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
         stage("s", "speaker", terminal=True),
     )
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         async with open_pipeline(config) as (hub, runtime):
             await runtime.ready.wait()
             client = Client(hub)

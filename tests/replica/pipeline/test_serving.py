@@ -13,11 +13,12 @@ from omni_proxy.replica.pipeline.serving import ListenError, Server, bound
 
 @pytest.fixture
 async def soon():
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         yield
 
 
-def app_of(hold=None):
+def app_of(hold=None, reached=None):
+    """`/held` answers once `hold` is set, and sets `reached` when it is asked for."""
     app = QuartTrio("test")
 
     @app.get("/")
@@ -26,6 +27,8 @@ def app_of(hold=None):
 
     @app.get("/held")
     async def held():
+        if reached is not None:
+            reached.set()
         await hold.wait()
         return "held"
 
@@ -52,9 +55,9 @@ async def answer(stream):
 
 @pytest.mark.usefixtures("soon")
 async def test_a_drain_answers_what_is_in_flight_and_closes_what_is_idle():
-    hold = trio.Event()
+    hold, reached = trio.Event(), trio.Event()
     listener = bound("127.0.0.1", 0)
-    server = Server(app_of(hold), listener)
+    server = Server(app_of(hold, reached), listener)
     async with trio.open_nursery() as nursery, dial_both(nursery, server, listener) as streams:
         idle, busy = streams
         await get(idle)
@@ -62,7 +65,7 @@ async def test_a_drain_answers_what_is_in_flight_and_closes_what_is_idle():
         while b"hello" not in got:
             got += await idle.receive_some()
         await get(busy, "/held")
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        await reached.wait()
         nursery.start_soon(server.drain, 10)
         assert await answer(idle) == b""
         with pytest.raises(OSError, match="all attempts to connect"):
@@ -80,11 +83,11 @@ async def dial_both(nursery, server, listener):
 
 @pytest.mark.usefixtures("soon")
 async def test_what_does_not_end_is_reset_after_its_time():
-    listener = bound("127.0.0.1", 0)
-    server = Server(app_of(trio.Event()), listener)
+    listener, reached = bound("127.0.0.1", 0), trio.Event()
+    server = Server(app_of(trio.Event(), reached), listener)
     async with trio.open_nursery() as nursery, dial_both(nursery, server, listener) as streams:
         await get(streams[0], "/held")
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        await reached.wait()
         nursery.start_soon(server.drain, 0.05)
         with pytest.raises(trio.BrokenResourceError):
             await answer(streams[0])
@@ -136,7 +139,7 @@ async def test_a_connection_whose_client_has_left_is_closed_at_once(path, leave)
                     assert b"200" in await stream.receive_some()
                 await trio.testing.wait_all_tasks_blocked(0.01)
                 leave(stream)
-        with trio.fail_after(10):
+        with trio.fail_after(30):
             while sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
                 await trio.sleep(0.01)
         nursery.cancel_scope.cancel()

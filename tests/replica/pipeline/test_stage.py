@@ -36,11 +36,11 @@ class Running:
         self.inbox.put(Submit(payload, "before" if fed else "", fed))
 
     def next(self):
-        return self.outlet.get(timeout=10)
+        return self.outlet.get(timeout=60)
 
     def stop(self):
         self.inbox.put(Shutdown())
-        self.thread.join(10)
+        self.thread.join(30)
         assert not self.thread.is_alive()
         return self.outlet.empty()
 
@@ -103,10 +103,10 @@ def test_after_an_abort_nothing_is_emitted_and_the_function_is_told(run):
 
     running = run(work)
     running.submit("r")
-    assert begun.wait(10)
+    assert begun.wait(30)
     running.inbox.put(Abort("r"))
     running.inbox.put(Abort("r"))
-    assert told.wait(10)
+    assert told.wait(30)
     running.submit("next")
     assert running.next() == Result("next", "s", {})
 
@@ -116,7 +116,7 @@ def test_one_that_waits_can_be_aborted_before_it_begins(run):
 
     def work(payload, emit_chunk, aborted):
         ran.append(payload.request_id)
-        go.wait(10)
+        go.wait(30)
         return {}
 
     running = run(work)
@@ -134,7 +134,7 @@ def test_as_many_run_at_once_as_was_said(run):
     together = threading.Barrier(3)
 
     def work(payload, emit_chunk, aborted):
-        together.wait(10)
+        together.wait(30)
         return {}
 
     running = run(work, concurrency=3)
@@ -191,7 +191,7 @@ def test_shutdown_tells_what_still_runs():
 
     running = Running(FunctionScheduler("s", work))
     running.submit("r")
-    assert begun.wait(10)
+    assert begun.wait(30)
     assert running.stop()
 
 
@@ -210,16 +210,16 @@ def test_its_gauges_tell_who_runs_and_who_waits():
             outlet.put(message)
 
     def work(payload, emit_chunk, aborted):
-        go.wait(10)
+        go.wait(30)
         return {}
 
     thread = threading.Thread(target=FunctionScheduler("s", work).run, args=(inbox, emit))
     thread.start()
     go.set()
-    outlet.get(timeout=10)
-    outlet.get(timeout=10)
+    outlet.get(timeout=60)
+    outlet.get(timeout=60)
     inbox.put(Shutdown())
-    thread.join(10)
+    thread.join(30)
     assert {"num_running_reqs": 0.0, "num_waiting_reqs": 0.0} in seen
     assert all(values["num_running_reqs"] + values["num_waiting_reqs"] <= 2 for values in seen)
 
@@ -239,11 +239,11 @@ def test_what_was_aborted_counts_no_more():
     thread.start()
     for request_id in ("works", "waits"):
         inbox.put(Submit(StagePayload(request_id, OmniRequest("x"), None)))
-    assert begun.wait(10)
+    assert begun.wait(30)
     for request_id in ("works", "waits"):
         inbox.put(Abort(request_id))
     inbox.put(Shutdown())
-    thread.join(10)
+    thread.join(30)
     stats = [told.get_nowait() for _ in range(told.qsize())]
     assert all(isinstance(each, StageStats) for each in stats)
     assert stats[-1].values == {"num_running_reqs": 0, "num_waiting_reqs": 0}

@@ -16,7 +16,7 @@ from omni_proxy.replica.pipeline.messages import (
     Submit,
 )
 
-PATIENCE_SECS = 30
+PATIENCE_SECS = 60
 
 
 class Inbox:

@@ -152,12 +152,12 @@ class Loop:
 
     def __exit__(self, *_):
         self.inbox.put(Shutdown())
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def next(self, kind, holds=lambda message: True):
         """The next message of `kind` for which `holds`; others are passed over."""
         while True:
-            message = self.told.get(timeout=20)
+            message = self.told.get(timeout=60)
             if isinstance(message, kind) and holds(message):
                 return message

@@ -227,7 +227,7 @@ def test_a_step_that_can_be_is_ended_by_an_interrupt(aside):
 
     def step():
         begun.set()
-        raise ValueError(word.get(timeout=20))
+        raise ValueError(word.get(timeout=60))
 
     def operation(order):
         call = Stoppable(step, word.put)

@@ -1,0 +1,19 @@
+"""When everything that a test has set going is over, or waits for the test.
+
+`wait_all_tasks_blocked` alone takes a task whose thread writes a file for one that waits, and a
+cushion is a guess at how long a disk takes.
+"""
+
+from __future__ import annotations
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+
+async def at_rest() -> None:
+    """Returns once all tasks are blocked, and none of them on a thread of the default limiter."""
+    threads = trio.to_thread.current_default_thread_limiter()
+    await wait_all_tasks_blocked()
+    while threads.borrowed_tokens:
+        await trio.sleep(0.001)
+        await wait_all_tasks_blocked()
