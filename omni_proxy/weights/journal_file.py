@@ -16,7 +16,7 @@ import msgspec
 from omni_proxy.config.schema import Config
 from omni_proxy.control.journal import Journal, UnreadableJournal, decode, encode
 from omni_proxy.control.published import Published
-from omni_proxy.watch.keeper import write_atomically
+from omni_proxy.watch.state_file import write_atomically
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
