@@ -21,6 +21,8 @@ READY_SECS = 30.0
 READY_ANSWERS = 2 * WORKERS
 FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
 LAST_WORDS = 8  # lines
+REST_SECS = 0.4
+REST_SHARE = 0.1  # of one core: probes go on
 
 
 class LegError(Exception):
@@ -100,6 +102,7 @@ def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
                 stack.enter_context(bridge(port, place.port, place.folder))
             _wait_ready(side, port, process, log)
             _wait_settled(port, len(workers), process)
+            _wait_at_rest(process)
             yield port, process.pid
 
 
@@ -165,6 +168,17 @@ def _wait_settled(port: int, count: int, process: subprocess.Popen[str]) -> None
     ):
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
+
+
+def _wait_at_rest(process: subprocess.Popen[str]) -> None:
+    """Until it does next to nothing: what a large fleet's start leaves to do is no request's."""
+    give_up_at = time.monotonic() + READY_SECS
+    busy = True
+    while busy and time.monotonic() < give_up_at and process.poll() is None:
+        before = cpu_secs(process.pid)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(REST_SECS)
+        busy = process.poll() is None and cpu_secs(process.pid) - before > REST_SHARE * REST_SECS
 
 
 def _settled(port: int, path: str, count: int) -> bool:
