@@ -40,9 +40,10 @@ class Channel(Generic[Heard]):
         self.waiting_bytes = 0
 
     def tell(self, message: ToDoor | ToControl, descriptors: Iterable[int] = ()) -> int:
-        """Its number, from 1 on. `descriptors` are duplicated: the caller may close his."""
+        """Its number, from 1 on. `descriptors` are duplicated: the caller may close his. Raises
+        OSError where they can't be, and nothing is told."""
         body = framed(message)
-        self._outgoing.append((body, [os.dup(number) for number in descriptors]))
+        self._outgoing.append((body, _duplicates(descriptors)))
         self.waiting_bytes += len(body)
         self.told += 1
         self._more.set()
@@ -113,3 +114,15 @@ class Channel(Generic[Heard]):
                 os.close(number)
         while self._descriptors:
             os.close(self._descriptors.popleft())
+
+
+def _duplicates(numbers: Iterable[int]) -> list[int]:
+    """All of them, or OSError and none."""
+    made: list[int] = []
+    try:
+        made.extend(map(os.dup, numbers))
+    except OSError:
+        for number in made:
+            os.close(number)
+        raise
+    return made

@@ -46,6 +46,7 @@ SILENT_SECS: Final = 10.0  # a door that hears nothing for so long answers /read
 TICK_SECS: Final = 1.0
 COUNT_SECS: Final = 0.1  # whoever is asked, or waits for all, looks by himself
 NEWS_SECS: Final = 0.002  # between two lots of news: a thousand failures a second are no thousand
+NEWS_PAUSES: Final = 4  # times what the last lot took: news of thousands of workers take a while
 PARTING_SECS: Final = 1.0  # for handshakes under way when connections are steered elsewhere
 
 
@@ -122,8 +123,10 @@ class Doors:
             while True:
                 await self._dirty.wait()
                 self._dirty = trio.Event()
+                began = trio.current_time()
                 self._publish()
-                await trio.sleep(NEWS_SECS)
+                spent_secs = trio.current_time() - began
+                await trio.sleep(max(NEWS_SECS, NEWS_PAUSES * spent_secs))
 
     async def agreed(self) -> None:
         """Until everything that is so now is so at every door that serves."""
@@ -212,8 +215,8 @@ class Doors:
             del self.seats[seat.index]
             self.roster.doors = max(self.seats, default=0)
             if self._port is not None:
+                self._seat_all()
                 self._port.close(seat.index - 1)
-                self._seat_all()  # behind it: the kernel has numbered the others anew
             if not self.seats:
                 self.roster.recount()
                 self._end_port()

@@ -35,12 +35,14 @@ class Port:
         self.listener = listener
         self._pump = pump
         first = listener.shared()
-        self._shared = first.family == socket.AF_UNIX
+        self.shared = first.family == socket.AF_UNIX
         self._seats: dict[int, socket.socket] = {0: first}
         self._group: list[int] = []  # those that listen, as the kernel numbers them
+        self._vacant: set[int] = set()  # open, and nobody's
         self._steered: tuple[int, ...] = ()
+        self._steers = True  # the kernel lets us
         self.rests = False
-        if not self._shared:
+        if not self.shared:
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
@@ -59,6 +61,7 @@ class Port:
 
     def listen(self, seat: int) -> socket.socket:
         """The seat's socket, listening; the first one where it can't have its own."""
+        self._vacant.discard(seat)
         if 0 not in self._group and _listens(self._seats[0]):
             self._group.insert(0, 0)
         try:
@@ -66,7 +69,7 @@ class Port:
         except OSError as error:
             _log.error("door %d shares a socket with the first: %s", seat + 1, error)
             return self._seats[0]
-        if not self._shared and seat not in self._group:
+        if not self.shared and seat not in self._group:
             self._group.append(seat)
         return sock
 
@@ -75,34 +78,41 @@ class Port:
         places = tuple(self._group.index(seat) for seat in sorted(seats) if seat in self._group)
         if len(places) == len(self._group):
             places = ()
-        if self._shared or not self._group or places == self._steered:
+        if self.shared or not self._group or places == self._steered:
             return
         try:
             _attach(self._seats[self._group[0]], places)
             self._steered = places
         except OSError as error:
+            self._steers = False
             _log.warning("connections can't be steered between processes: %s", error)
 
     def close(self, seat: int) -> None:
-        """Nobody serves it any more, and `steer` has led away from it long enough."""
+        """Nobody serves it any more, and `steer` has led away from it. In the middle it stays open
+        till those behind it close: the kernel would number them anew while connections come."""
         if seat == 0 or seat not in self._seats:
             return  # the first is the address itself
+        self._vacant.add(seat)
+        if seat not in self._group or not self._steers:
+            self._drop(seat)
+        while self._group[-1:] and self._group[-1] in self._vacant:
+            self._drop(self._group[-1])
+
+    def _drop(self, seat: int) -> None:
+        self._vacant.discard(seat)
         self._seats.pop(seat).close()
         if seat in self._group:
-            last = self._group.pop()
-            if last != seat:
-                self._group[self._group.index(seat)] = last
-            if self._steered:
-                self._steered = (-1,)  # its numbers mean others now
+            self._group.remove(seat)
 
     def end(self) -> None:
         for sock in self._seats.values():
             sock.close()
         self._seats.clear()
         self._group.clear()
+        self._vacant.clear()
 
     def _socket(self, seat: int) -> socket.socket:
-        if self._shared:
+        if self.shared:
             return self._seats[0]
         sock = self._seats.get(seat)
         if sock is None:

@@ -44,14 +44,7 @@ class Seat:
         pause = FIRST_PAUSE_SECS
         while not self.retiring:
             began = trio.current_time()
-            link = self.link = Link(self.index)
-            try:
-                begin(link)
-                how = await link.live(hear)
-            except OSError as error:
-                how = f"could not be started: {error.strerror or error}"
-            finally:
-                ended(self, link)
+            how = await self._live(begin, hear, ended)
             if self.bell.is_set():
                 return
             self.restarts += 1
@@ -62,3 +55,23 @@ class Seat:
             with trio.move_on_after(pause):
                 await self.bell.wait()
             pause = min(pause * 2, LONGEST_PAUSE_SECS)
+
+    async def _live(
+        self, begin: Callable[[Link], None], hear: Hear, ended: Callable[[Seat, Link], None]
+    ) -> str:
+        """One life of its process: how that ended, or why there was none."""
+        try:
+            link = self.link = Link(self.index)
+        except OSError as error:
+            return _not_started(error)
+        try:
+            begin(link)
+            return await link.live(hear)
+        except OSError as error:
+            return _not_started(error)
+        finally:
+            ended(self, link)
+
+
+def _not_started(error: OSError) -> str:
+    return f"could not be started: {error.strerror or error}"

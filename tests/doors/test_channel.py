@@ -91,3 +91,11 @@ def test_frames_may_come_in_any_pieces(size):
     for at in range(0, len(stream), size):
         got += [msgspec.msgpack.decode(b, type=Ack) for b in frames.feed(stream[at : at + size])]
     assert got == messages
+
+
+async def test_a_message_whose_descriptors_can_not_all_be_had_keeps_none_of_them(ends):
+    control, _ = ends
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        control.tell(Listen(2), [0, -1])
+    assert (os.listdir("/proc/self/fd"), control.told) == (before, 0)

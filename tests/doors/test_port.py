@@ -70,6 +70,29 @@ def test_steering_is_right_after_a_socket_in_the_middle_was_closed(port):
         assert {seat for seat, count in counts.items() if count} == set(seats)
 
 
+def test_closing_a_socket_leads_no_connection_to_another_than_before(port):
+    socks = [port.listen(seat) for seat in range(5)]
+    port.steer([2, 4])
+    for closed in (1, 3):
+        port.close(closed)
+        assert sum(came(port, [socks[2], socks[4]])) == 60
+    port.steer([0])
+    for closed in (4, 2):
+        port.close(closed)
+        assert came(port, socks[:1]) == [60]
+    assert [sock.fileno() for sock in socks[1:]] == [-1] * 4
+
+
+def test_a_seat_that_is_taken_anew_has_its_socket_again(port):
+    socks = [port.listen(seat) for seat in range(3)]
+    port.steer([2])
+    port.close(1)
+    assert port.listen(1) is socks[1]
+    port.close(2)
+    port.steer([1])
+    assert came(port, [socks[1]]) == [60]
+
+
 def test_what_waits_in_the_queue_of_a_door_that_ended_is_there_for_the_next(port):
     lent = port.listen(1).dup()
     port.steer([1])

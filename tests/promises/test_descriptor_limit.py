@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
@@ -90,3 +91,22 @@ async def test_the_workers_are_not_blamed_for_it(tmp_path):
         for _ in range(15):  # several rounds of probes long
             await served(first)
             await trio.sleep(0.1)
+
+
+async def test_a_door_that_ends_while_there_is_none_left_is_replaced_when_there_are(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("a") as fleet:
+        put(file, toml(fleet, more="processes = 2").replace(PROBES, RARELY))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            told = await running.until("/status", serving)
+            soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+            os.kill(told["door"]["doors"][0]["pid"], signal.SIGKILL)
+            await running.says("door 1 could not be started: Too many open files")
+            resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            await running.until("/status", serving)
+
+
+def serving(told: dict) -> bool:
+    return [door["state"] for door in told["door"]["doors"]] == ["serving"] * 2
