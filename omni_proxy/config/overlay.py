@@ -36,6 +36,7 @@ __all__ = [
     "with_added",
     "with_defaults",
     "with_deleted",
+    "with_leaving",
     "with_switched",
 ]
 
@@ -91,6 +92,7 @@ def settle(state: State, config: Config, flag_urls: tuple[str, ...] = ()) -> Sta
         state,
         switches={url: switch for url, switch in state.switches.items() if url in named},
         tombstones={url: mark for url, mark in state.tombstones.items() if named.get(url) == mark},
+        leaving=tuple(url for url in state.leaving if url in {*named, *_added(state)}),
     )
 
 
@@ -109,12 +111,16 @@ def with_added(state: State, entry: Desired) -> State:
 
 
 def with_switched(state: State, url: str, **fields: Any) -> State:
-    """`fields` are those of `Switch`; `model=None` makes the worker name none."""
+    """`fields` are those of `Switch`; `model=None` makes the worker name none. Who is enabled does
+    not leave any more."""
+    if fields.get("disabled") is False:
+        leaving = tuple(known for known in state.leaving if known != url)
+        state = structs.replace(state, leaving=leaving)
     if "model" in fields:
         fields["model"] = fields["model"] or ""
     if "capabilities" in fields:
         fields["capabilities"] = _in_order(fields["capabilities"])
-    if any(worker.url == url for worker in state.workers):
+    if url in _added(state):
         return structs.replace(
             state,
             workers=tuple(
@@ -124,6 +130,12 @@ def with_switched(state: State, url: str, **fields: Any) -> State:
         )
     switch = structs.replace(state.switches.get(url, Switch()), **fields)
     return structs.replace(state, switches={**state.switches, url: switch})
+
+
+def with_leaving(state: State, url: str) -> State:
+    """Disabled now, and to be deleted as soon as it is drained."""
+    leaving = tuple(dict.fromkeys((*state.leaving, url)))
+    return structs.replace(with_switched(state, url, disabled=True), leaving=leaving)
 
 
 def with_deleted(state: State, config: Config, url: str) -> State:
@@ -188,4 +200,9 @@ def _without(state: State, url: str) -> State:
         workers=tuple(worker for worker in state.workers if worker.url != url),
         switches={known: switch for known, switch in state.switches.items() if known != url},
         tombstones={known: mark for known, mark in state.tombstones.items() if known != url},
+        leaving=tuple(known for known in state.leaving if known != url),
     )
+
+
+def _added(state: State) -> set[str]:
+    return {worker.url for worker in state.workers}

@@ -1,7 +1,8 @@
 """What HTTP changed, kept as a TOML text of its own: the program never writes FILE.
 
-Three parts: workers added, switches set on workers that something else names, and tombstones over
-such workers when they were deleted. Read as strictly as FILE: a broken text is refused whole.
+Four parts: workers added, switches set on workers that something else names, tombstones over such
+workers when they were deleted, and who is to be deleted once it is drained. Read as strictly as
+FILE: a broken text is refused whole.
 """
 
 from typing import Any, Final
@@ -52,6 +53,7 @@ class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     switches: dict[str, Switch] = {}
     # URL -> fingerprint of the entry that named it when it was deleted.
     tombstones: dict[str, str] = {}
+    leaving: tuple[str, ...] = ()  # URLs of workers that drain, and go with their last request
 
 
 def read_state(text: str | bytes, file: str) -> State:

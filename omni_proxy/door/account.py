@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omni_proxy.door.core import Door
 
 _encode = msgspec.json.encode
-_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f-\x9f]")
 
 
 class Exchange:
@@ -89,7 +89,7 @@ class Exchange:
         if worker.machine.trial_owed:
             self.trial = door.fleet.begin_trial(worker)
         if self.route is not None:
-            worker.routed[self.route.traffic] += 1
+            worker.counts[self.route.traffic].routed += 1
 
     def leave(self, door: Door, *, succeeded: bool) -> None:
         """The try at the present worker is over; whoever calls it has the queue served."""
@@ -101,8 +101,11 @@ class Exchange:
                 door.fleet.end_trial(worker, self.trial)
                 self.trial = 0
             if self.route is not None:
-                counts = worker.succeeded if succeeded else worker.failed
-                counts[self.route.traffic] += 1
+                counts = worker.counts[self.route.traffic]
+                if succeeded:
+                    counts.succeeded += 1
+                else:
+                    counts.failed += 1
 
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
         """Say how it ended and where; the first word stands."""
@@ -228,25 +231,25 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
 
 
 def access_text(line: bytes) -> bytes:
-    """The same record for people, empty fields left out."""
+    """The same record for people, empty fields left out. No field holds a space."""
     record = msgspec.json.decode(line)
     tried = record.pop("tried")
     if len(tried) > 1:
         record["tried"] = ",".join(f"{each['worker']}={each['outcome']}" for each in tried)
-    said = " ".join(
+    said = [
         f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
-    )
-    rest = " ".join(
+    ]
+    said += (
         f"{key}={str(value).lower() if value is True else value}"
         for key, value in record.items()
         if value not in (None, "", 0)
     )
-    return _UNSHOWN.sub(_escaped, f"{said} {rest}").encode()
+    return " ".join(_UNSHOWN.sub(_escaped, each) for each in said).encode()
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """A client names its model: no line of the log may be of its making."""
-    return found[0].encode("unicode_escape").decode()
+    """A client names its model: no line and no field of the log may be of its making."""
+    return "\\x20" if found[0] == " " else found[0].encode("unicode_escape").decode()
 
 
 def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:

@@ -99,7 +99,8 @@ class Door:
         self.entrances = Entrances(self)
         self.policy: Policy = build(config.routing, below, self.pump.now)
         self._take(config)
-        fleet.watch(self._follow_fleet)
+        fleet.watch_members(self._follow_fleet)
+        fleet.watch_worker(self._follow_worker)
         fleet.watch_forgotten(lambda worker: self.policy.forget(worker))
 
     def _take(self, config: Config) -> None:
@@ -162,7 +163,6 @@ class Door:
         lane = self._lanes.get(worker)
         if lane is None:
             lane = self._lanes[worker] = lane_to(self.pump, worker)
-        lane.address = worker.address  # a name may resolve anew
         return lane
 
     def _stamp(self, stamps: Stamps) -> None:
@@ -280,6 +280,10 @@ class Door:
             _log.warning("the worker that kept the uploaded voices is gone: %s", self.voice_owner)
             self.voice_owner = ""
         self.holding.follow_fleet()
+        self.queue.serve(changed=True)
+
+    def _follow_worker(self, worker: Worker) -> None:
+        self.holding.follow(worker)
         self.queue.serve(changed=True)
 
     def keep_voices_at(self, worker: Worker) -> None:

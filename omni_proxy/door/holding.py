@@ -32,6 +32,13 @@ class Holding:
         held = [worker for worker in self._door.fleet.workers if worker.holds & WEIGHT_HOLDS]
         self._since = {worker: before.get(worker, now) for worker in held}
 
+    def follow(self, worker: Worker) -> None:
+        """It alone has changed."""
+        if worker.holds & WEIGHT_HOLDS and self._door.fleet.find(worker.url) is worker:
+            self._since.setdefault(worker, self._door.pump.now)
+        else:
+            self._since.pop(worker, None)
+
     def judge(self, need: Need, nobody: Refusal) -> None:
         """Raises `nobody` where the request may not wait; says in it for how long that has been."""
         door = self._door

@@ -27,13 +27,14 @@ PIECE_BYTES: Final = 16384
 class Lane:
     """The way to one upstream: a worker, or the front on its Unix socket."""
 
-    __slots__ = ("address", "closed", "host_line", "idle", "pump")
+    __slots__ = ("_address", "closed", "host_line", "idle", "pump", "worker")
 
     to_front = False
 
     def __init__(self, pump: Pump, address: tuple[str, int] | str, host: str) -> None:
         self.pump = pump
-        self.address = address
+        self._address = address
+        self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
         self.idle: list[Conn] = []  # last in, first out: the rest may grow old and go
         self.closed = False
@@ -45,6 +46,11 @@ class Lane:
         conn = self.idle.pop()
         conn.task = task
         return conn
+
+    @property
+    def address(self) -> tuple[str, int] | str:
+        """Asked for at each dial: a worker's name may resolve anew."""
+        return self._address if self.worker is None else self.worker.address
 
     async def dial(self, task: Task) -> Conn:
         """A new connection. Raises OSError."""
@@ -60,7 +66,8 @@ class Lane:
             conn.close()
             return
         conn.task = None
-        conn.on_idle_news = self._drop
+        if conn.on_idle_news is None:  # it is of this lane for good
+            conn.on_idle_news = self._drop
         conn.idle_since = self.pump.now
         self.idle.append(conn)
 
@@ -153,6 +160,12 @@ class TlsLane(Lane):
 
 def lane_to(pump: Pump, worker: Worker) -> Lane:
     """A new one, for what its URL says."""
+    lane = _lane_to(pump, worker)
+    lane.worker = worker
+    return lane
+
+
+def _lane_to(pump: Pump, worker: Worker) -> Lane:
     if worker.url.startswith("https://"):
         return TlsLane(
             pump, worker.address, worker.display_id, ca=worker.tls_ca, verify=worker.tls_verify

@@ -163,4 +163,4 @@ class FollowingFleet(Fleet):
         if isinstance(worker, Counted):
             self._tell(TrialEnded(worker.serial, trial))
         worker.machine.trial = ELSEWHERE if worker.machine.trial_owed else 0
-        self._changed()
+        self._changed(worker)

@@ -107,9 +107,10 @@ def add(tally: Tally, meters: Meters, recent: Recent, find: Find) -> None:
     for serial, traffic, routed, succeeded, failed in tally.worker_ends:
         worker = find(serial)
         if worker is not None:
-            worker.routed[traffic] += routed
-            worker.succeeded[traffic] += succeeded
-            worker.failed[traffic] += failed
+            counts = worker.counts[traffic]
+            counts.routed += routed
+            counts.succeeded += succeeded
+            counts.failed += failed
 
 
 def _serial(worker: Worker | None) -> int:
@@ -142,11 +143,9 @@ def _of_phases(phases: Phases) -> list[Spread]:
 def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
     rows = []
     for worker in workers:
-        for traffic in worker.routed | worker.succeeded | worker.failed:
-            ended = (worker.succeeded[traffic], worker.failed[traffic])
-            rows.append((_serial(worker), traffic, worker.routed[traffic], *ended))
-        for each in (worker.routed, worker.succeeded, worker.failed):
-            each.clear()
+        for traffic, of in worker.counts.items():
+            rows.append((_serial(worker), traffic, of.routed, of.succeeded, of.failed))
+        worker.counts.clear()
     return rows
 
 

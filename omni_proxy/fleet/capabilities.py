@@ -6,6 +6,7 @@ The names are the contract's (`config.capabilities`); nothing else may appear in
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from omni_proxy.config.capabilities import CAPABILITIES
 
@@ -23,4 +24,9 @@ def mask_of(names: Iterable[str]) -> int:
 
 def names_in(mask: int) -> list[str]:
     """Sorted, as the contract prints them."""
-    return sorted(name for name, bit in BIT.items() if mask & bit)
+    return list(_sorted_names(mask))
+
+
+@lru_cache
+def _sorted_names(mask: int) -> tuple[str, ...]:
+    return tuple(sorted(name for name, bit in BIT.items() if mask & bit))

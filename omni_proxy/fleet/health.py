@@ -52,7 +52,13 @@ def thresholds_of(config: Config) -> Thresholds:
     )
 
 
-class HealthMachine:
+class _Hot:
+    """What every request looks at, close together as in `fleet.worker`."""
+
+    __slots__ = ("failed_tries", "trial_owed")
+
+
+class HealthMachine(_Hot):
     """State and counters of one worker; every method is one atom."""
 
     __slots__ = (
@@ -61,7 +67,6 @@ class HealthMachine:
         "consecutive_failures",
         "consecutive_successes",
         "epoch",
-        "failed_tries",
         "last_checked_at",
         "last_error",
         "last_status_code",
@@ -69,7 +74,6 @@ class HealthMachine:
         "since",
         "state",
         "trial",
-        "trial_owed",
     )
 
     def __init__(self, now: datetime) -> None:

@@ -50,6 +50,8 @@ class Fleet:
         self.models: set[str] = set()  # which workers name; another set where they change
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
+        self._member_watchers: list[Callable[[], None]] = []
+        self._worker_watchers: list[Callable[[Worker], None]] = []
         self._health_watchers: list[Callable[[Worker, Health], None]] = []
         self._ejection_watchers: list[Callable[[Worker], None]] = []
         self._forgetful_watchers: list[Callable[[Worker], None]] = []
@@ -59,8 +61,20 @@ class Fleet:
         return list(self._by_url.values())
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """`callback` runs synchronously after each change of membership, health or switch."""
+        """`callback` runs synchronously after each change of membership, health or switch.
+
+        Thousands of workers come up within seconds: what looks at all of them each time is for
+        `watch_members`, what looks at one for `watch_worker`. Each change is told by one of them.
+        """
         self._watchers.append(callback)
+
+    def watch_members(self, callback: Callable[[], None]) -> None:
+        """`callback` after a change of who is there, of what is configured of them, or of many."""
+        self._member_watchers.append(callback)
+
+    def watch_worker(self, callback: Callable[[Worker], None]) -> None:
+        """`callback(worker)` after a change of that one alone; it may have been removed."""
+        self._worker_watchers.append(callback)
 
     def names(self, model: str) -> bool:
         """Whether some worker says that this is its model."""
@@ -151,18 +165,18 @@ class Fleet:
     def observe_good_answer(self, worker: Worker, trial: int = 0) -> None:
         """Matters only where `machine.failed_tries` is not 0; `trial` is the request's number."""
         if worker.machine.answer_well(trial):
-            self._changed()
+            self._changed(worker)
 
     def begin_trial(self, worker: Worker) -> int:
         """A request goes to a worker that owes a trial: nobody else may until it is over."""
         trial = worker.machine.begin_trial()
-        self._changed()
+        self._changed(worker)
         return trial
 
     def end_trial(self, worker: Worker, trial: int) -> None:
         """The request is over; where nothing was learnt the next one is a trial again."""
         if worker.machine.end_trial(trial):
-            self._changed()
+            self._changed(worker)
 
     def lost(self, worker: Worker, error: str, at: datetime) -> None:
         """The launcher saw its process end."""
@@ -182,23 +196,23 @@ class Fleet:
         worker.machine.revive(at)
         self._after(worker, before)
         if on_trial and before is worker.machine.state:
-            self._changed()
+            self._changed(worker)
 
     def hold(self, worker: Worker, reason: str) -> None:
         """Keep a worker out of routing for a reason of ours, beside what an operator said."""
         worker.holds.add(reason)
-        self._changed()
+        self._changed(worker)
 
     def release(self, worker: Worker, reason: str) -> None:
         worker.holds.discard(reason)
-        self._changed()
+        self._changed(worker)
 
     def versioned(self, worker: Worker, label: str | None, epoch: int) -> None:
         """Which weights it has now; None and 0 while that is not known."""
         version = Version(label, epoch)
         if version != worker.version:
             worker.version = version
-            self._changed()
+            self._changed(worker)
 
     def counts(self) -> dict[str, int]:
         workers = self._by_url.values()
@@ -240,12 +254,19 @@ class Fleet:
 
     def _after(self, worker: Worker, before: Health) -> None:
         if worker.machine.state is not before:
-            self._changed()
+            self._changed(worker)
             for callback in self._health_watchers:
                 callback(worker, before)
 
-    def _changed(self) -> None:
+    def _changed(self, worker: Worker | None = None) -> None:
+        """`worker`: it alone."""
         self.revision += 1
         self._candidates.clear()
+        if worker is None:
+            for callback in self._member_watchers:
+                callback()
+        else:
+            for look in self._worker_watchers:
+                look(worker)
         for callback in self._watchers:
             callback()

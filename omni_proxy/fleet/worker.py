@@ -8,6 +8,7 @@ change only through `Fleet`.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
@@ -21,35 +22,50 @@ from omni_proxy.fleet.version import UNKNOWN, Version
 WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
 
 
-class Worker:
+@dataclass(slots=True)
+class Counts:
+    """Tries of one traffic class: those begun, and what those came to that are over."""
+
+    routed: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+class _Hot:
+    """What every request touches, close together: with many workers none of it is in a cache. The
+    fields of a base come first."""
+
+    __slots__ = (
+        "api_key_env",
+        "counts",
+        "in_flight",
+        "machine",
+        "peak_in_flight",
+        "route_line",
+        "version",
+    )
+
+
+class Worker(_Hot):
     """A replica behind a base URL. `in_flight` counts exchanges until their last byte."""
 
     __slots__ = (
         "address",
-        "api_key_env",
         "capabilities",
         "disabled",
         "display_id",
-        "failed",
         "health_body",
         "holds",
         "id",
-        "in_flight",
         "instance",
-        "machine",
         "mask",
         "max_inflight",
         "model",
         "origin",
-        "peak_in_flight",
         "registered_at",
-        "route_line",
-        "routed",
-        "succeeded",
         "tls_ca",
         "tls_verify",
         "url",
-        "version",
         "weight",
     )
 
@@ -67,10 +83,7 @@ class Worker:
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
         self.version: Version = UNKNOWN  # of its weights
-        # By traffic class. No Counter: writing to one costs a call of Python.
-        self.routed: defaultdict[str, int] = defaultdict(int)
-        self.succeeded: defaultdict[str, int] = defaultdict(int)
-        self.failed: defaultdict[str, int] = defaultdict(int)
+        self.counts: defaultdict[str, Counts] = defaultdict(Counts)  # by traffic class
         self.configure(entry)
 
     def configure(self, entry: Desired) -> None:
@@ -98,6 +111,19 @@ class Worker:
             and self.tls_ca == entry.tls_ca
             and self.tls_verify == entry.tls_verify
         )
+
+    @property
+    def routed(self) -> dict[str, int]:
+        """Tries begun, by traffic class; as of the next two, where there were any."""
+        return {traffic: of.routed for traffic, of in self.counts.items() if of.routed}
+
+    @property
+    def succeeded(self) -> dict[str, int]:
+        return {traffic: of.succeeded for traffic, of in self.counts.items() if of.succeeded}
+
+    @property
+    def failed(self) -> dict[str, int]:
+        return {traffic: of.failed for traffic, of in self.counts.items() if of.failed}
 
     @property
     def weight_version(self) -> str | None:
@@ -135,9 +161,9 @@ class Worker:
             "routed_requests": sum(self.routed.values()),
             "successful_requests": sum(self.succeeded.values()),
             "failed_requests": sum(self.failed.values()),
-            "routed_requests_by_class": dict(self.routed),
-            "successful_requests_by_class": dict(self.succeeded),
-            "failed_requests_by_class": dict(self.failed),
+            "routed_requests_by_class": self.routed,
+            "successful_requests_by_class": self.succeeded,
+            "failed_requests_by_class": self.failed,
             "last_status_code": machine.last_status_code,
             "last_error": machine.last_error,
             "last_checked_at": checked.isoformat() if checked else None,

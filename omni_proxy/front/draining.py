@@ -9,7 +9,7 @@ from math import isfinite
 
 from quart import Quart, Response, request
 
-from omni_proxy.config.overlay import State, with_switched
+from omni_proxy.config.overlay import State, with_leaving, with_switched
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.changes import Changes
@@ -63,6 +63,8 @@ class DrainRoutes:
     async def _begin(self, worker: Worker, secs: float, *, remove: bool) -> Drain:
         def edit(state: State, _: Config) -> State:
             self._changes.find(worker.url)
+            if remove:
+                return with_leaving(state, worker.url)
             return with_switched(state, worker.url, disabled=True)
 
         await self._changes.change(edit, at_once=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from sys import intern
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -47,7 +48,7 @@ class Meters:
         self._members: list[Worker] = []
         self._models = fleet.models
         recent.gather = self.gather
-        fleet.watch(self._follow_fleet)
+        fleet.watch_members(self._follow_fleet)
         fleet.watch_ejected(self._ejected)
         fleet.watch_health(self._changed)
 
@@ -154,7 +155,10 @@ class Meters:
             if any(cell.whole):
                 return False
             cell.model = model
-        cell.asked = asked if asked is None or len(asked) <= TEXT_CHARS else UNASKED
+        if asked is None:
+            cell.asked = None
+        else:  # one string for all cells: with many workers each one's own is in no cache
+            cell.asked = intern(asked) if len(asked) <= TEXT_CHARS else UNASKED
         return True
 
     def _count_any(self, mine: Exchange, worker: Worker | None, cell: Cell) -> None:

@@ -1,7 +1,8 @@
 """Drains: workers that get no new request until what they have in flight has ended.
 
 Invariant: a drain ends by itself, at the latest at its deadline, and cuts nothing. Whoever enables
-the worker again has ended it; whoever asked for its removal and left gets it all the same.
+the worker again has ended it; whoever asked for its removal and left gets it all the same, be it
+after a restart of this program.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Drains:
         self._keeper = keeper
         self._drains: dict[Worker, Drain] = {}
         self._begun = trio.Event()
-        fleet.watch(self._follow_fleet)
+        fleet.watch_members(self._follow_fleet)
 
     def begin(self, worker: Worker, timeout_secs: float, *, remove: bool = False) -> Drain:
         """A second one for the same worker moves its deadline; 0 s is none."""
@@ -96,6 +97,7 @@ class Drains:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         for drain in self._drains.values():
             drain.leaving = False
+        self._take_up()
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
@@ -105,6 +107,14 @@ class Drains:
                         await self._look(drain, nursery)
                     await trio.sleep(LOOK_SECS)
                 await self._begun.wait()
+
+    def _take_up(self) -> None:
+        """Removals that were asked for before we were started."""
+        for url in self._keeper.state.leaving:
+            worker = self._fleet.find(url)
+            if worker is not None and worker.disabled and worker not in self._drains:
+                _log.info("Worker %s was draining when the program ended, to be removed", url)
+                self.begin(worker, self._keeper.config.server.drain_timeout_secs, remove=True)
 
     def _running(self) -> list[Drain]:
         return [d for d in self._drains.values() if d.state == RUNS and not d.leaving]

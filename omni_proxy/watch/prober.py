@@ -27,6 +27,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.calls import Call, Caller, build, read_bounded
 from omni_proxy.watch.descriptors import are_ours_to_blame
 from omni_proxy.watch.keeper import Keeper
+from omni_proxy.watch.pace import Pace
 from omni_proxy.watch.resolver import RefusedAddress, addresses
 
 _log = logging.getLogger(__name__)
@@ -69,9 +70,11 @@ class Prober:
         self._nursery: trio.Nursery | None = None
         self._loops: dict[Worker, _Loop] = {}
         self._slots = trio.CapacityLimiter(PROBES_AT_ONCE)
+        self._pace = Pace()
         # Who may be slow, or say that it is busy, and is well all the same: its weights change.
         self.spares: Callable[[Worker], bool] = lambda _: False
-        fleet.watch(self._follow_fleet)
+        fleet.watch_members(self._follow_fleet)
+        fleet.watch_worker(self._follow_worker)
         fleet.watch_ejected(self._look_at)
         keeper.subscribe(self._follow_config)
 
@@ -102,15 +105,19 @@ class Prober:
             loop = self._loops.get(worker)
 
     def _follow_fleet(self) -> None:
+        for worker in [*self._loops, *self._fleet.workers]:
+            self._follow_worker(worker)
+
+    def _follow_worker(self, worker: Worker) -> None:
         if self._nursery is None:
             return
-        wanted = {w for w in self._fleet.workers if w.machine.state is not Health.DEAD}
-        for worker in self._loops.keys() - wanted:
-            self._loops.pop(worker).scope.cancel()
-        for worker in self._fleet.workers:
-            if worker in wanted and worker not in self._loops:
-                loop = self._loops[worker] = _Loop()
-                self._nursery.start_soon(self._watch, worker, loop)
+        here = self._fleet.find(worker.url) is worker
+        if not here or worker.machine.state is Health.DEAD:
+            if worker in self._loops:
+                self._loops.pop(worker).scope.cancel()
+        elif worker not in self._loops:
+            loop = self._loops[worker] = _Loop()
+            self._nursery.start_soon(self._watch, worker, loop)
 
     def _look_at(self, worker: Worker) -> None:
         """It was ejected for failed requests: the sooner it is probed, the sooner it is back."""
@@ -129,6 +136,7 @@ class Prober:
             with loop.scope:
                 while True:
                     async with self._slots:  # a probe's time begins when it does
+                        await self._pace.turn()
                         loop.woken = trio.Event()
                         late = await self._probe(worker, caller, loop)
                     if late:

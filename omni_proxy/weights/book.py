@@ -55,7 +55,8 @@ class Book:
             _log.warning("Worker %s stays out of routing: %s", url, reason)
         for url in self.paused:
             _log.warning("Worker %s was paused, and stays so until it continues", url)
-        fleet.watch(self._hold_to_it)
+        fleet.watch_members(self._hold_to_it)
+        fleet.watch_worker(self._hold_one)
         fleet.watch_forgotten(self._follow_restart)
 
     @property
@@ -181,12 +182,15 @@ class Book:
 
     def _hold_to_it(self) -> None:
         for worker in self._fleet.workers:
-            if self._everybody:
-                self.reasons.setdefault(worker.url, self._everybody)
-            if worker.url in self.reasons and UNCERTAIN not in worker.holds:
-                self._fleet.hold(worker, UNCERTAIN)
-            if worker.url in self.paused and PAUSED not in worker.holds:
-                self._fleet.hold(worker, PAUSED)
+            self._hold_one(worker)
+
+    def _hold_one(self, worker: Worker) -> None:
+        if self._everybody:
+            self.reasons.setdefault(worker.url, self._everybody)
+        if worker.url in self.reasons and UNCERTAIN not in worker.holds:
+            self._fleet.hold(worker, UNCERTAIN)
+        if worker.url in self.paused and PAUSED not in worker.holds:
+            self._fleet.hold(worker, PAUSED)
 
     def note(self, error: OSError) -> None:
         """A disk that fails is told of."""

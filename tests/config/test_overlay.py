@@ -10,6 +10,7 @@ from omni_proxy.config.overlay import (
     settle,
     with_added,
     with_deleted,
+    with_leaving,
     with_switched,
 )
 from omni_proxy.config.parse import parse
@@ -158,6 +159,18 @@ def test_adding_a_worker_twice_keeps_the_later_one():
 def test_a_worker_added_over_http_keeps_the_key_of_its_entry():
     config = parse(f'[[workers]]\nurl = "{A}"\napi_key_env = "KEY"')
     assert only(config, state=with_added(State(), from_http(A))).api_key_env == "KEY"
+
+
+def test_one_that_leaves_is_disabled_and_stops_leaving_once_it_is_enabled_gone_or_nobodys():
+    leaving = with_leaving(with_leaving(with_added(State(), from_http(D)), D), A)
+    assert leaving.leaving == (D, A)
+    assert {w.url: w.disabled for w in desired(FILE, (), leaving)} == {A: True, B: False, D: True}
+    assert settle(leaving, FILE) == leaving
+    assert with_leaving(leaving, A) == leaving
+    assert with_switched(leaving, A, disabled=True).leaving == (D, A)
+    assert with_switched(leaving, A, disabled=False).leaving == (D,)
+    assert with_deleted(leaving, FILE, D).leaving == (A,)
+    assert settle(leaving, Config()).leaving == (D,)
 
 
 STEPS = st.lists(

@@ -31,6 +31,7 @@ STATES = st.builds(
     workers=st.lists(WORKERS, unique_by=lambda worker: worker.url, max_size=3).map(tuple),
     switches=st.dictionaries(URLS, SWITCHES, max_size=3),
     tombstones=st.dictionaries(URLS, st.just("0123456789abcdef"), max_size=3),
+    leaving=st.lists(URLS, unique=True, max_size=3).map(tuple),
 )
 
 

@@ -161,8 +161,8 @@ class Setting:
         return self.fleet.find(self.workers[index].url).machine
 
     def counts(self, index=0):
-        worker = self.fleet.find(self.workers[index].url)
-        return worker.succeeded["tts_websocket"], worker.failed["tts_websocket"]
+        counts = self.fleet.find(self.workers[index].url).counts["tts_websocket"]
+        return counts.succeeded, counts.failed
 
     async def settled(self):
         """Until the door has no connection left."""
@@ -179,7 +179,7 @@ def entry(url, model=None, capabilities=CAPABILITIES, **trust):
 
 @asynccontextmanager
 async def running(*workers, config="", entries=None):
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             for worker in workers:
                 await worker.start(nursery)

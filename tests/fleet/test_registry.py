@@ -225,6 +225,22 @@ def test_watchers_hear_of_health_once_per_change():
     assert heard == [Health.HEALTHY]
 
 
+def test_a_change_is_told_of_one_worker_or_of_all_and_never_both():
+    fleet = fleet_of(entry("a"), entry("b"))
+    a, b = fleet.workers
+    of_all, of_one = [], []
+    fleet.watch_members(lambda: of_all.append(len(fleet.workers)))
+    fleet.watch_worker(of_one.append)
+    fleet.hold(b, "updating")
+    fleet.versioned(a, "v1", 1)
+    fleet.mark_dead(a, NOW)
+    fleet.release(b, "updating")
+    assert (of_all, of_one) == ([], [b, a, a, b])
+    fleet.apply([entry("b"), entry("c")], NOW)
+    fleet.apply([entry("b", disabled=True), entry("c")], NOW)
+    assert (of_all, len(of_one)) == ([2, 2], 4)
+
+
 def test_a_failed_request_counts_like_a_failed_probe_but_ejects():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers

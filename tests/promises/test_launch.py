@@ -111,6 +111,29 @@ async def test_the_proxys_end_by_sigterm_stops_its_replicas(file):
     assert not any(alive(place["pid"]) for place in places)
 
 
+def replicas_of(file):
+    """Processes that run the replicas' script of this file."""
+    script = str(file.with_name("replica.py")).encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if script in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("said", ["omni-proxy .* starts", "listening on"])
+async def test_a_sigterm_while_it_starts_leaves_no_replica_behind(file, said):
+    async with starting("--config", file) as running:
+        await running.says(said)
+        assert await running.leave() in (0, -signal.SIGTERM)
+        await until_gone(*replicas_of(file))
+    assert not replicas_of(file)
+
+
 async def test_a_sigkill_of_the_proxy_leaves_no_orphan(file):
     async with program("--config", file) as running:
         places = await until_ready(running)

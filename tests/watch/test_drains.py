@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from omni_proxy.config.flags import Startup
-from omni_proxy.config.overlay import with_deleted, with_switched
+from omni_proxy.config.overlay import with_deleted, with_leaving, with_switched
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.keeper import Keeper
@@ -149,3 +149,50 @@ async def test_a_removal_that_waits_for_an_operation_on_the_workers_holds_up_no_
         assert world.fleet.find(A) is world.a
     await goes.over.wait()
     assert (goes.state, goes.in_time, world.fleet.find(A)) == ("removed", True, None)
+
+
+async def restarted(world, nursery):
+    """The program as it starts anew; what it kept on the disk is all that it knows."""
+    again = World(world.keeper.file)
+    again.a.in_flight = 0
+    await nursery.start(again.drains.run)
+    return again
+
+
+async def ask_for_removal(world):
+    await world.keeper.change(lambda state, _: with_leaving(state, A))
+    return world.drains.begin(world.a, 0, remove=True)
+
+
+async def test_a_removal_that_a_restart_cut_short_is_finished_after_it(
+    autojump_clock, world, nursery
+):
+    world.a.in_flight = 1
+    await ask_for_removal(world)
+    again = await restarted(world, nursery)
+    with trio.fail_after(10):
+        while again.fleet.find(A) is not None:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    assert again.keeper.state.leaving == ()
+    assert again.fleet.find(B) is not None
+
+
+async def test_who_was_enabled_again_before_the_restart_stays(autojump_clock, world, nursery):
+    world.a.in_flight = 1
+    await ask_for_removal(world)
+    await world.switch(disabled=False)
+    again = await restarted(world, nursery)
+    await trio.sleep(5)
+    assert again.fleet.find(A) is again.a
+    assert (again.a.disabled, again.drains.of(again.a)) == (False, None)
+
+
+async def test_a_drain_without_removal_leaves_its_worker_disabled_after_a_restart(
+    autojump_clock, world, nursery
+):
+    world.a.in_flight = 1
+    await world.begin(0)
+    again = await restarted(world, nursery)
+    await trio.sleep(5)
+    assert again.fleet.find(A) is again.a
+    assert again.a.disabled

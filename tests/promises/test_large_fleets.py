@@ -1,0 +1,81 @@
+"""A change of one worker costs the same however many there are, and many come up while we serve."""
+
+import random
+
+import pytest
+import trio
+
+from omni_proxy.config.flags import Startup
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.root import House
+from omni_proxy.watch.keeper import Keeper
+from tests.fleet.entries import NOW
+from tests.promises.fleet_program import program
+
+MANY = 300
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+
+
+class WalkedFleet(Fleet):
+    """Counts how often somebody looks at all of its workers."""
+
+    walks = 0
+
+    @property
+    def workers(self):
+        self.walks += 1
+        return super().workers
+
+
+@pytest.fixture
+async def house(tmp_path):
+    """Every room of the program, wired over many workers; nothing runs."""
+    file = tmp_path / "proxy.toml"
+    urls = "".join(f'[[workers]]\nurl = "http://w{number}:1"\n' for number in range(MANY))
+    file.write_text(f'[server]\nport = 0\nstate_file = "off"\n{urls}')
+    keeper = Keeper(Startup(file, {}, (), ""), WalkedFleet())
+    made = House(keeper, keeper.fleet, tmp_path)
+    made.door.entrances.held = True
+    keeper.start()
+    yield made
+    made.door.entrances.close()
+    made.door.pump.settle()
+
+
+async def test_a_change_of_one_workers_health_makes_nobody_look_at_all_of_them(house):
+    fleet = house.keeper.fleet
+    workers = fleet.workers
+    fleet.walks = 0
+    for worker in random.sample(workers, 20):
+        for _ in range(fleet.thresholds.rise):
+            fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
+        fleet.hold(worker, "updating")
+        fleet.release(worker, "updating")
+        fleet.versioned(worker, "v1", 0)
+        fleet.mark_dead(worker, NOW)
+        assert worker.machine.state is Health.DEAD
+    assert fleet.walks == 0
+
+
+async def serve(stream):
+    async with stream:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            piece = await stream.receive_some(65536)
+            if not piece:
+                return
+            head += piece
+        await stream.send_all(ANSWER)
+
+
+async def test_hundreds_of_workers_all_become_routable(tmp_path, nursery):
+    listeners = [(await trio.open_tcp_listeners(0, host="127.0.0.1"))[0] for _ in range(MANY)]
+    await nursery.start(trio.serve_listeners, serve, listeners)
+    ports = [listener.socket.getsockname()[1] for listener in listeners]
+    urls = "".join(f'[[workers]]\nurl = "http://127.0.0.1:{port}"\n' for port in ports)
+    file = tmp_path / "proxy.toml"
+    file.write_text(f"[server]\nport = 0\n[health]\nsuccess_threshold = 1\n{urls}")
+    async with program("--config", file) as running:
+        told = await running.until("/health", lambda told: told["routable_workers"] == MANY)
+    assert told["total_workers"] == MANY
