@@ -71,7 +71,11 @@ def digest_of(answer: WorkerAnswer) -> Digest | str:
 
 def compare(answers: Mapping[str, WorkerAnswer]) -> Verdict:
     """By worker URL. The largest group that agrees is right; of two as large nobody is."""
-    told = {url: digest_of(answer) for url, answer in answers.items()}
+    return verdict_on({url: digest_of(answer) for url, answer in answers.items()})
+
+
+def verdict_on(told: Mapping[str, Digest | str]) -> Verdict:
+    """As `compare`, of what each told: its digest, or why there is none."""
     digests = {url: found for url, found in told.items() if isinstance(found, Digest)}
     unverified = {url: found for url, found in told.items() if isinstance(found, str)}
     groups = _groups(digests)
@@ -84,7 +88,7 @@ def compare(answers: Mapping[str, WorkerAnswer]) -> Verdict:
     }
     for group in groups:
         rivals = [other for other in groups if other is not group]
-        alone = len(group) == 1 < len(answers)
+        alone = len(group) == 1 < len(told)
         if alone and not any(_comparable(group, other, digests) for other in rivals):
             unverified[group[0]] = "no other worker's checksum can be compared with it"
     checked = tuple(url for url in digests if url not in mismatched and url not in unverified)

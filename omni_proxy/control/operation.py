@@ -61,7 +61,7 @@ def fates(route: AdminRoute, answers: Sequence[WorkerAnswer]) -> dict[str, Left]
     |---|---|---|
     | init of a group | any | disabled |
     | pause, other group calls, version labels | any | restored: no weight was touched |
-    | whole update | all said 4xx | restored: nothing was applied |
+    | whole update | all said 4xx, and of no change | restored: nothing was applied |
     | any other update | any | uncertain |
     """
     failed = {answer.worker: answer for answer in answers if not answer.success}
@@ -70,7 +70,7 @@ def fates(route: AdminRoute, answers: Sequence[WorkerAnswer]) -> dict[str, Left]
         told = "the group could not be joined: "
         return left | {url: Left(Fate.DISABLED, told + each.why) for url, each in failed.items()}
     untouched = route.kind is not Kind.UPDATE or route.labels
-    if untouched or (route.whole and all(answer.refused for answer in answers)):
+    if untouched or (route.whole and all(answer.unchanged for answer in answers)):
         return left
     told = f"{route.name} failed: "
     return left | {url: Left(Fate.UNCERTAIN, told + each.why) for url, each in failed.items()}

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from omni_proxy.wire.errors import Refusal
 
 FAILED = "one or more workers failed admin request"
+# How engines word a refusal of what they have done all the same: the weights are others, and what
+# was cached is of the old ones; or a swap broke off half-way.
+CHANGED = ("weights were updated", "weights updated,", "weights are damaged")
+NOT_FLUSHED = "not flushed"
 WHY_CHARS = 512
 
 
@@ -36,6 +40,12 @@ class WorkerAnswer:
     def refused(self) -> bool:
         """It said no, and said it plainly."""
         return self._answered and 400 <= (self.status or 0) < 500
+
+    @property
+    def unchanged(self) -> bool:
+        """It said no plainly, and not that its weights are others all the same."""
+        said = _sentence(self.body).lower()
+        return self.refused and not any(words in said for words in CHANGED)
 
     @property
     def why(self) -> str:

@@ -61,7 +61,7 @@ class Owner:
 class Part:
     """One member's. `touched`: it may hold something that is not published.
 
-    `refused`: it failed, and said so plainly.
+    `refused`: it failed, and said so plainly, and that nothing was changed.
     """
 
     seat: Seat
@@ -148,7 +148,7 @@ class SyncSession:
         """What a member made of the present step. `touched`: it may have applied something."""
         part, ok = self.parts[answer.worker], answer.success
         if not ok:
-            part.failed, part.refused = answer.why, answer.refused
+            part.failed, part.refused = answer.why, answer.unchanged
         if self.state is State.JOINING:
             part.joined = ok
             part.standing = Standing.OK if ok else Standing.LOST

@@ -1,4 +1,5 @@
-"""Engines that stand still since an update failed, told to run again before they get requests.
+"""Engines that an update has left standing still, or with what they had computed before it, mended
+before they get requests again.
 
 An update in one phase that fails leaves its engine paused, whoever said "continue" before that
 (api-server.md 2.4). Invariant: an engine that somebody has paused stays so until somebody says
@@ -12,10 +13,13 @@ from typing import Final
 
 from omni_proxy.control.routes import CONTINUE
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.broadcast import ask
 from omni_proxy.watch.calls import Call
 from omni_proxy.weights.calling import call_all
 
 LIMIT_SECS: Final = 30.0
+FLUSH: Final = Call("POST", "/flush_cache", timeout_secs=LIMIT_SECS)
+ABSENT: Final = (404, 405, 501)
 
 
 async def go_on(
@@ -25,3 +29,9 @@ async def go_on(
     own = {**headers, "content-type": "application/json"}
     call = Call("POST", CONTINUE.path, b"{}", own, timeout_secs=LIMIT_SECS)
     await call_all([worker for worker in workers if worker.url not in stopped], call)
+
+
+async def forgets(worker: Worker) -> bool:
+    """Whether what it had cached is gone, by its own word; who has no such route has no cache."""
+    outcome = await ask(worker, FLUSH)
+    return outcome.ok or outcome.status in ABSENT

@@ -6,13 +6,14 @@ process or holds a worker back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import trio
 
 from omni_proxy.config.schema import Config, WeightSync
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.weights.ahead import ReadAhead
 from omni_proxy.weights.catchup import CatchUp
 from omni_proxy.weights.own_rank import OwnRank
 from omni_proxy.weights.relay import Relay
@@ -35,6 +36,7 @@ class Holding:
         self.shelf = Shelf(settings, folder)
         self.own = OwnRank(self.shelf, settings)
         self.relay = Relay(self.shelf, GroupSends(settings, self.own.sender))
+        self.ahead = ReadAhead()
         self.source = Source(self.shelf, self.relay)
         self.catch_up = CatchUp(tools, self.shelf, self.relay, busy)
         self._settings = settings
@@ -55,11 +57,16 @@ class Holding:
         """How many ranks of a trainer's group this endpoint has, with workers of so many."""
         return OwnRank.ranks if self.relays else of_workers + OwnRank.ranks * self.on
 
+    def read_ahead(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
+        """What was just armed will be given to them: who is near may begin before all is there."""
+        if self.relays and self.own.coming is not None:
+            self.ahead.begin(self.own.coming, workers, headers)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until it is cancelled; the versions of before are known once it has started."""
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = self.catch_up.nursery = nursery
+                self._nursery = self.catch_up.nursery = self.ahead.nursery = nursery
                 await nursery.start(self.shelf.run)
                 if self.on:
                     nursery.start_soon(self.own.warm)
@@ -69,7 +76,7 @@ class Holding:
                     await self.shelf.in_thread(leftovers.sweep)
                 await trio.sleep_forever()
         finally:
-            self._nursery = self.catch_up.nursery = None
+            self._nursery = self.catch_up.nursery = self.ahead.nursery = None
             await self.own.close()
 
     def status(self) -> dict[str, object]:

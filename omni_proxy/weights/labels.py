@@ -13,16 +13,20 @@ from typing import Final
 
 import trio
 
+from omni_proxy.control.outcomes import NOT_FLUSHED
 from omni_proxy.control.published import Due
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.pace import Pace
 from omni_proxy.weights.book import Book
-from omni_proxy.weights.going_on import go_on
+from omni_proxy.weights.going_on import forgets, go_on
 from omni_proxy.weights.readback import compare_checksums, labels_of
 
 AGAIN_SECS = 5.0
 CHECKSUM_SECS = 300.0
+ASKED_AT_ONCE: Final = 64  # of a fleet that comes up; one that keeps us waiting stops no other
+TURNS_EACH: Final = 4  # of the event loop: probes go first, for a label keeps nobody waiting
 UNPROVEN: Final = "unproven"
 _log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class Labels:
         self._may_hash = may_hash
         self._strict = strict
         self._newest: dict[Worker, object] = {}
+        self._places = trio.CapacityLimiter(ASKED_AT_ONCE)
+        self._pace = Pace(TURNS_EACH)
         self.nursery: trio.Nursery | None = None
         fleet.watch_health(lambda worker, _: self.ask_soon(worker, came_up=True))
         fleet.watch_forgotten(self.ask_soon)
@@ -96,14 +102,17 @@ class Labels:
     async def _ask(self, worker: Worker, asking: object, came_up: bool) -> None:
         try:
             while self._here(worker) and self._newest.get(worker) is asking:
-                version = worker.version
-                label = (await labels_of([worker], {}))[worker]
+                async with self._places:
+                    await self._pace.turn()
+                    version = worker.version
+                    label = (await labels_of([worker], {}))[worker]
                 if self._busy(worker) or worker.version is not version:
                     return
                 self.learn(worker, label)
                 due = self._due(worker)
                 if due is None or due.label is None or label is not None:
-                    if due is not None and (came_up or version.label is None):
+                    doubted = worker.url in self._book.reasons
+                    if due is not None and (came_up or doubted or version.label is None):
                         await self._judge(worker, due, label)
                     return
                 self._let_go(worker)  # it can't tell: nothing is claimed of it
@@ -143,6 +152,8 @@ class Labels:
             return
         verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
         if self._busy(worker) or self._due(worker) is not due or verdict.whole != due.digest:
+            return
+        if NOT_FLUSHED in self._book.reasons.get(worker.url, "") and not await forgets(worker):
             return
         await go_on([worker], self._book.stopped, {})
         if self._busy(worker) or self._due(worker) is not due:

@@ -31,6 +31,7 @@ from omni_proxy.config.schema import WeightSync
 from omni_proxy.control.outcomes import WorkerAnswer
 from omni_proxy.control.receiving import COMING, FAILED, Receiving
 from omni_proxy.control.sync_bodies import group_name_of, object_of
+from omni_proxy.weights.ahead import Coming
 from omni_proxy.weights.store.draft import Draft
 from omni_proxy.weights.store.layout import LayoutError
 from omni_proxy.weights.store.record import Version
@@ -59,6 +60,7 @@ class OwnRank:
         self._opening = trio.Lock()
         self._receiver: Receiver | None = None
         self._armed: Armed | None = None
+        self.coming: Coming | None = None  # the receive that was armed last
         self._draft: Draft | None = None
         self._in_group = False
         self._made_for: tuple[object, ...] = ()  # what the receiver was opened with
@@ -140,7 +142,7 @@ class OwnRank:
 
     async def seal(self, label: str | None) -> Version:
         """What came since the last one is a version. Raises OSError, LookupError if nothing did."""
-        draft, self._draft = self._draft, None
+        draft, self._draft, self.coming = self._draft, None, None
         if draft is None:
             raise LookupError("nothing was received that could become a version")
         store = await self._shelf.open()
@@ -148,7 +150,7 @@ class OwnRank:
 
     async def discard(self) -> None:
         """Throw away what came of a version that will not be ended."""
-        draft, self._draft = self._draft, None
+        draft, self._draft, self.coming = self._draft, None, None
         if draft is not None and self._shelf.store is not None:
             await self._shelf.in_thread(self._shelf.store.discard, draft)
 
@@ -216,6 +218,7 @@ class OwnRank:
                 digests=settings.verify == "checksum",
             )
             self._armed = await self._blocking("arm", call)
+            self.coming = Coming(self._armed, place, plans)
         except _REFUSALS:
             # It names tensors now that did not come: such a version must never be sealed.
             await self.discard()

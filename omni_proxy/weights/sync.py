@@ -75,8 +75,7 @@ class Sync:
         self._coming = self._left_for = self._stored = None
         left, self._book.left_in_group = self._book.left_in_group, ()
         if left:
-            self.life.leaving = set(left)
-            nursery.start_soon(self.life.tell_left_in_group, left, self._book.left_group)
+            self.life.end_of_before(nursery, left, self._book.left_group)
         self.life.start(nursery)
 
     def stop(self) -> None:
@@ -140,7 +139,13 @@ class Sync:
         return answer
 
     async def before_continue(self, headers: Mapping[str, str]) -> dict[str, object]:
-        """A round that is open ends here, well or not; what is to be told of it."""
+        """What is to be told of who stays out, and of a round that is open: it ends here."""
+        told = await self._end_of_round(headers)
+        out = {"uncertain": dict(self._book.reasons)} if self._book.reasons else {}
+        return {**out, **told}
+
+    async def _end_of_round(self, headers: Mapping[str, str]) -> dict[str, object]:
+        """Well or not."""
         life = self.life
         if not life.session.open or life.session.state is not State.GROUPED or life.busy.locked():
             return {}

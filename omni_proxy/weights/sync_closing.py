@@ -28,7 +28,7 @@ from omni_proxy.weights.own_rank import NAME
 from omni_proxy.weights.store.record import Version
 from omni_proxy.weights.sync_delivery import Handed, SyncDelivery
 from omni_proxy.weights.sync_life import SyncLife
-from omni_proxy.weights.sync_proof import Proof, healed, prove
+from omni_proxy.weights.sync_proof import Proof, Question, healed, prove
 
 Told = dict[str, object]
 ENOUGH: Final = 2
@@ -141,10 +141,10 @@ class Closing:
         if life.recipients and delivery.version is not None:
             handed = await self._handed(delivery.version, headers)
             took += handed.took
-            if handed.took or not all(each.refused for each in delivery.answers.values()):
+            if handed.took or not all(each.unchanged for each in delivery.answers.values()):
                 failed |= handed.failed  # else nobody has anything new
             self.cause = _first(handed.failed)
-        proof = await self._prove(took, headers)
+        proof = await self._prove(took, headers, self._label)
         if not life.session.whole:
             proof = _distrust(proof, life.session)
         return proof, failed | dict(proof.wrong)
@@ -170,25 +170,29 @@ class Closing:
         if policy == "forward" and version is not None:
             again = [worker for url in wrong if (worker := life.fleet.find(url)) is not None]
             handed = await delivery.give(version, again, headers)
-            proof = await self._prove([*proof.agreed, *handed.took], headers)
+            proof = await self._prove([*proof.agreed, *handed.took], headers, self._label)
             wrong = dict(handed.failed) | dict(proof.wrong)
             self._all_mended = not wrong
             self.cause = _first(wrong)
         elif policy == "rollback" and (before := delivery.previous) is not None:
             self.cause = f"{_first(wrong)}; all workers were given {before.name} again"
             handed = await delivery.give(before, [*life.workers, *life.recipients], headers)
-            proof = await self._prove(handed.took, headers)
+            proof = await self._prove(handed.took, headers, before.label)
             return proof, dict(handed.failed) | dict(proof.wrong), before
         return proof, wrong, version
 
-    async def _prove(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> Proof:
+    async def _prove(
+        self, workers: Sequence[Worker], headers: Mapping[str, str], named: str | None
+    ) -> Proof:
         config = self._life.keeper.config
-        return await prove(
-            workers,
+        question = Question(
             headers,
-            compares=config.weight_sync.verify == "checksum",
             timeout_secs=limit_secs(config.admin.worker_timeout_secs),
+            compares=config.weight_sync.verify == "checksum",
+            named=named,
+            known=self._delivery.known,
         )
+        return await prove(workers, question)
 
     @property
     def _label(self) -> str | None:
@@ -237,7 +241,7 @@ def _distrust(proof: Proof, session: SyncSession) -> Proof:
 
 def certain(answer: WorkerAnswer, *, batched: bool) -> bool:
     """Whether a failed call left the weights of its member alone: a whole sync is refused whole."""
-    return batched and answer.refused
+    return batched and answer.unchanged
 
 
 def _first(failed: Mapping[str, str]) -> str:

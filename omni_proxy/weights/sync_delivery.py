@@ -19,6 +19,7 @@ from omni_proxy.weights.own_rank import NAME
 from omni_proxy.weights.relay import Delivery
 from omni_proxy.weights.store.record import Version
 from omni_proxy.weights.store.versions import UnknownVersion
+from omni_proxy.weights.sync_known import Known, instances_of, known_by
 from omni_proxy.weights.sync_life import SyncLife
 
 NOT_GIVEN = 400
@@ -34,13 +35,17 @@ class Handed:
 
 
 class SyncDelivery:
-    """`version`: of the present round. `answers`: what workers said to a delivery of it, by URL."""
+    """`version`: of the present round. `answers`: what workers said to a delivery of it, by URL.
+
+    `known`: what they have proven with that.
+    """
 
     def __init__(self, life: SyncLife, holding: Holding) -> None:
         self._life = life
         self._holding = holding
         self.version: Version | None = None
         self.answers: dict[str, WorkerAnswer] = {}
+        self.known: dict[Worker, Known] = {}
         self.error = ""  # why there is no version though something was received
         self._late: list[Worker] = []
 
@@ -62,7 +67,7 @@ class SyncDelivery:
 
     def begin(self) -> None:
         """A new round is being closed."""
-        self.version, self.answers, self.error = None, {}, ""
+        self.version, self.answers, self.known, self.error = None, {}, {}, ""
 
     @property
     def received(self) -> bool:
@@ -90,6 +95,7 @@ class SyncDelivery:
     ) -> Handed:
         """To each of them; whoever is dead is not asked."""
         life = self._life
+        self._holding.ahead.end()
         config = life.keeper.config
         how = Delivery(
             paused=frozenset(life.book.paused),
@@ -99,12 +105,17 @@ class SyncDelivery:
         )
         alive = [worker for worker in workers if worker.machine.state is not Health.DEAD]
         failed = {worker.url: "it is dead" for worker in workers if worker not in alive}
+        instances = await instances_of(alive, headers) if how.prove else {}
         try:
             answers = await self._holding.relay.deliver(version, alive, how)
         except (UnknownVersion, OSError) as error:
             why = f"{version.name} can't be read: {error}"
             answers = [WorkerAnswer(worker.url, None, error=why) for worker in alive]
         self.answers |= {answer.worker: answer for answer in answers}
+        for worker, answer in zip(alive, answers, strict=True):
+            self.known.pop(worker, None)
+            if (known := known_by(answer, version, instances.get(worker, ""))) is not None:
+                self.known[worker] = known
         failed |= {answer.worker: answer.why for answer in answers if not answer.success}
         return Handed(tuple(worker for worker in alive if worker.url not in failed), failed)
 

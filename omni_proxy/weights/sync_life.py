@@ -78,6 +78,8 @@ class SyncLife:
         self._watching = trio.CancelScope()
         self._idle = trio.Event()
         self._idle.set()
+        self._told = trio.Event()  # whoever was left in a group by our last end
+        self._told.set()
         fleet.watch_health(self._follow_health)
 
     def start(self, nursery: trio.Nursery) -> None:
@@ -201,9 +203,10 @@ class SyncLife:
         await self._idle.wait()
 
     async def until_settled(self) -> None:
-        """Until the end of the last one is behind everybody."""
+        """Until the end of the last one is behind everybody, and of one that our end cut short."""
         while self._undoing:
             await self._idle.wait()
+        await self._told.wait()
 
     async def clear_left_behind(self) -> None:
         """Members that never answered the end of an earlier one are told again."""
@@ -213,8 +216,13 @@ class SyncLife:
                 with trio.move_on_after(ALIVE_SECS):
                     await member.destroy(msgspec.json.encode({"group_name": lost[member.name]}))
 
-    async def tell_left_in_group(self, urls: Sequence[str], group_name: str) -> None:
-        """Whom our own end left in a group; they may not be there yet, or no more."""
+    def end_of_before(self, nursery: trio.Nursery, urls: Sequence[str], group_name: str) -> None:
+        """A group that our own end left behind is taken down, before there is another one."""
+        self.leaving, self._told = set(urls), trio.Event()
+        nursery.start_soon(self._tell_left_in_group, urls, group_name)
+
+    async def _tell_left_in_group(self, urls: Sequence[str], group_name: str) -> None:
+        """They may not be there yet, or no more."""
         body = msgspec.json.encode({"group_name": group_name})
 
         async def leave(worker: Worker) -> None:
@@ -223,11 +231,14 @@ class SyncLife:
             if answer.success or answer.refused or worker.url not in self.book.reasons:
                 self.after([worker.url])
 
-        async with trio.open_nursery() as nursery:
-            for url in urls:
-                if (worker := self.fleet.find(url)) is not None:
-                    nursery.start_soon(leave, worker)
-        self.leaving.clear()
+        try:
+            async with trio.open_nursery() as nursery:
+                for url in urls:
+                    if (worker := self.fleet.find(url)) is not None:
+                        nursery.start_soon(leave, worker)
+        finally:
+            self.leaving.clear()
+            self._told.set()
 
     def spoil(self, doubted: Mapping[str, str], names: Iterable[str]) -> None:
         """These are uncertain for a sync of just those tensors, and healed by one that has them."""

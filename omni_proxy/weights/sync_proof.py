@@ -7,12 +7,16 @@ checker, or one whose digests nobody else's can be compared with, is taken at it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from omni_proxy.control.agreement import Verdict, compare
+from omni_proxy.control.agreement import Verdict, compare, verdict_on
 from omni_proxy.control.outcomes import WorkerAnswer
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weights.readback import ask_checksums, labels_of
+from omni_proxy.weights.sync_known import Known, instances_of
+
+DIFFERS: Final = "its checksums differ from those of other workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +38,31 @@ class Proof:
         return told.pop() if len(told) == 1 else None
 
 
-async def prove(
-    workers: Sequence[Worker], headers: Mapping[str, str], *, compares: bool, timeout_secs: float
-) -> Proof:
+@dataclass(frozen=True, slots=True)
+class Question:
+    """How workers are asked. `named`: what the version should be called, where somebody said so.
+
+    `compares`: whether anything is compared. `known`: what some have proven a moment ago.
+    """
+
+    headers: Mapping[str, str]
+    timeout_secs: float
+    compares: bool = True
+    named: str | None = None
+    known: Mapping[Worker, Known] = field(default_factory=dict)
+
+
+async def prove(workers: Sequence[Worker], question: Question) -> Proof:
+    headers = question.headers
     labels = await labels_of(workers, headers)
-    if not compares:
+    if not question.compares:
         return Proof(labels)
-    answers = await ask_checksums(workers, headers, timeout_secs)
+    misnamed = _misnamed(labels, question.named)
+    if (known := await _still_known(labels, question)) is not None:
+        return replace(known, wrong={**misnamed, **known.wrong})
+    answers = await ask_checksums(workers, headers, question.timeout_secs)
     verdict = compare({answer.worker: answer for answer in answers})
-    wrong = dict.fromkeys(verdict.mismatched, "its checksums differ from those of other workers")
+    wrong = misnamed | dict.fromkeys(verdict.mismatched, DIFFERS)
     for answer in answers:
         if not answer.success and not answer.refused:
             wrong[answer.worker] = f"its checksums could not be read: {answer.why}"
@@ -68,6 +88,34 @@ def healed(
         if whole or mended or (proven and url in proof.verdict.checked):
             found.append(url)
     return found
+
+
+async def _still_known(labels: Mapping[Worker, str | None], question: Question) -> Proof | None:
+    """None where one of them has to be asked: then all are, to be compared by the same facts."""
+    known = {worker: question.known[worker] for worker in labels if worker in question.known}
+    if not labels or len(known) < len(labels):
+        return None
+    now = await instances_of(list(labels), question.headers)
+    if not all(each.counts(now[worker], labels[worker]) for worker, each in known.items()):
+        return None
+    verdict = verdict_on({worker.url: each.digest for worker, each in known.items()})
+    wrong = dict.fromkeys(verdict.mismatched, DIFFERS)
+    return Proof(labels, verdict, wrong, {w.url: each.names for w, each in known.items()})
+
+
+def _misnamed(labels: Mapping[Worker, str | None], named: str | None) -> dict[str, str]:
+    """Who calls its weights otherwise than they were called to all, though others do not.
+
+    An engine that takes no label of a sync keeps the one of before: it tells nothing then, as long
+    as nobody shows that it could.
+    """
+    if named is None or named not in labels.values():
+        return {}
+    return {
+        worker.url: f"it calls its weights {label!r}, and others theirs {named!r}"
+        for worker, label in labels.items()
+        if label not in (None, named)
+    }
 
 
 def _names(answer: WorkerAnswer) -> Iterator[str]:

@@ -89,6 +89,8 @@ class Steps:
             lambda member: member.prepare(call.body),
             Patience(limit_secs(life.keeper.config.weight_sync.ready_timeout_secs)),
         )
+        if asked.batched and not cause:  # else it is one of several files, or none
+            self._holding.read_ahead(life.fleet.workers, call.credentials)
         return as_ready(self._told(call, answers, cause, {}))
 
     async def complete(self, call: AdminCall) -> Answer:

@@ -93,3 +93,18 @@ def test_a_body_is_json_or_text(raw):
         assert json.dumps(found) == json.dumps(json.loads(raw) if raw else "")
     except ValueError:
         assert found == raw.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "unchanged"),
+    [
+        (400, {"success": False, "message": "Nothing was changed: the trainer is gone"}, True),
+        (409, "busy", True),
+        (500, {"message": "no"}, False),
+        (400, {"message": "Weights were updated, but the cache was not flushed"}, False),
+        (400, {"detail": {"message": "The weights are damaged: update them"}}, False),
+        (400, "weights updated, cache not flushed", False),
+    ],
+)
+def test_a_refusal_tells_whether_anything_was_changed(status, body, unchanged):
+    assert WorkerAnswer("http://a", status, body).unchanged is unchanged

@@ -52,7 +52,7 @@ def listening(monkeypatch):
 @pytest.fixture
 async def store():
     async with store_of_a_trainer() as found:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             yield found
 
 

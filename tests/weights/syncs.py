@@ -84,8 +84,8 @@ class Store:
 
 
 @asynccontextmanager
-async def store_of_a_trainer():
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+async def store_of_a_trainer(port=0):
+    (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
     async with trio.open_nursery() as nursery:
         store = Store(listener)
         nursery.start_soon(store.run)
@@ -111,7 +111,7 @@ def asks(path, **body):
 
 
 def sync_house(folder, **fields):
-    fields = {"mode": "coordinate", "stall_timeout_secs": 1.0, **fields}
+    fields = {"mode": "coordinate", "stall_timeout_secs": 20.0, **fields}
     return house_with(folder, weight_sync=WeightSync(**fields))
 
 
@@ -157,7 +157,7 @@ class Trainer:
         return self.house.desk.sync.status()["state"]
 
     async def until(self, state):
-        with trio.fail_after(5):
+        with trio.fail_after(30):
             while self.state != state:  # noqa: ASYNC110  # nothing rings for a state
                 await trio.sleep(0.01)
             if state == "idle":

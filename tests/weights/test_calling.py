@@ -34,7 +34,7 @@ async def test_all_are_asked_before_any_answers_however_many(monkeypatch):
     entries = [WorkerEntry(url=f"http://127.0.0.1:{9000 + at}") for at in range(count)]
     workers = build_house(*entries).fleet.workers
     heard = []
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         answers = await call_all(workers, Call("POST", "/x", timeout_secs=15), heard.append)
     assert [answer.worker for answer in answers] == [worker.url for worker in workers]
     assert [answer.body["port"] for answer in answers] == [9000 + at for at in range(count)]

@@ -2,10 +2,10 @@
 
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.schema import WeightSync
 from tests.front.house import A, B
+from tests.rest import at_rest
 from tests.weights.desks import LOST, PAUSE, UPDATE, call, held, house_with, journal, started
 
 
@@ -14,7 +14,7 @@ async def versions_while(house, engines, nursery, wanted):
     await started(engines, nursery, house, wanted)
     found = [(w.weight_version, w.weight_epoch) for w in house.fleet.workers]
     engines.open(wanted.route.path)
-    await wait_all_tasks_blocked(0.05)
+    await at_rest()
     return found
 
 
@@ -57,7 +57,7 @@ async def test_a_lost_change_of_a_label_is_read_back(house, engines):
     engines.says[B, "/update_weight_version"] = LOST
     answer = await house.desk.submit(call("/update_weight_version", {"new_version": "v9"}))
     assert (answer.status, held(house)) == (502, [[], ["unproven"]])
-    await wait_all_tasks_blocked(0.05)
+    await at_rest()
     assert (house.worker(B).weight_version, held(house)) == ("v9", [[], []])
 
 
@@ -70,7 +70,7 @@ async def missing(house, engines, label, body):
     assert (await house.desk.submit(call(body=body))).status == 200
     house.fleet.revive(worker, worker.registered_at)
     house.healthy(B)
-    await wait_all_tasks_blocked(0.05)
+    await at_rest()
 
 
 async def test_who_was_dead_during_an_update_does_not_serve_its_old_weights(house, engines, folder):
@@ -90,7 +90,7 @@ async def test_who_is_resolved_after_it_missed_one_is_not_held_for_it_again(hous
     assert (await house.desk.resolve({})).status == 200
     house.fleet.versioned(house.worker(B), None, 0)
     house.fleet.forgotten(house.worker(B))
-    await wait_all_tasks_blocked(0.05)
+    await at_rest()
     assert (held(house), house.worker(B).weight_version) == ([[], []], "v1")
 
 
@@ -101,7 +101,7 @@ async def test_who_crashed_after_an_update_does_not_serve_its_first_weights(hous
     engines.labels[B] = "v1"
     house.fleet.versioned(house.worker(B), None, 0)
     house.fleet.forgotten(house.worker(B))
-    await wait_all_tasks_blocked(0.05)
+    await at_rest()
     assert held(house) == [[], ["uncertain"]]
 
 
@@ -131,7 +131,7 @@ async def test_an_update_for_some_is_not_missed_by_the_others(house, engines):
     await house.desk.submit(call(body={"weight_version": "v2"}, chosen=frozenset((A,))))
     house.fleet.versioned(house.worker(B), None, 0)
     house.fleet.forgotten(house.worker(B))
-    await wait_all_tasks_blocked(0.05)
+    await at_rest()
     assert held(house) == [[], []]
 
 

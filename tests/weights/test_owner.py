@@ -11,7 +11,7 @@ from tests.weights.syncs import store_of_a_trainer
 @pytest.fixture
 async def store():
     async with store_of_a_trainer() as found:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             yield found
 
 

@@ -1,3 +1,6 @@
+import re
+import socket
+
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -13,9 +16,11 @@ from tests.weights.syncs import (
     TENSORS,
     UPDATE,
     Engines,
+    Trainer,
     asks,
     init_body,
     store_of_a_trainer,
+    sync_house,
     uncertain,
 )
 
@@ -38,7 +43,29 @@ async def test_a_second_trainer_is_told_of_the_first_while_that_one_lives(traine
     for part in ("'g'", f"127.0.0.1:{trainer.store.port}", "step armed"):
         assert part in answer.body["message"]
     assert answer.body["owner"]["master"] == f"127.0.0.1:{trainer.store.port}"
+    assert re.search(r"begun \d+\.\d s ago", answer.body["message"])
+    assert answer.body["owner"]["age_secs"] >= 0
     assert (await trainer.well(COMPLETE, weight_version="v2"))["weight_epoch"] == 1
+
+
+async def test_one_whose_store_is_not_up_yet_is_not_taken_for_dead(trainer, engines):
+    engines.shut(INIT)
+    answers = []
+    async with trio.open_nursery() as nursery:
+
+        async def first():
+            answers.append(await trainer.ask(INIT, **init_body(trainer.store, master_port=later)))
+
+        with socket.socket() as unheard:  # bound, and nobody listens
+            unheard.bind(("127.0.0.1", 0))
+            later = unheard.getsockname()[1]
+            nursery.start_soon(first)
+            await engines.came[B, INIT].wait()
+            answer = await trainer.ask(INIT, **init_body(trainer.store, group_name="mine"))
+            assert (answer.status, "step joining" in answer.body["message"]) == (409, True)
+            engines.open(INIT)
+            await trainer.until("grouped")
+    assert answers[0].ok, answers[0].body
 
 
 async def test_force_takes_it_over(trainer, engines):
@@ -48,6 +75,23 @@ async def test_force_takes_it_over(trainer, engines):
         assert (await trainer.ask(INIT, **body)).ok
         assert engines.bodies(DESTROY, A) == [{"group_name": "g"}]
         assert trainer.house.desk.sync.status()["owner"]["group_name"] == "mine"
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_who_comes_before_its_death_was_noticed_takes_the_place_of_a_dead_one(
+    trainer, engines, caplog, same
+):
+    await trainer.arm()
+    trainer.house.desk.sync.life._watching.cancel()  # as if nobody had looked since
+    trainer.store.die()
+    port = trainer.store.port if same else 0
+    async with store_of_a_trainer(port) as other:
+        assert (other.port == trainer.store.port) is same
+        assert (await trainer.ask(INIT, **init_body(other))).ok
+        assert "replaced stale group: group 'g'" in caplog.text
+        assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
+        assert trainer.house.desk.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
+        await trainer.well(PREPARE, **BUCKETS)
 
 
 async def test_a_trainer_that_dies_is_answered_for(trainer, engines):
@@ -63,11 +107,16 @@ async def test_a_trainer_that_dies_is_answered_for(trainer, engines):
         assert (await trainer.ask(INIT, **init_body(other))).ok
 
 
-async def test_a_trainer_that_is_stopped_is_given_up_when_it_has_been_silent_for_too_long(trainer):
+async def test_a_trainer_that_is_stopped_is_given_up_when_it_has_been_silent_for_too_long(
+    engines, folder, nursery, store
+):
+    house = sync_house(folder, stall_timeout_secs=1.0)
+    await nursery.start(house.desk.run)
+    trainer = Trainer(house, store)
     await trainer.arm()
-    trainer.store.silent = True
+    store.silent = True
     await trainer.until("idle")
-    assert "has not answered for 1 s" in trainer.house.desk.sync.status()["last_cause"]
+    assert "has not answered for 1 s" in house.desk.sync.status()["last_cause"]
 
 
 async def test_a_trainer_that_dies_in_the_middle_of_its_parts_leaves_doubt(trainer):
@@ -84,7 +133,7 @@ async def test_its_end_does_not_wait_for_what_runs(trainer, engines, nursery):
     engines.shut(COMPLETE)
     nursery.start_soon(trainer.house.desk.submit, asks(COMPLETE))
     await engines.came[A, COMPLETE].wait()
-    with trio.fail_after(15):
+    with trio.fail_after(30):
         asked = await trainer.ask(DESTROY)
     assert asked.ok
     assert trainer.state == "idle"

@@ -90,6 +90,15 @@ async def test_nothing_else_is_loaded_while_a_sync_is_open(trainer, engines):
     assert "group 'g'" in answer.body["message"]
 
 
+async def test_nothing_else_is_loaded_while_bytes_may_be_on_their_way(trainer, engines):
+    await trainer.arm()
+    answer = await trainer.ask(DISK, model_path="m")
+    assert (answer.status, engines.bodies(DISK, A)) == (409, [])
+    assert "step armed" in answer.body["message"]
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(DISK, model_path="m")
+
+
 # Back in
 
 
@@ -123,7 +132,7 @@ async def test_an_engine_that_a_failed_part_left_paused_runs_before_it_is_routed
     engines.tell(B, UPDATE, {"success": False, "message": "the trainer is gone"}, 400)
     assert not (await trainer.ask(UPDATE, **TENSORS)).ok
     await trainer.until("idle")
-    with trio.fail_after(5):
+    with trio.fail_after(30):
         while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
     # Somebody has asked for that pause: it is for him to end.

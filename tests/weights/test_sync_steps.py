@@ -43,6 +43,15 @@ async def test_each_replica_gets_ranks_of_its_own_and_nobody_stops_serving(train
     assert "group 'g' at 127.0.0.1" in trainer.house.keeper.freeze.why()
 
 
+async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
+    await trainer.join()
+    await trainer.well(DESTROY)
+    engines.ranks[A] = 1  # it began anew with fewer
+    answer = await trainer.init(world_size=3)
+    assert [seat["rank_offset"] for seat in answer.body["layout"]] == [1, 2]
+    assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
+
+
 async def test_a_backend_of_ours_goes_to_every_replica(engines, folder, nursery, store):
     house = sync_house(folder, backend="nccl")
     await nursery.start(house.desk.run)
@@ -105,7 +114,7 @@ async def test_something_that_is_no_store_is_found_out(engines, folder, nursery)
     await nursery.start(house.desk.run)
     engines.shut(INIT)
     port = listener.socket.getsockname()[1]
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         answer = await house.desk.submit(
             asks(INIT, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=4)
         )
