@@ -1,0 +1,153 @@
+"""One process that broadcasts, and who receives from it: torch alone, and our receiver.
+
+The yardstick of all weights figures is `Plain`: a gloo broadcast into memory that was touched.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from tools.bench.processes import running
+from tools.bench.weights_memory import watched
+
+if TYPE_CHECKING:
+    from omni_proxy.collective.receiver import Armed, Place
+
+GROUP_SECS = 60.0
+
+
+class WeightsBenchError(Exception):
+    """A leg did not work; the text says what it said."""
+
+
+class Sender:
+    """The process that broadcasts. Orders go out at once; `heard` waits for the answer."""
+
+    def __init__(self, process: subprocess.Popen[str], count: int, nbytes: int) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._orders: IO[str] = process.stdin
+        self._answers: IO[str] = process.stdout
+        self.count, self.nbytes = count, nbytes
+        self.order(do="blocks", count=count, nbytes=nbytes)
+        self.heard()
+
+    def order(self, **order: object) -> None:
+        print(json.dumps(order), file=self._orders, flush=True)
+
+    def heard(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise WeightsBenchError("the process that broadcasts has ended")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def opened(self, group: str, join: Callable[[int], None]) -> None:
+        """A group of two; `join` gets the port and returns when it is in."""
+        self.order(do="open", group=group, world=2)
+        join(int(self.heard()["port"]))
+        self.heard()
+
+
+@contextmanager
+def sender(count: int, nbytes: int) -> Iterator[Sender]:
+    argv = [sys.executable, "-m", "tools.bench.broadcaster"]
+    with running(argv, subprocess.PIPE) as process:
+        yield Sender(process, count, nbytes)
+
+
+class Plain:
+    """The yardstick: torch alone, into blocks that are there already."""
+
+    def __init__(self, sends: Sender) -> None:
+        import torch
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch.distributed import ProcessGroupGloo
+
+        self._sends = sends
+        self.blocks = [torch.ones(sends.nbytes, dtype=torch.uint8) for _ in range(sends.count)]
+        self._group: Any = None
+
+        def join(port: int) -> None:
+            store = TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False)
+            inner = PrefixStore("cpu/", PrefixStore("plain/", PrefixStore("plain", store)))
+            self._group = ProcessGroupGloo(inner, 1, 2, timedelta(seconds=GROUP_SECS))
+
+        sends.opened("plain", join)
+
+    def secs(self) -> float:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        started = time.perf_counter()
+        self._sends.order(do="send", group="plain")
+        for block in self.blocks:
+            self._group.broadcast([block], options).wait()
+        took = time.perf_counter() - started
+        self._sends.heard()
+        return took
+
+
+class Ours:
+    """The receiver of the replica and of the proxy."""
+
+    def __init__(self, sends: Sender, isolation: Literal["process", "thread"]) -> None:
+        from omni_proxy.collective.receiver import Limits, Rendezvous, open_receiver
+        from omni_proxy.collective.specs import plans_of
+
+        self._sends, self._name = sends, isolation
+        self._receiver = open_receiver(isolation, Limits(), name=f"bench {isolation}")
+        buckets = [
+            {"names": [f"block-{n}"], "dtypes": ["uint8"], "shapes": [[sends.nbytes]]}
+            for n in range(sends.count)
+        ]
+        self.plans = plans_of({"num_buckets": len(buckets), "buckets": buckets}, dense=True)
+
+        def join(port: int) -> None:
+            place = Rendezvous("127.0.0.1", port, 1, 2, isolation, "gloo", GROUP_SECS)
+            self._receiver.init(place)
+
+        sends.opened(isolation, join)
+
+    @property
+    def names(self) -> list[str]:
+        return [tensor.name for plan in self.plans for tensor in plan.tensors]
+
+    def armed(self, *, into: Place | None = None, digests: bool = False) -> Armed:
+        """For one `order`, after which the sender is to be `heard`."""
+        return self._receiver.arm(
+            self._name, self.plans, ready_secs=GROUP_SECS, into=into, digests=digests
+        )
+
+    def order(self) -> None:
+        self._sends.order(do="send", group=self._name)
+
+    def heard(self) -> None:
+        self._sends.heard()
+
+    def secs(self, *, digests: bool = False) -> float:
+        armed = self.armed(digests=digests)
+        started = time.perf_counter()
+        self.order()
+        received = armed.wait(GROUP_SECS)
+        took = time.perf_counter() - started
+        received.close()
+        self.heard()
+        return took
+
+    def peak_buckets(self) -> float:
+        """What its processes need at most beyond what they had, hashing included."""
+        with watched(lambda: self._receiver.status()["processes"], 0) as peak:
+            self.secs(digests=True)
+        return peak.extra_bytes / self._sends.nbytes
+
+    def close(self) -> None:
+        self._receiver.close()

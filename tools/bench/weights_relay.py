@@ -1,0 +1,88 @@
+"""The way of a version from a trainer to a worker of `[weight_sync] mode = "receive"`, in parts.
+
+The proxy's: a child receives into the version's file in shared memory. The replica's: its disk
+loader reads along, bucket by bucket, and has the rest soon after the last byte. What is left out is
+the HTTP between the two, and what a worker does with weights that it has.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tools.bench.weights_parts import GROUP_SECS, Ours, WeightsBenchError
+
+SHARED_MEMORY = "/dev/shm"
+LOOK_SECS = 1.0
+
+
+class Relayed:
+    """A worker that holds blocks of what the sender sends; `ours` receives it."""
+
+    def __init__(self, ours: Ours, blocks: Sequence[Any]) -> None:
+        import torch
+
+        from omni_proxy.replica.weights.disk import WeightsFolder
+        from omni_proxy.replica.weights.target import Target
+
+        self._ours = ours
+        model = torch.nn.Module()
+        for name, block in zip(ours.names, blocks, strict=True):
+            model.register_buffer(name, block.clone())
+        self._target = Target(model)
+        self._folder = WeightsFolder(SHARED_MEMORY)
+
+    def secs(self) -> float:
+        """From the order to send to a worker that has all of it; raises WeightsBenchError."""
+        root = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=SHARED_MEMORY))
+        try:
+            return self._timed(root / "v1.partial")
+        finally:
+            shutil.rmtree(root)
+
+    def _timed(self, folder: Path) -> float:
+        from omni_proxy.collective.receiver import Place
+        from omni_proxy.weights.ahead import Coming
+        from omni_proxy.weights.store.draft import Draft
+
+        ours = self._ours
+        block = Draft(1, folder, in_memory=True).add([plan.tensors for plan in ours.plans])
+        place = Place(str(block.path), block.starts)
+        armed = ours.armed(into=place)
+        coming = Coming(armed, place, ours.plans)
+        follower = threading.Thread(target=self._follow, args=[coming], name="bench-worker")
+        started = time.perf_counter()
+        ours.order()
+        follower.start()
+        armed.wait(GROUP_SECS).close()
+        manifest = {"files": [block.path.name]}
+        whole = folder.rename(folder.with_name("v1"))  # as the store seals it
+        staged = self._folder.stage({"model_path": str(whole), "manifest": manifest}, self._target)
+        took = time.perf_counter() - started
+        follower.join()
+        staged.apply_for_good()
+        staged.forget()
+        ours.heard()
+        self._require_whole()
+        return took
+
+    def _follow(self, coming: Any) -> None:
+        from omni_proxy.replica.weights.target import WeightsFault
+
+        done = 0
+        with suppress(WeightsFault):  # by its last name: it was sealed meanwhile
+            while done < len(coming.plans) and coming.armed.fault() is None:
+                done = coming.armed.moved_past(done, LOOK_SECS).buckets_done
+                told = {"model_path": coming.place.path, "nbytes": coming.final_bytes(done)}
+                self._folder.read_ahead(told, self._target)
+
+    def _require_whole(self) -> None:
+        for number, (name, tensor) in enumerate(self._target):
+            if not bool((tensor == number % 251).all()):
+                raise WeightsBenchError(f"the worker has other bytes of {name} than were sent")
