@@ -45,7 +45,7 @@ def test_its_words_become_wishes():
     wishes = wishes_of(arguments)
     assert (wishes.form, wishes.bucket_bytes, wishes.pause_mode) == ("buckets", 1 << 19, None)
     assert wishes.session
-    assert deadline_of(arguments) == 3 * 120 + 120
+    assert deadline_of(arguments) == 3 * 120 + 120 + 60
 
 
 @pytest.mark.parametrize("words", [["--rounds", "0"], ["--bucket-mb", "-1"], ["--fault", "x"]])

@@ -24,6 +24,7 @@ from tools.training.arguments import deadline_of, parser, wishes_of
 from tools.training.endpoint import Endpoint
 from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
 from tools.training.learner import QUESTION, Learner
+from tools.training.readiness import wait_ready
 from tools.training.rounds import HEAD, Round, Training, shown
 
 GOOD, FAILED, MISUNDERSTOOD, TOO_LATE = 0, 1, 2, 3
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     learner = Learner(arguments.model, steps=arguments.steps)
     training = Training(endpoint, learner, wishes_of(arguments))
     try:
+        wait_ready(endpoint, arguments.wait_secs, _tell_waiting)
         endpoint.ranks()
     except ValueError as error:
         print(f"tools/trainer: {error}", file=sys.stderr)
@@ -82,6 +84,10 @@ def _tell(done: Round, as_json: bool) -> None:
     print(json.dumps(done.told()) if as_json else done.row(), flush=True)
     if done.why and not as_json:
         print(f"  failed: {done.why}", file=sys.stderr, flush=True)
+
+
+def _tell_waiting(why: str) -> None:
+    print(f"waiting for the endpoint: {why}", file=sys.stderr, flush=True)
 
 
 def _tell_of_rival(fault: Fault) -> None:

@@ -71,9 +71,15 @@ def _how_to_sync(made: argparse.ArgumentParser) -> None:
         "--timeout-secs", type=_secs, default=120.0, help="of a call or a broadcast (120)"
     )
     made.add_argument(
+        "--wait-secs",
+        type=_secs,
+        default=60.0,
+        help="so long for the endpoint and what is behind it to come up (60)",
+    )
+    made.add_argument(
         "--deadline-secs",
         type=_secs,
-        help=f"of everything; then it ends with 3 ({SECS_PER_ROUND:g} a round, and the timeout)",
+        help=f"of everything; then it ends with 3 ({SECS_PER_ROUND:g} a round, timeout and wait)",
     )
 
 
@@ -93,7 +99,8 @@ def wishes_of(arguments: argparse.Namespace) -> Wishes:
 
 def deadline_of(arguments: argparse.Namespace) -> float:
     given: float | None = arguments.deadline_secs
-    return given or SECS_PER_ROUND * arguments.rounds + float(arguments.timeout_secs)
+    patience: float = arguments.timeout_secs + arguments.wait_secs
+    return given or SECS_PER_ROUND * arguments.rounds + patience
 
 
 def _count(word: str) -> int:

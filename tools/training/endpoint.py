@@ -88,6 +88,12 @@ class Endpoint:
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Answer:
         """POST with a body, else GET; kept in `calls`."""
+        answer = self.look(path, body)
+        self.calls.append(answer)
+        return answer
+
+    def look(self, path: str, body: dict[str, Any] | None = None) -> Answer:
+        """The same, and not kept: it is no part of a sync."""
         started = time.monotonic()
         method = "GET" if body is None else "POST"
         status, told = 0, {}
@@ -96,10 +102,10 @@ class Endpoint:
             status, told = came.status_code, came.json()
         except (httpx.HTTPError, ValueError) as error:
             told = {"success": False, "message": f"{path}: {self._named(error)}"}
+            if tls_trouble(self.url, str(error), self._papers):
+                told["lasting"] = True  # waiting mends no papers
         told = told if isinstance(told, dict) else {"answer": told}
-        answer = Answer(path, status, told, time.monotonic() - started)
-        self.calls.append(answer)
-        return answer
+        return Answer(path, status, told, time.monotonic() - started)
 
     def begin(self, path: str, body: dict[str, Any]) -> Pending:
         return Pending(self, path, body)

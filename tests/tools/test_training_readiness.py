@@ -1,0 +1,97 @@
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from tests.ports import free_run
+from tools.training.endpoint import Endpoint
+from tools.training.readiness import wait_ready
+
+UP = {"status": "ready", "unknown_workers": 0, "total_workers": 2}
+FACTS = {"tp_size": 1}
+
+
+@contextmanager
+def answering(port, *said):
+    """Each question of /ready gets the next of these; the last one stays."""
+    left = list(said)
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = (200, FACTS)
+            if self.path == "/ready":
+                status, body = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", port), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def asked():
+    made = []
+
+    def at(url):
+        made.append(Endpoint(url, 5.0))
+        return made[-1]
+
+    yield at
+    for endpoint in made:
+        endpoint.close()
+
+
+def test_it_waits_for_somebody_who_serves_and_for_all_to_be_judged(asked):
+    told = []
+    none = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
+    some = {**UP, "unknown_workers": 1}
+    with answering(0, (503, none), (503, none), (200, some), (200, UP)) as url:
+        endpoint = asked(url)
+        wait_ready(endpoint, 60, told.append)
+    assert told == ["no_routable_worker", "1 of 2 workers have not come up yet"]
+    assert endpoint.calls == []
+
+
+def test_it_waits_for_an_endpoint_that_does_not_listen_yet(asked):
+    port, told = free_run(1), []
+    began = threading.Event()
+
+    def tell(why):
+        told.append(why)
+        began.set()
+
+    endpoint = asked(f"http://127.0.0.1:{port}")
+    waiting = threading.Thread(target=wait_ready, args=(endpoint, 60, tell))
+    waiting.start()
+    assert began.wait(30)
+    with answering(port, (200, UP)):
+        waiting.join(30)
+        assert not waiting.is_alive()
+    assert "refused" in told[0]
+
+
+def test_an_endpoint_without_that_path_is_ready_once_it_tells_its_facts(asked):
+    with answering(0, (404, {})) as url:
+        wait_ready(asked(url), 60, pytest.fail)
+
+
+def test_its_patience_ends(asked):
+    told = []
+    with pytest.raises(ValueError, match=r"is not ready after 0\.01 s"):
+        wait_ready(asked(f"http://127.0.0.1:{free_run(1)}"), 0.01, told.append)
+    assert len(told) <= 1
+
+
+def test_one_worker_that_nobody_could_judge_in_time_is_not_waited_for_any_longer(asked):
+    with answering(0, (200, {**UP, "unknown_workers": 1})) as url:
+        wait_ready(asked(url), 0.01, lambda _: None)

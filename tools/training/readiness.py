@@ -1,0 +1,55 @@
+"""Waiting for an endpoint that was started a moment ago, and for what is behind it.
+
+Invariant: bounded, and told why it waits. An endpoint that has no /ready is judged by its facts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from tools.training.endpoint import Endpoint
+
+LOOK_SECS: Final = 0.25
+AGAIN_SECS: Final = 10.0  # the same reason is told again so often
+
+Tell = Callable[[str], None]
+
+
+def wait_ready(endpoint: Endpoint, secs: float, tell: Tell) -> None:
+    """Until every worker has been judged and somebody serves. Raises ValueError after `secs`.
+
+    Workers that are out by then do not hold it up, nor does one that could not be judged in time.
+    """
+    give_up_at = time.monotonic() + secs
+    told, told_at = "", 0.0
+    while why := _unready(endpoint):
+        now = time.monotonic()
+        if now >= give_up_at:
+            if _serves(endpoint):
+                return
+            raise ValueError(f"{endpoint.url} is not ready after {secs:g} s: {why}")
+        if why != told or now >= told_at + AGAIN_SECS:
+            told, told_at = why, now
+            tell(why)
+        threading.Event().wait(LOOK_SECS)
+
+
+def _unready(endpoint: Endpoint) -> str:
+    """Why not, "" where it is; kept out of the endpoint's calls, which are those of the syncs."""
+    ready = endpoint.look("/ready")
+    if ready.body.get("lasting"):
+        return ""  # the first call tells it
+    if ready.status == 404:
+        facts = endpoint.look("/server_info")
+        return "" if facts.status == 200 else facts.why
+    unjudged = ready.body.get("unknown_workers")
+    if isinstance(unjudged, int) and unjudged > 0:
+        return f"{unjudged} of {ready.body.get('total_workers')} workers have not come up yet"
+    return "" if ready.status == 200 else str(ready.body.get("reason") or ready.why)
+
+
+def _serves(endpoint: Endpoint) -> bool:
+    return endpoint.look("/ready").status == 200
