@@ -29,6 +29,7 @@ _TEXT: Final = re.compile(
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,18}\.[0-9]{1,9}")
 _NAMED: Final = ("request_id", "model")  # by whoever asks: never a number
+_ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|[nrt\\])")
 
 
 def as_it_is(line: bytes) -> str:
@@ -68,16 +69,21 @@ def _of_text(line: str) -> dict[str, object] | None:
     rest = str(record.pop("rest") or "")
     for part in rest.split(" ") if rest else ():
         name, equals, value = part.partition("=")
-        if not equals or name in record:  # a client names its model, with spaces perhaps
+        if not equals or name in record:
             return None
-        record[name] = value if name in _NAMED else _told(value)
+        record[name] = _plainly(value) if name in _NAMED else _told(value)
     return record
+
+
+def _plainly(value: str) -> str:
+    """What stands in the log as one word, as it was said."""
+    return _ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), value)
 
 
 def _told(value: str) -> object:
     if _WHOLE.fullmatch(value):
         return int(value)
-    return float(value) if _DECIMAL.fullmatch(value) else value
+    return float(value) if _DECIMAL.fullmatch(value) else _plainly(value)
 
 
 def _clock(at: object) -> str:

@@ -97,3 +97,20 @@ RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
 ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
 TOPPED: Final = frozenset((*BY_PATH, *RESOLVES, ROLLBACK.path))
 CONTINUE: Final = BY_PATH["/continue_generation"]
+# Everything else that the front answers: a path, or what begins with one of these.
+_PATHS: Final = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
+        "/workers", "/list_workers", "/add_worker", "/remove_worker", "/config", "/reload",
+        "/server_info", "/get_server_info", "/get_model_info", "/get_loads", "/v1/loads",
+        "/v1/models", "/metrics", "/engine_metrics", "/explain", "/feed", "/dashboard",
+        "/openapi.json", "/weights", "/weights/versions", "/v1/rl/workers",
+    )
+)  # fmt: skip
+_BELOW: Final = ("/workers/", "/v1/rl/workers/", "/v1/rl/engine/")
+
+
+def is_known(path: str) -> bool:
+    """Whether the front has a route for it, whatever the method; `path` is decoded."""
+    path = "/" + path.lstrip("/")  # so the front reads it
+    return path in TOPPED or path in _PATHS or path.startswith(_BELOW)

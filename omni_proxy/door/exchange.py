@@ -11,7 +11,9 @@ import os
 from collections.abc import Coroutine
 from math import inf
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
+from omni_proxy.control.routes import is_known
 from omni_proxy.door import speech
 from omni_proxy.door.account import Exchange, new_id, report, stamp
 from omni_proxy.door.ask import TryFailed, ask
@@ -225,6 +227,8 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     limit = door.config.admin.max_body_bytes
     body = conn.body_at_hand(mine, head, limit)
     if body is None:
+        if head.expects_continue and not conn.front_only:
+            _refuse_unknown(head)
         upload = await _begun(conn, mine, head, limit)
         await upload.hold_all()
         body = upload.take()
@@ -249,6 +253,18 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
         ) from None
     finally:
         conn.pump.front_exchanges -= hurries
+
+
+def _refuse_unknown(head: RequestHead) -> None:
+    """Who asks before he sends hears at once what the front would say in the end (RFC 9110 10.1.1).
+
+    Raises Refusal 404.
+    """
+    method, _, path = head.words
+    if not is_known(unquote(path)):
+        raise Refusal(
+            404, f"Not Found: {method} {path}", "not_found", close=True, detail="Not Found"
+        )
 
 
 def _lines_for(worker: Worker, head: RequestHead) -> bytes:

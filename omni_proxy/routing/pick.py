@@ -83,7 +83,8 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -
     if missing:
         reasons.append("lacks " + ", ".join(missing))
     if need.model and worker.model != need.model and _model_counts(fleet, need):
-        reasons.append(f"serves the model {worker.model!r}, not {need.model!r}")
+        serves = f"serves the model {worker.model!r}" if worker.model else "names no model"
+        reasons.append(f"{serves}, not {need.model!r}")
     if need.version is not None and not need.version.met_by(worker.version):
         reasons.append(need.version.against(worker.version))
     if not has_room(worker):
@@ -172,7 +173,10 @@ def _first_cause(fleet: Fleet, need: Need, owner: str) -> tuple[str, str]:
         return "voice_owner_unavailable", f"the worker that keeps the voices is out ({keeper})"
     if need.place is NAMED:
         return "worker_unavailable", f"the worker {need.worker} is not routable"
-    return "model_not_found", f"no routable worker serves the model {need.model!r}"
+    if need.model and all(worker.model != need.model for worker in left):
+        return "model_not_found", f"no routable worker serves the model {need.model!r}"
+    # Of the steps only this one can look otherwise than a moment ago: others take and give back.
+    return "all_full", "whoever could take it was full a moment ago"
 
 
 _HELD_WORDS = {

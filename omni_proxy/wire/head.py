@@ -42,7 +42,8 @@ _REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
 _REQUEST_LINE_SPARE = 64  # room for method and version beside the longest target
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]*)(.*)")
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]{0,5})?\Z")
+_PORT = rb"(?:[0-9]{0,4}|[0-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::" + _PORT + rb")?\Z")
 _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
 _REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
 PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))

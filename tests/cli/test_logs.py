@@ -46,10 +46,31 @@ def test_a_line_of_text_reads_as_its_record_does():
     assert pretty(short).endswith("200        -  GET /live  -  completed")
 
 
-@pytest.mark.parametrize("model", ["a b", "m worker=http://evil:1", "m total_ms=1"])
-def test_a_name_that_could_be_read_in_two_ways_leaves_the_line_as_it_is(model):
+@pytest.mark.parametrize(
+    "model",
+    [
+        "a b",
+        "m worker=http://evil:1",
+        "m total_ms=1",
+        r"m\x20n",
+        "m\\",
+        "a\u3000b\u00a0c",
+        "=",
+        "m=1",
+    ],
+)
+def test_a_name_of_a_clients_choice_stays_one_field_and_is_read_back(model):
     record = ACCESS | {"client": "c:1", "tried": [], "model": model}
     text = access_text(line(record))
+    plain = access_text(line(record | {"model": "m"}))
+    fields = [field.partition(b"=")[0] for field in text.split(b" ")]
+    assert fields == [field.partition(b"=")[0] for field in plain.split(b" ")]
+    assert pretty(text) == pretty(line(record))
+
+
+def test_a_line_of_before_with_spaces_in_a_name_is_left_as_it_is():
+    text = access_text(line(ACCESS | {"client": "c:1", "tried": []}))
+    text = text.replace(b"model=m", b"model=m worker=http://evil:1")
     assert pretty(text) == text.decode()
 
 

@@ -71,3 +71,23 @@ def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_
     assert sorted(door.phases) == ["idle", "refuse"]  # it takes no 408 either
     door.wait(door.door.limits.idle + 1)
     assert door.door.in_flight == 0
+
+
+def asking(path):
+    fields = b"host: door\r\ncontent-length: 5\r\nexpect: 100-continue"
+    return b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (path, fields)
+
+
+def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(by_hand):
+    door = by_hand()
+    client = door.client(asking(b"/nowhere"))
+    head, _, body = heard(client)[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 404 ")
+    assert b"Not Found: POST /nowhere" in body
+    assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("path", [b"/workers", b"/%77orkers", b"/workers/x/drain", b"/flush_cache"])
+def test_for_a_path_of_the_control_routes_he_may_go_on(by_hand, path):
+    door = by_hand()
+    assert heard(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"

