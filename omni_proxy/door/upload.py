@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 262144
 CHUNKED_PIECE_BYTES: Final = 16384  # of the smallest chunks 10 ms of work
+LARGE_CHUNKS_PIECE_BYTES: Final = 65536  # where they were large so far
+LARGE_CHUNK_BYTES: Final = 1024
 CHUNKS_PER_READ: Final = 16  # take as long as a read
 
 
@@ -110,8 +112,11 @@ class Upload:
             conn.rest = came[len(payload) :]
         else:
             reader.feed(came)
-            conn.reads += len(reader.payload) // CHUNKS_PER_READ
+            chunks = len(reader.payload)
+            conn.reads += chunks // CHUNKS_PER_READ
             payload = b"".join(reader.payload)
+            large = len(payload) >= max(chunks, 1) * LARGE_CHUNK_BYTES
+            self._piece_bytes = LARGE_CHUNKS_PIECE_BYTES if large else CHUNKED_PIECE_BYTES
             reader.payload.clear()
             self.whole = reader.whole
             if self.whole:
