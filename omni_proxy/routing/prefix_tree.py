@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable
+from itertools import compress
 from typing import Generic, TypeVar
 
 Holder = TypeVar("Holder", bound=Hashable)
@@ -26,6 +27,7 @@ DROPPED_PER_SLICE = 16
 # most for each byte of `max_size`, whatever the texts are like.
 BYTES_PER_NODE = 128
 MIN_NODES = 1024
+_DIGITS = bytes.maketrans(b"01", b"\0\1")  # as truth values
 NARROW = 64  # bytes from which on an XOR finds the difference sooner than more halving
 
 
@@ -53,8 +55,9 @@ class PrefixTree(Generic[Holder]):
         self.max_size = max_size
         self.size = 0
         self.nodes = 0
+        self.membership = 0  # another number whenever a holder has come or gone
         self._bits: dict[Holder, int] = {}
-        self._names: dict[int, Holder] = {}
+        self._names: list[Holder | None] = []  # by place of the bit
         self._sizes: dict[int, int] = {}
         self._live = 0
         self._dead = 0  # forgotten, still on nodes
@@ -96,6 +99,10 @@ class PrefixTree(Generic[Holder]):
         """Bytes of the texts that it holds."""
         return self._sizes.get(self._bits.get(holder, 0), 0)
 
+    def sizes_of(self, holders: Iterable[Holder]) -> list[int]:
+        bits, sizes = self._bits.get, self._sizes.get
+        return [sizes(bits(holder, 0), 0) for holder in holders]
+
     def mask_of(self, holders: Iterable[Holder]) -> int:
         mask = 0
         for holder in holders:
@@ -103,12 +110,8 @@ class PrefixTree(Generic[Holder]):
         return mask
 
     def named(self, mask: int) -> list[Holder]:
-        names = []
-        while mask:
-            bit = mask & -mask
-            names.append(self._names[bit])
-            mask ^= bit
-        return names
+        digits = bin(mask)[:1:-1].encode().translate(_DIGITS)
+        return [name for name in compress(self._names, digits) if name is not None]
 
     def match(self, text: bytes, among: int = -1) -> tuple[int, int]:
         """How far the text is held by anyone of the mask `among`, and the mask of all who hold it
@@ -178,7 +181,9 @@ class PrefixTree(Generic[Holder]):
         """At once nothing is held by it; the memory comes back in pieces."""
         bit = self._bits.pop(holder, 0)
         if bit:
-            del self._names[bit], self._sizes[bit]
+            del self._sizes[bit]
+            self._names[bit.bit_length() - 1] = None
+            self.membership += 1
             self._live &= ~bit
             self._dead |= bit
 
@@ -210,7 +215,11 @@ class PrefixTree(Generic[Holder]):
         taken = self._live | self._dead
         bit = ~taken & (taken + 1)  # the lowest that is free
         self._bits[holder] = bit
-        self._names[bit] = holder
+        place = bit.bit_length() - 1
+        if place == len(self._names):
+            self._names.append(None)
+        self._names[place] = holder
+        self.membership += 1
         self._sizes[bit] = 0
         self._live |= bit
         return bit

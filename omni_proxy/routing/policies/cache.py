@@ -8,13 +8,14 @@
 Whoever is chosen holds the text from then on. Invariants: equals take turns; a preview changes
 nothing; one tree bounded as a whole serves all models, each below its name, which the workers and
 not the clients give. Beyond `EXACT` candidates what needs a look at all of them is looked at anew
-every few picks only. Source: routers.md 2 and the rules of the first SGLang router.
+when a share of them has been picked. Source: routers.md 2 and the rules of the first SGLang router.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from heapq import nsmallest
 from typing import NamedTuple
 
 from omni_proxy.config.schema import Routing
@@ -27,7 +28,10 @@ from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.prompt import prefix_text
 
 EXACT = 64
-FEW = 8
+# One pick more for so many candidates goes by the same verdict on the balance of their loads, and
+# by the same list of the smallest trees, which change less.
+LOADS_FOR = 64
+SIZES_FOR = 16
 # Trees up to so many times the smallest, and the text itself, are small alike: of those the
 # shortest queue is taken. By size alone requests would wait at one worker while another is idle.
 ALIKE = 1.5
@@ -63,8 +67,8 @@ class CacheAware(Policy):
     """`now` is monotonic seconds, as in `tend`."""
 
     __slots__ = (
-        "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules", "_seen",
-        "_small", "_tree", "_turn", "_warmth", "_weights", "name",
+        "_among", "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules",
+        "_seen", "_small", "_tree", "_turn", "_warmth", "_weights", "name",
     )  # fmt: skip
 
     def __init__(self, routing: Routing, now: float) -> None:
@@ -83,6 +87,8 @@ class CacheAware(Policy):
         # had the smallest trees.
         self._judged: tuple[Sequence[Worker], bool, int] = ((), False, 0)
         self._small: tuple[Sequence[Worker], list[Worker]] = ((), [])
+        # The mask of the last candidates, while the tree has the same holders.
+        self._among: tuple[Sequence[Worker], int, int] = ((), -1, 0)
 
     def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
         text = _text(candidates, need)
@@ -124,6 +130,7 @@ class CacheAware(Policy):
 
     def forget(self, worker: Worker) -> None:
         self._small = ((), [])
+        self._among = ((), -1, 0)
         self._tree.forget(worker)
         self._warmth.forget(worker)
 
@@ -152,9 +159,10 @@ class CacheAware(Policy):
             return self._shortest_queue(candidates, "no_text")
         if rules.spill == "global" and self._imbalanced(candidates):
             return self._shortest_queue(candidates, "imbalanced")
-        matched, holders = self._match(candidates, text)
+        length, held = self._tree.match(text.whole, self._mask_of(candidates))
+        matched = max(0, length - text.start)
         if matched > rules.cache_threshold * text.length:
-            choice = self._among_holders(matched, holders)
+            choice = self._among_holders(matched, self._tree.named(held))
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
@@ -196,26 +204,23 @@ class CacheAware(Policy):
             self._small[1].pop()
             return
         self._warmth.chose(choice.worker, candidates, choice.sizes)
-        if len(candidates) > EXACT:
-            ranked = sorted(choice.ranked)[: len(candidates) // EXACT]
+        if good_for := _good_for(candidates, SIZES_FOR):
+            ranked = nsmallest(good_for + 1, choice.ranked)
             next_ones = [candidates[index] for _, _, index in reversed(ranked)]
             self._small = (candidates, [each for each in next_ones if each is not choice.worker])
 
-    def _sizes(self, candidates: Sequence[Worker]) -> list[float]:
-        return [self._tree.size_of(worker) / worker.weight for worker in candidates]
+    def _sizes(self, candidates: Sequence[Worker]) -> Sequence[float]:
+        sizes = self._tree.sizes_of(candidates)
+        if self._weights.take(candidates) and candidates[0].weight == 1:
+            return sizes
+        return [size / worker.weight for size, worker in zip(sizes, candidates, strict=True)]
 
-    def _match(self, candidates: Sequence[Worker], text: _Text) -> tuple[int, list[Worker]]:
-        """Bytes of the text, and who of the candidates holds so much."""
-        length, held = self._tree.match(text.whole)
-        holders = self._tree.named(held)
-        if held:
-            # To look all holders up in a list would be quadratic where the whole fleet holds it.
-            among = candidates if len(holders) < FEW else frozenset(candidates)
-            holders = [worker for worker in holders if worker in among]
-        if held and not holders:
-            length, held = self._tree.match(text.whole, self._tree.mask_of(candidates))
-            holders = self._tree.named(held)
-        return max(0, length - text.start), holders
+    def _mask_of(self, candidates: Sequence[Worker]) -> int:
+        of, membership, mask = self._among
+        if of is not candidates or membership != self._tree.membership:
+            mask = self._tree.mask_of(candidates)
+            self._among = (candidates, self._tree.membership, mask)
+        return mask
 
     def _load(self, worker: Worker) -> float:
         """In flight; where weights differ, as if all had their mean."""
@@ -228,7 +233,7 @@ class CacheAware(Policy):
             self._judged = (of, verdict, picks - 1)
             return verdict
         verdict = self._loads_differ(candidates)
-        self._judged = (candidates, verdict, len(candidates) // EXACT)
+        self._judged = (candidates, verdict, _good_for(candidates, LOADS_FOR))
         return verdict
 
     def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
@@ -271,6 +276,12 @@ class CacheAware(Policy):
         smaller = any(other < size / worker.weight for _, other, _ in choice.ranked)
         which = "a small tree with the shortest queue" if smaller else "the smallest tree"
         return f"only {share}, {which} is taken: {size} bytes{more}"
+
+
+def _good_for(candidates: Sequence[Worker], each: int) -> int:
+    """How many more picks go by what one has seen that looked at all of them."""
+    count = len(candidates)
+    return count // each if count > EXACT else 0
 
 
 def _small_alike(

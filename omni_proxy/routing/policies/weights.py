@@ -40,7 +40,7 @@ def fill(worker: Worker) -> float:
 
 def least(candidates: Sequence[Worker], turn: int) -> tuple[Worker, int]:
     """The least full in its turn, and how many are as full as it."""
-    fills = [fill(worker) for worker in candidates]
+    fills = [(worker.in_flight + 1) / worker.weight for worker in candidates]  # as `fill`, inline
     lowest = min(fills)
     ties = [worker for worker, full in zip(candidates, fills, strict=True) if full == lowest]
     return ties[turn % len(ties)], len(ties)

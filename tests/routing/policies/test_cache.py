@@ -55,21 +55,24 @@ def test_unrelated_prompts_spread_evenly_over_a_large_fleet_too(fallback):
     assert max(picked.values()) <= 5
 
 
-def test_what_the_whole_fleet_holds_is_looked_up_once_per_holder():
-    class Counting(list):
-        looks = 0
-
-        def __contains__(self, worker):
-            Counting.looks += 1
-            return list.__contains__(self, worker)
-
-    policy, fleet = cache_aware(), Counting(workers(*[0] * 300))
+def test_what_a_whole_large_fleet_holds_goes_to_all_of_it_in_turn():
+    policy, fleet = cache_aware(), workers(*[0] * 300)
     (text,) = unrelated(1)
     for worker in fleet:
         policy.took(worker, chat(text))
-    picked = {policy.pick(fleet, chat(text)) for _ in range(300)}
-    assert picked == set(fleet)
-    assert Counting.looks <= 300
+    assert {policy.pick(fleet, chat(text)) for _ in range(300)} == set(fleet)
+
+
+def test_who_is_no_candidate_is_not_taken_for_what_it_holds():
+    policy, fleet = cache_aware(), workers(0, 0, 0)
+    (text,) = unrelated(1)
+    policy.took(fleet[0], chat(text))
+    policy.took(fleet[1], chat(text[: len(text) * 3 // 4]))
+    others = fleet[1:]
+    assert policy.pick(others, chat(text)) is fleet[1]
+    policy.forget(fleet[1])
+    policy.took(fleet[2], chat(text))
+    assert policy.pick(others, chat(text)) is fleet[2]
 
 
 def test_a_large_fleets_imbalance_shows_within_a_few_picks():
