@@ -14,8 +14,8 @@ import trio
 
 from omni_proxy.observe.histogram import SHORT, Histogram
 
-STEP_SECS: Final = 0.25
-STEPS: Final = 4  # to a second
+STEP_SECS: Final = 0.05  # a short stall between two looks is not seen
+STEPS: Final = 20  # to a second
 
 
 class Pulse:

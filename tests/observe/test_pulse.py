@@ -4,7 +4,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.observe.pulse import Pulse
+from omni_proxy.observe.pulse import STEP_SECS, STEPS, Pulse
 
 
 async def test_it_beats_once_a_second(autojump_clock, nursery):
@@ -16,7 +16,7 @@ async def test_it_beats_once_a_second(autojump_clock, nursery):
     assert len(beats) == 10
     assert [round(at - began) for at, _ in beats] == list(range(1, 11))
     assert abs(beats[-1][1] - time.time()) < 60
-    assert sum(pulse.lag.counts) == 40
+    assert sum(pulse.lag.counts) >= 10 * STEPS
 
 
 async def test_it_feels_who_keeps_the_loop(mock_clock, nursery):
@@ -26,9 +26,9 @@ async def test_it_feels_who_keeps_the_loop(mock_clock, nursery):
     await wait_all_tasks_blocked()
     mock_clock.jump(1.0)  # as if a task had run for so long
     await wait_all_tasks_blocked()
-    for _ in range(3):
-        mock_clock.jump(0.25)
+    for _ in range(STEPS - 1):
+        mock_clock.jump(STEP_SECS)
         await wait_all_tasks_blocked()
-    assert pulse.lag.sum == pytest.approx(0.75)
-    assert pulse.worst_secs == pytest.approx(0.75)
+    assert pulse.lag.sum == pytest.approx(1.0 - STEP_SECS)
+    assert pulse.worst_secs == pytest.approx(1.0 - STEP_SECS)
     assert len(beats) == 1

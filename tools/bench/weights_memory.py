@@ -8,6 +8,7 @@ longer than that to be touched. What the version's own file has mapped is taken 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -60,9 +61,10 @@ def tree(root: int) -> list[int]:
     """A process and all below it that live."""
     found = [root]
     for pid in found:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            with suppress(OSError):  # it has ended
-                found += map(int, task.read_text().split())
+        with suppress(OSError):  # it has ended
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found
 
 
