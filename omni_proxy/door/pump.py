@@ -2,8 +2,8 @@
 
 Invariant: sockets are closed after the batch, so that a stale event can't hit a reused descriptor;
 an exception ends the connection it came from and no other. It awaits trio in two places only, and
-yields to it every 2 ms of work. Why not a trio task per connection: 52 us of CPU per request
-against 34 (82 with a scope per phase).
+yields to it every 5 ms of work, sooner where it is known to have some. Why not a trio task per
+connection: 52 us of CPU per request against 34 (82 with a scope per phase).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from omni_proxy.door.task import Task
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 LINGER_SECS: Final = 0.004  # sleeping here saves trio's park and wake (20 us) on a busy door
-SLICE_SECS: Final = 0.002  # then trio gets a turn
+SLICE_SECS: Final = 0.005  # then trio gets a turn, which takes 70 us where all of it is cold
+FRONT_SLICE_SECS: Final = 0.002  # while somebody waits for the front
 LATE_AT_MOST: Final = 32  # then they leave at once: a millisecond is what anybody waits for others
 POLITE_ROUNDS: Final = 4  # trio's count of runnable tasks can't see those of our own batch
 
@@ -39,14 +40,20 @@ class Late(Protocol):
 
 
 class _Others(trio.abc.Instrument):
-    """Whether trio has others to run. It is told, for to ask it at every turn takes 3 us."""
+    """Whether trio has others to run, and when one will be `due`, by the monotonic clock.
+
+    It is told, for to ask it at every turn takes 3 us.
+    """
 
     def __init__(self) -> None:
         self._pump = trio.lowlevel.current_task()
         self.waiting = True
+        self.due = 0.0
 
     def ask(self) -> None:
-        self.waiting = trio.lowlevel.current_statistics().tasks_runnable > 0
+        found = trio.lowlevel.current_statistics()
+        self.waiting = found.tasks_runnable > 0
+        self.due = monotonic() + found.seconds_to_next_deadline
 
     def task_scheduled(self, task: trio.lowlevel.Task) -> None:
         if task is not self._pump:
@@ -148,7 +155,7 @@ class Pump:
                     others.ask()
                     continue
                 self._batch(events)
-                if self._yield_due(others.waiting):
+                if self._yield_due(others):
                     await trio.lowlevel.checkpoint()
                     others.ask()
         finally:
@@ -175,12 +182,15 @@ class Pump:
         if self._doomed:
             self.settle()
 
-    def _yield_due(self, others: bool) -> bool:
-        if others:
+    def _yield_due(self, others: _Others) -> bool:
+        now = self.now
+        if others.waiting:
             self._polite = POLITE_ROUNDS
         if self._polite:
             self._polite -= 1
-        elif self.now - self._last_yield < SLICE_SECS:
-            return False
-        self._last_yield = self.now
+        elif now < others.due:
+            least = FRONT_SLICE_SECS if self.front_exchanges else SLICE_SECS
+            if now - self._last_yield < least:
+                return False
+        self._last_yield = now
         return True
