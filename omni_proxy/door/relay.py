@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from omni_proxy.door.account import Exchange, diagnostics
+from omni_proxy.door.account import Exchange
 from omni_proxy.door.ask import First
+from omni_proxy.door.shape import Shape, head_bytes, shape_of
 from omni_proxy.door.task import Expired, Gone, nested, pause
 from omni_proxy.door.upstream import PIECE_BYTES
-from omni_proxy.wire.answer import (
-    CHUNKED,
-    CLOSE,
-    LENGTH,
-    Answer,
-    Unchunker,
-    UpstreamGarbage,
-    with_reason,
-)
-from omni_proxy.wire.chunked import LAST_CHUNK, as_chunk
+from omni_proxy.wire.answer import CHUNKED, CLOSE, LENGTH, Answer, UpstreamGarbage
+from omni_proxy.wire.chunked import as_chunk
 from omni_proxy.wire.errors import stream_error_event
-from omni_proxy.wire.head import RequestHead, drop_fields
+from omni_proxy.wire.head import RequestHead
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
@@ -52,10 +44,10 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
     if ours is not None and not ours.goes_on_with(first):
         return await ours.tell_instead(first)
     counted = answer.framing is LENGTH and ours is None
-    shape = None if counted else _shape(first, head, begun=ours is not None)
+    shape = None if counted else shape_of(first, head, begun=ours is not None)
     keep = head.keep_alive and not conn.door.draining
     keep &= (shape is None or shape.ends) and (first.all_sent or conn.upload is None)
-    top = b"" if ours is not None else _head_bytes(mine, first, head, keep=keep)
+    top = b"" if ours is not None else head_bytes(mine, first, head, keep=keep)
     conn.phase, mine.relayed = "relay", True
     try:
         if piece:
@@ -94,7 +86,7 @@ def _begin(conn: Connection, mine: Exchange, piece: bytes) -> None:
         mine.tail = piece
 
 
-async def _go_on(conn: Connection, mine: Exchange, first: First, shape: _Shape | None) -> None:
+async def _go_on(conn: Connection, mine: Exchange, first: First, shape: Shape | None) -> None:
     """Behind a head that has left. Raises as `_pieces`."""
     if first.piece:
         conn.clock("relay", conn.door.limits.idle)
@@ -112,7 +104,7 @@ def _hear(conn: Connection, mine: Exchange) -> None:
         conn.door.fleet.observe_good_answer(mine.worker, mine.trial)
 
 
-async def _pieces(conn: Connection, mine: Exchange, first: First, shape: _Shape | None) -> None:
+async def _pieces(conn: Connection, mine: Exchange, first: First, shape: Shape | None) -> None:
     """The rest of the body. Raises UpstreamGarbage where it breaks, Expired, Gone."""
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
     idle = conn.door.limits.idle
@@ -174,7 +166,7 @@ def _gaps(conn: Connection, mine: Exchange) -> Gaps:
     return _UNWANTED if wanted is None else wanted
 
 
-async def _say_end(conn: Connection, answer: Answer, shape: _Shape | None) -> None:
+async def _say_end(conn: Connection, answer: Answer, shape: Shape | None) -> None:
     """The worker closed. Where that says the answer's end, the client is told as its framing has
     it; elsewhere UpstreamGarbage is raised."""
     if answer.framing is not CLOSE:
@@ -221,59 +213,8 @@ async def _rest(conn: Connection, view: memoryview) -> None:
     conn.phase = phase
 
 
-class _Shape:
-    """How pieces are changed where the client can't take the worker's framing as it is."""
-
-    __slots__ = ("ends", "last", "wrap")
-
-    def __init__(self, wrap: Callable[[bytes], bytes], last: bytes, *, ends: bool) -> None:
-        self.wrap = wrap
-        self.last = last
-        self.ends = ends  # the client can tell the end without our closing
-
-
-def _shape(first: First, head: RequestHead, *, begun: bool) -> _Shape | None:
-    """None where the very bytes of the worker go on. `begun`: in chunks of ours."""
-    answer = first.answer
-    if first.bodiless and not begun:
-        return None
-    if answer.framing is CHUNKED:
-        return _Shape(Unchunker().feed, b"", ends=False) if head.http_1_0 else None
-    if head.http_1_0:
-        return _Shape(bytes, b"", ends=False)
-    if answer.framing is LENGTH:
-        return _Shape(lambda piece: _as_last_chunk(piece, answer), b"", ends=True)
-    return _Shape(as_chunk, LAST_CHUNK, ends=True)
-
-
-def _as_last_chunk(piece: bytes, answer: Answer) -> bytes:
-    """Of a counted body, which tells of its end by its count."""
-    return as_chunk(piece) + LAST_CHUNK if answer.whole else as_chunk(piece)
-
-
-def _head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) -> bytes:
-    answer = first.answer
-    parts = [answer.lines if mine.route is not None else with_reason(answer)]
-    if mine.route is not None:
-        parts.append(diagnostics(mine))
-        parts.append(mine.version.lines)
-        if mine.worker is not None and mine.worker.version is not mine.version:
-            parts.append(mine.worker.version.end_lines(mine.version))
-    if mine.id_line:
-        parts[0] = drop_fields(parts[0], frozenset((mine.id_line.partition(b":")[0].lower(),)))
-        parts.append(mine.id_line)
-    if not first.bodiless and not head.http_1_0 and answer.framing is not LENGTH:
-        parts.append(b"transfer-encoding: chunked\r\n")
-    if not keep:
-        parts.append(b"connection: close\r\n")
-    elif head.http_1_0:
-        parts.append(b"connection: keep-alive\r\n")
-    parts.append(b"\r\n")
-    return b"".join(parts)
-
-
 async def _cut_late(
-    conn: Connection, mine: Exchange, answer: Answer, shape: _Shape | None, phase: str
+    conn: Connection, mine: Exchange, answer: Answer, shape: Shape | None, phase: str
 ) -> bool:
     if phase == "client":
         mine.end("client_stalled", "client", "the client stopped reading", phase="client")
@@ -291,7 +232,7 @@ def _overdue(conn: Connection, mine: Exchange, phase: str) -> str:
 
 
 async def _break(
-    conn: Connection, mine: Exchange, answer: Answer, shape: _Shape | None, why: str
+    conn: Connection, mine: Exchange, answer: Answer, shape: Shape | None, why: str
 ) -> bool:
     """The answer can't be finished: say so where the format has a place for it, then cut."""
     mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
