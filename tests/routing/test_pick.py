@@ -1,5 +1,6 @@
 import copy
 import random
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from omni_proxy.fleet.capabilities import BIT, mask_of
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import WEIGHT_HOLDS
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.inspect import Need, Payload
 from omni_proxy.routing.pick import able, choose, kept_back, nobody, reasons_against
 from omni_proxy.routing.policies import build
 from omni_proxy.routing.table import Place
@@ -132,6 +133,17 @@ def test_a_tried_worker_is_taken_again_only_when_nobody_else_is_left(rows, need,
         worker = choose(fleet, need, policy(), tried=spent)
         assert worker in able
         assert worker not in spent or all(each in spent for each in able)
+
+
+@pytest.mark.parametrize("name", get_args(get_type_hints(Routing)["policy"]))
+def test_under_every_policy_the_next_try_is_at_another_worker(name):
+    fleet = fleet_of(entry("a"), entry("b"), entry("c"))
+    made = build(Routing(policy=name), random.randrange, 0.0)
+    need = Need(CHAT, body=Payload(prompt="the same beginning " * 9), key="k")
+    for spare in fleet.workers * 2:
+        tried = {worker for worker in fleet.workers if worker is not spare}
+        assert choose(fleet, need, made, tried=tried) is spare
+    assert choose(fleet, need, made, tried=fleet.workers) in fleet.workers
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ class CacheAware(Policy):
 
     def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
         text = _text(candidates, need)
+        judged = self._judged
         choice = self._choose(candidates, text)
+        self._judged = judged  # else the next pick could go by another verdict
         return choice.worker, self._words(choice, text)
 
     def details(self, candidates: Sequence[Worker], need: Need) -> dict[str, object]:
@@ -126,6 +128,7 @@ class CacheAware(Policy):
         self._warmth.share = rules.warmup_share
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
         self._evicting |= self._tree.oversized
+        self._judged, self._small = ((), False, 0), ((), [])  # they went by the old ones
         return super().adopt(routing)
 
     def forget(self, worker: Worker) -> None:

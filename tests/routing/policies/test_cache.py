@@ -352,6 +352,24 @@ def test_a_preview_says_what_the_pick_then_does_and_changes_nothing(run, fallbac
         fleet[busy].in_flight = (fleet[busy].in_flight + 1) % 4
 
 
+@given(st.lists(st.tuples(texts, st.integers(0, 3)), max_size=25), st.sampled_from(FALLBACKS))
+def test_a_preview_of_a_large_fleet_is_the_next_pick_too(run, fallback):
+    policy, fleet = cache_aware(balance_abs_threshold=1, fallback=fallback), workers(*[0] * 130)
+    for text, busy in run:
+        previews = {policy.preview(fleet, chat(text))[0] for _ in range(3)}
+        assert previews == {policy.pick(fleet, chat(text))}
+        fleet[0].in_flight = busy
+
+
+def test_a_preview_makes_no_pick_of_a_large_fleet_go_by_an_older_verdict():
+    policy, fleet = cache_aware(balance_abs_threshold=1), workers(*[0] * 130)
+    policy.took(fleet[5], chat(LONG))
+    fleet[5].in_flight = 9
+    assert policy.preview(fleet, chat(LONG))[1].startswith("loads differ")
+    fleet[5].in_flight = 0
+    assert policy.pick(fleet, chat(LONG)) is fleet[5]
+
+
 def test_a_preview_gives_the_reason_in_words():
     policy, fleet = cache_aware(balance_abs_threshold=4), workers(0, 0)
     assert "the smallest tree is taken: 0 bytes" in policy.preview(fleet, chat("x" * 30))[1]
@@ -376,6 +394,16 @@ def test_new_parameters_leave_the_tree_alone():
     home.in_flight = 2
     assert policy.pick(fleet, chat(LONG)) is not home
     assert not policy.tune(Routing(policy="round_robin"))
+
+
+def test_new_thresholds_hold_for_the_next_pick_of_a_large_fleet_too():
+    policy, fleet = cache_aware(), workers(*[0] * 130)
+    home = policy.pick(fleet, chat(LONG))
+    home.in_flight = 9
+    assert policy.pick(fleet, chat(LONG)) is home
+    rules = CacheAware(balance_abs_threshold=1)
+    assert policy.tune(Routing(policy="cache_aware", cache_aware=rules))
+    assert policy.pick(fleet, chat(LONG)) is not home
 
 
 def test_a_smaller_tree_is_cut_back_without_waiting_for_the_interval():

@@ -26,6 +26,10 @@ def test_a_key_stays_with_its_worker_in_every_process_and_order():
     assert owners(fleet) == owners(again[::-1])
 
 
+def test_a_worker_has_as_many_places_as_in_other_routers():
+    assert len(Rings()._ring(workers(0, 0, 0))._points) == 3 * 150
+
+
 def test_keys_spread_about_evenly():
     counts = Counter(owners(workers(0, 0, 0, 0)).values())
     assert all(350 <= count <= 650 for count in counts.values())
