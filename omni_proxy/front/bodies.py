@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.url import normalize_url
 from omni_proxy.front.replies import bad
 
 OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities"))
@@ -48,9 +49,17 @@ def judge_add(body: Mapping[str, object], *, prefers_async: bool) -> WorkerBody:
 def judge_switch(body: Mapping[str, object], url: str | None, *, prefers_async: bool) -> WorkerBody:
     """A PUT; smg's sends the whole spec, whose url must be the worker's own (None: not known)."""
     judged = _judge(body, OMNI_SWITCH, SMG_SPEC | {"url"}, prefers_async=prefers_async)
-    if body.get("url", url) != url and url is not None:
+    if url is not None and "url" in body and _spelled(body["url"]) != url:
         raise bad("url must stay the same; add a worker for another url")
     return judged
+
+
+def _spelled(url: object) -> object:
+    """As workers' URLs are kept, where it is one."""
+    try:
+        return normalize_url(url, allow_unix=True) if isinstance(url, str) else url
+    except ValueError:
+        return url
 
 
 def judge_patch(body: Mapping[str, object]) -> WorkerBody:

@@ -52,10 +52,14 @@ class ScalingRoutes:
             )
         url = judged_url(named)
         if self._rooms.fleet.find(url):
-            raise bad("Worker URL already exists", "worker_already_exists")
+            raise _known_already()
         entry = api_entry(url, request.args.get("model", ""))
         await self._until_healthy(entry, _wait_secs())
-        worker = await self._changes.add(entry)
+        try:
+            worker = await self._changes.add(entry)
+        except Refusal as refusal:
+            # A script that lost patience asks again while its first request still waits.
+            raise _known_already() if refusal.status == 409 else refusal from None
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
         with trio.move_on_after(ROUTABLE_SECS):
             while not worker.routable and self._rooms.fleet.find(url) is worker:
@@ -66,17 +70,26 @@ class ScalingRoutes:
         """One that isn't there is removed already: scripts repeat themselves."""
         named = _url_in_query()
         worker = self._rooms.fleet.get(named) or self._rooms.fleet.find(judged_url(named))
-        if worker is not None:
-            await self._changes.remove(worker)
+        if worker is not None and await self._removed(worker):
             log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
         return text(f"Successfully removed worker: {named}")
+
+    async def _removed(self, worker: Worker) -> bool:
+        """False where another request was faster."""
+        try:
+            await self._changes.remove(worker)
+        except Refusal as refusal:
+            if refusal.status != 404:
+                raise
+            return False
+        return True
 
     async def urls(self) -> Response:
         return reply({"urls": [worker.url for worker in self._rooms.fleet.workers]})
 
     async def _until_healthy(self, entry: Desired, wait_secs: float) -> None:
         """Raises Refusal 400 with the last reason when it stays ill for so long."""
-        why = "it was not asked"
+        why = "it has not answered"
         with trio.move_on_after(wait_secs):
             while True:
                 why = await self._illness(entry)
@@ -104,7 +117,13 @@ class ScalingRoutes:
             return str(error)
         target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")
         outcome = await ask(worker, Call("GET", target, timeout_secs=health.timeout_secs))
-        return "" if outcome.ok else outcome.why
+        if outcome.ok:
+            return ""
+        return f"{outcome.why}: {outcome.detail}" if outcome.detail else outcome.why
+
+
+def _known_already() -> Refusal:
+    return bad("Worker URL already exists", "worker_already_exists")
 
 
 def _url_in_query() -> str:

@@ -30,6 +30,7 @@ class Outcome:
     error: str
     secs: float
     content_type: str = ""
+    detail: str = ""  # the fault's own words, beside its kind in `error`
 
     @property
     def ok(self) -> bool:
@@ -68,15 +69,16 @@ async def ask(worker: Worker, call: Call) -> Outcome:
     """One worker's outcome. Never raises for what the worker does."""
     began = trio.current_time()
     status, body, error, content_type = None, b"", "ReadTimeout", ""
+    detail = ""
     with trio.move_on_after(call.timeout_secs):
         try:
             status, found, content_type = await _exchange(worker, call)
             error = "" if found is not None else f"answer of more than {call.max_bytes} bytes"
             body = found or b""
         except _FAULTS as failure:
-            error = type(failure).__name__
+            error, detail = type(failure).__name__, str(failure)
     secs = round(trio.current_time() - began, 6)
-    return Outcome(worker, status, body, error, secs, content_type)
+    return Outcome(worker, status, body, error, secs, content_type, detail)
 
 
 async def _exchange(worker: Worker, call: Call) -> tuple[int, bytes | None, str]:

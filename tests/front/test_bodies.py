@@ -22,6 +22,16 @@ def refusal(judge, *args, **kwargs):
     return caught.value.message
 
 
+@pytest.mark.parametrize("url", [URL, URL + "/", "HTTP://127.0.0.1:1"])
+def test_a_whole_spec_may_spell_its_workers_url_in_another_way(url):
+    assert switch({"url": url, "priority": 3}).remarks == {"priority": 3}
+
+
+@pytest.mark.parametrize("url", [URL + "0", "nonsense", 5, None])
+def test_a_whole_spec_may_not_move_its_worker(url):
+    assert "url must stay the same" in refusal(switch, {"url": url, "priority": 3})
+
+
 def test_omnis_keys_are_answered_when_done():
     judged = add({"url": URL, "model": " m ", "capabilities": ["streaming", "chat", "chat"]})
     assert not judged.in_background

@@ -2,6 +2,7 @@ import httpx
 import pytest
 import trio
 
+from omni_proxy.config.overlay import with_deleted
 from tests.front.engines_at_hand import Engines
 from tests.front.house import A, B, build_house, entry
 
@@ -52,6 +53,56 @@ async def test_a_worker_that_stays_ill_is_refused_with_the_reason(house, engines
     assert status == 400
     assert "did not become healthy within 3 s: status=503" in text
     assert house.fleet.find(C) is None
+
+
+async def test_a_refused_connection_is_told_in_the_words_of_the_fault(
+    house, engines, autojump_clock
+):
+    engines.says[C, "/health"] = [httpx.ConnectError("Connection refused")]
+    _, text, _ = await said(house, "post", f"/add_worker?url={C}&timeout_secs=3")
+    assert "within 3 s: ConnectError: Connection refused" in text
+
+
+async def test_a_worker_that_says_nothing_at_all_is_said_not_to_have_answered(
+    house, engines, monkeypatch, autojump_clock
+):
+    async def never(request):
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(engines, "answer", never)
+    _, text, _ = await said(house, "post", f"/add_worker?url={C}&timeout_secs=3")
+    assert "did not become healthy within 3 s: it has not answered" in text
+
+
+async def test_of_two_that_add_the_same_worker_one_hears_what_scripts_match(
+    house, engines, autojump_clock
+):
+    loading, well = (503, b"loading"), (200, b"{}")
+    engines.says[C, "/health"] = [loading, loading, well, well]
+    heard = []
+
+    async def add():
+        heard.append((await said(house, "post", f"/add_worker?url={C}"))[:2])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(add)
+        nursery.start_soon(add)
+    (good, bad) = sorted(heard)
+    assert good == (200, f"Successfully added worker: {C}")
+    assert bad[0] == 400
+    assert "Worker URL already exists" in bad[1]
+
+
+async def test_who_removes_what_another_has_just_removed_hears_of_no_fault(house, monkeypatch):
+    change = house.keeper.change
+
+    async def behind_another(edit, *more, **named):
+        await change(lambda state, config: with_deleted(state, config, B))
+        return await change(edit, *more, **named)
+
+    monkeypatch.setattr(house.keeper, "change", behind_another)
+    status, text, _ = await said(house, "post", f"/remove_worker?url={B}")
+    assert (status, text) == (200, f"Successfully removed worker: {B}")
 
 
 @pytest.mark.parametrize(
