@@ -7,6 +7,7 @@ Invariant: a worker whose text can't be read costs its own samples only, and sho
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -22,6 +23,14 @@ from omni_proxy.watch.broadcast import Outcome
 
 UP: Final = "omni_proxy_engine_metrics_up"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+TOTAL: Final = "_total"
+# The reader and the writer we use give every counter a name that ends in `_total`, and the writer
+# gives some types endings of their own. The workers' names stay: a counter of another name is
+# read and written without a type, as are types that this format does not have.
+_OTHER_COUNTER: Final = re.compile(
+    rf"^([ \t]*#[ \t]+TYPE[ \t]+(?!\S*{TOTAL}[ \t])\S+[ \t]+)counter[ \t\r]*$", re.MULTILINE
+)
+_KEPT_TYPES: Final = ("counter", "gauge", "histogram", "summary")
 
 
 async def merge_metrics(outcomes: Sequence[Outcome]) -> bytes:
@@ -49,13 +58,15 @@ class _Families(Collector):
             found = _families(outcome)
             up.add_metric([outcome.worker.url], 0 if found is None else 1)
             for family in found or ():
-                if family.name == UP:
+                name = family.name + TOTAL * (family.type == "counter")
+                if name == UP:
                     continue
                 known = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
+                    name, Metric(family.name, family.documentation, family.type)
                 )
-                if known.type == family.type:
-                    known.samples += _labelled(family, outcome.worker.url)
+                if known.type != family.type:  # as between two versions of an engine
+                    known.name, known.type = name, "unknown"
+                known.samples += _labelled(family, outcome.worker.url)
         yield up
         yield from families.values()
 
@@ -65,9 +76,13 @@ def _families(outcome: Outcome) -> list[Metric] | None:
     if not outcome.ok:
         return None
     try:
-        found = list(text_string_to_metric_families(outcome.body.decode()))
+        text = _OTHER_COUNTER.sub(r"\1unknown", outcome.body.decode())
+        found = list(text_string_to_metric_families(text))
     except (ValueError, KeyError, IndexError, TypeError):  # what its parser raises for junk
         return None
+    for family in found:
+        if family.type not in _KEPT_TYPES:
+            family.type = "unknown"
     times = [float(s.timestamp or 0) for family in found for s in family.samples]
     return found if all(map(math.isfinite, times)) else None  # no such time can be written
 

@@ -189,6 +189,30 @@ async def test_metrics_of_all_workers_become_one_text(house, engines):
     assert f'seen_total{{worker="{A}"}} 4.0' in told
 
 
+async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice(house, engines):
+    engines.tell(
+        A, "/metrics",
+        b"# TYPE kept counter\nkept 1\n# TYPE seen counter\nseen_total 2\n"
+        b'# TYPE of info\nof_info{v="1"} 1\n# TYPE both_total counter\nboth_total 3\n',
+    )  # fmt: skip
+    engines.tell(
+        B, "/metrics",
+        b"# TYPE seen_total counter\nseen_total 4\n# TYPE kept gauge\nkept 5\n"
+        b"# TYPE both_total counter\r\nboth_total 6\r\n",
+    )  # fmt: skip
+    lines = (await (await house.client().get("/engine_metrics")).get_data()).decode().splitlines()
+    for sample in (
+        f'kept{{worker="{A}"}} 1.0', f'kept{{worker="{B}"}} 5.0',
+        f'seen_total{{worker="{A}"}} 2.0', f'seen_total{{worker="{B}"}} 4.0',
+        f'of_info{{v="1",worker="{A}"}} 1.0',
+        f'both_total{{worker="{A}"}} 3.0', f'both_total{{worker="{B}"}} 6.0',
+    ):  # fmt: skip
+        assert sample in lines
+    declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(declared) == len(set(declared))
+    assert "# TYPE both_total counter" in lines
+
+
 @pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="', b"x 1 inf\n"])
 async def test_metrics_that_cannot_be_read_cost_that_worker_only(house, engines, junk):
     engines.tell(A, "/metrics", junk)
