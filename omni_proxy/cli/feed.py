@@ -45,6 +45,7 @@ class Row(Struct, frozen=True):
     errors: int = 0
     first_p50_ms: float | None = None
     first_p99_ms: float | None = None
+    silent_secs: float | None = None  # where that is longer than usual
     routed: int = 0
     failed: int = 0
     weight_version: str | None = None

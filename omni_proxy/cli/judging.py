@@ -76,6 +76,9 @@ def _verdict(row: Row, usual_ms: float | None, now: datetime | None) -> Verdict:
     ended = row.rate * MINUTE_SECS
     if row.errors and row.errors >= max(1.0, FAILING_SHARE * ended):
         return Verdict(FAILING, "failing", f"{row.errors} errors in the last minute")
+    if row.silent_secs is not None:
+        what = f"{row.in_flight} in flight, nothing has come from it for {age(row.silent_secs)}"
+        return Verdict(SLOW, "silent", f"is silent: {what}")
     own = row.first_p50_ms
     if own is None or usual_ms is None:
         return Verdict(WELL, state, "")
@@ -149,7 +152,8 @@ def _first_problem(error: object) -> str:
     line = f" line {first['line']}" if first.get("line") else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     file = f"{os.path.basename(str(error['file']))}{line} " if error.get("file") else ""
-    return f"{file}{first.get('path')}: {first.get('reason')}{more}"
+    hint = f"; {first['hint']}" if first.get("hint") else ""
+    return f"{file}{first.get('path')}: {first.get('reason')}{hint}{more}"
 
 
 def _changes(diff: object) -> Iterable[str]:

@@ -78,7 +78,8 @@ class Snapshots:
         }
 
     def _row(self, worker: Worker, now: float) -> dict[str, object]:
-        machine = worker.machine
+        machine, instruments = worker.machine, self._rooms.instruments
+        counted = self._rooms.keeper.config.server.metrics
         return {
             "id": worker.id,
             "url": worker.url,
@@ -94,7 +95,8 @@ class Snapshots:
             "last_error": machine.last_error,
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
-            **self._rooms.instruments.recent.of(worker, now)._asdict(),
+            **instruments.recent.of(worker, now)._asdict(),
+            "silent_secs": instruments.silences.of(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
             "failed": sum(worker.failed.values()),
             "weight_version": worker.weight_version,

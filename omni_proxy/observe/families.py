@@ -153,7 +153,7 @@ def _tries(meters: Meters) -> Iterator[Metric]:
     tries = [((w.url, cause), count) for (w, cause), count in meters.failed_tries.items()]
     text = "Tries that came to nothing"
     yield from counters("failed_tries", text, ("worker", "cause"), tries)
-    ejected = [((worker.url,), count) for worker, count in meters.ejections.items()]
+    ejected = [((worker.url,), meters.ejections[worker]) for worker in meters.workers]
     text = "Times that failed requests put it out"
     yield from counters("worker_ejections", text, ("worker",), ejected)
     changes = [((w.url, state.value), count) for (w, state), count in meters.health_changes.items()]

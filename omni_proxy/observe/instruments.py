@@ -9,6 +9,7 @@ from omni_proxy.observe.lines import LineLog
 from omni_proxy.observe.metrics import Meters
 from omni_proxy.observe.pulse import Pulse
 from omni_proxy.observe.recent import Recent
+from omni_proxy.observe.silence import Silences
 
 
 class Instruments:
@@ -19,5 +20,11 @@ class Instruments:
     ) -> None:
         self.recent = Recent()
         self.meters = Meters(fleet, self.recent)
-        self.pulse = Pulse(lambda at: self.recent.tick(at, *load()))
+        self.silences = Silences(fleet, self.meters, self.recent)
+        self.pulse = Pulse(self._beat)
         self.logs = logs
+        self._load = load
+
+    def _beat(self, at: float) -> None:
+        self.recent.tick(at, *self._load())
+        self.silences.tick(at)

@@ -68,6 +68,10 @@ class Meters:
         self.gather(None)
         return self._phases
 
+    @property
+    def workers(self) -> list[Worker]:
+        return self._fleet.workers
+
     def cell(self, route: str, worker: Worker | None) -> Cell:
         """That one, made where it has to be."""
         cells = self._cells.get(route)
@@ -82,6 +86,11 @@ class Meters:
     def gaps(self, mine: Exchange) -> Histogram | None:
         """Where the relay counts the gaps of this stream while it lasts; None: nowhere."""
         return self.cell(mine.route.path, mine.worker).between if mine.route is not None else None
+
+    def gaps_of(self, worker: Worker) -> int:
+        """How many there have been in its streams, those that go on included."""
+        cells = (cells[worker] for cells in self._cells.values() if worker in cells)
+        return sum(sum(cell.between.counts) for cell in cells)
 
     def phases_of(self, route: str) -> Phases:
         return self._phases.setdefault(route, Phases())

@@ -50,6 +50,7 @@ _ROWS = st.fixed_dictionaries(
         "errors": st.integers(0, 10**9),
         "first_p50_ms": _TIMES,
         "first_p99_ms": _TIMES,
+        "silent_secs": _TIMES,
         "weight_version": st.one_of(st.none(), ODD),
         "weight_epoch": st.integers(0, 2**40),
         "drain": st.one_of(st.none(), st.builds(dict, state=ODD, in_flight=st.integers(0, 9))),

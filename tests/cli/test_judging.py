@@ -77,6 +77,15 @@ def test_a_twentieth_of_errors_is_failing():
     assert judged(row(rate=10.0, errors=30)) == [("failing", "failing")]
 
 
+def test_one_that_has_requests_and_says_nothing_is_told_ahead_of_its_times():
+    silent = row("a:1", in_flight=6, silent_secs=31.0, first_p50_ms=10.0, model="m")
+    picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
+    first, second = judge(picture).values()
+    assert (first.kind, first.state) == ("slow", "silent")
+    assert first.said == "is silent: 6 in flight, nothing has come from it for 31 s"
+    assert second.state == "slow"
+
+
 def test_the_urgent_come_first_then_the_busy():
     rows = [
         row("idle:1"), row("busy:1", in_flight=5), row("dead:1", routable=False, health="dead"),
@@ -111,12 +120,14 @@ def test_a_reload_is_told_with_what_it_changed():
 
 
 def test_a_refused_file_is_told_with_its_first_problem():
-    problems = [{"path": "server.prot", "line": 2, "reason": "unknown key"}, {"path": "x"}]
+    hint = "did you mean `port`?"
+    first = {"path": "server.prot", "line": 2, "reason": "unknown key", "hint": hint}
+    problems = [first, {"path": "x"}]
     error = {"message": "m", "file": "p.toml", "problems": problems}
     told = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
     assert reload_words(told, moment(AT)) == (
         "refused by SIGHUP, 0 s ago; the former runs on: "
-        "p.toml line 2 server.prot: unknown key (and 1 more)"
+        "p.toml line 2 server.prot: unknown key; did you mean `port`? (and 1 more)"
     )
 
 

@@ -50,6 +50,18 @@ async def test_one_look_tells_fleet_history_ends_and_what_runs(house):
     assert told["weights"]["workers"][0]["worker"] == A
 
 
+async def test_a_worker_that_has_requests_and_says_nothing_is_told(house):
+    house.healthy(A)
+    worker = house.worker(A)
+    house.instruments.meters.count(ended(worker), worker)
+    worker.in_flight = 2
+    for second in range(30, 20, -1):
+        house.instruments.silences.tick(time.time() - second)
+    a, b = (await snapshot(house))["fleet"]
+    assert a["silent_secs"] == pytest.approx(28, abs=4)
+    assert b["silent_secs"] is None
+
+
 async def test_nothing_of_it_is_shown_without_the_key():
     house = build_house(entry(A), key="k")
     for path in ("/feed", "/feed?once=true", "/metrics"):

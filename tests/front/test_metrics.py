@@ -105,7 +105,7 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
         ("omni_proxy_failed_tries_total", {("503", A): 1}),
         ("omni_proxy_retries_total", {(): 1}),
         ("omni_proxy_tokens_total", {("m", "input", A): 3, ("m", "output", A): 4}),
-        ("omni_proxy_worker_ejections_total", {(B,): 1}),
+        ("omni_proxy_worker_ejections_total", {(A,): 0, (B,): 1}),
         ("omni_proxy_worker_health", {("healthy", A): 1, ("unhealthy", B): 1}),
         ("omni_proxy_worker_held", {("updating", A): 1}),
         ("omni_proxy_worker_weight_epoch", {(A,): 3, (B,): 0}),

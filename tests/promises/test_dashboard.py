@@ -106,6 +106,22 @@ def ids(fleet):
     return [worker.url.replace(":", "%3A").replace("/", "%2F") for worker in fleet]
 
 
+async def test_a_worker_that_says_nothing_stands_out(page, tmp_path):
+    async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, "#alerts", "Nothing needs you")
+        alerts, badge, kind = await page.tell("""(() => {
+            Object.assign(last.fleet[0], {silent_secs: 33, in_flight: 6});
+            paint();
+            const row = document.querySelector("#rows tr");
+            return [document.querySelector("#alerts").innerText, row.innerText, row.className];
+        })()""")
+        assert "is silent: 6 in flight, and nothing has come from it for 33 s" in alerts
+        assert "Nothing needs you" not in alerts
+        assert "silent for 33 s" in badge
+        assert "warn" in kind
+        await shows(page, "#alerts", "Nothing needs you")
+
+
 async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet

@@ -20,6 +20,7 @@ from omni_proxy.cli.judging import (
     OUT,
     SLOW,
     WELL,
+    Verdict,
     reload_words,
     weight_words,
 )
@@ -31,6 +32,7 @@ from omni_proxy.cli.top.view import ORDERS, View
 
 STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
 KEYS: Final = "q quit  ↑↓ row  ←→ sort  r turn  o trouble  d/e off/on  D drain  v revive"
+_LEAST_WHY: Final = 12  # columns; less of a reason tells nothing
 FEW_ROWS: Final = 4  # are worth more than what stands below them
 _ABOUT_LINES: Final = 4  # on the chosen worker, what is said, the keys
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -137,7 +139,8 @@ def _body(view: View, width: int) -> Iterator[Line]:
     name, _, greatest_first = ORDERS[view.order]
     mark = "▼" if greatest_first is not view.turned else "▲"
     # All rows, not only those on the screen: columns must not jump while one scrolls.
-    title, *lines = fleet_table(view.rows, view.verdicts, width, name, mark)
+    table = fleet_table(view.rows, view.verdicts, width, name, mark)
+    title, *lines = _with_reasons(table, [view.verdicts[row.id] for row in view.rows], width)
     yield title, "bold reverse"
     if not view.rows:
         none = "no worker is in trouble (o shows all)" if view.trouble_only else "no workers"
@@ -147,6 +150,23 @@ def _body(view: View, width: int) -> Iterator[Line]:
         if view.first <= at < view.first + view.room:
             style = STYLES[view.verdicts[row.id].kind]
             yield line, f"{style} reverse".strip() if row.id == view.chosen else style
+
+
+def _with_reasons(table: list[str], verdicts: Sequence[Verdict], width: int) -> list[str]:
+    """Beside each row what is the matter with it, as far as there is room."""
+    edge = max(map(width_of, table)) + 2
+    if width - edge < _LEAST_WHY or not any(verdict.said for verdict in verdicts):
+        return table
+    reasons = ["WHY", *(_reason(verdict) for verdict in verdicts)]
+    return [
+        f"{line}{' ' * (edge - width_of(line))}{reason}".rstrip()
+        for line, reason in zip(table, reasons, strict=True)
+    ]
+
+
+def _reason(verdict: Verdict) -> str:
+    """Without what its state says already."""
+    return verdict.said.removeprefix("is ").removeprefix(f"{verdict.state}: ")
 
 
 def _tail(view: View, height: int, above: int) -> Iterator[Line]:

@@ -46,12 +46,25 @@ def test_one_look_tells_who_is_slow_who_is_out_and_why():
     assert lines[0].startswith("omni-proxy 0.1.0 at http://p:1: ready")
     assert "workers   2 of 3 take requests; 1 dead" in text
     assert "reload    applied by file" in text
-    assert lines[8].split() == ["dead:1", "dead", "0", "0.0", "-", "-", "0", "-"]
+    assert lines[7].split()[-1] == "WHY"
+    assert lines[8].startswith("dead:1  dead")
+    assert lines[8].rstrip().endswith("    0  -        Connection refused")
     assert lines[9].split()[:2] == ["slow:1", "slow"]
+    assert lines[9].endswith("first chunk after 900 ms…")
+    assert lines[10].split()[-1] == "-"  # nothing is the matter with it
     assert "> dead:1 dead: Connection refused" in text
     assert "502 /generate dead:1 upstream_error connect_failure after 3.0 ms" in text
     assert "/fine" not in text
     assert lines[-2].startswith("q quit")
+
+
+def test_all_reasons_are_told_where_there_is_no_foot_and_none_where_there_is_no_room():
+    text = "\n".join(drawn(FLEET, 120, None))
+    assert "first chunk after 900 ms, the others' after 100 ms" in text
+    assert "Connection refused" in text
+    narrow = drawn(FLEET, 50)
+    assert not any("WHY" in line for line in narrow)
+    assert not any("WHY" in line for line in drawn(feed_of(feed(row("good:1"))), 200))
 
 
 def test_the_chosen_one_is_told_of_and_a_question_stands_at_the_foot():
