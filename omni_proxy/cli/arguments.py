@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy import __version__
+from omni_proxy.cli.strangers import Parser
 from omni_proxy.config.flags import ALIASES, FLAGS
 
 _EPILOG: Final = """\
@@ -44,6 +45,7 @@ examples:
   omni-proxy launch-router --port 30000
 
 Without workers it starts too, and is not ready; POST /add_worker?url=http://HOST:PORT adds one.
+A worker that is still starting, or was away, is taken as soon as it is well.
 """
 _LAUNCH_EPILOG: Final = """\
 What is no flag of this page goes to the engine as it stands; so does all that follows a bare --.
@@ -58,8 +60,8 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "--port": ("PORT", "port to listen on; 0 takes any free one (default 30000)"),
     "--policy": (
         "NAME",
-        "round_robin (default), least_request, random, power_of_two, cache_aware, "
-        "consistent_hashing or prefix_hash",
+        "round_robin, least_request, random, power_of_two, cache_aware, consistent_hashing or "
+        "prefix_hash",
     ),
     "--model": ("NAME", "model of every worker that names none"),
     "--max-worker-retries": (
@@ -71,7 +73,7 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "--balance-abs-threshold": ("N", "cache_aware: load gap of an imbalance (default 32)"),
     "--balance-rel-threshold": ("X", "cache_aware: load ratio of an imbalance (default 1.0001)"),
     "--eviction-interval": ("SECS", "cache_aware: between two evictions (default 60)"),
-    "--max-tree-size": ("CHARS", "cache_aware: held in all (default 16777216)"),
+    "--max-tree-size": ("BYTES", "cache_aware: text held in all (default 16777216)"),
     "--request-timeout-secs": ("SECS", "whole non-streaming exchange; 0 is none (default 1800)"),
     "--max-inflight": ("N", "requests at a time, then 503; 0 is no limit (default 0)"),
     "--queue-size": ("N", "requests that may wait instead of getting 503 (default 0)"),
@@ -90,7 +92,7 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="omni-proxy",
         description="One process in front of complete inference replicas.",
         epilog=_EPILOG,
@@ -103,19 +105,20 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def router_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="omni-proxy launch-router",
         description="Route to workers that run already; the policy is cache_aware by default.",
         epilog=_ROUTER_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_serving(parser)
+    _add_serving(parser, policy="cache_aware")
+    _add_verbose(parser, "--verbose")
     return parser
 
 
 def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="omni-proxy launch",
         description="Start replicas, wait until they are ready, and route to them.",
         epilog=_LAUNCH_EPILOG,
@@ -143,7 +146,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
         default=31000, help="free ports are looked for from here on (default 31000)")  # fmt: skip
     add("--worker-startup-timeout-secs", metavar="SECS", type=float, default=300.0,
         help="until a replica is ready (default 300)")  # fmt: skip
-    _add_serving(parser, prefix="--router-")
+    _add_serving(parser, prefix="--router-", policy="cache_aware")
+    _add_verbose(parser, "--router-verbose")  # without the prefix it is the engine's
     return parser
 
 
@@ -157,8 +161,21 @@ def _count(text: str) -> int:
     return number
 
 
-def _add_serving(parser: argparse.ArgumentParser, prefix: str = "") -> None:
-    """The proxy's own flags; with a prefix also under it, as where an engine has the same ones."""
+def _add_verbose(parser: argparse.ArgumentParser, flag: str) -> None:
+    """sglang-router's word for a log level."""
+    parser.add_argument(
+        flag, dest="server.log_level", action="store_const", const="debug",
+        default=argparse.SUPPRESS, help="the same as --log-level debug",
+    )  # fmt: skip
+
+
+def _add_serving(
+    parser: argparse.ArgumentParser, prefix: str = "", policy: str = "round_robin"
+) -> None:
+    """The proxy's own flags; with a prefix also under it, as where an engine has the same ones.
+
+    `policy` is the one that the command takes where nobody names one.
+    """
     parser.add_argument("--version", action="version", version=f"omni-proxy {__version__}")
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="the TOML file, read again when it changes"
@@ -173,6 +190,8 @@ def _add_serving(parser: argparse.ArgumentParser, prefix: str = "") -> None:
     )
     for flag, key in FLAGS.items():
         metavar, text = _HELP[flag]
+        if flag == "--policy":
+            text = text.replace(policy, f"{policy} (default)")
         names = [flag, *([ALIASES[flag]] if flag in ALIASES else [])]
         if prefix:
             names += [prefix + name.removeprefix("--") for name in names]

@@ -67,12 +67,16 @@ def model_name(engine: str, asked: Asked) -> str:
 
 
 def _replica(asked: Asked) -> tuple[str, ...]:
-    if asked.tensor_parallel_size > 1:
-        raise EngineError("--tp-size: our own replica runs on one rank; use --engine sglang")
-    return ("omni-proxy", "replica", "--model", asked.model_path, *_named("--model-name", asked))
+    return (
+        *("omni-proxy", "replica", "--model", asked.model_path),
+        *_ranks("--tp", asked),
+        *_named("--model-name", asked),
+    )
 
 
 def _llamacpp(asked: Asked) -> tuple[str, ...]:
+    if asked.tensor_parallel_size > 1:
+        raise EngineError("--tp-size: llama.cpp has one rank; leave --tp-size or --engine out")
     if asked.model_path in OWN_MODELS:
         return (*_replica(asked), "--engine", "llamacpp")
     return ("llama-server", "--model", asked.model_path, *_named("--alias", asked))

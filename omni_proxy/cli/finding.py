@@ -93,9 +93,25 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def with_command(argv: Sequence[str], default: str) -> list[str]:
-    """What only looks needs no word of its own."""
-    named = bool(argv) and (not argv[0].startswith("-") or argv[0] in ("-h", "--help"))
-    return list(argv) if named else [default, *argv]
+    """The command first, wherever it stands among the words that say which proxy is meant.
+
+    What only looks needs no word of its own: `default` is its command.
+    """
+    if argv and argv[0] in ("-h", "--help"):
+        return list(argv)
+    place = argparse.ArgumentParser(add_help=False)
+    add_place(place)
+    valued = {word for action in place._actions for word in action.option_strings}
+    at = 0
+    while at < len(argv) and argv[at].startswith("-"):
+        if argv[at] in valued:
+            at += 1
+        elif argv[at] != "--json" and argv[at].partition("=")[0] not in valued:
+            break
+        at += 1
+    if at < len(argv) and not argv[at].startswith("-"):
+        return [argv[at], *argv[:at], *argv[at + 1 :]]
+    return [default, *argv]
 
 
 def place_of(arguments: argparse.Namespace) -> Place:

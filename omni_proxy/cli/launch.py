@@ -1,7 +1,7 @@
 """`omni-proxy launch`: replicas and the proxy in front of them, from one command line.
 
 `omni-proxy launch-router` is the same without replicas. Contract: both take the flags of
-sglang-router and default to its policy (routers.md 4 and 5); what neither knows goes to the engine.
+sglang-router and have its defaults (routers.md 4 and 5); what neither knows goes to the engine.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Final
 
 from omni_proxy.cli.arguments import launch_parser, router_parser
@@ -24,19 +25,28 @@ from omni_proxy.cli.engines import (
     model_name,
 )
 from omni_proxy.cli.serve import start, startup_of
+from omni_proxy.cli.strangers import routers_own
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.watch.gpus import visible
 
-POLICY: Final = "cache_aware"
+# As sglang-router has it: what stayed away for long, as an engine that loads its weights does, is
+# taken as soon as it is well.
+DEFAULTS: Final[dict[str, object]] = {
+    "routing.policy": "cache_aware",
+    "health.on_threshold": "unhealthy",
+}
 LAST_PORT: Final = 65535
 
 
 def main(argv: Sequence[str]) -> int:
     parser = launch_parser(tuple(ENGINES))
     arguments, engine_flags = parser.parse_known_args(argv)
+    bare = argv.index("--") if "--" in argv else len(argv)
+    if mistaken := routers_own([word for word in engine_flags if word in argv[:bare]]):
+        parser.error("unrecognized arguments: " + " ".join(mistaken))
     engine_flags = [word for word in engine_flags if word != "--"]
     if engine_flags and arguments.command:
         parser.error(f"with --command, say {engine_flags[0]} in the command itself")
@@ -61,11 +71,11 @@ def main_router(argv: Sequence[str]) -> int:
 
 
 def _routed(arguments: Namespace, launch: tuple[LaunchEntry, ...]) -> Startup:
-    """Without a FILE, which has a word of its own, the policy is the one of that router."""
-    given = vars(arguments)
-    if arguments.config is None:
-        given.setdefault("routing.policy", POLICY)
-    return startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
+    """Without a FILE, which has words of its own, the defaults are those of that router."""
+    startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
+    if arguments.config is not None:
+        return startup
+    return replace(startup, overrides=DEFAULTS | startup.overrides)
 
 
 def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:

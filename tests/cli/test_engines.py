@@ -22,6 +22,7 @@ def asked(model="org/model", size=1, name="", *flags):
     ("engine", "of", "words"),
     [
         ("replica", asked("tiny"), "omni-proxy replica --model tiny"),
+        ("replica", asked("tiny", 2), "omni-proxy replica --model tiny --tp 2"),
         ("replica", asked("/m/a", 1, "a"), "omni-proxy replica --model /m/a --model-name a"),
         ("llamacpp", asked("tiny"), "omni-proxy replica --model tiny --engine llamacpp"),
         ("llamacpp", asked("/m/a.gguf", 1, "a"), "llama-server --model /m/a.gguf --alias a"),
@@ -46,7 +47,8 @@ def test_the_engines_own_flags_stand_last_so_that_they_win():
     [
         ("sglang", asked("tiny"), "leave --engine out"),
         ("vllm", asked("smollm2-135m"), "leave --engine out"),
-        ("replica", asked("tiny", 2), "--tp-size"),
+        ("llamacpp", asked("smollm2-135m", 2), "--tp-size"),
+        ("llamacpp", asked("m.gguf", 2), "--tp-size"),
         ("omni", asked("m", 2), "tp_size"),
     ],
 )

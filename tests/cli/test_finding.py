@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from omni_proxy.cli.finding import Answer, CannotAsk, Place, Proxy
+from omni_proxy.cli.finding import Answer, CannotAsk, Place, Proxy, with_command
 
 
 @pytest.fixture
@@ -65,6 +65,29 @@ def test_a_proxy_with_tls_is_known_by_the_certificate_of_its_file(place, file):
 
 def test_without_a_word_it_is_where_it_is_by_default(place):
     assert place() == Place("http://127.0.0.1:30000")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("", "list"),
+        ("-h", "-h"),
+        ("drain a --wait", "drain a --wait"),
+        ("--config f drain a --wait", "drain --config f a --wait"),
+        ("--config=f --json drain a", "drain --config=f --json a"),
+        ("--url list", "list --url list"),
+        ("--url h --api-key drain", "list --url h --api-key drain"),
+        (
+            "--ca f --client-cert g --client-key h add a",
+            "add --ca f --client-cert g --client-key h a",
+        ),
+        ("--url h -h", "list --url h -h"),
+        ("--model m", "list --model m"),
+        ("--model drain", "list --model drain"),
+    ],
+)
+def test_a_command_may_stand_behind_the_words_that_say_which_proxy(typed, meant):
+    assert with_command(typed.split(), "list") == meant.split()
 
 
 def test_a_file_that_names_no_port_can_not_be_asked_by(place, file):

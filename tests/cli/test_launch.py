@@ -34,6 +34,17 @@ def test_the_seeds_command_line_launches_that_many_replicas(started):
     assert config.routing.policy == "cache_aware"
 
 
+def test_a_flag_that_can_only_be_the_routers_is_not_handed_to_the_engine(started, capsys):
+    for words in (["--router-prometheus-port", "3"], ["--backend=vllm"], ["--backend", "vllm"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["--model-path", "tiny", *words])
+        assert ended.value.code == 2
+        name = words[0].partition("=")[0]
+        assert f"\n  {name} is here: " in capsys.readouterr().err
+    assert main(["--model-path", "org/m", "--", "--backend", "x"]) == 0
+    assert started[0].over(Config()).launch[0].command[-2:] == ("--backend", "x")
+
+
 def test_router_flags_are_taken_plainly_and_under_the_engines_prefix(started):
     main(
         ["--policy", "random", "--router-max-total-retries", "2", "--router-cache-threshold", "0.9"]
@@ -156,6 +167,19 @@ def test_a_router_may_start_without_workers(started, words):
     assert started[0].over(Config()).routing.policy == "cache_aware"
 
 
+def test_a_worker_that_was_away_for_long_may_come_back_unless_a_file_says_otherwise(
+    started, tmp_path
+):
+    file = tmp_path / "proxy.toml"
+    file.write_text("")
+    words = ["--worker-urls", "http://127.0.0.1:1"]
+    main_router(words)
+    main(["--model-path", "tiny"])
+    main_router([*words, "--config", str(file)])
+    said = [startup.over(Config()).health.on_threshold for startup in started]
+    assert said == ["unhealthy", "unhealthy", "dead"]
+
+
 def test_a_block_with_a_taken_port_in_it_is_skipped():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -169,6 +193,22 @@ def test_a_block_with_a_taken_port_in_it_is_skipped():
 def test_a_host_that_is_none_is_named():
     with pytest.raises(EngineError, match="worker-host"):
         free_ports("no.such.host.invalid", 31000, 1)
+
+
+@pytest.mark.parametrize("command", [main, main_router])
+def test_help_names_the_policy_that_these_commands_take_by_default(command, capsys):
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "cache_aware (default)" in told
+    assert "round_robin (default)" not in told
+
+
+def test_the_older_routers_word_for_a_talkative_log_is_taken(started):
+    main_router(["--verbose"])
+    main(["--model-path", "tiny", "--router-verbose", "--verbose"])
+    assert [startup.over(Config()).server.log_level for startup in started] == ["debug"] * 2
+    assert started[1].launch[0].command[-1] == "--verbose"
 
 
 def test_help_shows_how_to_pass_engine_flags(capsys):
