@@ -1,16 +1,18 @@
 """One end of the socket between control and a door: messages, and descriptors beside them.
 
 Invariant: what is told goes out in its order; `tell` never waits. The descriptors of a message have
-come when its bytes have, since the kernel keeps them with those bytes.
+come when its bytes have, since the kernel keeps them with those bytes, and never those of two
+messages at once; where they can't all be had, it has none.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -35,7 +37,7 @@ class Channel(Generic[Heard]):
         self._outgoing: deque[tuple[bytes, list[int]]] = deque()
         self._more = trio.Event()
         self._emptied = trio.Event()
-        self._descriptors: deque[int] = deque()
+        self._parcels: deque[list[int] | None] = deque()  # None: there was no room for it
         self.told = 0  # messages
         self.waiting_bytes = 0
 
@@ -51,23 +53,28 @@ class Channel(Generic[Heard]):
             self._emptied = trio.Event()
         return self.told
 
-    def descriptor(self) -> int:
-        """The next one that came along."""
-        return self._descriptors.popleft()
+    def descriptors(self) -> list[int]:
+        """Those of the next message that had some. Raises OSError where we may not open as many;
+        they are lost then."""
+        parcel = self._parcels.popleft()
+        if parcel is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return parcel
 
     async def hear(self) -> list[Heard]:
         """The next messages; none at the end of the other side."""
         while True:
             space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
             try:
-                data, beside, _, _ = await self._sock.recvmsg(READ_BYTES, space)
+                data, beside, flags, _ = await self._sock.recvmsg(READ_BYTES, space)
             except ConnectionError:
                 return []
-            for level, kind, payload in beside:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    found = array.array("i")
-                    found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
-                    self._descriptors.extend(found)
+            numbers = _rights(beside)
+            if flags & socket.MSG_CTRUNC:
+                _close(numbers)
+                self._parcels.append(None)
+            elif numbers:
+                self._parcels.append(numbers)
             if not data:
                 return []
             heard = [self._decoder.decode(body) for body in self._frames.feed(data)]
@@ -100,8 +107,7 @@ class Channel(Generic[Heard]):
             view = view[await self._sock.send(view) :]
         self._outgoing.popleft()
         self.waiting_bytes -= len(body)
-        for number in numbers:
-            os.close(number)
+        _close(numbers)
 
     def shut(self) -> None:
         """Nothing more is told: the other side hears all of it, then the end."""
@@ -110,10 +116,9 @@ class Channel(Generic[Heard]):
     def close(self) -> None:
         self._sock.close()
         while self._outgoing:
-            for number in self._outgoing.popleft()[1]:
-                os.close(number)
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+            _close(self._outgoing.popleft()[1])
+        while self._parcels:
+            _close(self._parcels.popleft() or ())
 
 
 def _duplicates(numbers: Iterable[int]) -> list[int]:
@@ -122,7 +127,19 @@ def _duplicates(numbers: Iterable[int]) -> list[int]:
     try:
         made.extend(map(os.dup, numbers))
     except OSError:
-        for number in made:
-            os.close(number)
+        _close(made)
         raise
     return made
+
+
+def _rights(beside: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, payload in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
+    return found.tolist()
+
+
+def _close(numbers: Iterable[int]) -> None:
+    for number in numbers:
+        os.close(number)

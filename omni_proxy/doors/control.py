@@ -28,6 +28,7 @@ from omni_proxy.doors.messages import (
     Forget,
     Lines,
     Listen,
+    Shut,
     Stand,
     Tally,
     ToControl,
@@ -198,7 +199,7 @@ class Doors:
         if not accepting and self._first_has_seat():
             self._port.rest()
         for link in self.links:
-            link.listening = False
+            link.listening = link.waits_for_tick = False
 
     def _take_seat(self) -> None:
         assert self._nursery is not None
@@ -252,7 +253,9 @@ class Doors:
 
     def _hear(self, link: Link, message: ToControl) -> None:
         self._hearing.hear(link, message)
-        if link.ready and not link.listening:
+        if isinstance(message, Shut):
+            self._shut_out(link, message.error)
+        if link.ready and not (link.listening or link.waits_for_tick):
             self._seat_all()
         if not isinstance(message, Ack | Lines | Stand | Tally):
             self._dirty.set()
@@ -269,11 +272,13 @@ class Doors:
         if port is None or self.draining or self.door.entrances.held:
             return
         for link in self.links:
-            if link.ready and not link.listening and not self.seats[link.index].retiring:
+            if link.listening or link.waits_for_tick or not link.ready:
+                continue
+            if not self.seats[link.index].retiring:
                 try:
                     link.tell(Listen(1), port.listen(link.index - 1))
                 except OSError as error:
-                    _log.error("door %d can't listen: %s", link.index, error)
+                    self._shut_out(link, error.strerror or str(error))
                     continue
                 link.listening = True
         serving = [link.index - 1 for link in self.links if self._serves(link)]
@@ -285,6 +290,21 @@ class Doors:
             port.steer([0])
         else:
             port.steer(serving or [seat.index - 1 for seat in self._staying()])
+
+    def _shut_out(self, link: Link, why: str) -> None:
+        """It is told again with the next tick, until it can."""
+        if not link.shut_out:
+            _log.error("door %d can't listen on its socket for now: %s", link.index, why)
+        link.shut_out = why
+        link.listening, link.waits_for_tick = False, True
+
+    def _try_again(self, link: Link) -> None:
+        if link.waits_for_tick:
+            link.waits_for_tick = False
+            self._seat_all()
+        elif link.shut_out and link.listening and link.acked == link.told:
+            link.shut_out = ""
+            _log.info("door %d listens on its socket now", link.index)
 
     def _serves(self, link: Link) -> bool:
         return link.listening and not self.seats[link.index].retiring
@@ -307,6 +327,7 @@ class Doors:
             if link.deaf:
                 _log.error("door %d does not listen to us any more; it is killed", link.index)
                 link.kill()
+            self._try_again(link)
         self._news.tell_all(self.links, beat=True)
 
     def _forgotten(self, worker: Worker) -> None:

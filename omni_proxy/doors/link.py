@@ -43,6 +43,8 @@ class Link:
         self.acked = 0
         self.revision = 0
         self.listening = False
+        self.shut_out = ""  # why it could not be given its socket, until it has it
+        self.waits_for_tick = False  # before it is told of that again
         self.over = False
         self.silent_ticks = 0
         self.stand: Stand | None = None

@@ -64,6 +64,12 @@ class Ack(Struct, frozen=True, tag=True):
     revision: int
 
 
+class Shut(Struct, frozen=True, tag=True):
+    """It can't take the sockets that it was told to listen on, and stays at those it has."""
+
+    error: str
+
+
 class Failed(Struct, frozen=True, tag=True):
     """A request failed in a way that speaks of its worker's health."""
 
@@ -162,7 +168,7 @@ class Stand(Struct, frozen=True, tag=True):
 
 
 ToControl: TypeAlias = (
-    Ack | Failed | Good | TrialBegan | TrialEnded | KeptVoices | Lines | Tally | Stand
+    Ack | Shut | Failed | Good | TrialBegan | TrialEnded | KeptVoices | Lines | Tally | Stand
 )
 
 _encode = msgspec.msgpack.Encoder().encode

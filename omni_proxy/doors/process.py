@@ -38,6 +38,7 @@ from omni_proxy.doors.messages import (
     Lines,
     Listen,
     News,
+    Shut,
     Stand,
     ToControl,
     ToDoor,
@@ -129,8 +130,9 @@ class DoorHouse:
         self.revision = 0
         self._channel = channel
         self._leaving = trio.Event()
-        board = Board(channel.descriptor())
-        sessions = SharedSessions(channel.descriptor(), lambda serial: self.fleet.serial(serial))
+        counts, kept = channel.descriptors()
+        board = Board(counts)
+        sessions = SharedSessions(kept, lambda serial: self.fleet.serial(serial))
         fleet = FollowingFleet(board, begin.index, lambda: self.door.pump.now, self._tell)
         row = board.row(begin.index)
         self.fleet = fleet
@@ -154,11 +156,7 @@ class DoorHouse:
             case News():
                 self._take_news(message)
             case Listen(count):
-                numbers = [self._channel.descriptor() for _ in range(count)]
-                socks = [socket.socket(fileno=number) for number in numbers]
-                for sock in socks:
-                    sock.setblocking(False)
-                self.door.listen_on(socks)
+                self._listen(count)
             case Forget(serial):
                 worker = self.fleet.serial(serial)
                 if worker is not None:
@@ -168,6 +166,17 @@ class DoorHouse:
                 self._leaving.set()
             case Begin():
                 raise AssertionError("a door begins once")
+
+    def _listen(self, count: int) -> None:
+        try:
+            numbers = self._channel.descriptors() if count else []
+        except OSError as error:  # we have used all that we may
+            self._tell(Shut(error.strerror or str(error)))
+            return
+        socks = [socket.socket(fileno=number) for number in numbers]
+        for sock in socks:
+            sock.setblocking(False)
+        self.door.listen_on(socks)
 
     def _take_news(self, news: News) -> None:
         self.revision = news.revision

@@ -41,7 +41,7 @@ class Roster:
         return self._door.voice_owner
 
     def in_flight_at(self, index: int) -> int:
-        return self.board.row(index)[DOOR_CELL]
+        return self._board.row(index)[DOOR_CELL] if self._board is not None else 0
 
     def find(self, serial: int) -> Worker | None:
         return self._workers.get(serial)
@@ -59,7 +59,8 @@ class Roster:
 
     def clear(self, index: int) -> None:
         """Its process has ended."""
-        self.board.clear(index, self._made)
+        if self._board is not None:  # else it has never begun
+            self._board.clear(index, self._made)
         self.recount()
 
     def recount(self) -> None:

@@ -1,4 +1,5 @@
 import os
+import resource
 import socket
 
 import msgspec
@@ -41,7 +42,8 @@ async def test_messages_come_in_their_order_and_descriptors_with_them(ends, nurs
     got = await heard(door, 6)
     assert got == [each for number in range(3) for each in (Forget(number), Listen(1))]
     for number in range(3):
-        with os.fdopen(door.descriptor(), "rb") as file:
+        (descriptor,) = door.descriptors()
+        with os.fdopen(descriptor, "rb") as file:
             file.seek(0)
             assert file.read() == b"%d" % number
 
@@ -99,3 +101,28 @@ async def test_a_message_whose_descriptors_can_not_all_be_had_keeps_none_of_them
     with pytest.raises(OSError, match="Bad file descriptor"):
         control.tell(Listen(2), [0, -1])
     assert (os.listdir("/proc/self/fd"), control.told) == (before, 0)
+
+
+async def test_descriptors_that_can_not_be_had_are_missed_by_their_message_alone(ends, nursery):
+    control, door = ends
+    nursery.start_soon(control.pass_on)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    read, write = os.pipe()
+    control.tell(Listen(2), [read, read])
+    await trio.testing.wait_all_tasks_blocked()
+    spare = os.dup(read)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))  # room for one
+    try:
+        assert await heard(door, 1) == [Listen(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert os.dup(read) == spare  # which was given back
+    control.tell(Listen(1), [write])
+    assert await heard(door, 1) == [Listen(1)]
+    with pytest.raises(OSError, match="Too many open files"):
+        door.descriptors()
+    (came,) = door.descriptors()
+    assert os.fstat(came).st_ino == os.fstat(write).st_ino
+    for number in (read, write, spare, came):
+        os.close(number)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
 
+from tests.ports import free_port
 from tests.promises.clients import client_of, post
 from tests.promises.fleet_program import PATIENCE_SECS, PROBES, program, put, toml, workers
 
@@ -110,3 +111,31 @@ async def test_a_door_that_ends_while_there_is_none_left_is_replaced_when_there_
 
 def serving(told: dict) -> bool:
     return [door["state"] for door in told["door"]["doors"]] == ["serving"] * 2
+
+
+async def test_a_door_with_none_left_lives_on_when_the_port_moves_and_moves_when_it_can(tmp_path):
+    file, port = tmp_path / "proxy.toml", free_port()
+    async with workers("a") as fleet:
+        put(file, toml(fleet, more="processes = 2").replace(PROBES, RARELY))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            pids = pids_of(await running.until("/status", serving))
+            limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids]
+            for pid, (_, hard) in zip(pids, limits, strict=True):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+            put(file, toml(fleet, port=port, more="processes = 2").replace(PROBES, RARELY))
+            running.process.send_signal(signal.SIGHUP)
+            for door in (1, 2):
+                await running.says(f"door {door} can't listen .*: Too many open files")
+            for pid, limit in zip(pids, limits, strict=True):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+            async with client_of(f"127.0.0.1:{port}") as client:
+                await served(client)
+            for door in (1, 2):
+                await running.says(f"door {door} listens on its socket now")
+            running.client.base_url = f"http://127.0.0.1:{port}"
+            assert pids_of(await running.until("/status", serving)) == pids
+
+
+def pids_of(told: dict) -> list[int]:
+    return [door["pid"] for door in told["door"]["doors"]]

@@ -1,0 +1,93 @@
+"""What stays of a door that is killed in the middle of something: nothing that harms."""
+
+import os
+import signal
+from contextlib import AsyncExitStack
+
+import trio
+
+from tests.promises.clients import CHAT, client_of, post
+from tests.promises.fakes import answering, counted, fake_workers
+from tests.promises.fleet_program import PATIENCE_SECS, program, put, record, toml, workers
+from tests.promises.test_processes import Ill, address, alive, serving
+
+STICKY = "processes = 2\n[routing]\npolicy = 'random'\nsticky_sessions = true"
+TIMES = 2
+
+
+async def test_a_trial_that_ends_with_its_door_keeps_its_worker_out_no_longer(tmp_path):
+    ill, file = Ill(), tmp_path / "proxy.toml"
+    async with fake_workers(ill, answering(counted(b"{}"))) as fleet, AsyncExitStack() as clients:
+        put(file, toml(fleet, more=STICKY))
+        async with program("--config", file) as running:
+            running.client.headers["connection"] = "close"
+            await running.until_routable(*fleet)
+            await running.until("/status", serving)
+            while not record(await running.told("/workers"), fleet[0])["trial"]:
+                async with client_of(address(running)) as client:
+                    await client.send(ask())
+                    assert (await client.answer()).status == 200
+            ill.well = True
+            for time in range(1, TIMES + 1):
+                await on_trial(running, ill, clients, time)
+                told = await running.until("/status", lambda t: in_flight(t)[-1] == 1)
+                rows = told["door"]["doors"]
+                os.kill(max(rows, key=lambda row: row["in_flight"])["pid"], signal.SIGKILL)
+                await running.until("/status", lambda t: in_flight(t) == [0, 0] and serving(t))
+                assert (await running.told("/status"))["door"]["inflight"] == 0
+                told = await running.told("/workers")
+                assert [worker["in_flight"] for worker in told["workers"]] == [0, 0]
+                assert record(told, fleet[0])["trial"]
+            ill.gate.set()
+            while record(await running.told("/workers"), fleet[0])["trial"]:
+                async with client_of(address(running)) as client:
+                    await client.send(ask())
+                    assert (await client.answer()).status == 200
+            assert ill.served
+
+
+asked = iter(range(1 << 30))
+
+
+def ask() -> bytes:
+    """A session of its own: any worker may get it."""
+    return post(CHAT, f"x-session-id: {next(asked)}")
+
+
+def in_flight(told: dict) -> list[int]:
+    return sorted(row["in_flight"] for row in told["door"]["doors"])
+
+
+async def on_trial(running, ill: Ill, clients: AsyncExitStack, count: int) -> None:
+    """Ask until one request, the only one under way, waits at the worker that is on trial."""
+    with trio.fail_after(PATIENCE_SECS):
+        while ill.now < count:
+            client = await clients.enter_async_context(client_of(address(running)))
+            await client.send(ask())
+            while ill.now < count and not client.rest:
+                with trio.move_on_after(0.02):
+                    client.rest += await client.receive()
+
+
+async def test_a_door_that_was_stopped_when_control_was_killed_ends_once_it_goes_on(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("a") as fleet:
+        put(file, toml(fleet, more="processes = 2"))
+        async with program("--config", file) as running:
+            told = await running.until("/status", serving)
+            stopped, other = (row["pid"] for row in told["door"]["doors"])
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                running.process.kill()
+                await running.process.wait()
+                await gone(other)
+                assert alive(stopped)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            await gone(stopped)
+
+
+async def gone(pid: int) -> None:
+    with trio.fail_after(PATIENCE_SECS):
+        while alive(pid):
+            await trio.sleep(0.02)
