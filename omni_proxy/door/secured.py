@@ -6,6 +6,7 @@ bounds. Whoever speaks plain HTTP here is told so, in plain HTTP.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 from typing import TYPE_CHECKING
@@ -41,7 +42,8 @@ class TlsConnection(Connection):
             self.client = await self._shaken()
         except Refusal as refusal:
             self.phase = "head"
-            await self._refuse_head(refusal)
+            with contextlib.suppress(OSError):  # whoever would be told is not there any more
+                await self._refuse_head(refusal)
             return
         except (Gone, Expired, OSError) as error:
             self.door.failed_handshakes += 1

@@ -160,6 +160,8 @@ class TlsConn(Conn):
         except ssl.SSLWantReadError:
             self._inside = False
             self.hot = not drained
+            if self._outgoing.pending:
+                self._reply()
             return None
         except ssl.SSLError:
             self._inside = True  # whoever reads again gets it again
@@ -254,6 +256,12 @@ class TlsConn(Conn):
             with contextlib.suppress(ssl.SSLError):
                 self._tls.unwrap()  # also asks for the peer's own word, which we don't wait for
             self._flush_words()
+
+    def _reply(self) -> None:
+        """What the peer's TLS has asked of ours, and may wait for; nothing overtakes what waits."""
+        if not self._unsent:
+            with contextlib.suppress(OSError):  # the next read tells
+                self._put(self._outgoing.read(), 0)
 
     def _flush_words(self) -> None:
         """What TLS itself has to say: a goodbye, or what it did not like."""

@@ -1,6 +1,8 @@
 """Workers behind https: whom the door believes, and what a connection costs."""
 
+import shutil
 import ssl
+import subprocess
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
@@ -11,6 +13,7 @@ from omni_proxy.config.overlay import desired
 from omni_proxy.config.parse import parse
 from omni_proxy.config.state import State
 from tests.door.pumping import until
+from tests.ports import free_port
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
 from tests.promises.door_alone import open_door
 from tests.promises.fakes import (
@@ -260,3 +263,43 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
         go_on.set()
         assert (await client.answer()).status == 200
     assert len(worker.requests[0][1]) == len(body)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+async def test_a_worker_that_wants_another_handshake_is_told_at_once_that_there_is_none():
+    port = free_port()
+    async with openssl_server(port) as server:
+        config = f"{BELIEVING}[routing]\nmax_total_retries = 0\n"
+        url = f"https://127.0.0.1:{port}"
+        async with open_door(url, config=config) as opened, opened.client() as client:
+            await client.send(post())
+            await said(server, b"messages")
+            await server.stdin.send_all(b"r\n")
+            await said(server, b"no renegotiation")
+            assert (await client.answer()).status == 502  # that was not enough for it
+
+
+@asynccontextmanager
+async def openssl_server(port):
+    """What is written to it goes to its peer, but for a line that is one of its commands."""
+    words = ["openssl", "s_server", "-accept", f"127.0.0.1:{port}", "-tls1_2", "-crlf"]
+    words += ["-cert", str(FILES / "server.pem"), "-key", str(FILES / "server-key.pem")]
+    pipe = subprocess.PIPE
+    server = await trio.lowlevel.open_process(
+        words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+    )
+    try:
+        await said(server, b"ACCEPT")
+        yield server
+    finally:
+        server.kill()
+        await server.wait()
+
+
+async def said(server, text):
+    came = b""
+    with trio.fail_after(10):
+        while text not in came:
+            piece = await server.stdout.receive_some(65536)
+            assert piece, came
+            came += piece

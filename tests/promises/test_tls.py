@@ -203,6 +203,15 @@ async def test_plain_http_on_the_port_is_told_to_use_https():
     assert opened.workers[0].requests == []
 
 
+async def test_who_leaves_while_he_is_told_so_is_no_failure_of_ours():
+    async with secure_door(silent) as opened, client_of(opened.address) as client:
+        await client.send(post())
+        await client.answer()
+        client.reset()
+        await until(lambda: not opened.door.pump.tasks)
+    assert opened.door.pump.failures == 0
+
+
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x00\x05hello", b"\x00\x01\x02", b"\x80\x2e\x01\x00\x02" + bytes(60)]
 )
