@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     """`argv` is the number of the socket that asks for forks; ends with the parent."""
     if len(argv) != 1 or not argv[0].isdecimal():
         sys.exit("receiver-process is for omni-proxy itself, which joins trainers' groups in it")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # gloo's way of refusing is an abort: nobody wants the memory of that on disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

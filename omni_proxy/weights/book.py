@@ -68,6 +68,12 @@ class Book:
         """Whether a trainer has a group with them."""
         return self._sync is not None
 
+    @property
+    def standing_still(self) -> frozenset[str]:
+        """Whose engines somebody has paused, whatever [routing] makes of that: nobody else may
+        have them go on."""
+        return frozenset(self.paused | self.stopped)
+
     async def settle_start(self) -> None:
         """Everybody who was to be found has been: from here on the record names them."""
         if self._everybody:

@@ -4,6 +4,7 @@
                           └─> has it? ─its digests say so──> noted ────────────> let go
                                 └─> delivered from the store ─proven─> noted ──> let go
                                           └─failed, again and again─> uncertain, let go
+    what it should have is not ours any more, meanwhile ────> left open: whoever reads labels judges
 Invariant: from the moment in which it is found to be well until its tensors are proven, no request
 goes to it. A sync that begins meanwhile is waited for, and what it publishes is what counts then.
 """
@@ -56,6 +57,8 @@ class CatchUp:
         self.caught_up = 0
         self.failed = 0
         self.nursery: trio.Nursery | None = None
+        # Lets go of whom we have nothing for any more, though nobody knows what it has.
+        self.leave_open: Callable[[Worker], None] = lambda w: self._fleet.release(w, CATCHING_UP)
         self._fleet.watch_health(self._follow_health)
         self._fleet.watch_forgotten(self._follow_restart)
 
@@ -81,7 +84,7 @@ class CatchUp:
             self.hold(worker)
             self.nursery.start_soon(self._bring, worker, asking)
         elif worker not in self._newest and CATCHING_UP in worker.holds:
-            self._fleet.release(worker, CATCHING_UP)
+            self.leave_open(worker)
 
     def all_soon(self) -> None:
         """When we begin: whoever is well already."""
@@ -101,32 +104,40 @@ class CatchUp:
         return _Wanted(due, held[0]) if held else None
 
     async def _bring(self, worker: Worker, asking: object) -> None:
-        pauses = iter(AGAIN_SECS)
+        settled = False
         try:
-            while self._here(worker) and self._newest.get(worker) is asking:
-                await self._keeper.freeze.over()
-                wanted = self._wanted(worker)
-                if wanted is None:
-                    return
-                if await self._has(worker, wanted):
-                    return
-                async with self._keeper.turn:
-                    if self._wanted(worker) != wanted or self._keeper.freeze.on:
-                        continue  # a newer one is coming, or came
-                    await self._fleet.agreed()
-                    why = await self._give(worker, wanted)
-                if not why:
-                    return
-                _log.warning("Worker %s did not catch up: %s", worker.url, why)
-                if (pause := next(pauses, None)) is None:
-                    await self._give_up(worker, wanted, why)
-                    return
-                await trio.sleep(pause)
+            settled = await self._brought(worker, asking)
         finally:
             if self._newest.get(worker) is asking:
                 del self._newest[worker]
-                if CATCHING_UP in worker.holds:
+                if not settled:
+                    self.leave_open(worker)
+                elif CATCHING_UP in worker.holds:
                     self._fleet.release(worker, CATCHING_UP)
+
+    async def _brought(self, worker: Worker, asking: object) -> bool:
+        """Whether it is known what it has: that is noted, or it is uncertain."""
+        pauses = iter(AGAIN_SECS)
+        while self._here(worker) and self._newest.get(worker) is asking:
+            await self._keeper.freeze.over()
+            wanted = self._wanted(worker)
+            if wanted is None:
+                return False
+            if await self._has(worker, wanted):
+                return True
+            async with self._keeper.turn:
+                if self._wanted(worker) != wanted or self._keeper.freeze.on:
+                    continue  # a newer one is coming, or came
+                await self._fleet.agreed()
+                why = await self._give(worker, wanted)
+            if not why:
+                return True
+            _log.warning("Worker %s did not catch up: %s", worker.url, why)
+            if (pause := next(pauses, None)) is None:
+                await self._give_up(worker, wanted, why)
+                return True
+            await trio.sleep(pause)
+        return False
 
     async def _has(self, worker: Worker, wanted: _Wanted) -> bool:
         """Whether it is proven to hold it already; noted then."""
@@ -143,7 +154,7 @@ class CatchUp:
     async def _give(self, worker: Worker, wanted: _Wanted) -> str:
         """Why it could not take it, "" where it has it now."""
         due, version = wanted.due, wanted.version
-        how = Delivery(due.label, frozenset(self._book.paused), limit=self._limit)
+        how = Delivery(due.label, self._book.standing_still, limit=self._limit)
         try:
             (answer,) = await self._relay.deliver(version, [worker], how)
         except (UnknownVersion, OSError) as error:

@@ -59,6 +59,7 @@ class WeightDesk:
         self._again: set[str] = set()  # URLs that wait for the end of what is under way
         self._tickets = Tickets(self.sync.keep)
         self._labels = Labels(fleet, self.book, self._busy, self._compares, self._is_grouped)
+        self.holding.catch_up.leave_open = self._judge_otherwise
         if keeper.config.routing.while_paused == "pass":
             self.book.paused.clear()
         keeper.subscribe(self._follow_config)
@@ -294,6 +295,15 @@ class WeightDesk:
                 self._again.add(url)
             else:
                 self._labels.ask_soon(worker, came_up=True)
+
+    def _judge_otherwise(self, worker: Worker) -> None:
+        """It was to catch up to what nobody can give it: its label and its digest tell."""
+        if CATCHING_UP not in worker.holds:
+            return
+        if not self.at_work_on(worker):  # else that settles it
+            self._labels.hold(worker)  # no request in between
+        self._fleet.release(worker, CATCHING_UP)
+        self._look_again([worker.url])
 
     def _ask_of_the_unknown(self, urls: tuple[str, ...]) -> None:
         """Who gave no plain answer to an update, or none at all, but is not held for it."""

@@ -71,12 +71,16 @@ class Labels:
         """Without a known label it has come up, too: whoever saw its restart dropped that."""
         if not self._here(worker) or self._busy(worker):
             return
-        held = UNPROVEN in worker.holds or worker.url in self._book.reasons
-        if self._strict() and self._owes(worker) and not held:
-            self._fleet.hold(worker, UNPROVEN)
+        self.hold(worker)
         if self.nursery is not None:
             self._newest[worker] = asking = object()
             self.nursery.start_soon(self._ask, worker, asking, came_up)
+
+    def hold(self, worker: Worker) -> None:
+        """Until `ask_soon` has heard from it, where that is what we wait for."""
+        held = UNPROVEN in worker.holds or worker.url in self._book.reasons
+        if self._here(worker) and self._strict() and self._owes(worker) and not held:
+            self._fleet.hold(worker, UNPROVEN)
 
     def _owes(self, worker: Worker) -> bool:
         """There was an update for it, and nobody knows whether it has that."""

@@ -79,7 +79,7 @@ class Rollback(Work):
         version = self._version
         assert version is not None
         how = Delivery(
-            paused=frozenset(self._book.paused),
+            paused=self._book.standing_still,
             prove=self._config.weight_sync.verify == "checksum",
             headers=self._call.credentials,
             limit=self._config.admin.worker_timeout_secs,

@@ -98,7 +98,7 @@ class SyncDelivery:
         self._holding.ahead.end()
         config = life.keeper.config
         how = Delivery(
-            paused=frozenset(life.book.paused),
+            paused=life.book.standing_still,
             prove=config.weight_sync.verify == "checksum",
             headers=headers,
             limit=config.admin.worker_timeout_secs,

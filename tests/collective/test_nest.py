@@ -9,7 +9,7 @@ from omni_proxy.collective import nest as module
 from omni_proxy.collective.nest import SHARED, command
 from omni_proxy.collective.process import Child, ChildEnded
 from omni_proxy.collective.specs import GroupError
-from omni_proxy.collective.wires import Begin
+from omni_proxy.collective.wires import Ask, Begin
 from tests.collective.waiting import until
 
 BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
@@ -34,6 +34,21 @@ def test_who_forks_is_alone_with_everything_imported():
     assert len(os.listdir(f"/proc/{SHARED.pid()}/task")) == 1
     for pid in (SHARED.pid(), child.pid):
         assert "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+    child.kill("enough")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_is_for_their_parent_to_follow(number):
+    child = Child(BEGIN, "child", SHARED)
+    child.require_ready(60)
+    before = SHARED.pid()
+    for pid in (before, child.pid):
+        os.kill(pid, number)
+    assert child.call(Ask(child.number(), "g", False), 20).found == {
+        "owner_gone": 0,
+        "owner_answers": 0,
+    }
+    assert SHARED.pid() == before
     child.kill("enough")
 
 

@@ -1,12 +1,16 @@
 import json
+import shutil
 
 import pytest
 import trio
 
+from omni_proxy.control.published import Due
+from omni_proxy.control.routes import BY_PATH
 from omni_proxy.weights import catchup
+from omni_proxy.weights.work import AdminCall
 from tests.collective.trainer_side import Pool
 from tests.front.house import NOW, A, B, build_house
-from tests.weights.holders import DISK, FIRST, Holders, Running
+from tests.weights.holders import CHECKER, DISK, FIRST, Holders, Running
 
 pytest.importorskip("torch")
 
@@ -189,6 +193,39 @@ async def test_one_that_can_not_catch_up_is_uncertain_in_the_end(running, monkey
     assert "did not catch up: status 500: out of memory" in reason
 
 
+async def test_one_whose_version_has_vanished_is_not_let_in_with_older_weights(
+    running, monkeypatch
+):
+    monkeypatch.setattr(catchup, "AGAIN_SECS", (0.01, 0.01))
+    await running.sync(1)
+    await running.until(lambda: running.store.current.on_disk)
+    for version in running.store.versions():
+        for root in running.store.roots:
+            shutil.rmtree(root / version.folder.name, ignore_errors=True)
+    restarted(running, B)
+    running.house.healthy(B)
+    with trio.fail_after(10):
+        while running.held()[1] != ["uncertain"]:
+            assert not running.house.worker(B).routable
+            await trio.lowlevel.checkpoint()
+    assert "missed the update to 'v1': it came up with 'default'" in running.desk.book.reasons[B]
+    assert (await running.sync(2)).ok
+    assert (running.versions(), running.held()) == ([("v2", 2), ("v2", 2)], [[], []])
+
+
+async def test_one_whose_version_is_not_ours_any_more_is_judged_by_its_label(running):
+    """A version of another way came while it waited to catch up to ours."""
+    await running.sync(1)
+    restarted(running, B)
+    async with running.house.keeper.turn:
+        running.house.healthy(B)
+        await running.until(lambda: running.engines.paths(B).count(CHECKER) > 1)
+        due = Due(label="elsewhere", named=True, models=(running.house.worker(B).model,))
+        await running.desk.book.publish(due, None)
+    await running.until(lambda: running.held()[1] == ["uncertain"])
+    assert "missed the update to 'elsewhere'" in running.desk.book.reasons[B]
+
+
 # Asking for versions, and going back
 
 
@@ -221,6 +258,30 @@ async def test_a_rollback_gives_all_an_older_version_under_a_new_epoch(running, 
     running.house.healthy(B)
     await running.until(lambda: running.house.worker(B).routable)
     assert running.versions()[1] == ("v1", 3)
+
+
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+
+
+@pytest.mark.parametrize("way", ["sync", "rollback", "catching up"])
+async def test_engines_that_somebody_has_paused_go_on_only_when_somebody_says_so(running, way):
+    await running.sync(1)
+    await running.sync(2)
+    pause = AdminCall(BY_PATH[PAUSE], "POST", PAUSE, b"{}")
+    assert (await running.desk.submit(pause)).ok
+    running.engines.asked.clear()
+    if way == "sync":
+        assert (await running.sync(3)).ok
+    elif way == "rollback":
+        answer = await running.house.client().post("/weights/rollback", json={"version": "v1"})
+        assert answer.status_code == 200
+    else:
+        down(running, B)
+        running.engines.holds[B] = FIRST  # and it is the same process
+        running.house.healthy(B)
+        await running.until(lambda: running.desk.holding.catch_up.caught_up == 1)
+    assert DISK in running.engines.paths(B)
+    assert CONTINUE not in [*running.engines.paths(A), *running.engines.paths(B)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -23,14 +24,14 @@ def digests_in(folder: Path, rows: Mapping[str, Row]) -> dict[str, str]:
     """SHA-256 by tensor name, as replicas tell it. Raises OSError."""
     # The longest first: else one thread ends with the embedding while the other has nothing left.
     order = sorted(rows, key=lambda name: rows[name].nbytes, reverse=True)
-    files = {row.file: os.open(folder / row.file, os.O_RDONLY) for row in rows.values()}
-    try:
+    files: dict[str, int] = {}
+    with ExitStack() as opened:
+        for file in {row.file for row in rows.values()}:
+            files[file] = os.open(folder / file, os.O_RDONLY)
+            opened.callback(os.close, files[file])
         with ThreadPoolExecutor(THREADS, thread_name_prefix="weights-digest") as pool:
             found = pool.map(lambda n: _digest(n, rows[n], files[rows[n].file]), order)
             return dict(zip(order, found, strict=True))
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
 
 
 def _digest(name: str, row: Row, descriptor: int) -> str:

@@ -37,6 +37,7 @@ MAX_HEADER_BYTES: Final = 100_000_000  # what every reader of the format accepts
 _ALIGNMENT_BYTES: Final = 64
 # Other loaders refuse a file that does not say whose layout its tensors have.
 _METADATA: Final = {"format": "pt"}
+_RESERVED: Final = "__metadata__"
 
 
 class LayoutError(ValueError):
@@ -64,10 +65,15 @@ class _Entry(Struct):
 
 
 def header_of(tensors: Iterable[TensorSpec]) -> bytes:
-    """Everything up to the first tensor's first byte; raises LayoutError where that is too long."""
-    entries: dict[str, object] = {"__metadata__": _METADATA}
+    """Everything up to the first tensor's first byte.
+
+    Raises LayoutError where that is too long, or a name is none that the format can tell.
+    """
+    entries: dict[str, object] = {_RESERVED: _METADATA}
     end = 0
     for tensor in tensors:
+        if tensor.name == _RESERVED:
+            raise LayoutError(f"no tensor of a safetensors file can be called {_RESERVED!r}")
         entries[tensor.name] = _Entry(
             STORED_DTYPES[tensor.dtype], tensor.shape, (end, end := end + tensor.nbytes)
         )
@@ -85,7 +91,7 @@ def rows_in(file: str, header: bytes) -> dict[str, Row]:
     """What a header promises, by tensor name; `header` without its length. Raises LayoutError."""
     try:
         parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        parts.pop("__metadata__", None)
+        parts.pop(_RESERVED, None)
         entries = {name: msgspec.json.decode(part, type=_Entry) for name, part in parts.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LayoutError(f"{file} has a broken safetensors header: {error}") from None

@@ -140,8 +140,7 @@ class VersionStore:
     def begin(self, nbytes: int) -> Draft:
         """A version to receive `nbytes` into. Raises NoRoom, OSError."""
         with self._changing:
-            for root in self.roots:  # somebody may have tidied it away
-                root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._return_roots()
             self.collect()
             in_memory = self._choose(nbytes)
             self._numbered += 1
@@ -213,6 +212,7 @@ class VersionStore:
             if leased.on_disk:
                 places.settle(leased.folder)
                 return
+            self._return_roots()
             partial = target.with_name(target.name + PARTIAL)
             partial.mkdir(mode=0o700)
             try:
@@ -363,6 +363,11 @@ class VersionStore:
         self._tell()
         self._point()
 
+    def _return_roots(self) -> None:
+        """Somebody may have tidied them away. Raises OSError."""
+        for root in self.roots:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def _tell(self) -> None:
         """Others read what stands here, without a lock: whoever changes things may take long."""
         by_rank = sorted(self._kept, key=lambda n: (self._kept[n].record.epoch, n), reverse=True)
@@ -373,4 +378,5 @@ class VersionStore:
         if current is None:
             link.unlink(missing_ok=True)
         else:
+            self._return_roots()
             places.point(link, current.folder)

@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from omni_proxy.weights.store import places
+from omni_proxy.weights.store.layout import LayoutError
 from omni_proxy.weights.store.versions import NoRoom, UnknownVersion, VersionStore
 from tests.weights.store.drafts import content, received, spec, write
 
@@ -121,6 +123,22 @@ def test_a_version_that_is_leased_stays_where_it_is_until_it_is_given_back(store
         pass
 
 
+def test_a_folder_that_somebody_removed_is_there_again_with_the_next_version(store, tmp_path):
+    draft = store.begin(100)
+    draft.digested(write(draft.add([[spec("a", 3)]]), [[spec("a", 3)]], 1))
+    shutil.rmtree(tmp_path / "disk")
+    version = store.publish(store.seal(draft), "v1", 1)
+    assert (store.current.label, store.current.epoch) == ("v1", 1)
+    store.persist(version)
+    assert reopened(store).current.on_disk
+
+
+def test_a_name_that_the_format_keeps_for_itself_is_refused(store):
+    draft = store.begin(100)
+    with pytest.raises(LayoutError, match="'__metadata__'"):
+        draft.add([[spec("a", 3), spec("__metadata__", 3)]])
+
+
 def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(store):
     with pytest.raises(NoRoom, match=rf"needs {1 << 60} bytes and .*disk has \d+ free"):
         store.begin(1 << 60)
@@ -151,6 +169,18 @@ def test_bytes_that_changed_are_found_by_their_digest(store):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert not store.digest(version)
     assert (store.versions(), store.current) == ([], None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_to_hash_a_version_leaves_no_file_of_it_open(store, there):
+    buckets = [[spec(name, 3) for name in "abc"], [spec("d", 3)]]
+    version = received(store, buckets)
+    if not there:
+        (version.folder / version.record.tensors["d"].file).unlink()
+    before = os.listdir("/proc/self/fd")
+    with suppress(FileNotFoundError):
+        assert store.digest(version) == there
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_digests_that_were_not_taken_while_it_came_are_taken_afterwards(store):
