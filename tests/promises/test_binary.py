@@ -16,6 +16,7 @@ from tests.tree import ROOT, sources
 from tools.archive import pack
 
 BUILD_SECS = 400
+MOST_BYTES = 13_500_000  # 12.9 MB where it was written; a library more would be seen
 EMPTY = {"HOME": "/nonexistent"}  # it needs nothing of its environment, not even a PATH
 
 
@@ -26,7 +27,8 @@ def binary(request) -> Path:
         pytest.skip("PyInstaller is not installed: pip install 'omni-proxy[dev]'")
     folder = request.config.cache.mkdir("binary")
     built = folder / "omni-proxy"
-    made_of = [*sources(), ROOT / "tools/build-binary", ROOT / "pyproject.toml"]
+    others = ("tools/build-binary", "tools/docless.py", "pyproject.toml")
+    made_of = [*sources(), *(ROOT / name for name in others)]
     newest = max(path.stat().st_mtime for path in made_of)
     if not built.exists() or built.stat().st_mtime < newest:
         build = [ROOT / "tools/build-binary", folder]
@@ -254,6 +256,10 @@ def test_one_file_starts_where_the_locale_has_a_charset_of_its_own(binary, tmp_p
             [binary, "--version"], capture_output=True, timeout=60, check=False, env=env
         )
         assert (told.returncode, told.stderr) == (0, b""), charset
+
+
+def test_one_file_is_small(binary):
+    assert binary.stat().st_size < MOST_BYTES
 
 
 def test_one_file_has_every_command(binary, tmp_path):
