@@ -48,11 +48,22 @@ def test_its_words_become_wishes():
     assert deadline_of(arguments) == 3 * 120 + 120 + 60
 
 
-@pytest.mark.parametrize("words", [["--rounds", "0"], ["--bucket-mb", "-1"], ["--fault", "x"]])
-def test_words_that_mean_nothing_end_it_with_2(words):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rounds", "0"], "'0' is no whole number from 1 to 10000"),
+        (["--rounds", "x"], "'x' is no whole number"),
+        (["--bucket-mb", "-1"], "'-1' is no number above 0"),
+        (["--timeout-secs", "soon"], "'soon' is no number above 0"),
+        (["--endpoint", "127.0.0.1:30000"], "does not begin with http://"),
+        (["--fault", "x"], "invalid choice"),
+    ],
+)
+def test_words_that_mean_nothing_end_it_with_2(words, told, capsys):
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(words)
     assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_buckets_keep_the_order_and_a_large_tensor_is_one_of_its_own(tensors):

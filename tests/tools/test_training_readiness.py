@@ -95,3 +95,28 @@ def test_its_patience_ends(asked):
 def test_one_worker_that_nobody_could_judge_in_time_is_not_waited_for_any_longer(asked):
     with answering(0, (200, {**UP, "unknown_workers": 1})) as url:
         wait_ready(asked(url), 0.01, lambda _: None)
+
+
+def held(*reasons, state="healthy", disabled=False):
+    return {"health_state": state, "disabled": disabled, "held_by": list(reasons)}
+
+
+@pytest.mark.parametrize(
+    ("workers", "waits"),
+    [
+        ([held("paused"), held("paused", "uncertain")], False),
+        ([held("uncertain"), held(state="dead")], False),
+        ([held("paused"), held("catching_up")], True),
+        ([held("paused"), held(disabled=True)], False),
+        ([held(disabled=True)], True),
+        ([held(state="unhealthy")], True),
+        ([], True),
+        (None, True),
+    ],
+)
+def test_it_does_not_wait_for_what_a_dead_trainer_has_left_out(asked, workers, waits):
+    out = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
+    told = []
+    with answering(0, (503, {**out, "workers": workers}), (200, UP)) as url:
+        wait_ready(asked(url), 60, told.append)
+    assert told == ["no_routable_worker"] * waits

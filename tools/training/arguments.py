@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG.format(faults=faults),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--endpoint", default="http://127.0.0.1:30000", metavar="URL")
+    made.add_argument(
+        "--endpoint", type=_url, default="http://127.0.0.1:30000", metavar="URL",
+    )  # fmt: skip
     made.add_argument(
         "--model", choices=["tiny", "smollm2-135m"], default="tiny", help="what the replicas serve"
     )
@@ -104,14 +106,22 @@ def deadline_of(arguments: argparse.Namespace) -> float:
 
 
 def _count(word: str) -> int:
-    number = int(word)
-    if not 1 <= number <= 10_000:
-        raise argparse.ArgumentTypeError("a whole number from 1 to 10000")
-    return number
+    if not word.isdecimal() or not 1 <= int(word) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 to 10000")
+    return int(word)
 
 
 def _secs(word: str) -> float:
-    number = float(word)
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0.0
     if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError("a number above 0")
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
     return number
+
+
+def _url(word: str) -> str:
+    if not word.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{word!r} does not begin with http:// or https://")
+    return word.rstrip("/")

@@ -13,6 +13,7 @@ from typing import Final
 from tools.training.endpoint import Endpoint
 
 LOOK_SECS: Final = 0.25
+LEFT: Final = frozenset(("paused", "uncertain"))
 AGAIN_SECS: Final = 10.0  # the same reason is told again so often
 
 Tell = Callable[[str], None]
@@ -48,7 +49,22 @@ def _unready(endpoint: Endpoint) -> str:
     unjudged = ready.body.get("unknown_workers")
     if isinstance(unjudged, int) and unjudged > 0:
         return f"{unjudged} of {ready.body.get('total_workers')} workers have not come up yet"
-    return "" if ready.status == 200 else str(ready.body.get("reason") or ready.why)
+    if ready.status == 200 or _left_by_a_trainer(ready.body.get("workers")):
+        return ""
+    return str(ready.body.get("reason") or ready.why)
+
+
+def _left_by_a_trainer(workers: object) -> bool:
+    """Whether those that are well are out for nothing but a trainer that died: it paused them, or
+    their weights are in doubt. The next one mends that, so it must not wait for it."""
+    if not isinstance(workers, list):
+        return False
+    well = [
+        each["held_by"]
+        for each in workers
+        if each.get("health_state") == "healthy" and not each.get("disabled")
+    ]
+    return bool(well) and all(held and LEFT.issuperset(held) for held in well)
 
 
 def _serves(endpoint: Endpoint) -> bool:
