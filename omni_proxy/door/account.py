@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from omni_proxy.door.taking import leave
 from omni_proxy.fleet.version import UNKNOWN
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
@@ -76,37 +77,6 @@ class Exchange:
         self.error = ""
         self.phase = ""
 
-    def take(self, door: Door, worker: Worker) -> None:
-        """A try at this worker begins."""
-        self.worker = worker
-        self.version = worker.version
-        if door.route_log is not None:
-            self.worker_seen = (worker.machine.state.value, worker.disabled, worker.routable)
-        self.attempts += 1
-        worker.in_flight += 1
-        if worker.in_flight > worker.peak_in_flight:
-            worker.peak_in_flight = worker.in_flight
-        if worker.machine.trial_owed:
-            self.trial = door.fleet.begin_trial(worker)
-        if self.route is not None:
-            worker.counts[self.route.traffic].routed += 1
-
-    def leave(self, door: Door, *, succeeded: bool) -> None:
-        """The try at the present worker is over; whoever calls it has the queue served."""
-        worker, self.worker = self.worker, None
-        self.last_worker = worker or self.last_worker
-        if worker is not None:
-            worker.in_flight -= 1
-            if self.trial:
-                door.fleet.end_trial(worker, self.trial)
-                self.trial = 0
-            if self.route is not None:
-                counts = worker.counts[self.route.traffic]
-                if succeeded:
-                    counts.succeeded += 1
-                else:
-                    counts.failed += 1
-
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
         """Say how it ended and where; the first word stands."""
         if not self.outcome:
@@ -131,7 +101,7 @@ def settle(door: Door, exchange: Exchange, phase: str) -> None:
     exchange.phase = exchange.phase or phase
     exchange.ended_at = door.pump.now
     completed = exchange.outcome == "completed"
-    exchange.leave(door, succeeded=completed and 0 < exchange.status < 400)
+    leave(door, exchange, succeeded=completed and 0 < exchange.status < 400)
     if worker is not None and worker.version is not exchange.version:
         door.across_versions += _spans(exchange, worker)
     if exchange.admitted:

@@ -12,7 +12,6 @@ import logging
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import trio
 
@@ -26,6 +25,7 @@ from omni_proxy.door.limits import limits_of
 from omni_proxy.door.listener import Listener
 from omni_proxy.door.pump import Pump
 from omni_proxy.door.queue import Queue
+from omni_proxy.door.sinks import LineSink, Meters
 from omni_proxy.door.task import Gone
 from omni_proxy.door.timers import Timers
 from omni_proxy.door.upload import too_much_held
@@ -40,28 +40,6 @@ _log = logging.getLogger(__name__)
 
 SHOWN_CONNECTIONS = 100
 ADMIN_HOST = "admin"  # the Host of requests that came by the [admin] listener: see `front.auth`
-
-
-class LineSink(Protocol):
-    """Where log lines go: takes each at once, loses it rather than wait."""
-
-    def write(self, record: bytes) -> None: ...
-
-
-class Gaps(Protocol):
-    """How long it was between two pieces, in seconds: how many were above each bound, and all."""
-
-    bounds: tuple[float, ...]
-    counts: list[int]
-    sum: float
-
-
-class Meters(Protocol):
-    """Who counts the exchanges that have ended, and what of the others can't wait for that."""
-
-    def count(self, mine: Exchange, worker: Worker | None) -> None: ...
-
-    def gaps(self, mine: Exchange) -> Gaps | None: ...
 
 
 class Door:
@@ -179,11 +157,23 @@ class Door:
         bound = self.config.server.max_inflight
         return not bound or self.in_flight < bound
 
-    def count_in(self, mine: Exchange) -> None:
+    def count_in(self, mine: Exchange) -> bool:
+        """False where the bound of the fleet is reached: then it is not counted."""
+        bound, before = self.config.server.max_inflight, self.in_flight
+        if bound and before >= bound:
+            return False
+        self.in_flight = before + 1
+        if bound and self.overfilled():
+            self.in_flight -= 1
+            return False
         mine.admitted = True
-        self.in_flight += 1
-        if self.in_flight > self.peak_in_flight:
-            self.peak_in_flight = self.in_flight
+        if before >= self.peak_in_flight:
+            self.peak_in_flight = before + 1
+        return True
+
+    def overfilled(self) -> bool:
+        """Whether another door has been quicker to the last slot: there is none."""
+        return False
 
     def count_out(self, mine: Exchange) -> None:
         if mine.admitted:

@@ -19,6 +19,7 @@ from omni_proxy.door.account import Exchange, new_id, report, stamp
 from omni_proxy.door.ask import TryFailed, ask
 from omni_proxy.door.comments import Comments
 from omni_proxy.door.relay import relay
+from omni_proxy.door.taking import take
 from omni_proxy.door.task import Gone
 from omni_proxy.door.tries import Tries
 from omni_proxy.door.upload import Upload
@@ -28,7 +29,6 @@ from omni_proxy.routing.inspect import Need, inspect
 from omni_proxy.routing.keys import routing_key
 from omni_proxy.routing.large import LARGE_BYTES
 from omni_proxy.routing.large import settle as settle_large
-from omni_proxy.routing.pick import choose
 from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
@@ -64,10 +64,8 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     if route.websocket:
         return speech.session(conn, mine, head)  # admits when it can say no in its own way
     door = conn.door
-    bound = door.config.server.max_inflight
-    if bound and door.in_flight >= bound:
+    if not door.count_in(mine):
         return _when_admitted(conn, mine, head)
-    door.count_in(mine)
     return _admitted(conn, mine, head)
 
 
@@ -167,11 +165,9 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
     mine.policy = door.policy.name
     tries: Tries | None = None
     try:
-        worker = choose(door.fleet, need, door.policy, owner=door.voice_owner)
+        worker = take(door, mine)
     except Refusal as nobody:
         worker = await door.queue.for_worker(conn, mine, nobody)
-    else:
-        mine.take(door, worker)
     while True:
         lines = _lines_for(worker, head) if worker.api_key_env else head.lines
         way = (door.lane(worker), lines, body)

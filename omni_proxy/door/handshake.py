@@ -14,10 +14,10 @@ from wsproto.utilities import generate_nonce
 from omni_proxy.door.account import Exchange, report
 from omni_proxy.door.ask import TryFailed
 from omni_proxy.door.conn import Conn
+from omni_proxy.door.taking import take
 from omni_proxy.door.task import Expired
 from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.pick import choose
 from omni_proxy.wire.answer import UpstreamGarbage, find_answer_end
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, with_bearer
@@ -34,11 +34,9 @@ async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> t
     mine.policy = door.policy.name
     tries: Tries | None = None
     try:
-        worker = choose(door.fleet, need, door.policy, owner=door.voice_owner)
+        worker = take(door, mine)
     except Refusal as nobody:
         worker = await _waited(conn, mine, nobody)
-    else:
-        mine.take(door, worker)
     while True:
         try:
             reached = await _open(conn, mine, head, worker)

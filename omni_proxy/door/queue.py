@@ -16,10 +16,11 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from omni_proxy.door.account import Exchange
+from omni_proxy.door.taking import take
 from omni_proxy.door.task import Expired, Gone, pause
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.pick import able, choose, meeting
+from omni_proxy.routing.pick import able, meeting
 from omni_proxy.routing.table import ANYWHERE
 from omni_proxy.wire.errors import Refusal
 
@@ -92,8 +93,7 @@ class Queue:
 
         Where nobody may wait that is a 503 at once (omni-router.md 10).
         """
-        if self._door.has_slot():
-            self._door.count_in(mine)
+        if self._door.count_in(mine):
             return
         over = Refusal(
             503, "router overloaded: max in-flight requests reached", 503,
@@ -177,17 +177,16 @@ class Queue:
 
     def _grant(self, ticket: _Ticket) -> bool:
         door, mine, need = self._door, ticket.mine, ticket.need
-        if need is not None:
-            try:
-                if not able(door.fleet, need, door.voice_owner):
-                    return False
-                worker = choose(
-                    door.fleet, need, door.policy, tried=ticket.tried, owner=door.voice_owner
-                )
-            except Refusal:  # the name it asks for is gone
+        try:
+            if need is not None and not able(door.fleet, need, door.voice_owner):
                 return False
-            mine.take(door, worker)
-        door.count_in(mine)
+            if not door.count_in(mine):
+                return False
+            if need is not None:
+                take(door, mine, ticket.tried)
+        except Refusal:  # the name it asks for is gone, or another door was quicker
+            door.count_out(mine)
+            return False
         self._drop(ticket)
         ticket.granted = True
         ticket.conn.due = inf  # it has what it waited for, though its turn is yet to come

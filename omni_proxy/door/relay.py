@@ -24,7 +24,7 @@ from omni_proxy.wire.head import RequestHead
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
-    from omni_proxy.door.core import Gaps
+    from omni_proxy.door.sinks import Gaps
 
 END_BYTES = 32  # what only says that a stream is over is no larger
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.ask import First
+from omni_proxy.door.taking import leave, take
 from omni_proxy.door.task import Gone
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.pick import able, choose
+from omni_proxy.routing.pick import able
 from omni_proxy.routing.retry import may_retry, pause_secs, tries_allowed
 from omni_proxy.wire.errors import Refusal
 
@@ -53,11 +54,9 @@ class Tries:
         self._give_up(worker)
         await self._pause()
         try:
-            found = self._choose()
+            return take(self._conn.door, mine, self._workers)
         except Refusal as nobody:
             return await self._held(nobody, refusal)
-        mine.take(self._conn.door, found)
-        return found
 
     async def after_503(self, first: First) -> Worker | None:
         """The same for an answer of 503; None where that is what the client shall get."""
@@ -68,12 +67,11 @@ class Tries:
         self._give_up(worker)
         await self._pause()
         try:
-            found = self._choose()
+            found = take(conn.door, mine, self._workers)
         except Refusal:
             return None
         self._note(worker, "503")
         _let_go(conn, first)
-        mine.take(conn.door, found)
         return found
 
     def _allowed(self, kind: str) -> bool:
@@ -90,13 +88,8 @@ class Tries:
 
     def _give_up(self, worker: Worker) -> None:
         self._workers.add(worker)
-        self._mine.leave(self._conn.door, succeeded=False)
+        leave(self._conn.door, self._mine, succeeded=False)
         self._conn.door.queue.serve()
-
-    def _choose(self) -> Worker:
-        door, need = self._conn.door, self._mine.need
-        assert need is not None
-        return choose(door.fleet, need, door.policy, tried=self._workers, owner=door.voice_owner)
 
     async def _pause(self) -> None:
         """Only where all who could take it have been tried: they get a moment."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from threading import Lock
 from typing import Final
 
 ROWS: Final = 1025  # [server] processes has at most 1024
@@ -16,6 +17,19 @@ CELLS: Final = 1 << 16
 CELL_BYTES: Final = 4
 
 Cells = memoryview  # of unsigned 32-bit integers
+
+_fence = Lock()
+_fence.acquire()
+
+
+def fence() -> None:
+    """Whatever was written before is seen by all before anything is read after.
+
+    A processor may keep a write back until later reads are done, so that of two who count and then
+    look neither would see the other. It keeps none back over an unlock and a lock.
+    """
+    _fence.release()
+    _fence.acquire()
 
 
 class Board:

@@ -1,8 +1,8 @@
 """The fleet as a door has it: it follows what control tells, and tells what requests have shown.
 
 Invariant: nothing here judges health. A worker's `in_flight` is that of all doors, at most a moment
-old; where a worker has a bound it is read anew for each pick, so all doors together pass a bound by
-less than their number. A trial is begun only where control has left it to this door.
+old; where a worker has a bound it is read anew for each pick and again behind the count, so that
+all doors together never pass a bound. A trial is begun only where control has left it to this door.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Final
 
 from omni_proxy.config.overlay import Desired
-from omni_proxy.doors.board import Board, Cells, cell_of
+from omni_proxy.doors.board import Board, Cells, cell_of, fence
 from omni_proxy.doors.messages import Failed, Good, ToControl, TrialBegan, TrialEnded
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -126,6 +126,14 @@ class FollowingFleet(Fleet):
         if self.limited or self._now() >= self._recount_at:
             self.recount()
         return super().candidates(model, mask)
+
+    def overfilled(self, worker: Worker) -> bool:
+        """Each counts first and looks then, so of two at the same place one at least sees it."""
+        if not worker.max_inflight or not isinstance(worker, Counted):
+            return False
+        fence()
+        worker.recount(self.others)
+        return worker.in_flight > worker.max_inflight
 
     def recount(self) -> None:
         """What all doors have in flight, now."""

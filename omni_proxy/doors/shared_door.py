@@ -1,8 +1,8 @@
 """The door of a door process: as ever, but that others count, listen and keep voices beside it.
 
-Invariant: where there is a max_inflight, `in_flight` is that of all doors, read anew each time, so
-that the bound is passed by less than their number; where there is none it is this door's own. The
-front is control's; while that is silent its routes answer 503.
+Invariant: where there is a max_inflight, `in_flight` is that of all doors, read anew each time, and
+never above it; where there is none it is this door's own. The front is control's; while that is
+silent its routes answer 503.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from omni_proxy.door.core import Door
 from omni_proxy.door.pump import Pump
 from omni_proxy.door.task import Task
 from omni_proxy.door.upstream import FrontLane
-from omni_proxy.doors.board import Cells
+from omni_proxy.doors.board import Cells, fence
 from omni_proxy.doors.following import Counted, FollowingFleet, Tell
 from omni_proxy.doors.messages import Begin, KeptVoices
 from omni_proxy.fleet.worker import Worker
@@ -52,6 +52,10 @@ class SharedDoor(Door):
         """Raised or lowered from what was read last."""
         self._own = total - self._others
         self._row[DOOR_CELL] = self._own
+
+    def overfilled(self) -> bool:
+        fence()
+        return self.in_flight > self.config.server.max_inflight
 
     def _take(self, config: Config) -> None:
         self._bounded = config.server.max_inflight > 0

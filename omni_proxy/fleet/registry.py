@@ -117,6 +117,12 @@ class Fleet:
             self.forgotten(worker)
         return change
 
+    def overfilled(self, worker: Worker) -> bool:
+        """Of one that was just counted up: whether somebody else has been quicker.
+
+        Nobody is, where one process picks."""
+        return False
+
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
         """Routable workers with every capability of `mask`, narrowed to the model.
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from omni_proxy.config.parse import parse
 from omni_proxy.door.account import Exchange, settle
 from omni_proxy.door.core import Door
+from omni_proxy.door.taking import take
 from omni_proxy.door.task import Gone, Task
 from omni_proxy.fleet.capabilities import BIT
 from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.pick import choose
 from omni_proxy.wire.errors import Refusal
 from tests.fleet.entries import fleet_of
 
@@ -54,17 +54,13 @@ class Waiter(Task):
     async def _ask(self):
         door, mine = self.door, self.mine
         self.wants = "slot"
-        if not door.has_slot():
+        if not door.count_in(mine):
             await door.queue.for_slot(self, mine, unread=False)
-        else:
-            door.count_in(mine)
         self.phase, self.wants = "pick", (self.model, mine.need.version)
         try:
-            worker = choose(door.fleet, mine.need, door.policy)
+            take(door, mine)
         except Refusal as nobody:
             await door.queue.for_worker(self, mine, nobody)
-        else:
-            mine.take(door, worker)
 
     def finish(self):
         if self in self.room.gone_in:

@@ -10,6 +10,7 @@ from omni_proxy.doors.following import FollowingFleet
 from omni_proxy.doors.messages import Failed, Good, TrialBegan, TrialEnded
 from omni_proxy.fleet.capabilities import ALL
 from omni_proxy.fleet.snapshot import row_of
+from omni_proxy.routing.pick import has_room
 from tests.fleet.entries import NOW, entry, fleet_of
 
 DOORS = 3
@@ -91,9 +92,52 @@ def test_a_bound_holds_over_all_doors_where_nobody_picks_at_the_same_moment(boar
         worker = doors[index].fleet.candidates(None, 0)[0]
         if worker.in_flight < worker.max_inflight:  # no time has passed: read anew all the same
             worker.in_flight += 1
+            assert not doors[index].fleet.overfilled(worker)
             taken += 1
         assert taken <= 5
     assert taken == min(len(turns), 5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, DOORS - 1), st.booleans()), max_size=60))
+def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(board, turns):
+    """Each step of a taking is one turn, so that others come between any two of them."""
+    control = fleet_of(entry("a", max_inflight=2))
+    doors = doors_on(board, control)
+    held = [0] * DOORS
+    half_way: list[str] = [""] * DOORS
+    for index, leaves in turns:
+        fleet = doors[index].fleet
+        worker = fleet.workers[0]
+        if half_way[index] == "looked":
+            worker.in_flight += 1
+            half_way[index] = "counted"
+        elif half_way[index] == "counted":
+            half_way[index] = ""
+            if fleet.overfilled(worker):
+                worker.in_flight -= 1
+            else:
+                held[index] += 1
+        elif leaves and held[index]:
+            worker.in_flight -= 1
+            held[index] -= 1
+        elif has_room(fleet.candidates(None, 0)[0]):
+            half_way[index] = "looked"
+        assert sum(held) <= 2
+
+
+def test_whoever_had_to_step_back_leaves_the_place_to_others(board):
+    control = fleet_of(entry("a", max_inflight=1))
+    one, other, third = doors_on(board, control)
+    for door in (one, other):  # in the same moment
+        door.fleet.workers[0].in_flight += 1
+    assert [door.fleet.overfilled(door.fleet.workers[0]) for door in (one, other)] == [True, True]
+    for door in (one, other):
+        door.fleet.workers[0].in_flight -= 1
+    assert third.sees() == {"http://a:1": 0}
+    third.fleet.workers[0].in_flight += 1
+    assert not third.fleet.overfilled(third.fleet.workers[0])
+    assert has_room(one.fleet.candidates(None, 0)[0]) is False
 
 
 def test_counts_are_not_looked_at_more_often_than_is_worth_it(board):

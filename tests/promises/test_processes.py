@@ -2,9 +2,11 @@
 
 import os
 import signal
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import httpx
+import pytest
 import trio
 
 from tests.promises.clients import CHAT, STREAMED, client_of, post
@@ -251,6 +253,47 @@ async def test_a_session_means_the_same_worker_to_every_door(tmp_path):
         await running.until(
             "/status", lambda told: all(row["accepted"] for row in told["door"]["doors"])
         )
+
+
+class Crowd:
+    """A worker that answers after a breath, and knows how many it had at a time at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    async def __call__(self, call) -> None:
+        if call.line.startswith("POST "):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await trio.lowlevel.checkpoint()
+            self.now -= 1
+        await call.send(counted(b"{}"))
+
+
+@pytest.mark.parametrize("bound", ["worker", "fleet"])
+async def test_no_bound_is_passed_where_all_doors_pick_at_the_same_moment(tmp_path, bound):
+    crowd, file = Crowd(), tmp_path / "proxy.toml"
+    at_worker = "max_inflight = 2\n" if bound == "worker" else ""
+    at_fleet = "max_inflight = 2\n" if bound == "fleet" else ""
+    statuses = Counter()
+
+    async def ask(running) -> None:
+        async with client_of(address(running)) as client:
+            for _ in range(40):
+                await client.send(post())
+                statuses[(await client.answer()).status] += 1
+
+    async with fake_workers(crowd) as fleet:
+        server = f"processes = 3\nqueue_size = 50\n{at_fleet}"
+        put(file, f"{toml([], more=server)}[[workers]]\nurl = '{fleet[0].url}'\n{at_worker}")
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            await running.until("/status", lambda told: serving(told, 3))
+            async with trio.open_nursery() as nursery:
+                for _ in range(12):
+                    nursery.start_soon(ask, running)
+    assert statuses == {200: 480}
+    assert crowd.most == 2
 
 
 class Ill:

@@ -1,0 +1,35 @@
+"""Whom the door tells of its exchanges: log sinks and meters, as it needs them to be.
+
+Contract: nothing here waits or fails; the one who is told keeps nothing of an exchange.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from omni_proxy.fleet.worker import Worker
+
+if TYPE_CHECKING:
+    from omni_proxy.door.account import Exchange
+
+
+class LineSink(Protocol):
+    """Where log lines go: takes each at once, loses it rather than wait."""
+
+    def write(self, record: bytes) -> None: ...
+
+
+class Gaps(Protocol):
+    """How long it was between two pieces, in seconds: how many were above each bound, and all."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float
+
+
+class Meters(Protocol):
+    """Who counts the exchanges that have ended, and what of the others can't wait for that."""
+
+    def count(self, mine: Exchange, worker: Worker | None) -> None: ...
+
+    def gaps(self, mine: Exchange) -> Gaps | None: ...
