@@ -47,6 +47,7 @@ class Timers:
         heappush(self._heap, entry)
         if entry.at < self._sleep.deadline:
             self._sleep.deadline = entry.at
+            self._pump.give_turn()
         try:
             while entry.task is not None:
                 task.awaits = entry

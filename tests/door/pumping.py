@@ -52,6 +52,29 @@ class Wires:
         self.pump.settle()
 
 
+async def _never_idle(task) -> None:
+    """Its `bell` is set in the batch whose number it was given."""
+    conn, far = task.ends
+    while not task.over:
+        far.send(b"x")
+        await task.wait_for(conn)
+        conn.read(1)
+        task.batches += 1
+        if task.batches == task.rings_at:
+            task.bell.set()
+
+
+@pytest.fixture
+async def busy(pump, wires):
+    """A task that gives its pump no rest until the test ends."""
+    task = Scripted(pump, _never_idle)
+    task.over, task.batches, task.rings_at, task.bell = False, 0, 0, trio.Event()
+    task.ends = wires.conn(task)
+    task.start()
+    yield task
+    task.over = True
+
+
 async def until(holds) -> None:
     with trio.fail_after(30):
         while not holds():  # noqa: ASYNC110  an epoll set rings no bell here
