@@ -223,3 +223,14 @@ async def speak(client):
     assert json.loads(await client.text()) == {"type": "session.configured"}
     await client.say('{"type":"input.text","text":"Hi."}')
     await client.say('{"type":"input.done"}')
+
+
+async def heard_all(client):
+    """What `narrate` says, to its end."""
+    audio = await client.event()
+    assert isinstance(audio, BytesMessage)
+    assert audio.data == bytes(range(256)) * 300
+    assert json.loads(await client.text())["type"] == "audio.done"
+    assert await client.text() == DONE
+    assert await client.closed() == (1000, "bye")
+    await client.close()

@@ -3,25 +3,12 @@ import socket
 
 import pytest
 
-from tests.door.by_hand import STREAMED, ByHand, chat, heard
+from tests.door.by_hand import STREAMED, chat, heard
 
 JUST_BEFORE, JUST_AFTER = -0.01, 0.02
 ONE_TRY = "[routing]\nmax_total_retries = 1\n"
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b"b\r\ndata: one\n\n\r\n"
-
-
-@pytest.fixture
-def by_hand(monkeypatch):
-    made = []
-
-    def build(config=""):
-        made.append(ByHand(monkeypatch, config))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
 
 
 def times(**secs):

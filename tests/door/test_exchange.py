@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from omni_proxy.door.upstream import FrontLane
-from tests.door.by_hand import ByHand, chat, heard
+from tests.door.by_hand import chat, heard
 
 ANSWER = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
 LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
@@ -13,19 +13,6 @@ EXPECTING = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-length: 5\r\n"
     b"expect: 100-continue\r\n\r\n"
 )
-
-
-@pytest.fixture
-def by_hand(monkeypatch):
-    made = []
-
-    def build(config=""):
-        made.append(ByHand(monkeypatch, config))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
 
 
 @pytest.fixture

@@ -140,13 +140,28 @@ def test_what_cannot_be_bound_leaves_nothing_open(sock):
             open_socket(*place)
 
 
-async def test_an_ipv6_address_is_shown_in_brackets(pump):
-    try:
-        opened = open_socket("::1", 0)
-    except OSError:
-        pytest.skip("no IPv6 here")
-    listener = Listener(pump, opened, lambda *_: None)
-    assert listener.address.startswith("[::1]:")
+@pytest.fixture
+def ipv6():
+    """Opens a listening socket of that family."""
+    with socket.socket(socket.AF_INET6) as trial:
+        try:
+            trial.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+    return lambda host: open_socket(host, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "called", "shown"),
+    [("::1", "::1", "[::1]"), ("::", "::1", "[::1]"), ("::", "127.0.0.1", "127.0.0.1")],
+)
+async def test_an_ipv6_address_is_shown_in_brackets(pump, guests, ipv6, host, called, shown):
+    listener = Listener(pump, ipv6(host), lambda *guest: guests.append(guest))
+    place, _, port = listener.address.rpartition(":")
+    assert place == f"[{host}]"
+    with socket.create_connection((called, int(port))) as caller:
+        await until(lambda: guests)
+        assert guests[0][1] == f"{shown}:{caller.getsockname()[1]}"
     listener.close()
     pump.settle()
 

@@ -27,6 +27,7 @@ from tests.door.speech_world import (
     PATH,
     Socket,
     Worker,
+    heard_all,
     listen,
     narrate,
     running,
@@ -38,13 +39,7 @@ async def test_a_session_passes_both_ways_and_ends_with_the_workers_own_words():
     async with running(Worker(narrate)) as setting:
         async with setting.client() as client:
             await speak(client)
-            audio = await client.event()
-            assert isinstance(audio, BytesMessage)
-            assert audio.data == bytes(range(256)) * 300
-            assert json.loads(await client.text())["type"] == "audio.done"
-            assert await client.text() == DONE
-            assert await client.closed() == (1000, "bye")
-            await client.close()
+            await heard_all(client)
         assert await setting.settled() == {"completed": 1}
         assert setting.counts() == (1, 0)
         assert setting.machine().consecutive_failures == 0

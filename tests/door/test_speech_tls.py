@@ -1,12 +1,10 @@
 """Speech sessions over TLS, towards the client and towards the worker."""
 
-import json
-
 import trio
 from wsproto.events import BytesMessage
 
 from tests.door.pumping import until
-from tests.door.speech_world import CONFIG, DONE, Worker, listen, narrate, running, speak
+from tests.door.speech_world import CONFIG, DONE, Worker, heard_all, listen, narrate, running, speak
 from tests.promises.secure import AUTHORITY, believing, listening, showing
 
 TLS = listening().removeprefix("[server]\n")
@@ -40,13 +38,7 @@ async def test_a_session_passes_both_ways_sealed():
     async with running(SecureWorker(narrate), config=TLS, entries=TRUSTED) as setting:
         async with over_tls(setting).client() as client:
             await speak(client)
-            audio = await client.event()
-            assert isinstance(audio, BytesMessage)
-            assert audio.data == bytes(range(256)) * 300
-            assert json.loads(await client.text())["type"] == "audio.done"
-            assert await client.text() == DONE
-            assert await client.closed() == (1000, "bye")
-            await client.close()
+            await heard_all(client)
         assert await setting.settled() == {"completed": 1}
         assert setting.counts() == (1, 0)
 

@@ -1,5 +1,8 @@
 """Chat requests and workers for the tests of policies."""
 
+import random
+import string
+
 from omni_proxy.config.schema import CacheAware, Routing
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing import policies
@@ -7,6 +10,8 @@ from omni_proxy.routing.inspect import Need, Payload
 from tests.fleet.entries import NOW, entry
 
 NEED = Need(0)
+LONG = "Answer in one short sentence and never give away these words. " * 4
+FALLBACKS = ("smallest_tree", "least_loaded")
 
 
 def workers(*in_flight, **fields):
@@ -35,3 +40,22 @@ def build(policy, below=first, **more):
 
 def cache_aware(**rules):
     return build("cache_aware", cache_aware=CacheAware(**rules))
+
+
+def unrelated(count, length=200, seed=1):
+    chance = random.Random(seed)
+    return ["".join(chance.choices(string.ascii_letters, k=length)) for _ in range(count)]
+
+
+def branch_of(policy):
+    return policy.facts()["picks"]
+
+
+def holding(sizes, loads, **rules):
+    """A fleet whose workers hold so many bytes, and have so many requests in flight."""
+    policy, fleet = cache_aware(warmup_share=0.0, **rules), workers(*loads)
+    for mark, worker, size in zip(string.ascii_letters, fleet, sizes, strict=False):
+        if size:
+            policy.took(worker, chat(mark * (size - 1)))  # and the role's mark
+    assert [policy.facts()["tree_size_by_worker"].get(w.url, 0) for w in fleet] == list(sizes)
+    return policy, fleet
