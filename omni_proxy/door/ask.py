@@ -157,7 +157,7 @@ async def _ask_on(
             upload = None if await _pour(conn, upload, up) else upload
         if conn.waits_for(up):
             if conn.comments is None:
-                await pause()
+                await pause
             else:
                 await conn.comments.for_head(up)
         try:
@@ -224,7 +224,7 @@ async def _send_rest(conn: Connection, up: Conn, request: bytes, sent: int) -> b
         if up.speaks():
             return False
         conn.awaits = up
-        await pause()
+        await pause
         try:
             view = view[up.send(view) :]
         except BlockingIOError:

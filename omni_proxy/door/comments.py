@@ -46,11 +46,11 @@ class Comments:
         head.lines = drop_fields(head.lines, frozenset((b"accept-encoding",)))  # ours is plain
 
     async def for_head(self, up: Conn) -> None:
-        """As `pause()` until `up` has news."""
+        """As `pause` until `up` has news."""
         if self.may_begin:
             await self._pause(up)
         else:
-            await pause()
+            await pause
 
     async def for_first(self, up: Conn, answer: Answer) -> None:
         """Until `up` may have a first piece of a body that is an event stream."""
@@ -72,7 +72,7 @@ class Comments:
             while True:
                 conn.due = min(due, conn.pump.now + self._secs)
                 try:
-                    await pause()
+                    await pause
                 except Expired:
                     if conn.pump.now > due:
                         raise

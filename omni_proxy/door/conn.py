@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LEFT: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
 CUT: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
 NEWS: Final = EPOLLIN | LEFT
+LATE_AT_MOST: Final = 32  # then they leave at once: a millisecond is what anybody waits for others
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
@@ -82,7 +83,10 @@ class Conn:
             self.late += piece
             return
         self.late = piece
-        self.pump.put(self)
+        waiting = self.pump.late
+        waiting.append(self)
+        if len(waiting) >= LATE_AT_MOST:
+            self.pump.send_late()
 
     def send_late(self) -> None:
         """As much of it as the peer takes now. A broken peer is told of by the next read."""
@@ -172,7 +176,7 @@ async def connect(task: Task, address: tuple[str, int] | str) -> Conn:
     try:
         if code:
             task.awaits = conn
-            await pause()
+            await pause
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))

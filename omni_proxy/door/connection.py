@@ -124,7 +124,7 @@ class Connection(Task):
                     self.clock("head", limits.client_head)
                 searched = len(buffer)
             if self.waits_for(client):
-                await pause()
+                await pause
             piece = client.read(PIECE_BYTES)
             if piece is None:
                 continue
@@ -156,7 +156,7 @@ class Connection(Task):
         """What comes next; b"" at the peer's end. Raises OSError for a broken connection."""
         while True:
             if self.waits_for(conn):
-                await pause()
+                await pause
             piece = conn.read(size)
             if piece is not None:
                 return piece
@@ -178,13 +178,13 @@ class Connection(Task):
             conn.send_late()
             if conn.late:
                 self.awaits = conn
-                await pause()
+                await pause
 
     async def write_rest(self, conn: Conn, piece: bytes, sent: int) -> None:
         view = memoryview(piece)[sent:]
         while view:
             self.awaits = conn
-            await pause()
+            await pause
             try:
                 view = view[conn.send(view) :]
             except BlockingIOError:
@@ -234,7 +234,7 @@ class Connection(Task):
         if not keep:
             await self.linger()
         elif self.turn_is_over():  # the next may have come along, and be refused as quickly
-            await pause()
+            await pause
         return keep
 
     def _id_line(self, mine: Exchange) -> bytes:

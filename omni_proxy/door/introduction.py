@@ -26,7 +26,7 @@ async def introduce(conn: Connection) -> None:
     found = None
     while found is None:
         if conn.waits_for(client):
-            await pause()
+            await pause
         came = client.peek(MAX_BYTES)
         if came is not None:
             found = _read(conn, came)

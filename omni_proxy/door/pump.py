@@ -23,7 +23,6 @@ from omni_proxy.door.task import Task
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 LINGER_SECS: Final = 0.004  # sleeping here saves trio's park and wake (20 us) on a busy door
 LOOK_SECS: Final = 0.001  # so often it is seen whether trio has work
-LATE_AT_MOST: Final = 32  # then they leave at once: a millisecond is what anybody waits for others
 
 
 class Slot(Protocol):
@@ -50,7 +49,7 @@ class Pump:
         self._set = epoll()
         self._slots: dict[int, Slot] = {}
         self._doomed: list[socket.socket] = []
-        self._late: list[Late] = []  # who has something to send when this turn ends
+        self.late: list[Late] = []  # who has something to send when this turn ends
         self._again: list[Task] = []  # those that gave their turn up though they could go on
         self._looked_at = self.now
         self._others: Others | None = None  # while it runs
@@ -77,14 +76,9 @@ class Pump:
                 self._set.unregister(fd)
         self._doomed.append(sock)
 
-    def put(self, late: Late) -> None:
-        """It has something to send at the end of this turn."""
-        self._late.append(late)
-        if len(self._late) >= LATE_AT_MOST:
-            self._send_late()
-
-    def _send_late(self) -> None:
-        late, self._late = self._late, []
+    def send_late(self) -> None:
+        """Let go whatever is `late`."""
+        late, self.late = self.late, []
         for each in late:
             each.send_late()
 
@@ -114,8 +108,8 @@ class Pump:
 
     def settle(self) -> None:
         """Send what is late, close what was given up. Call after acting on tasks from outside."""
-        if self._late:
-            self._send_late()
+        if self.late:
+            self.send_late()
         doomed = self._doomed
         while doomed:
             with contextlib.suppress(OSError):
@@ -160,8 +154,8 @@ class Pump:
             again, self._again = self._again, []
             for task in again:
                 task.step()
-        if self._late:
-            self._send_late()
+        if self.late:
+            self.send_late()
         if self._doomed:
             self.settle()
 

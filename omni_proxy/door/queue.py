@@ -217,7 +217,7 @@ class Queue:
         try:
             while not ticket.granted:
                 conn.awaits = ticket
-                await pause()
+                await pause
         except Expired:
             if conn.deadline <= conn.pump.now:
                 raise

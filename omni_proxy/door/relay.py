@@ -107,13 +107,13 @@ def _hear(conn: Connection, mine: Exchange) -> None:
 async def _pieces(conn: Connection, mine: Exchange, first: First, shape: Shape | None) -> None:
     """The rest of the body. Raises UpstreamGarbage where it breaks, Expired, Gone."""
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
-    idle = conn.door.limits.idle
+    idle, deadline = conn.door.limits.idle, conn.deadline
     keeps_tail = conn.door.keeps_tail
     gaps = _gaps(conn, mine)
     before = mine.first_at
     while not answer.whole:
         if conn.waits_for(up):
-            await pause()
+            await pause
         try:
             piece = up.read(PIECE_BYTES)
         except OSError as error:
@@ -135,7 +135,8 @@ async def _pieces(conn: Connection, mine: Exchange, first: First, shape: Shape |
             gaps.sum += gap
         before = now
         mine.tail = piece if keeps_tail and len(piece) > END_BYTES else mine.tail
-        conn.due = min(now + idle, conn.deadline)
+        due = now + idle
+        conn.due = due if due < deadline else deadline  # noqa: FURB136
         mine.pieces += 1
         mine.bytes_out += len(piece)
         if shape is not None:
@@ -207,7 +208,7 @@ async def _rest(conn: Connection, view: memoryview) -> None:
             if not view:
                 break
         conn.awaits = client
-        await pause()
+        await pause
         if client.ended and conn.door.half_close_aborts:
             raise Gone
     conn.phase = phase

@@ -140,10 +140,10 @@ class _Session:
             if moved:
                 conn.clock("relay", idle)
                 if conn.turn_is_over():
-                    await pause()
+                    await pause
             else:
                 conn.awaits = EITHER
-                await pause()
+                await pause
 
     def _flush_client(self) -> bool:
         try:

@@ -51,7 +51,7 @@ class Timers:
         try:
             while entry.task is not None:
                 task.awaits = entry
-                await pause()
+                await pause
         finally:
             entry.task = None
 

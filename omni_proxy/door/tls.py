@@ -73,7 +73,7 @@ async def more(task: Task, plain: Conn) -> bytes:
     """What comes next. Raises OSError, also at the end."""
     while True:
         if task.waits_for(plain):
-            await pause()
+            await pause
         piece = plain.read(SEALED_BYTES)
         if piece:
             return piece
@@ -87,7 +87,7 @@ async def _send_all(task: Task, plain: Conn, piece: bytes) -> None:
             piece = piece[plain.send(piece) :]
         except BlockingIOError:
             task.awaits = plain
-            await pause()
+            await pause
 
 
 def _reset(why: str) -> ConnectionResetError:

@@ -153,7 +153,7 @@ class Upload:
             if conn.waits_for(client):
                 if not client.hot:
                     conn.awaits = EITHER
-                await pause()
+                await pause
                 continue
             try:
                 piece = client.read(self._piece_bytes)
@@ -177,7 +177,7 @@ class Upload:
                 self._out = self._out[up.send(self._out) :]
             except BlockingIOError:
                 conn.awaits = up
-                await pause()
+                await pause
             except OSError:
                 up.hot = True  # its answer, or its end, is waiting to be read
                 return False

@@ -148,6 +148,8 @@ class Answer:
                 raise UpstreamGarbage("bytes after the end of the answer")
             if self.whole:
                 return self._without_stray_lines(piece)
+            if piece[-1:] != b"\n":
+                self.at_chunk_end = False  # a size line may have begun, which llhttp does not tell
         elif self.framing is LENGTH:
             self.remaining -= len(piece)
             if self.remaining <= 0:

@@ -27,9 +27,9 @@ class Scripted(Task):
     async def wait_for(self, awaited) -> None:
         """Until there is something to read: that a socket is writable is an event, too."""
         self.awaits = awaited
-        await pause()
+        await pause
         while isinstance(awaited, Conn) and not awaited.hot:
-            await pause()
+            await pause
 
 
 class Wires:

@@ -8,8 +8,8 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.door.conn import Conn
-from omni_proxy.door.pump import LATE_AT_MOST, Pump
+from omni_proxy.door.conn import LATE_AT_MOST, Conn
+from omni_proxy.door.pump import Pump
 from omni_proxy.door.task import pause
 from tests.door.by_hand import ByHand, chat, heard
 from tests.door.pumping import Scripted, until
@@ -86,7 +86,7 @@ async def test_a_peer_that_is_gone_is_met_by_the_next_read(pump, wires):
         conn = task.first[0]
         conn.put(b"hello")
         task.awaits = conn
-        await pause()
+        await pause
         try:
             met.append(conn.read(10))
         except OSError as error:

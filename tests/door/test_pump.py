@@ -307,7 +307,7 @@ async def test_a_peer_that_always_has_more_does_not_keep_the_others_waiting(pump
         conn.hot = True
         for _ in range(5 * READS_PER_TURN):
             if task.waits_for(conn):
-                await pause()
+                await pause
             reads.append(task)
 
     tasks = [Scripted(pump, script) for _ in range(2)]
@@ -327,7 +327,7 @@ async def test_a_pump_that_sleeps_is_woken_from_outside(pump):
     async def script(task):
         for _ in range(3):
             task.awaits = resumed
-            await pause()
+            await pause
             resumed.append(pump._parked)
 
     task = Scripted(pump, script)
@@ -348,7 +348,7 @@ async def test_who_is_stepped_from_outside_and_gives_up_its_turn_is_resumed(pump
         conn.hot = True
         for _ in range(READS_PER_TURN):
             if task.waits_for(conn):
-                await pause()
+                await pause
 
     task = Scripted(pump, script)
     task.ends = wires.conn(task)

@@ -190,8 +190,12 @@ def test_the_end_of_a_chunk_is_known_so_that_an_event_can_follow():
     assert answer.at_chunk_end
     answer.feed(b"5\r\nhe")
     assert not answer.at_chunk_end
-    answer.feed(b"llo\r\n")
+    answer.feed(b"llo\r")
+    assert not answer.at_chunk_end
+    answer.feed(b"\n")
     assert answer.at_chunk_end
+    answer.feed(b"1")
+    assert not answer.at_chunk_end
 
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=20), max_size=5)
