@@ -237,7 +237,7 @@ async def _break(
 ) -> bool:
     """The answer can't be finished: say so where the format has a place for it, then cut."""
     mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
-    framed = answer.framing is CHUNKED and answer.at_chunk_end
+    framed = answer.framing is CHUNKED and answer.stands_between_chunks()
     begun = conn.comments is not None and conn.comments.begun
     conn.client.send_late()
     if answer.sse and (framed or answer.framing is CLOSE or begun) and not conn.client.late:

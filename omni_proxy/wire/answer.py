@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 import httptools
 
+from omni_proxy.wire.chunked import LAST_CHUNK
 from omni_proxy.wire.head import (
     MAX_HEAD_BYTES,
     PLAIN_OPTIONS,
@@ -50,7 +51,7 @@ class Answer:
     """One answer, fed piece by piece after its head. Also llhttp's listener."""
 
     __slots__ = (
-        "at_chunk_end", "excess", "framing", "keep_alive", "lines", "parser", "remaining", "sse",
+        "excess", "framing", "keep_alive", "lines", "parser", "remaining", "sse",
         "status", "whole",
     )  # fmt: skip
 
@@ -64,7 +65,6 @@ class Answer:
         self.sse = False
         self.whole = False
         self.excess = False
-        self.at_chunk_end = True
 
     def read_head(self, head: bytes, *, to_head: bool) -> None:
         """Take one whole head; `to_head` says that the request was a HEAD.
@@ -148,8 +148,6 @@ class Answer:
                 raise UpstreamGarbage("bytes after the end of the answer")
             if self.whole:
                 return self._without_stray_lines(piece)
-            if piece[-1:] != b"\n":
-                self.at_chunk_end = False  # a size line may have begun, which llhttp does not tell
         elif self.framing is LENGTH:
             self.remaining -= len(piece)
             if self.remaining <= 0:
@@ -167,11 +165,18 @@ class Answer:
             return piece[:end]
         return piece
 
-    def on_chunk_header(self) -> None:
-        self.at_chunk_end = False
+    def stands_between_chunks(self) -> bool:
+        """Whether what was fed so far ends with a chunk. Asked once: nothing can be fed after it.
 
-    def on_chunk_complete(self) -> None:
-        self.at_chunk_end = True
+        llhttp would tell of each chunk, which costs every event a tenth; so it is tried.
+        """
+        if self.parser is None or self.whole:
+            return False
+        try:
+            self.parser.feed_data(LAST_CHUNK)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            return False
+        return self.whole
 
     def on_message_complete(self) -> None:
         self.whole = True

@@ -185,17 +185,33 @@ def test_a_body_without_framing_is_never_whole_by_itself():
     assert not answer.whole
 
 
-def test_the_end_of_a_chunk_is_known_so_that_an_event_can_follow():
+@pytest.mark.parametrize(
+    ("fed", "between"),
+    [
+        (b"", True),
+        (b"5\r\nhello\r\n", True),
+        (b"5\r\nhello\r\n5\r\nhe", False),
+        (b"5\r\nhello", False),
+        (b"5\r\nhello\r", False),
+        (b"5\r\nhello\r\n1", False),
+        (b"5\r\n", False),
+        (b"3\r\nab", False),  # "0" would be the third
+        (b"0\r\n", False),
+        (b"0\r\n\r\n", False),
+    ],
+)
+def test_it_is_known_whether_an_event_can_follow(fed, between):
     answer = read(CHUNKED)
-    assert answer.at_chunk_end
-    answer.feed(b"5\r\nhe")
-    assert not answer.at_chunk_end
-    answer.feed(b"llo\r")
-    assert not answer.at_chunk_end
-    answer.feed(b"\n")
-    assert answer.at_chunk_end
-    answer.feed(b"1")
-    assert not answer.at_chunk_end
+    if fed:
+        answer.feed(fed)
+    assert answer.stands_between_chunks() is between
+
+
+def test_behind_broken_chunks_nothing_can_follow():
+    answer = read(CHUNKED)
+    with pytest.raises(UpstreamGarbage):
+        answer.feed(b"5\r\nhello\r\nxyz")
+    assert not answer.stands_between_chunks()
 
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=20), max_size=5)
