@@ -11,6 +11,7 @@ from typing import Final
 
 from omni_proxy import __version__
 from omni_proxy.cli.strangers import Parser
+from omni_proxy.config.fields import read_address
 from omni_proxy.config.flags import ALIASES, FLAGS
 
 _EPILOG: Final = """\
@@ -141,7 +142,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
         type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip
     add("--gpus-per-replica", metavar="N", type=int,
         help="slice of CUDA_VISIBLE_DEVICES for each (default: tp-size, with GPUs)")  # fmt: skip
-    add("--worker-host", metavar="HOST", default="127.0.0.1", help="where they listen")
+    add("--worker-host", metavar="HOST", type=_address, default="127.0.0.1",
+        help="where they listen")  # fmt: skip
     add("--worker-base-port", "--router-dp-worker-base-port", metavar="PORT", type=_count,
         default=31000, help="free ports are looked for from here on (default 31000)")  # fmt: skip
     add("--worker-startup-timeout-secs", metavar="SECS", type=float, default=300.0,
@@ -149,6 +151,13 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     _add_serving(parser, prefix="--router-", policy="cache_aware")
     _add_verbose(parser, "--router-verbose")  # without the prefix it is the engine's
     return parser
+
+
+def _address(text: str) -> object:
+    try:
+        return read_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _count(text: str) -> int:

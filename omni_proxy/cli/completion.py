@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from omni_proxy.cli import COMMANDS
@@ -74,13 +75,15 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
+    """Of the commands below it the first is meant where none is named."""
     words: list[str] = ["fetch", "profile"] if name == "replica" else []
     flags: list[Flag] = []
     files = False
     for action in made._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for below, its in action.choices.items():
-                yield from _pages(f"{name} {below}", its)
+            below = [page for each in action.choices for page in _pages(each, action.choices[each])]
+            yield from (replace(page, name=f"{name} {page.name}") for page in below)
+            flags += (flag for flag in below[0].flags if "--help" not in flag.names)
         if action.option_strings:
             flags.append(_flag(action))
         elif action.choices:

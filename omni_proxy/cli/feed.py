@@ -43,6 +43,7 @@ class Row(Struct, frozen=True):
     max_inflight: int = 0
     rate: float = 0.0
     errors: int = 0
+    answers: int = 0
     first_p50_ms: float | None = None
     first_p99_ms: float | None = None
     silent_secs: float | None = None  # where that is longer than usual

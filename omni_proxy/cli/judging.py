@@ -18,6 +18,7 @@ from omni_proxy.cli.tables import age, millis, moment, plain, without_noise
 
 SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
 SLOW_MS: Final = 20.0  # and at least so much longer: else 2 ms beside 1 ms would be slow
+SLOW_ANSWERS: Final = 5  # in the last minute: half of fewer is chance
 FAILING_SHARE: Final = 0.05
 MINUTE_SECS: Final = 60
 # The most urgent first.
@@ -45,7 +46,7 @@ def _usual_ms(fleet: Sequence[Row]) -> dict[str, float]:
     """What the first chunk of the other workers of its model usually takes, by worker id."""
     measured: defaultdict[str | None, list[Row]] = defaultdict(list)
     for row in fleet:
-        if row.first_p50_ms is not None:
+        if row.first_p50_ms is not None and row.answers >= SLOW_ANSWERS:
             measured[row.model].append(row)
     usual = {}
     for rows in measured.values():

@@ -37,7 +37,7 @@ def bash(pages: Sequence[Page]) -> str:
         "# omni-proxy for bash: source this, or put it where bash-completion looks.",
         "_omni_proxy() {",
         '    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} page="" words=""',
-        *_page_of_words('"${COMP_WORDS[1]}"', '"${COMP_WORDS[1]} ${COMP_WORDS[2]}"', pages),
+        *_page_of_words("${COMP_WORDS[at]}", pages),
         "    COMPREPLY=()",
         '    case "$page:$prev" in',
         *(f"        {line}" for line in _bash_values(pages)),
@@ -56,12 +56,34 @@ def bash(pages: Sequence[Page]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _page_of_words(first: str, both: str, pages: Sequence[Page]) -> Iterator[str]:
-    """Shell lines that leave the page's name in $page; a word counts once the next is typed."""
-    one = "|".join(_quoted(page.name) for page in pages if page.name and " " not in page.name)
-    two = "|".join(_quoted(page.name) for page in pages if " " in page.name)
-    yield f"    (( COMP_CWORD > 1 )) && case {first} in {one}) page={first} ;; esac"
-    yield f"    (( COMP_CWORD > 2 )) && case {both} in {two}) page={both} ;; esac"
+def _page_of_words(word: str, pages: Sequence[Page]) -> Iterator[str]:
+    """Shell lines that leave the page's name in $page; `word` is that of number $at.
+
+    A word counts once the next is typed. Flags may stand before the second name: bash cuts a URL
+    into several words, so all that is neither a name nor a flag's value is passed over.
+    """
+    one, two, valued = ("|".join(map(_quoted, each or [""])) for each in _names(pages))
+    yield "    local at=1"
+    yield f'    (( COMP_CWORD > 1 )) && case "{word}" in {one}) page="{word}" ;; esac'
+    yield "    for (( at = 2; at < COMP_CWORD; at++ )); do"
+    yield f'        case "$page:{word}" in {valued}) (( at++ )); continue ;; esac'
+    yield f'        case "$page {word}" in {two}) page="$page {word}"; break ;; esac'
+    yield "    done"
+
+
+def _names(pages: Sequence[Page]) -> tuple[list[str], list[str], list[str]]:
+    """Those of one word, those of two, and PAGE:FLAG of what takes a value between the two."""
+    two = [page.name for page in pages if " " in page.name]
+    begun = {name.partition(" ")[0] for name in two}
+    valued = [
+        f"{page.name}:{name}"
+        for page in pages
+        if page.name in begun
+        for flag in page.flags
+        if flag.takes
+        for name in flag.names
+    ]
+    return [page.name for page in pages if page.name and " " not in page.name], two, valued
 
 
 def _bash_values(pages: Sequence[Page]) -> Iterator[str]:
@@ -85,7 +107,7 @@ def zsh(pages: Sequence[Page]) -> str:
         "_omni_proxy() {",
         '    local page="" prev=$words[CURRENT-1] COMP_CWORD=$((CURRENT-1))',
         "    local -a found",
-        *_page_of_words('"$words[2]"', '"$words[2] $words[3]"', pages),
+        *_page_of_words("$words[at+1]", pages),
         '    case "$page:$prev" in',
     ]
     for page in pages:
@@ -115,15 +137,22 @@ def zsh(pages: Sequence[Page]) -> str:
 
 
 def fish(pages: Sequence[Page]) -> str:
-    one = _each([page.name for page in pages if page.name and " " not in page.name])
-    two = _each([page.name for page in pages if " " in page.name])
+    one, two, valued = map(_each, _names(pages))
     lines = [
         "# omni-proxy for fish: in ~/.config/fish/completions/omni-proxy.fish",
         "function __omni_proxy_page",
         "    set -l words (commandline -opc)",
         '    set -l page ""',
         f'    contains -- "$words[2]" {one}; and set page "$words[2]"',
-        f'    contains -- "$words[2] $words[3]" {two}; and set page "$words[2] $words[3]"',
+        "    set -l at 0",
+        "    set -l value 0",
+        "    for word in $words",
+        "        set at (math $at + 1)",
+        "        test $at -lt 3; and continue",
+        "        if test $value = 1; set value 0; continue; end",
+        f'        contains -- "$page:$word" {valued}; and set value 1',
+        f'        contains -- "$page $word" {two}; and set page "$page $word"; and break',
+        "    end",
         '    test "$page" = "$argv[1]"',
         "end",
         "complete -c omni-proxy -f",

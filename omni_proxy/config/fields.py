@@ -6,13 +6,14 @@ ValueError with a reason. The schema names them in `Meta(extra={"read": …})`; 
 
 import re
 from fractions import Fraction
+from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
 from omni_proxy.config.url import normalize_url
 
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
-_PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
+_PLACE: Final = re.compile(r"(\[[^\s\[\]/]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
 _UNITS: Final = {
     "": 1,
     "b": 1,
@@ -64,7 +65,21 @@ def read_host(value: object) -> object:
     """An address or a name; `unix:PATH` for a socket of this machine."""
     if isinstance(value, str) and value[:5].lower() == "unix:":
         return normalize_url(value, allow_unix=True)
-    return value
+    return read_address(value)
+
+
+def read_address(value: object) -> object:
+    """An address or a name. URLs have an IPv6 address in brackets, sockets have it without."""
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    bare, closed, behind = value[1:].partition("]")
+    try:
+        IPv6Address(bare if closed else value)
+    except AddressValueError:
+        raise ValueError(f'"{value}" holds no IPv6 address in its brackets') from None
+    if behind:
+        raise ValueError(f'"{value}" is more than an address; its port is a key of its own')
+    return bare
 
 
 def read_listen(value: object) -> object:
@@ -74,6 +89,7 @@ def read_listen(value: object) -> object:
     host, port = _PLACE.fullmatch(value.strip()), value.strip().rpartition(":")[2]
     if host is None or int(port) > 65535:
         raise ValueError(f'"{value}" is neither "host:port" nor "unix:PATH"')
+    read_address(host[1])
     return value.strip()
 
 

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from omni_proxy.config.capabilities import CAPABILITIES, Capability
 from omni_proxy.config.fields import (
+    read_address,
     read_endpoint,
     read_header_name,
     read_host,
@@ -34,6 +35,7 @@ Name = Annotated[str, Meta(min_length=1)]
 Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
 WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
 Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
+Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
 Listen = Annotated[str, Meta(extra={"read": read_listen})]
 HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
 Mode = Annotated[str, Meta(extra={"read": read_mode})]
@@ -285,7 +287,7 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # {host} and {port} are filled in for each replica.
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
     replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
-    host: Name = "127.0.0.1"
+    host: Address = "127.0.0.1"
     # Replica i listens on base_port + i.
     base_port: Port = 31000
     # Above 0 each replica gets its own slice of the GPUs in CUDA_VISIBLE_DEVICES.

@@ -18,6 +18,7 @@ from typing import Final
 
 from omni_proxy.door.pump import Pump
 from omni_proxy.watch.descriptors import NO_ROOM, brim, lowest_free
+from omni_proxy.wire.peer import place_of
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class Listener:
             self.welcome(sock, "unix")
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.welcome(sock, f"{peer[0]}:{peer[1]}")
+        self.welcome(sock, place_of(peer[0], peer[1]))
 
     def sweep(self) -> None:
         """Go on where accepting had to stop."""

@@ -57,10 +57,11 @@ class Point(NamedTuple):
 
 
 class Lately(NamedTuple):
-    """A worker's last minute."""
+    """A worker's last minute. `answers`: how many began; the times are those of these."""
 
     rate: float
     errors: int
+    answers: int
     first_p50_ms: float | None
     first_p99_ms: float | None
 
@@ -177,7 +178,7 @@ class Recent:
             firsts=list(map(sub, now.firsts, then.firsts)),
         )
         rate = round(lately.requests / max(at - began, 1.0), 2)
-        return Lately(rate, lately.errors, *_firsts(lately))
+        return Lately(rate, lately.errors, sum(lately.firsts), *_firsts(lately))
 
     def ends(self) -> list[End]:
         """The newest first."""

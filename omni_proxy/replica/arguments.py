@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def serve_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--host", type=address, default="127.0.0.1", help="address to listen on")
     add("--port", type=port_number, default=31000, help="port to listen on")
     add("--engine", choices=["torch", "llamacpp"], default=DEFAULT_ENGINE, help="what computes")
     add(
@@ -125,6 +126,18 @@ def _add_group(parser: argparse.ArgumentParser) -> None:
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     folder = cache_folder(os.environ)
     parser.add_argument("--cache", type=Path, default=folder, help="folder of the model files")
+
+
+def address(text: str) -> str:
+    """An IPv6 address may come in brackets, as in a URL; sockets have it without."""
+    if not text.startswith("["):
+        return text
+    bare = text[1:-1]
+    try:
+        ipaddress.IPv6Address(bare if text.endswith("]") else text)
+    except ipaddress.AddressValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no IPv6 address in brackets") from None
+    return bare
 
 
 def text_model(text: str) -> str:

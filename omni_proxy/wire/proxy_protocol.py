@@ -12,6 +12,8 @@ import struct
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Final, NamedTuple
 
+from omni_proxy.wire.peer import place_of
+
 MAX_BYTES: Final = 4096
 _V1_BYTES: Final = 107
 _SIGNATURE: Final = b"\r\n\r\n\x00\r\nQUIT\n"
@@ -61,12 +63,12 @@ def _read_v1(came: bytes) -> Introduction | None:
         raise Malformed("the line of version 1 is not as it should be")
     kind = IPv4Address if found[1] == b"TCP4" else IPv6Address
     try:
-        source, _ = (str(kind(text.decode())) for text in found.group(2, 3))
+        source, _ = (kind(text.decode()) for text in found.group(2, 3))
     except AddressValueError as error:
         raise Malformed(str(error)) from None
     if max(int(found[4]), int(found[5])) > 65535:
         raise Malformed("a port above 65535")
-    return Introduction(end + 2, f"{source}:{int(found[4])}")
+    return Introduction(end + 2, _place(source, int(found[4])))
 
 
 def _read_v2(came: bytes) -> Introduction | None:
@@ -87,4 +89,9 @@ def _read_v2(came: bytes) -> Introduction | None:
         raise Malformed(f"address family {family:#04x}, {length - _V2_HEAD_BYTES} bytes")
     source, _, port, _ = layout.unpack_from(came, _V2_HEAD_BYTES)
     address = IPv4Address(source) if len(source) == 4 else IPv6Address(source)
-    return Introduction(length, f"{address}:{port}")
+    return Introduction(length, _place(address, port))
+
+
+def _place(address: IPv4Address | IPv6Address, port: int) -> str:
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return place_of(str(mapped or address), port)

@@ -18,7 +18,6 @@ VIA_NAME: Final = b"omni-proxy"
 _CLAIMS: Final = re.compile(
     rb"(?i)(?<=\r\n)(?:x[-_]forwarded[-_][^:\r\n]*|forwarded|x[-_]real[-_]ip)(?=:)"
 )
-_MAPPED: Final = "::ffff:"  # an IPv4 client of a socket that takes both
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Stamps:
 
     def peer_line(self, peer: str) -> bytes:
         """X-Forwarded-For, a line of its own behind those that came; empty without an address."""
-        address = peer.rpartition(":")[0].removeprefix(_MAPPED)
+        address = peer.rpartition(":")[0].strip("[]")
         if self.forwarded == "off" or not address:
             return b""
         return b"x-forwarded-for: %b\r\n" % address.encode("latin-1", "replace")

@@ -1,11 +1,10 @@
 import argparse
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from omni_proxy.cli.finding import add_place, place_of
+from tests.cli.answering import Quiet, served
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def proxy(monkeypatch):
     """A server that answers as it is told and notes what it was asked."""
     monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
 
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(Quiet):
         says, asked = {}, []
 
         def do_GET(self):
@@ -43,13 +42,5 @@ def proxy(monkeypatch):
 
         do_POST = do_PUT = do_DELETE = do_GET
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        Answers.url = f"http://127.0.0.1:{server.server_port}"
+    with served(Answers) as Answers.url:
         yield Answers
-        server.shutdown()
-        thread.join()

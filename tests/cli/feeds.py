@@ -15,7 +15,7 @@ ODD = st.text(
 def row(name="a:1", **fields):
     return {
         "id": f"http%3A%2F%2F{name}", "url": f"http://{name}", "display_id": name,
-        "health": "healthy", "routable": True, **fields,
+        "health": "healthy", "routable": True, "answers": 9, **fields,
     }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ _ROWS = st.fixed_dictionaries(
         "max_inflight": st.integers(0, 9),
         "rate": st.floats(0, 1e9),
         "errors": st.integers(0, 10**9),
+        "answers": st.integers(0, 10),
         "first_p50_ms": _TIMES,
         "first_p99_ms": _TIMES,
         "silent_secs": _TIMES,

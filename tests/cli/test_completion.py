@@ -43,6 +43,12 @@ def complete(script):
         (["weights", "status", "--mo"], []),
         (["weights", "r"], ["resolve", "rollback"]),
         (["weights", "rollback", "--y"], ["--yes"]),
+        (["workers", "--url", "http", ":", "//h", ":", "1", "--json", "drain", "--w"], ["--wait"]),
+        (["weights", "--api-key", "pause", "rollback", "--y"], ["--yes"]),
+        (["weights", "--api-key", "k", "r"], ["resolve", "rollback"]),
+        (["workers", "--mo"], ["--model"]),
+        (["weights", "--client-"], ["--client-cert", "--client-key"]),
+        (["workers", "--api-key", ""], []),
         (["top", "--client-"], ["--client-cert", "--client-key"]),
         (["completion", ""], ["bash", "fish", "zsh", "-h", "--help"]),
         (["status", "--url", ""], []),
@@ -55,7 +61,10 @@ def test_bash_completes_commands_flags_and_choices(complete, words, offered):
 
 def test_bash_completes_files_where_files_belong(complete, tmp_path):
     (tmp_path / "proxy.toml").touch()
-    for words in (["check"], ["--config"], ["status", "--config"], ["explain"], ["top", "--ca"]):
+    for words in (
+        ["check"], ["--config"], ["status", "--config"], ["explain"], ["top", "--ca"],
+        ["workers", "--config"], ["weights", "--json", "pause", "--config"],
+    ):  # fmt: skip
         assert complete(*words, f"{tmp_path}/pro") == [f"{tmp_path}/proxy.toml"], words
 
 

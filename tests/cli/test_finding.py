@@ -32,6 +32,7 @@ def test_a_url_may_be_typed_short(place, typed, url):
         ("0.0.0.0", "http://127.0.0.1:8123"),
         ("::", "http://[::1]:8123"),
         ("fe80::1", "http://[fe80::1]:8123"),
+        ("[::]", "http://[::1]:8123"),
         ("proxy.local", "http://proxy.local:8123"),
     ],
 )

@@ -43,6 +43,14 @@ def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
     assert judged(row(first_p50_ms=500.0)) == [("well", "ok")]
 
 
+def test_an_answer_or_two_make_nobody_slow_nor_the_measure_of_others():
+    few = {"first_p50_ms": 900.0, "answers": 4}
+    assert judged(row(first_p50_ms=10.0), row("b:1", **few)) == [("well", "ok")] * 2
+    assert judged(row(first_p50_ms=10.0), row("b:1", **few | {"answers": 5}))[1][0] == "slow"
+    quick = {"first_p50_ms": 1.0, "answers": 4}
+    assert judged(row(first_p50_ms=100.0), row("b:1", **quick)) == [("well", "ok")] * 2
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=30), st.data())
 def test_the_median_of_the_others_is_that_of_a_list_without_it(times, data):
     times.sort()

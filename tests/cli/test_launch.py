@@ -115,6 +115,15 @@ def test_any_command_can_be_given_whole(started):
     assert started[0].launch[0].command == ("serve", "a b", "--at", "{host}:{port}")
 
 
+def test_replicas_may_listen_on_an_ipv6_address_in_brackets(started, capsys):
+    assert main(["--worker-host", "[::1]", "--host", "[::]"]) == 0
+    config = started[0].over(Config())
+    assert (config.launch[0].host, config.server.host) == ("::1", "::")
+    with pytest.raises(SystemExit):
+        main(["--worker-host", "[h]"])
+    assert "--worker-host: " in capsys.readouterr().err
+
+
 def test_a_file_keeps_its_own_policy(started, tmp_path):
     file = tmp_path / "p.toml"
     file.write_text("")

@@ -14,6 +14,10 @@ def test_a_flag_wins_over_the_file():
     assert merged.health.interval_secs == 0.5
 
 
+def test_an_ipv6_address_may_be_typed_as_in_a_url():
+    assert apply_flags(Config(), {"server.host": "[::1]"}).server.host == "::1"
+
+
 def test_values_may_be_typed_text_or_values():
     assert apply_flags(Config(), {"server.port": 8000}).server.port == 8000
     assert apply_flags(Config(), {"server.host": "10"}).server.host == "10"
@@ -34,6 +38,8 @@ def test_no_flag_changes_nothing(configs, data):
         ("--port", "70000", "must be at most 65535, got 70000"),
         ("--port", "1.5", "expected a whole number, got a number with a fraction"),
         ("--host", "", "must not be empty"),
+        ("--host", "[h]", '"[h]" holds no IPv6 address in its brackets'),
+        ("--host", "[::1]:80", '"[::1]:80" is more than an address'),
         ("--request-timeout-secs", "nan", "must be at least 0, got nan"),
         ("--max-payload-size", "3MX", '"3MX" is no size'),
         ("--health-check-endpoint", "h", "must be a path"),

@@ -212,6 +212,26 @@ def test_a_worker_may_name_only_its_url():
     assert (worker.model, worker.disabled, worker.weight, worker.max_inflight) == ("", False, 1, 0)
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_stand_in_brackets(host):
+    config = parse(f"{LAUNCH}host = '{host}'\n[server]\nhost = '{host}'")
+    assert config.server.host == config.launch[0].host == "::1"
+    assert config.launch[0].urls == ("http://[::1]:31000",)
+
+
+@pytest.mark.parametrize("host", ["[::1", "[]", "[127.0.0.1]", "[h]"])
+def test_brackets_hold_an_ipv6_address_and_nothing_else(host):
+    said = f'"{host}" holds no IPv6 address in its brackets'
+    assert problems(f"[server]\nhost = '{host}'") == [f"proxy.toml:2: server.host: {said}"]
+    assert problems(f"{LAUNCH}host = '{host}'") == [f"proxy.toml:3: launch[0].host: {said}"]
+
+
+def test_a_control_listener_has_an_ipv6_address_in_brackets_only():
+    parse("[admin]\nlisten = '[fe80::1%eth0]:9'")
+    (told,) = problems("[admin]\nlisten = '[1.2.3.4]:9'")
+    assert told.endswith('"[1.2.3.4]" holds no IPv6 address in its brackets')
+
+
 def test_a_file_may_name_a_worker_on_a_unix_socket():
     assert parse('[[workers]]\nurl = "unix:/run/w"').workers[0].url == "unix:/run/w"
 

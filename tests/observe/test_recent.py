@@ -7,7 +7,6 @@ from omni_proxy.observe.recent import (
     KEPT_TROUBLES,
     POINTS,
     TEXT_CHARS,
-    Recent,
 )
 from tests.fleet.entries import NOW, entry, fleet_of
 from tests.observe.ends import ended, refused, whole
@@ -16,16 +15,6 @@ from tests.observe.ends import ended, refused, whole
 @pytest.fixture
 def fleet():
     return fleet_of(entry("a"), entry("b"))
-
-
-@pytest.fixture
-def recent():
-    return Recent()
-
-
-@pytest.fixture
-def meters(fleet, recent):
-    return Meters(fleet, recent)
 
 
 def test_a_second_that_is_over_becomes_a_point(fleet, recent, meters):
@@ -50,7 +39,8 @@ def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
     assert told.rate == pytest.approx(2, rel=0.2)
     assert 50 <= told.errors <= 60
     assert told.first_p50_ms == pytest.approx(200, rel=0.2)
-    assert recent.of(b, 1200.0) == (0.0, 0, None, None)
+    assert told.answers == pytest.approx(110, abs=10)
+    assert recent.of(b, 1200.0) == (0.0, 0, 0, None, None)
 
 
 def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
@@ -106,7 +96,7 @@ def test_who_has_left_the_fleet_is_forgotten_at_once(fleet, recent, meters):
         recent.tick(1000.0 + second, 0, 0)
     fleet.apply([entry("b")], NOW)
     assert set(recent.sums) == {b}
-    assert recent.of(a, 1020.0) == (0.0, 0, None, None)
+    assert recent.of(a, 1020.0) == (0.0, 0, 0, None, None)
     assert recent.of(b, 1020.0).rate == pytest.approx(1, rel=0.2)
 
 
@@ -115,7 +105,7 @@ def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, 
     meters.count(ended(a), a)
     for second in range(70):
         recent.tick(1000.0 + second, 0, 0)
-    assert recent.of(a, 1070.0) == (0.0, 0, None, None)
+    assert recent.of(a, 1070.0) == (0.0, 0, 0, None, None)
 
 
 def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, meters):

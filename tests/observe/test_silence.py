@@ -1,7 +1,5 @@
 import pytest
 
-from omni_proxy.observe.metrics import Meters
-from omni_proxy.observe.recent import Recent
 from omni_proxy.observe.silence import LEAST_SECS, PARTS, SESSIONS, UNKNOWN_SECS, Silences
 from omni_proxy.routing.table import match
 from tests.fleet.entries import NOW, entry, fleet_of
@@ -11,16 +9,6 @@ from tests.observe.ends import CHAT, ended
 @pytest.fixture
 def fleet():
     return fleet_of(*(entry(name) for name in "abcdefg"))
-
-
-@pytest.fixture
-def recent():
-    return Recent()
-
-
-@pytest.fixture
-def meters(fleet, recent):
-    return Meters(fleet, recent)
 
 
 @pytest.fixture

@@ -122,6 +122,19 @@ async def test_a_worker_that_says_nothing_stands_out(page, tmp_path):
         await shows(page, "#alerts", "Nothing needs you")
 
 
+async def test_a_worker_is_called_slow_once_it_has_answered_often_enough(page, tmp_path):
+    async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, "#alerts", "Nothing needs you")
+        few, enough = await page.tell("""[4, 5].map((answers) => {
+            const took = (first_p50_ms) => ({first_p50_ms, first_p99_ms: first_p50_ms, answers});
+            last.fleet.forEach((worker, at) => Object.assign(worker, took(at ? 10 : 900)));
+            paint();
+            return document.querySelector("#alerts").innerText;
+        })""")
+        assert "Nothing needs you" in few
+        assert "is slow" in enough
+
+
 async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet

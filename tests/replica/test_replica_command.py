@@ -47,6 +47,14 @@ def test_serving_gets_what_the_arguments_say(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_be_typed_as_in_a_url(monkeypatch, host):
+    served = []
+    monkeypatch.setattr(llamacpp, "serve", served.append)
+    command.main([*LLAMACPP, "--host", host])
+    assert served[0].host == "::1"
+
+
 def test_the_model_is_served_under_its_own_name_unless_told_otherwise(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
@@ -59,6 +67,8 @@ def test_the_model_is_served_under_its_own_name_unless_told_otherwise(monkeypatc
     [
         (["--port", "0"], "--port: 0 is not within 1 and 65535"),
         (["--port", "http"], "--port: invalid port_number value: 'http'"),
+        (["--host", "[h]"], "--host: [h] is no IPv6 address in brackets"),
+        (["--host", "[::1"], "--host: [::1 is no IPv6 address in brackets"),
         (["--threads", "0"], "--threads: 0 is less than 1"),
         (["--model", "gpt"], "--model: 'gpt' is not one of tiny, smollm2-135m, nor a path to a"),
         ([*LLAMACPP, "--model", "tiny"], "--model tiny needs --engine torch"),

@@ -1,6 +1,8 @@
 """The trainer without a fleet: its words, its buckets, its faults, and that it learns."""
 
+import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -9,10 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 
 from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
-from tools.training.arguments import deadline_of, parser, wishes_of  # noqa: E402
+from tools.training.arguments import deadline_of, parser, understood, wishes_of  # noqa: E402
 from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402
 from tools.training.endpoint import Answer, Endpoint  # noqa: E402
-from tools.training.faults import FAULTS, Moment  # noqa: E402
+from tools.training.faults import FAULTS, ON_DISK, Moment  # noqa: E402
 from tools.training.learner import ANSWER, Learner, checksum_of  # noqa: E402
 from tools.training.rounds import Round  # noqa: E402
 
@@ -57,13 +59,28 @@ def test_its_words_become_wishes():
         (["--timeout-secs", "soon"], "'soon' is no number above 0"),
         (["--endpoint", "127.0.0.1:30000"], "does not begin with http://"),
         (["--fault", "x"], "invalid choice"),
+        (["--sync", "disk", "--fault", "stop"], "--fault stop is of a group, and --sync disk has"),
     ],
 )
 def test_words_that_mean_nothing_end_it_with_2(words, told, capsys):
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args(words)
+        understood(words)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_sync_over_the_disk_takes_the_faults_that_it_can_have():
+    assert ON_DISK == ("die-before", "wrong-shape")
+    for fault in ("none", *ON_DISK):
+        assert understood(["--sync", "disk", "--fault", fault]).fault == fault
+    assert f"(with --sync disk: {', '.join(ON_DISK)})" in parser().format_help()
+
+
+def test_a_file_has_the_shapes_that_are_announced(tensors):
+    (bucket,) = buckets_of(tensors, 1 << 20)
+    assert all(torch.equal(each, tensors[name]) for name, each in bucket.filed())
+    filed = dict(bucket.misshapen().filed())
+    assert (filed["t2"].shape, filed["t3"].shape) == ((3,), (3,))
 
 
 def test_buckets_keep_the_order_and_a_large_tensor_is_one_of_its_own(tensors):
@@ -138,6 +155,13 @@ def test_the_first_cause_is_told_wherever_it_stands():
     assert Answer("/x", 400, {"message": "why"}, 0.0).why == "why"
     assert Answer("/x", 404, {"detail": "Not Found"}, 0.0).why == "Not Found"
     assert Answer("/x", 503, {"error": {"message": "busy"}}, 0.0).why == "busy"
+    failed = {"worker": "http://w", "success": False, "body": {"message": "too small"}}
+    body = {"message": "some failed", "results": [{"worker": "http://v", "success": True}, failed]}
+    assert Answer("/x", 502, body, 0.0).why == "some failed: http://w: too small"
+    gone = {"worker": "http://w", "success": False, "error": "gone"}
+    assert Answer("/x", 502, {"message": "m", "results": [gone]}, 0.0).why == "m: http://w: gone"
+    body["message"] = "http://w: status 400: too small"
+    assert Answer("/x", 400, body, 0.0).why == body["message"]
 
 
 def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words():
@@ -166,6 +190,43 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
     assert told.wait()
     assert told.answer().status == 0
     endpoint.close()
+
+
+@contextmanager
+def answering(status, told):
+    """The URL of one that gives everybody this answer."""
+
+    class Told(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps(told).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Told) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_who_wants_a_key_is_told_of_with_the_ways_to_give_it():
+    with answering(401, {"detail": "Admin API key required"}) as url:
+        endpoint = Endpoint(url, 5.0)
+        with pytest.raises(ValueError, match="required; give it by --api-key KEY, or by SGLANG_"):
+            endpoint.ranks()
+        why = endpoint.begin("/init_weights_update_group", {}).wait()
+        assert why.endswith("required; give it by --api-key KEY, or by SGLANG_OMNI_ADMIN_KEY")
+        endpoint.close()
 
 
 def test_a_round_counts_the_replicas_that_have_the_trainers_weights():

@@ -8,6 +8,7 @@ from omni_proxy.wire.proxy_protocol import MAX_BYTES, Introduction, Malformed, r
 
 SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
 V4 = bytes((10, 1, 2, 3, 10, 0, 0, 1)) + struct.pack("!HH", 5555, 80)
+MAPPED = bytes(10) + b"\xff\xff" + bytes((10, 1, 2, 3)) + bytes(16) + struct.pack("!HH", 1, 2)
 V6 = bytes(15) + b"\x01" + bytes(16) + struct.pack("!HH", 1, 2)
 
 
@@ -18,11 +19,13 @@ def v2(command=0x21, family=0x11, rest=V4, length=None):
 
 GOOD = {
     "TCP4": (b"PROXY TCP4 192.168.0.1 10.0.0.1 56324 443\r\n", "192.168.0.1:56324"),
-    "TCP6": (b"PROXY TCP6 2001:DB8::1 ::1 1 65535\r\n", "2001:db8::1:1"),
+    "TCP6": (b"PROXY TCP6 2001:DB8::1 ::1 1 65535\r\n", "[2001:db8::1]:1"),
     "UNKNOWN": (b"PROXY UNKNOWN\r\n", ""),
     "UNKNOWN with words": (b"PROXY UNKNOWN ffff::1 ::2 a b\r\n", ""),
     "v2": (v2(), "10.1.2.3:5555"),
-    "v2 of IPv6": (v2(family=0x21, rest=V6), "::1:1"),
+    "v2 of IPv6": (v2(family=0x21, rest=V6), "[::1]:1"),
+    "TCP6, an IPv4 client": (b"PROXY TCP6 ::ffff:10.1.2.3 ::1 1 65535\r\n", "10.1.2.3:1"),
+    "v2 of IPv6, an IPv4 client": (v2(family=0x21, rest=MAPPED), "10.1.2.3:1"),
     "v2 with extensions": (v2(rest=V4 + b"\x03\x00\x04abcd"), "10.1.2.3:5555"),
     "v2, our own checks": (v2(command=0x20, family=0x00, rest=b""), ""),
     "v2, a Unix socket": (v2(family=0x31, rest=bytes(216)), ""),

@@ -69,8 +69,7 @@ def test_an_http_1_0_request_without_a_host_is_told_as_such():
     ("peer", "line"),
     [
         ("1.2.3.4:567", b"x-forwarded-for: 1.2.3.4\r\n"),
-        ("2001:db8::1:567", b"x-forwarded-for: 2001:db8::1\r\n"),
-        ("::ffff:1.2.3.4:567", b"x-forwarded-for: 1.2.3.4\r\n"),
+        ("[2001:db8::1]:567", b"x-forwarded-for: 2001:db8::1\r\n"),
         ("unix", b""),
     ],
 )

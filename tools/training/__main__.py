@@ -20,7 +20,7 @@ import torch
 
 from omni_proxy.cli.finding import KEY_VARIABLE
 from omni_proxy.cli.secure import PapersFault, papers_of
-from tools.training.arguments import deadline_of, parser, wishes_of
+from tools.training.arguments import deadline_of, understood, wishes_of
 from tools.training.endpoint import Endpoint
 from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
 from tools.training.learner import QUESTION, Learner
@@ -31,7 +31,7 @@ GOOD, FAILED, MISUNDERSTOOD, TOO_LATE = 0, 1, 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments = understood(argv)
     _end_at(deadline_of(arguments))
     torch.set_num_threads(1)
     try:

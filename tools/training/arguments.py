@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from omni_proxy.cli.finding import KEY_VARIABLE
 from omni_proxy.cli.secure import add_papers
 from tools.training.buckets import FLATTENED, MIB
-from tools.training.faults import FAULTS, NONE
+from tools.training.faults import FAULTS, NONE, ON_DISK
 from tools.training.forms import FORMS
 from tools.training.sync import DISK, Wishes
 
@@ -20,7 +21,7 @@ forms of a sync:
   single     a call per bucket, and its bytes at the same time
   disk       a safetensors file that the replicas read: they need the same disk
 
-faults, in the last round:
+faults, in the last round (with --sync disk: {on_disk}):
 {faults}
 
 exit status: 0 every sync was good and all replicas hold the trainer's weights; 1 not so;
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         prog="tools/trainer",
         description="Fine-tune a small model for a few real steps, and give its weights to the"
         " replicas behind an endpoint: a proxy, or one replica.",
-        epilog=EPILOG.format(faults=faults),
+        epilog=EPILOG.format(faults=faults, on_disk=", ".join(ON_DISK)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument(
@@ -56,6 +57,19 @@ def parser() -> argparse.ArgumentParser:
         "--stop-secs", type=_secs, default=60.0, help="how long the fault `stop` lasts (60)"
     )
     return made
+
+
+def understood(words: Sequence[str] | None) -> argparse.Namespace:
+    """Ends the program with 2 where they mean nothing, also together."""
+    made = parser()
+    arguments = made.parse_args(words)
+    fault = arguments.fault
+    if arguments.sync == DISK and fault not in (NONE, *ON_DISK):
+        made.error(
+            f"--fault {fault} is of a group, and --sync {DISK} has none: take another --sync, or "
+            f"one of {', '.join(ON_DISK)}"
+        )
+    return arguments
 
 
 def _how_to_sync(made: argparse.ArgumentParser) -> None:

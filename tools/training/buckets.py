@@ -6,7 +6,7 @@ is a bucket of its own (two-phase.md 2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,12 @@ class Bucket:
             return list(self.tensors)
         parts = [each.contiguous().reshape(-1).view(torch.uint8) for each in self.tensors]
         return [torch.cat(parts)]
+
+    def filed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies as they are written into a file: of the shapes that are announced."""
+        for name, tensor, shape in zip(self.names, self.tensors, self.shapes, strict=True):
+            same = tuple(tensor.shape) == shape
+            yield name, tensor.clone() if same else tensor.new_zeros(shape)
 
     def misshapen(self) -> Bucket:
         """Its first tensor announced with one row too many."""

@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 
+from omni_proxy.cli.finding import KEY_VARIABLE
 from omni_proxy.cli.secure import NO_PAPERS, Papers, context_of, tls_trouble
 
 SHORT_SECS = 60.0
+UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,13 @@ class Answer:
     @property
     def why(self) -> str:
         """The first cause, as far as the answer tells it."""
-        told = self.body.get("message") or self.body.get("detail") or self.body.get("error")
-        return str(told.get("message") if isinstance(told, dict) else told or self.body)
+        cause = _cause(self.body)
+        for each in _rows(self.body.get("results")):
+            worker, said = each.get("worker"), each.get("body") or each.get("error")
+            if worker and each.get("success") is False:
+                told = _cause(said) if isinstance(said, dict) else said
+                return cause if str(worker) in cause else f"{cause}: {worker}: {told}"
+        return cause
 
 
 class Pending:
@@ -105,7 +112,10 @@ class Endpoint:
             if tls_trouble(self.url, str(error), self._papers):
                 told["lasting"] = True  # waiting mends no papers
         told = told if isinstance(told, dict) else {"answer": told}
-        return Answer(path, status, told, time.monotonic() - started)
+        answer = Answer(path, status, told, time.monotonic() - started)
+        if status == UNAUTHORIZED:
+            told["message"] = f"{answer.why}; give it by --api-key KEY, or by {KEY_VARIABLE}"
+        return answer
 
     def begin(self, path: str, body: dict[str, Any]) -> Pending:
         return Pending(self, path, body)
@@ -118,7 +128,7 @@ class Endpoint:
             raise ValueError(f"{self.url}/server_info tells no tp_size: {told.status} {told.why}")
         return size
 
-    def ask(self, question: str) -> tuple[str, str]:
+    def ask(self, question: str, secs: float = SHORT_SECS) -> tuple[str, str]:
         """The answer to a chat message, and the label of the weights that gave it."""
         body = {
             "messages": [{"role": "user", "content": question}],
@@ -126,7 +136,7 @@ class Endpoint:
             "temperature": 0,
         }
         try:
-            came = self._client.post("/v1/chat/completions", json=body, timeout=SHORT_SECS)
+            came = self._client.post("/v1/chat/completions", json=body, timeout=secs)
             told = came.json()
             text = str(told["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -149,6 +159,11 @@ class Endpoint:
     def _named(self, error: Exception) -> str:
         told = f"{type(error).__name__}: {error}".rstrip(": ")
         return tls_trouble(self.url, told, self._papers) or told
+
+
+def _cause(body: dict[str, Any]) -> str:
+    told = body.get("message") or body.get("detail") or body.get("error")
+    return str(told.get("message") if isinstance(told, dict) else told or body)
 
 
 def _rows(value: object) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ class Fault:
     """No fault at all, and what the others change of it."""
 
     what = "nothing goes wrong"
+    on_disk = False  # whether a sync without a group can have it
 
     def master_port(self, port: int) -> int:
         return port
@@ -60,6 +61,7 @@ class Fault:
 
 class DieBefore(Fault):
     what = "dies when everybody is ready, before it sends a byte"
+    on_disk = True
 
     def before(self) -> None:
         die()
@@ -84,6 +86,7 @@ class DieAfter(Fault):
 
 class WrongShape(Fault):
     what = "announces a shape that the model does not have"
+    on_disk = True
 
     def announced(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         first, *others = buckets
@@ -167,6 +170,9 @@ FAULTS: dict[str, type[Fault]] = {
     "two-at-once": TwoAtOnce,
     "wrong-port": WrongPort,
 }
+
+
+ON_DISK = tuple(name for name, each in FAULTS.items() if each.on_disk)
 
 
 def die() -> None:

@@ -18,6 +18,7 @@ from tools.training.sync import Sync, Wishes
 HEAD = ("ROUND", "LOSS", "MB", "SECS", "GB/S", "VERSION", "CHECKSUMS", "ANSWER")
 WIDTHS = (5, 7, 6, 6, 5, 8, 19, 0)
 ANSWER_SHOWN = 36
+BEFORE_SECS = 5.0  # who was left paused gives no answer, and what comes next mends that
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Training:
 
     def before(self) -> Round:
         """What the endpoint says before it has learnt anything."""
-        answer, version = self._endpoint.ask(QUESTION)
+        answer, version = self._endpoint.ask(QUESTION, BEFORE_SECS)
         own, sums = self._learner.checksum(), self._endpoint.checksums()
         return Round(0, None, 0, 0.0, 0.0, version, sums, own, answer)
 

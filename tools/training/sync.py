@@ -99,10 +99,12 @@ class Sync:
 
         with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
             file = Path(folder) / "model.safetensors"
-            save_file({name: each.clone() for name, each in self.tensors.items()}, file)
+            announced = self.fault.announced(buckets_of(self.tensors, self.wishes.bucket_bytes))
+            save_file({name: each for one in announced for name, each in one.filed()}, file)
             body = {"model_path": str(file), "weight_version": self.version}
             try:
                 self._pause()
+                self.fault.before()
                 self._moved_at = time.monotonic()
                 say(self.endpoint, "/update_weights_from_disk", body)
                 self._moved_secs = time.monotonic() - self._moved_at

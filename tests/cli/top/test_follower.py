@@ -1,12 +1,12 @@
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from omni_proxy.cli.finding import Place
 from omni_proxy.cli.top import follower
 from omni_proxy.cli.top.follower import Follower
+from tests.cli.answering import Quiet, served
 from tests.cli.feeds import feed, point, row
 
 PATIENCE_SECS = 60
@@ -25,7 +25,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(follower, "RETRY_SECS", (0.01,))
     made = Feed()
 
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(Quiet):
         def do_GET(self):
             made.asked += 1
             events = made.connections.pop(0) if made.connections else None
@@ -39,16 +39,8 @@ def stream(monkeypatch):
                 text = event if isinstance(event, str) else json.dumps(event)
                 self.wfile.write(f"data: {text}\n\n".encode())
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        made.url = f"http://127.0.0.1:{server.server_port}"
+    with served(Answers) as made.url:
         yield made
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

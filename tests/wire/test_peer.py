@@ -1,0 +1,17 @@
+import pytest
+
+from omni_proxy.wire.peer import place_of
+
+
+@pytest.mark.parametrize(
+    ("host", "place"),
+    [
+        ("1.2.3.4", "1.2.3.4:567"),
+        ("::1", "[::1]:567"),
+        ("fe80::1%eth0", "[fe80::1%eth0]:567"),
+        ("::ffff:1.2.3.4", "1.2.3.4:567"),
+        ("::ffff:0:1.2.3.4", "[::ffff:0:1.2.3.4]:567"),
+    ],
+)
+def test_an_ipv6_client_is_written_in_brackets_and_a_mapped_one_as_ipv4(host, place):
+    assert place_of(host, 567) == place
