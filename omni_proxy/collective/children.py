@@ -6,6 +6,7 @@ Nobody waits for an import where the nest is warm; a fork is there within millis
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -69,8 +70,9 @@ class Children:
             everyone, self._all = self._all, []
         for child in everyone:
             child.kill("the receiver was closed")
+        until = time.monotonic() + REAP_SECS
         for child in everyone:
-            child.reaped(REAP_SECS)
+            child.reaped(max(until - time.monotonic(), 0))
         self._nest.release()
 
     def _sort(self) -> None:

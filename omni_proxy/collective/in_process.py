@@ -174,6 +174,9 @@ class ProcessReceiver:
     def sender(self, meeting: Meeting) -> ProcessSender:
         return ProcessSender(meeting, self._children, self._blocks)
 
+    def busy(self) -> bool:
+        return bool(self._children.living())
+
     def status(self) -> dict[str, Any]:
         with self._lock:
             groups = list(self._groups.values())

@@ -58,6 +58,9 @@ class ThreadReceiver:
     def sender(self, meeting: Meeting) -> LocalSender:
         return LocalSender(meeting, self._limits.stall_secs)
 
+    def busy(self) -> bool:
+        return bool(self._groups.status()["groups"])
+
     def status(self) -> dict[str, Any]:
         return {"isolation": "thread", **self._groups.status()}
 

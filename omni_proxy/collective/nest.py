@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from omni_proxy.collective.specs import GroupError
-from omni_proxy.collective.wires import News, Over, Wire
+from omni_proxy.collective.wires import News, Over, Wire, send_at_once
 from omni_proxy.itself import program
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Hatched:
         self.wire.end()
         with self._lock, suppress(OSError):  # it is over, and closed
             self._news.shutdown(socket.SHUT_WR)
+        self._nest.wake()
 
     def why(self) -> str:
         """Waits for its end, which has to be near, and says how that came."""
@@ -150,8 +151,13 @@ class _Process:
     def lives(self) -> bool:
         return self._process.poll() is None
 
+    def wake(self) -> None:
+        """Somebody may have stopped it: then nothing would be forked or killed any more."""
+        self._process.send_signal(signal.SIGCONT)
+
     def hatch(self) -> Hatched:
-        """Raises OSError."""
+        """Raises OSError, also where it takes no requests any more."""
+        self.wake()
         with ExitStack() as undo:
             errors = os.memfd_create("omni-weights-errors", os.MFD_CLOEXEC)
             undo.callback(os.close, errors)
@@ -161,7 +167,7 @@ class _Process:
             undo.callback(news.close)
             with theirs, to_tell:
                 descriptors = [theirs.fileno(), errors, to_tell.fileno()]
-                socket.send_fds(self._control, [b"."], descriptors)
+                send_at_once(self._control, b".", descriptors)
             undo.pop_all()
         return Hatched(Wire(ours), news, errors, self)
 

@@ -1,7 +1,8 @@
 """A child process that joins groups for us, seen from here: start, ask, end. No torch here.
 
 Invariant: everybody who waits for an answer of a child that has ended hears so, within
-milliseconds. It ends by itself when this process does, however that happens.
+milliseconds; one that hangs holds nobody longer than he would wait, nor who only tells it
+something. It ends by itself when this process does, however that happens.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from typing import Final
 
 import msgspec
 
@@ -21,6 +23,9 @@ from omni_proxy.collective.wires import Begin, Ended, Logged, Moved, Ready, Repl
 log = logging.getLogger(__name__)
 
 Event = Moved | Ended
+
+# Between orders a child sleeps in one read: whoever takes nothing for so long was stopped.
+TAKE_SECS: Final = 10.0
 
 
 class ChildEnded(GroupError):
@@ -66,24 +71,43 @@ class Child:
     def call(self, order: msgspec.Struct, within_secs: float, *descriptors: int) -> Reply:
         """The reply to an order; raises GroupError with its error, ChildEnded, or no answer."""
         number: int = order.number  # type: ignore[attr-defined]  # every order with a reply has one
-        box = _Box()
+        box, until = _Box(), time.monotonic() + within_secs
         with self._lock:
             if self.why is not None:
                 raise ChildEnded(self.why)
             self._awaited[number] = box
-        self.tell(order, *descriptors)
-        answered = box.filled.wait(within_secs)
-        with self._lock:
-            self._awaited.pop(number, None)
+        try:
+            self._say(order, min(within_secs, TAKE_SECS), *descriptors)
+            answered = box.filled.wait(max(until - time.monotonic(), 0))
+        finally:
+            with self._lock:
+                self._awaited.pop(number, None)
         if box.reply is not None:
             return box.reply
         if answered:
             raise ChildEnded(self.why or "the receiver process ended")
         raise GroupError(f"the receiver process gave no answer within {within_secs:g} s")
 
-    def tell(self, order: msgspec.Struct, *descriptors: int) -> None:
-        with suppress(OSError):  # the reader sees its end
-            self._hatched.wire.send(order, *descriptors)
+    def tell(self, order: msgspec.Struct) -> None:
+        """What has no reply; a child that does not take it is ended."""
+        try:
+            self._say(order, TAKE_SECS)
+        except GroupError as error:
+            self.kill(str(error))
+
+    def _say(self, order: msgspec.Struct, patience_secs: float, *descriptors: int) -> None:
+        """Raises GroupError where it does not take it."""
+        wire = self._hatched.wire
+        try:
+            wire.send(order, *descriptors, patience_secs=patience_secs)
+        except TimeoutError:
+            why = f"the receiver process hangs: it took no order for {patience_secs:g} s"
+            if wire.torn:
+                self.kill(why)
+                raise ChildEnded(why) from None
+            raise GroupError(why) from None
+        except OSError:
+            pass  # the reader sees its end
 
     def follow(self, number: int, heard: Callable[[Event | ChildEnded], None]) -> None:
         """Has `heard` called with what comes about an armed receive, or the child's end.

@@ -80,6 +80,10 @@ class Receiver(Protocol):
         """Opens a group of our own, in which we are rank 0 (the other direction)."""
         ...
 
+    def busy(self) -> bool:
+        """Whether it is in any group, or has a child at work."""
+        ...
+
     def status(self) -> dict[str, Any]:
         """JSON-ready: `groups` with what they do, `kept_bytes`, `processes` where there are any."""
         ...

@@ -40,11 +40,14 @@ class StoreLink:
         self._ended = False
 
     def ended(self) -> bool:
-        """Whether the trainer's side has closed; returns at once."""
-        with self._lock:
-            if not self._ended:
-                self._ended = _at_end(self._connection)
-            return self._ended
+        """Whether the trainer's side is known to have closed; returns at once."""
+        # Who has it waits for an answer, and will see an end himself.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._ended = self._ended or _at_end(self._connection)
+            finally:
+                self._lock.release()
+        return self._ended
 
     def answers(self, within_secs: float) -> bool:
         """Whether the store still answers a ping: a stopped process keeps its sockets open."""

@@ -6,12 +6,15 @@ line. Pure but for the socket itself; knows no torch.
 
 from __future__ import annotations
 
+import array
 import os
+import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Final
 
 import msgspec
@@ -151,21 +154,32 @@ News = Over | Unborn  # what the nest tells of a process
 
 
 class Wire:
-    """One end. Sending is safe from any thread; one thread reads."""
+    """One end. Sending is safe from any thread; one thread reads.
+
+    `torn`: the other end has taken a part of a line and not the rest, so that none can follow.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self.torn = False
         self.descriptors: deque[int] = deque()
 
-    def send(self, message: Struct, *descriptors: int) -> None:
-        """Raises OSError when the other end is gone."""
+    def send(self, message: Struct, *descriptors: int, patience_secs: float = inf) -> None:
+        """Raises OSError when the other end is gone.
+
+        That is a TimeoutError where for `patience_secs` it took nothing, or another thread's line
+        stood in the way: a process that was stopped keeps its socket open.
+        """
         line = msgspec.json.encode(message) + b"\n"
-        with self._lock:
-            sent = 0
-            if descriptors:
-                sent = socket.send_fds(self._connection, [line], list(descriptors))
-            self._connection.sendall(memoryview(line)[sent:])
+        if not self._lock.acquire(timeout=min(patience_secs, threading.TIMEOUT_MAX)):
+            raise TimeoutError(f"another line was not taken within {patience_secs:g} s")
+        try:
+            if self.torn:
+                raise BrokenPipeError("the line before this one was left in the middle")
+            self._put(memoryview(line), descriptors, patience_secs)
+        finally:
+            self._lock.release()
 
     def lines(self) -> Iterator[bytes]:
         """Until the other end is closed; what came beside them is in `descriptors`."""
@@ -189,6 +203,23 @@ class Wire:
         while self.descriptors:
             os.close(self.descriptors.popleft())
 
+    def _put(self, line: memoryview, descriptors: Sequence[int], patience_secs: float) -> None:
+        left = line
+        while left:
+            try:
+                sent = send_at_once(self._connection, left, descriptors)
+            except BlockingIOError:
+                if not self._has_room(patience_secs):
+                    self.torn = len(left) < len(line)
+                    raise TimeoutError(f"nothing was taken for {patience_secs:g} s") from None
+            else:
+                left, descriptors = left[sent:], ()
+
+    def _has_room(self, within_secs: float) -> bool:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        return bool(poll.poll(None if within_secs == inf else within_secs * 1000))
+
     def _read(self) -> bytes:
         try:
             data, descriptors, _, _ = socket.recv_fds(
@@ -198,3 +229,12 @@ class Wire:
             return b""
         self.descriptors += descriptors
         return data
+
+
+def send_at_once(
+    connection: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]
+) -> int:
+    """How many bytes went; raises BlockingIOError where there is room for none."""
+    # `socket.send_fds` drops the flags that it is given.
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    return connection.sendmsg([data], rights if descriptors else [], socket.MSG_DONTWAIT)

@@ -94,5 +94,5 @@ class Holding:
 
     def _follow_config(self, old: Config, new: Config) -> None:
         self.shelf.poke()
-        if self.on and old.weight_sync.mode != new.weight_sync.mode and self._nursery is not None:
-            self._nursery.start_soon(self.own.warm)
+        if old.weight_sync.mode != new.weight_sync.mode and self._nursery is not None:
+            self._nursery.start_soon(self.own.warm if self.on else self.own.rest)

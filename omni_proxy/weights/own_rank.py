@@ -27,6 +27,7 @@ from omni_proxy.collective.receiver import (
 from omni_proxy.collective.rendezvous import GLOO, Meeting
 from omni_proxy.collective.sender import Sender
 from omni_proxy.collective.specs import Plan, plans_of
+from omni_proxy.collective.stop import Stop
 from omni_proxy.config.schema import WeightSync
 from omni_proxy.control.outcomes import WorkerAnswer
 from omni_proxy.control.receiving import COMING, FAILED, Receiving
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 NAME: Final = "proxy"
 NO_LIMIT_SECS: Final = 86400.0  # a clock that is off: torch wants a number
+REST_SECS: Final = 1.0  # between looks whether all that was under way has ended
 HEADER_BYTES: Final = 512  # of a file's header for each tensor, more than it takes
 _REFUSALS: Final = (GroupError, NoRoom, LayoutError, OSError)
 _log = logging.getLogger(__name__)
@@ -57,12 +59,16 @@ class OwnRank:
         self._shelf = shelf
         self._settings = settings
         self._threads = trio.CapacityLimiter(16)
+        # What ends them must not wait behind the calls that it is to end.
+        self._ending = trio.CapacityLimiter(4)
         self._opening = trio.Lock()
         self._receiver: Receiver | None = None
         self._armed: Armed | None = None
         self.coming: Coming | None = None  # the receive that was armed last
         self._draft: Draft | None = None
         self._in_group = False
+        self._joining = Stop()  # for the `init` that was begun last
+        self._leading = 0  # groups of our own that are just being opened
         self._made_for: tuple[object, ...] = ()  # what the receiver was opened with
 
     async def warm(self) -> None:
@@ -71,6 +77,16 @@ class OwnRank:
             (await self._open()).warm()
         except GroupError as error:
             _log.warning("weight_sync.mode needs more than is installed: %s", error)
+        await self.rest()  # where the mode was left again meanwhile
+
+    async def rest(self) -> None:
+        """No version is wanted any more: the idle child ends, as soon as it is idle."""
+        while self._receiver is not None and not self._shelf.wanted:
+            async with self._opening:
+                if not self._leading and not await self._busy():
+                    await self.close()
+                    return
+            await trio.sleep(REST_SECS)
 
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
@@ -91,8 +107,8 @@ class OwnRank:
                 backend=str(backend or GLOO),
                 timeout_s=settings.init_timeout_secs or NO_LIMIT_SECS,
             )
-            self._in_group = True
-            await self._blocking("init", receiver.init, rendezvous)
+            self._in_group, self._joining = True, Stop()
+            await self._blocking("init", receiver.init, rendezvous, self._joining)
             return {"status": "ok", "message": f"joined as rank {rank_offset} of {world_size}"}
 
         return await self._answered(join)
@@ -127,8 +143,12 @@ class OwnRank:
             try:
                 if self._receiver is not None:
                     name = group_name_of(object_of(body))
-                    await self._blocking("destroy", self._receiver.destroy, name)
+                    await self._blocking(
+                        "destroy", self._receiver.destroy, name, limiter=self._ending
+                    )
             finally:
+                # One that nobody waits for any more may not be known to the receiver yet.
+                self._joining.say("the group was destroyed")
                 self._in_group = False
                 await self.discard()
             return {"status": "ok", "message": "left the group"}
@@ -137,8 +157,12 @@ class OwnRank:
 
     async def sender(self, meeting: Meeting) -> Sender:
         """Rank 0 of a group of our own, in a child as well. Raises GroupError."""
-        receiver = await self._open()
-        return await self._blocking("lead", receiver.sender, meeting)
+        self._leading += 1
+        try:
+            receiver = await self._open()
+            return await self._blocking("lead", receiver.sender, meeting)
+        finally:
+            self._leading -= 1
 
     async def seal(self, label: str | None) -> Version:
         """What came since the last one is a version. Raises OSError, LookupError if nothing did."""
@@ -159,7 +183,7 @@ class OwnRank:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(receiver.close, limiter=self._threads)
+                await trio.to_thread.run_sync(receiver.close, limiter=self._ending)
 
     async def look(self) -> Receiving | None:
         """Waits for nothing."""
@@ -193,13 +217,19 @@ class OwnRank:
                 settings.stall_timeout_secs,
                 settings.ready_timeout_secs,
             )
-            if self._receiver is not None and self._made_for != wanted and not self._in_group:
+            if self._receiver is not None and self._made_for != wanted and not await self._busy():
                 await self.close()
             if self._receiver is None:
                 self._made_for = wanted
                 open_one = partial(open_receiver, settings.isolation, _limits(settings), name=NAME)
                 self._receiver = await self._blocking("open", open_one)
             return self._receiver
+
+    async def _busy(self) -> bool:
+        """Whether the receiver's end would end something else."""
+        receiver = self._receiver
+        assert receiver is not None
+        return self._in_group or await self._blocking("look", receiver.busy)
 
     async def _arm(self, body: bytes) -> tuple[Plan, ...]:
         """Raises one of _REFUSALS: then nothing is armed, and what came before is thrown away."""
@@ -263,12 +293,18 @@ class OwnRank:
         received.close()
         return told
 
-    async def _blocking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
+    async def _blocking(
+        self,
+        what: str,
+        call: Callable[..., T],
+        *arguments: object,
+        limiter: trio.CapacityLimiter | None = None,
+    ) -> T:
         """Whoever cancels it leaves the thread to `destroy`, which ends the call that it is in."""
         return await trio.to_thread.run_sync(
             partial(call, *arguments),
             thread_name=f"weights-own-{what}",
-            limiter=self._threads,
+            limiter=limiter or self._threads,
             abandon_on_cancel=True,
         )
 

@@ -64,6 +64,8 @@ class GroupSends:
         self._settings = settings
         self._open = open_one
         self._threads = trio.CapacityLimiter(64)
+        # A group's end must not wait behind the calls that it is to end.
+        self._ending = trio.CapacityLimiter(64)
 
     async def send(
         self, version: Version, worker: Worker, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -98,7 +100,7 @@ class GroupSends:
         finally:
             # Even where we are cancelled: a worker in a group without us would wait for us.
             with trio.move_on_after(ASK_SECS, shield=True):
-                await self._blocking("close", sender.close)
+                await self._blocking("close", sender.close, limiter=self._ending)
                 await asked.post(DESTROY, {"group_name": meeting.group_name})
 
     async def _meet(self, asked: _Asked, sender: Sender, meeting: Meeting) -> WorkerAnswer:
@@ -139,11 +141,17 @@ class GroupSends:
         assert answer is not None
         return await asked.post(END, {}) if together else answer
 
-    async def _blocking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
+    async def _blocking(
+        self,
+        what: str,
+        call: Callable[..., T],
+        *arguments: object,
+        limiter: trio.CapacityLimiter | None = None,
+    ) -> T:
         return await trio.to_thread.run_sync(
             partial(call, *arguments),
             thread_name=f"weights-relay-{what}",
-            limiter=self._threads,
+            limiter=limiter or self._threads,
             abandon_on_cancel=True,
         )
 

@@ -7,8 +7,10 @@ import pytest
 from omni_proxy.collective import nest as nests
 from omni_proxy.collective.nest import SHARED, Nest
 from omni_proxy.collective.receiver import open_receiver
+from tests.collective.pooling import pool
 from tests.collective.receiving import LIMITS, light
-from tests.collective.trainer_side import Pool
+
+__all__ = ["pool"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,13 +29,6 @@ def nest(monkeypatch):
     nest.hold()
     yield nest
     nest.release()
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture

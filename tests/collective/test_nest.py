@@ -11,15 +11,9 @@ from omni_proxy.collective.process import Child, ChildEnded
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.wires import Ask, Begin
 from tests.collective.waiting import until
+from tests.processes import alive
 
 BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_single_file_build_starts_itself(monkeypatch):
@@ -68,6 +62,20 @@ def test_children_are_forks_that_end_with_it(nest):
     until(lambda: not any(alive(child.pid) for child in children))
     again = Child(BEGIN, "again", nest)
     again.require_ready(60)
+
+
+def test_one_that_was_stopped_goes_on_when_somebody_wants_a_child_or_its_end(nest):
+    first = Child(BEGIN, "first", nest)
+    first.require_ready(60)
+    before = nest.pid()
+    os.kill(before, signal.SIGSTOP)
+    second = Child(BEGIN, "second", nest)
+    second.require_ready(20)
+    for each in (before, first.pid):
+        os.kill(each, signal.SIGSTOP)
+    first.kill("enough")
+    until(lambda: not alive(first.pid))
+    assert (nest.pid(), alive(second.pid)) == (before, True)
 
 
 def test_a_fork_has_nothing_of_another_one(nest):

@@ -3,18 +3,22 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 
 from omni_proxy.collective import nest as module
+from omni_proxy.collective import process
 from omni_proxy.collective.process import Child, ChildEnded
 from omni_proxy.collective.specs import GroupError
-from omni_proxy.collective.wires import Ask, Begin, Logged, Wire
+from omni_proxy.collective.wires import Ask, Begin, Forget, Logged, Wire
 from tests.collective.receiving import light
-from tests.collective.waiting import until
+from tests.collective.waiting import until, within
+from tests.processes import alive
 
 BEGIN = Begin(1.0, 1.0, 1.0, None, 60.0, 30)
+HUGE = "g" * (4 << 20)  # much more than a socket holds
 
 
 @pytest.fixture
@@ -105,6 +109,59 @@ def test_a_child_that_does_not_answer_is_not_waited_for(child):
     child.kill("enough")
     assert child.reaped(10)
     assert child.why == "enough"
+
+
+def test_an_order_that_a_stopped_child_cannot_take_ends_it(child, monkeypatch):
+    monkeypatch.setattr(process, "TAKE_SECS", 0.2)
+    child.require_ready(60)
+    heard = []
+    child.follow(7, heard.append)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(ChildEnded, match=r"hangs: it took no order for 0\.2 s"):
+        within(30, lambda: child.call(Ask(child.number(), HUGE, False), 600))
+    assert child.reaped(20)
+    until(lambda: not alive(child.pid))
+    assert [str(each) for each in heard] == [child.why]
+    assert child.why.startswith("the receiver process hangs")
+
+
+def test_nobody_waits_behind_an_order_that_a_stopped_child_does_not_take(child):
+    child.require_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
+    huge = Ask(child.number(), HUGE, False)
+    stuck = ThreadPoolExecutor(1).submit(child.call, huge, 600)
+    until(child._hatched.wire._lock.locked)
+    with pytest.raises(GroupError, match=r"took no order for 0\.1 s"):
+        within(30, lambda: child.call(Ask(child.number(), "g", False), 0.1))
+    assert not stuck.done()
+    assert child.why is None  # who only asks ends nobody
+    child.kill("enough")
+    with pytest.raises(ChildEnded, match="enough"):
+        stuck.result(30)
+
+
+def test_a_stopped_child_that_is_told_more_than_it_holds_is_ended(child, monkeypatch):
+    monkeypatch.setattr(process, "TAKE_SECS", 0.2)
+    child.require_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
+    message = ""
+    while "took no order" not in message:  # short lines go in whole or not at all
+        with pytest.raises(GroupError) as refusal:
+            within(30, lambda: child.call(Ask(child.number(), "g" * 1000, False), 0))
+        message = str(refusal.value)
+    assert child.why is None
+    within(30, lambda: child.tell(Forget((1,))))
+    assert child.reaped(20)
+    assert child.why == "the receiver process hangs: it took no order for 0.2 s"
+
+
+def test_after_a_line_that_was_left_in_the_middle_no_other_one_goes(wires):
+    ours, _ = wires
+    with pytest.raises(TimeoutError, match="nothing was taken"):
+        within(30, lambda: ours.send(Logged(1, HUGE), patience_secs=0.05))
+    assert ours.torn
+    with pytest.raises(BrokenPipeError, match="left in the middle"):
+        ours.send(Logged(1, "short"), patience_secs=0.05)
 
 
 def test_a_child_that_is_given_up_before_it_is_born_is_gone_at_once(nest, monkeypatch):

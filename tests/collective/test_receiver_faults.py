@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.collective import in_process
+from omni_proxy.collective import in_process, process
 from omni_proxy.collective.receiver import GroupError, Limits, open_receiver
 from omni_proxy.collective.specs import plans_of
 from tests.collective.receiving import (
@@ -18,7 +18,8 @@ from tests.collective.receiving import (
     recovers,
 )
 from tests.collective.trainer_side import Trainer
-from tests.collective.waiting import until
+from tests.collective.waiting import until, within
+from tests.processes import alive
 
 BIG_BYTES = 384 << 20
 
@@ -65,6 +66,25 @@ def test_a_trainer_that_dies_before_its_first_byte_is_noticed(receiver, pool):
     receiver.destroy("g")  # what a failure dropped may still be destroyed, once
     with pytest.raises(GroupError, match="does not exist"):
         receiver.destroy("g")
+    assert recovers(receiver, pool)
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_a_stopped_child_that_cannot_take_a_long_announcement_is_ended_and_replaced(
+    receiver, pool, monkeypatch
+):
+    monkeypatch.setattr(process, "TAKE_SECS", 0.5)
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    child = receiver.status()["groups"][0]["process"]
+    os.kill(child, signal.SIGSTOP)
+    long = [("uint8", [1], 1)] * 6000
+    with pytest.raises(GroupError, match=r"hangs: it took no order for 0\.5 s") as failure:
+        within(30, lambda: armed(receiver, long))
+    assert failure.value.group_dropped
+    assert receiver.status()["groups"] == []
+    until(lambda: not alive(child))
+    trainer.kill()
     assert recovers(receiver, pool)
 
 

@@ -9,6 +9,7 @@ from omni_proxy.collective import store_link
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.collective.store_link import open_store_link
 from tests.collective.trainer_side import Pool, free_port
+from tests.collective.waiting import within
 
 
 @pytest.fixture
@@ -51,6 +52,22 @@ def test_the_end_of_the_store_is_seen_and_stays_so():
     assert link.ended()
     link.close()
     pool.close()
+
+
+def test_to_look_for_an_end_waits_for_nobody_who_waits_for_an_answer(listener):
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(open_store_link, listener.getsockname(), 10.0, never)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(connection.recv(64)[-4:])
+            link = opening.result(30)
+            asking = threads.submit(link.answers, 60.0)
+            assert connection.recv(64)
+            assert not within(10, link.ended)
+            assert not asking.done()
+        assert not asking.result(30)
+        assert link.ended()
+    link.close()
 
 
 def test_who_is_given_up_ends_between_two_tries():

@@ -1,17 +1,24 @@
+"""What tests of weights share: workers that answer from a table, desks over them, trainers."""
+
 import pytest
 import trio
 
 from omni_proxy.config.schema import WeightSync
 from omni_proxy.watch import broadcast
 from omni_proxy.weights import sync_watch
+from tests.collective.pooling import pool
 from tests.front.house import A, B
 from tests.weights.desks import Gated, house_with
+from tests.weights.holders import Running
 from tests.weights.syncs import Trainer, store_of_a_trainer, sync_house
+
+__all__ = ["pool"]
 
 
 @pytest.fixture
-def engines(monkeypatch):
-    return Gated().install(monkeypatch)
+def engines(request, monkeypatch):
+    """Those that the test's module names in `ENGINES`, or the plain ones."""
+    return getattr(request.module, "ENGINES", Gated)().install(monkeypatch)
 
 
 @pytest.fixture
@@ -57,7 +64,35 @@ async def store():
 
 
 @pytest.fixture
-async def trainer(engines, folder, nursery, store, listening):
-    house = sync_house(folder)
-    await nursery.start(house.desk.run)
-    return Trainer(house, store)
+def trainer_with(engines, folder, nursery, store, listening):
+    """Starts a proxy with these settings; the trainer before it."""
+
+    async def begin(**settings):
+        house = sync_house(folder, **settings)
+        await nursery.start(house.desk.run)
+        return Trainer(house, store)
+
+    return begin
+
+
+@pytest.fixture
+async def trainer(trainer_with):
+    return await trainer_with()
+
+
+@pytest.fixture
+def policy():
+    """`on_failure` of the desk that is `running`."""
+    return "quarantine"
+
+
+@pytest.fixture
+async def running(engines, folder, pool, policy):
+    """A desk in mode "receive" over its workers, and the group of a trainer of the pool."""
+    made = Running(engines, folder, pool, on_failure=policy)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            await made.start(nursery)
+            yield made
+            nursery.cancel_scope.cancel()
+    made.close()

@@ -6,9 +6,8 @@ import trio
 from omni_proxy.collective.receiver import Place
 from omni_proxy.collective.specs import plans_of
 from omni_proxy.weights.ahead import AHEAD, Coming
-from tests.collective.trainer_side import Pool
 from tests.front.house import A, B
-from tests.weights.holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders, Running
+from tests.weights.holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders
 
 torch = pytest.importorskip("torch")
 
@@ -67,27 +66,14 @@ class Loaders(Holders):
         return all(not tensor.any() for _, tensor in self.targets[url])
 
 
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def reads():
     return (A, B)
 
 
 @pytest.fixture
-async def running(monkeypatch, folder, pool, reads):
-    made = Running(Loaders(folder, reads).install(monkeypatch), folder, pool)
-    with trio.fail_after(PATIENCE_SECS):
-        async with trio.open_nursery() as nursery:
-            await made.start(nursery)
-            yield made
-            nursery.cancel_scope.cancel()
-    made.close()
+def engines(monkeypatch, folder, reads):
+    return Loaders(folder, reads).install(monkeypatch)
 
 
 async def armed(running, pool, **body):

@@ -170,6 +170,16 @@ async def test_a_flushed_cache_is_forgotten_and_a_kept_one_is_not(house, engines
     assert forgotten == house.fleet.workers
 
 
+async def test_who_has_flushed_its_cache_is_forgotten_and_who_refused_to_is_not(house, engines):
+    forgotten = []
+    house.fleet.watch_forgotten(forgotten.append)
+    engines.says[B, "/flush_cache"] = (500, b"busy")
+    assert (await house.desk.submit(call("/flush_cache"))).status == 502
+    assert forgotten == house.fleet.workers[:1]
+    await house.desk.submit(call(PAUSE))
+    assert len(forgotten) == 1
+
+
 async def test_epochs_rise_with_each_update_that_somebody_took(house, engines, folder):
     engines.labels = {A: "v2", B: "v2"}
     told = (await house.desk.submit(call())).body

@@ -8,34 +8,11 @@ from omni_proxy.control.published import Due
 from omni_proxy.control.routes import BY_PATH
 from omni_proxy.weights import catchup
 from omni_proxy.weights.work import AdminCall
-from tests.collective.trainer_side import Pool
 from tests.front.house import NOW, A, B, build_house
-from tests.weights.holders import CHECKER, DISK, FIRST, Holders, Running
+from tests.weights.holders import CHECKER, DISK, FIRST, Holders
 
 pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def policy():
-    return "quarantine"
-
-
-@pytest.fixture
-async def running(monkeypatch, folder, pool, policy):
-    made = Running(Holders().install(monkeypatch), folder, pool, on_failure=policy)
-    with trio.fail_after(60):
-        async with trio.open_nursery() as nursery:
-            await made.start(nursery)
-            yield made
-            nursery.cancel_scope.cancel()
-    made.close()
+ENGINES = Holders
 
 
 def down(running, url):

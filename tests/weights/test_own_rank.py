@@ -7,24 +7,18 @@ import pytest
 import trio
 import trio.testing
 
+from omni_proxy.collective.group import Groups
 from omni_proxy.config.schema import WeightSync
 from omni_proxy.weights import own_rank
 from omni_proxy.weights.own_rank import OwnRank
 from omni_proxy.weights.store.shelf import Shelf
-from tests.collective.trainer_side import Pool
+from tests.ports import free_port
 from tests.weights.store.drafts import forget
 
 pytest.importorskip("torch")
 
 PATIENCE_SECS = 60
 TENSORS = [["bfloat16", [300, 7], 1], ["float32", [5], 2], ["int64", [], 3], ["uint8", [0, 4], 4]]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -240,6 +234,74 @@ async def test_two_that_want_its_receiver_at_once_have_the_same(own, pool, monke
         go_on.set()
     assert len(made) == 1
     await left(own, await joined(own, pool))
+
+
+async def test_its_child_ends_when_versions_are_not_wanted_any_more_and_its_group_is_over(
+    pool, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(own_rank, "REST_SECS", 0.01)
+    modes = ["receive"]
+
+    def now():
+        return WeightSync(mode=modes[-1], store_dir=str(tmp_path / "versions"))
+
+    own = OwnRank(Shelf(now, tmp_path), now)
+    with trio.fail_after(PATIENCE_SECS):
+        trainer = await joined(own, pool)
+        receiver = own._receiver
+        assert receiver.busy()
+        modes.append("coordinate")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(own.rest)
+            await own.prepare(body())
+            await sent(trainer)
+            assert (await own.complete(b'{"group_name": "g"}')).success
+            modes.append("both")  # wanted again before it could end
+        assert own._receiver is receiver
+        modes.append("off")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(own.rest)
+            assert (await left(own, trainer)).success
+        assert own._receiver is None
+        with pytest.raises(own_rank.GroupError, match="shutting down"):
+            receiver.sender(own_rank.Meeting("127.0.0.1", 2, "h", "gloo", 1.0))
+        await own.warm()  # somebody was quicker than that
+        assert own._receiver is None
+        modes.append("receive")
+        await left(own, await joined(own, pool))
+        await own.close()
+    forget(own._shelf.store)
+
+
+@pytest.mark.parametrize("settings", [{"isolation": "thread", "init_timeout_secs": 120}])
+async def test_a_join_that_has_hardly_begun_when_its_group_is_destroyed_joins_nothing(
+    own, monkeypatch
+):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def dawdle(*_):
+        begun.set()
+        go_on.wait(PATIENCE_SECS)
+
+    monkeypatch.setattr(Groups, "_make_room", dawdle)
+    place = {"master_address": "127.0.0.1", "master_port": free_port(), "group_name": "g"}
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(own.init, place, 1, 2)
+        await trio.to_thread.run_sync(begun.wait)
+        nursery.cancel_scope.cancel()
+    await own.destroy(b'{"group_name": "g"}')
+    go_on.set()
+    while any(each.name == "weights-own-init" for each in threading.enumerate()):  # noqa: ASYNC110
+        await trio.sleep(0.01)
+    assert own._receiver.status()["groups"] == []
+
+
+async def test_what_ends_a_group_does_not_wait_behind_who_waits_for_it(own, pool):
+    trainer = await joined(own, pool)
+    while own._threads.available_tokens:
+        own._threads.acquire_on_behalf_of_nowait(object())
+    assert (await left(own, trainer)).success
+    assert own._receiver.status()["groups"] == []
 
 
 async def test_without_torch_a_trainer_is_told_what_to_install(own, monkeypatch):

@@ -5,14 +5,6 @@ import trio
 
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.weights.owner import OwnerLink, reachable
-from tests.weights.syncs import store_of_a_trainer
-
-
-@pytest.fixture
-async def store():
-    async with store_of_a_trainer() as found:
-        with trio.fail_after(60):
-            yield found
 
 
 @pytest.fixture

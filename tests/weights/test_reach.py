@@ -6,12 +6,8 @@ from omni_proxy.weights.reach import until_refused
 from tests.front.engines_at_hand import Engines
 from tests.front.house import A, build_house, entry
 
+ENGINES = Engines
 REFUSED = httpx.ConnectError("refused")
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
 
 
 def worker():

@@ -16,20 +16,14 @@ from tests.weights.syncs import (
     TENSORS,
     UPDATE,
     Engines,
-    Trainer,
     asks,
     init_body,
     store_of_a_trainer,
-    sync_house,
     uncertain,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
+ENGINES = Engines
 
 
 # Whose it is
@@ -108,15 +102,13 @@ async def test_a_trainer_that_dies_is_answered_for(trainer, engines):
 
 
 async def test_a_trainer_that_is_stopped_is_given_up_when_it_has_been_silent_for_too_long(
-    engines, folder, nursery, store
+    trainer_with, store
 ):
-    house = sync_house(folder, stall_timeout_secs=1.0)
-    await nursery.start(house.desk.run)
-    trainer = Trainer(house, store)
+    trainer = await trainer_with(stall_timeout_secs=1.0)
     await trainer.arm()
     store.silent = True
     await trainer.until("idle")
-    assert "has not answered for 1 s" in house.desk.sync.status()["last_cause"]
+    assert "has not answered for 1 s" in trainer.house.desk.sync.status()["last_cause"]
 
 
 async def test_a_trainer_that_dies_in_the_middle_of_its_parts_leaves_doubt(trainer):

@@ -22,28 +22,12 @@ from tests.weights.syncs import (
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
 SHORT_SECS = 0.2
 
 
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
-
-
-@pytest.fixture
-def made(folder, nursery, store):
-    """A trainer before a proxy with these settings."""
-
-    async def begin(**settings):
-        house = sync_house(folder, **settings)
-        await nursery.start(house.desk.run)
-        return Trainer(house, store)
-
-    return begin
-
-
-async def test_who_does_not_get_ready_in_time_is_named_and_all_are_disarmed(made, engines):
-    trainer = await made(ready_timeout_secs=SHORT_SECS)
+async def test_who_does_not_get_ready_in_time_is_named_and_all_are_disarmed(trainer_with, engines):
+    trainer = await trainer_with(ready_timeout_secs=SHORT_SECS)
     await trainer.join()
     engines.shut(PREPARE, B)
     answer = await trainer.ask(PREPARE, **BUCKETS)
@@ -58,8 +42,10 @@ async def test_who_does_not_get_ready_in_time_is_named_and_all_are_disarmed(made
 
 
 @pytest.mark.parametrize("path", [COMPLETE, UPDATE])
-async def test_what_does_not_come_in_time_is_given_up_and_asked_for_once(made, engines, path):
-    trainer = await made(receive_timeout_secs=SHORT_SECS)
+async def test_what_does_not_come_in_time_is_given_up_and_asked_for_once(
+    trainer_with, engines, path
+):
+    trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await (trainer.arm() if path == COMPLETE else trainer.join())
     engines.shut(path)
     with trio.fail_after(15):
@@ -74,9 +60,9 @@ async def test_what_does_not_come_in_time_is_given_up_and_asked_for_once(made, e
     assert held(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
-async def test_what_is_refused_when_its_time_is_over_changed_nobody(made, engines):
+async def test_what_is_refused_when_its_time_is_over_changed_nobody(trainer_with, engines):
     """As replicas answer that are told to leave while they wait for bytes."""
-    trainer = await made(receive_timeout_secs=SHORT_SECS)
+    trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await trainer.arm()
     engines.shut(COMPLETE)
     before = versions(trainer.house)
@@ -132,8 +118,8 @@ async def test_a_clock_that_is_off_ends_nothing_and_that_of_other_calls_does_not
         assert answers[0].ok, (path, answers[0].body)
 
 
-async def test_an_answer_that_is_awaited_comes_when_its_trainer_dies(made, engines):
-    trainer = await made()
+async def test_an_answer_that_is_awaited_comes_when_its_trainer_dies(trainer_with, engines):
+    trainer = await trainer_with()
     await trainer.arm()
     engines.shut(COMPLETE)
     answers = []

@@ -19,11 +19,7 @@ from tests.weights.syncs import (
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
+ENGINES = Engines
 
 
 # In parts

@@ -3,34 +3,11 @@
 import pytest
 import trio
 
-from tests.collective.trainer_side import Pool
 from tests.front.house import NOW, A, B
-from tests.weights.holders import DISK, Holders, Running
+from tests.weights.holders import DISK, Holders
 
 pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def policy():
-    return "quarantine"
-
-
-@pytest.fixture
-async def running(monkeypatch, folder, pool, policy):
-    made = Running(Holders().install(monkeypatch), folder, pool, on_failure=policy)
-    with trio.fail_after(60):
-        async with trio.open_nursery() as nursery:
-            await made.start(nursery)
-            yield made
-            nursery.cancel_scope.cancel()
-    made.close()
+ENGINES = Holders
 
 
 async def test_nobody_waits_for_another_to_have_it(running):

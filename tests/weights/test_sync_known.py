@@ -1,16 +1,14 @@
 """A worker that has just proven what it holds is not asked to hash all of it again."""
 
 import pytest
-import trio
 
 from omni_proxy.control.outcomes import WorkerAnswer
 from omni_proxy.weights.checksum import roll_up
 from omni_proxy.weights.store.layout import Row
 from omni_proxy.weights.store.record import Record, Version
 from omni_proxy.weights.sync_known import known_by
-from tests.collective.trainer_side import Pool
 from tests.front.house import A, B
-from tests.weights.holders import CHECKER, DISK, Holders, Running
+from tests.weights.holders import CHECKER, DISK, Holders
 
 pytest.importorskip("torch")
 DIGESTS = {"a": "1", "b": "2"}
@@ -42,27 +40,7 @@ class Telling(Holders):
         return [self.paths(url).count(CHECKER) for url in (A, B)]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Telling().install(monkeypatch)
-
-
-@pytest.fixture
-async def running(engines, folder, pool):
-    made = Running(engines, folder, pool)
-    with trio.fail_after(60):
-        async with trio.open_nursery() as nursery:
-            await made.start(nursery)
-            yield made
-            nursery.cancel_scope.cancel()
-    made.close()
+ENGINES = Telling
 
 
 async def test_what_the_delivery_has_proven_is_not_hashed_again(running, engines):

@@ -27,11 +27,7 @@ from tests.weights.syncs import (
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
+ENGINES = Engines
 
 
 # Asked for twice
@@ -122,18 +118,14 @@ def telling(engines, state, nbytes, error=None):
     )
 
 
-async def test_a_trainer_that_lives_and_sends_nothing_more_is_given_up(
-    engines, folder, nursery, store
-):
-    house = sync_house(folder, stall_timeout_secs=1.0, ready_timeout_secs=60)
-    await nursery.start(house.desk.run)
-    trainer = Trainer(house, store)
+async def test_a_trainer_that_lives_and_sends_nothing_more_is_given_up(trainer_with, engines):
+    trainer = await trainer_with(stall_timeout_secs=1.0, ready_timeout_secs=60)
     await trainer.arm()
     telling(engines, "receiving", 7)
     await trainer.until("idle")
-    assert "nothing has come for 1 s" in house.desk.sync.status()["last_cause"]
+    assert "nothing has come for 1 s" in trainer.house.desk.sync.status()["last_cause"]
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
-    assert uncertain(house) == []
+    assert uncertain(trainer.house) == []
     answer = await trainer.ask(COMPLETE)
     assert answer.status == 400
     assert "nothing has come" in answer.body["message"]

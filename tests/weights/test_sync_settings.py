@@ -15,36 +15,18 @@ from tests.weights.syncs import (
     INIT,
     PREPARE,
     Engines,
-    Trainer,
     asks,
     init_body,
-    sync_house,
     uncertain,
     versions,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
 
 
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
-
-
-@pytest.fixture
-def made(folder, nursery, store):
-    """A trainer before a proxy with these settings."""
-
-    async def begin(**settings):
-        house = sync_house(folder, **settings)
-        await nursery.start(house.desk.run)
-        return Trainer(house, store)
-
-    return begin
-
-
-async def test_what_runs_gets_its_time_before_a_complete_is_forwarded(made, engines):
-    trainer = await made(drain_secs=60.0)
+async def test_what_runs_gets_its_time_before_a_complete_is_forwarded(trainer_with, engines):
+    trainer = await trainer_with(drain_secs=60.0)
     await trainer.arm()
     worker = trainer.house.worker(B)
     worker.in_flight = 1
@@ -63,8 +45,8 @@ async def test_what_runs_gets_its_time_before_a_complete_is_forwarded(made, engi
     assert uncertain(trainer.house) == []
 
 
-async def test_where_requests_may_pass_nobody_is_held_and_no_version_is_told(made, engines):
-    trainer = await made(while_updating="pass")
+async def test_where_requests_may_pass_nobody_is_held_and_no_version_is_told(trainer_with, engines):
+    trainer = await trainer_with(while_updating="pass")
     await trainer.arm()
     await trainer.well(COMPLETE, weight_version="v2")
     assert set(versions(trainer.house).values()) == {("v2", 1)}
@@ -78,8 +60,8 @@ async def test_where_requests_may_pass_nobody_is_held_and_no_version_is_told(mad
         engines.open(COMPLETE)
 
 
-async def test_with_verify_off_nobody_is_asked_for_checksums(made, engines):
-    trainer = await made(verify="off")
+async def test_with_verify_off_nobody_is_asked_for_checksums(trainer_with, engines):
+    trainer = await trainer_with(verify="off")
     engines.sums[B] = "other"
     await trainer.arm()
     told = await trainer.well(COMPLETE, weight_version="v2")
@@ -88,8 +70,8 @@ async def test_with_verify_off_nobody_is_asked_for_checksums(made, engines):
     assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
 
 
-async def test_every_call_to_a_replica_carries_the_key_of_who_asked_for_it(made, engines):
-    trainer = await made()
+async def test_every_call_to_a_replica_carries_the_key_of_who_asked_for_it(trainer_with, engines):
+    trainer = await trainer_with()
     for path, body in (
         (INIT, init_body(trainer.store)),
         (PREPARE, BUCKETS),
@@ -113,8 +95,10 @@ async def test_every_call_to_a_replica_carries_the_key_of_who_asked_for_it(made,
             assert None not in keys or path in looks, path
 
 
-async def test_no_weights_change_before_every_door_knows_that_a_replica_is_held(made, engines):
-    trainer = await made()
+async def test_no_weights_change_before_every_door_knows_that_a_replica_is_held(
+    trainer_with, engines
+):
+    trainer = await trainer_with()
     await trainer.arm()
     asked, all_know = trio.Event(), trio.Event()
 

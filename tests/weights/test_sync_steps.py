@@ -13,7 +13,6 @@ from tests.weights.syncs import (
     TENSORS,
     UPDATE,
     Engines,
-    Trainer,
     asks,
     sync_house,
     uncertain,
@@ -21,11 +20,7 @@ from tests.weights.syncs import (
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
+ENGINES = Engines
 
 
 # Joining
@@ -52,10 +47,9 @@ async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
     assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
 
 
-async def test_a_backend_of_ours_goes_to_every_replica(engines, folder, nursery, store):
-    house = sync_house(folder, backend="nccl")
-    await nursery.start(house.desk.run)
-    await Trainer(house, store).join()
+async def test_a_backend_of_ours_goes_to_every_replica(trainer_with, engines):
+    trainer = await trainer_with(backend="nccl")
+    await trainer.join()
     assert engines.bodies(INIT, B)[0]["backend"] == "nccl"
 
 
@@ -92,10 +86,8 @@ async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
     await trainer.join()
 
 
-async def test_a_join_ends_at_its_own_deadline_and_at_no_other(engines, folder, nursery, store):
-    house = sync_house(folder, init_timeout_secs=0.2)
-    await nursery.start(house.desk.run)
-    trainer = Trainer(house, store)
+async def test_a_join_ends_at_its_own_deadline_and_at_no_other(trainer_with, engines):
+    trainer = await trainer_with(init_timeout_secs=0.2)
     engines.shut(INIT, B)
     answer = await trainer.init()
     assert answer.status == 502

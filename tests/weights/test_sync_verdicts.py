@@ -20,14 +20,10 @@ from tests.weights.syncs import (
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
 FLUSH = "/flush_cache"
 STALE = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
 DAMAGED = {"success": False, "detail": {"message": "The weights are damaged: update them"}}
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
 
 
 @pytest.fixture

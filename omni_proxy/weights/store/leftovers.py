@@ -2,7 +2,8 @@
 
 Whoever uses such a folder holds a lock on it, which ends with it however it ends, and a link in it
 says which store it belongs to. Invariant: what is in use is never touched, nor what only lies in
-memory while its store is still there: that store's next program finds it again.
+memory while its store is still there: that store's next program finds it again. Who has just made
+one, and has no lock on it yet, finds it gone and makes it anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import re
 import shutil
 import stat
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -21,6 +24,9 @@ from omni_proxy.weights.store import places
 from omni_proxy.weights.store.record import RECORD
 
 OF: Final = ".of"  # the link to the store on the disk
+# Who sweeps has a folder for as long as it takes to remove what is in it.
+SWEEP_SECS: Final = 5.0
+AGAIN_SECS: Final = 0.01
 _VERSION: Final = re.compile(r"v[1-9]\d*")
 _log = logging.getLogger(__name__)
 
@@ -28,13 +34,16 @@ _log = logging.getLogger(__name__)
 def claim(memory: Path, disk: Path) -> int | None:
     """A descriptor that keeps it from being swept while it is open. Raises OSError.
 
-    None where somebody else has it just now: it is used without then.
+    None where somebody else has it and does not let go: it is used without then.
     """
-    descriptor = _locked(memory)
-    if descriptor is not None:
-        link = memory / OF
-        link.unlink(missing_ok=True)
-        link.symlink_to(disk.resolve())
+    pause, until = threading.Event(), time.monotonic() + SWEEP_SECS
+    while (descriptor := _made_and_locked(memory)) is None:
+        if time.monotonic() >= until:
+            return None
+        pause.wait(AGAIN_SECS)
+    link = memory / OF
+    link.unlink(missing_ok=True)
+    link.symlink_to(disk.resolve())
     return descriptor
 
 
@@ -73,19 +82,30 @@ def _swept(folder: Path) -> bool:
 
 
 def _needless(folder: Path) -> bool:
-    """Whether its store is gone, or has all of it on the disk, too."""
+    """Whether it is empty, or its store is gone, or has all of it on the disk, too."""
     link = folder / OF
     if not link.is_symlink():
-        return False  # nobody can say whose it is
+        # Of one that has something in it nobody can say whose it is.
+        return not any(folder.iterdir())
     disk = link.readlink()
     whole = [each for each in folder.iterdir() if _VERSION.fullmatch(each.name)]
     return not disk.is_dir() or all((disk / each.name / RECORD).is_file() for each in whole)
 
 
+def _made_and_locked(memory: Path) -> int | None:
+    memory.mkdir(mode=0o700, exist_ok=True)
+    try:
+        return _locked(memory)
+    except FileNotFoundError:
+        return None  # swept between the two
+
+
 def _locked(folder: Path) -> int | None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with suppress(BlockingIOError):
+    """None where somebody else has it, or where another one has this name by now."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
+        if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+            return descriptor
     os.close(descriptor)
     return None

@@ -108,9 +108,12 @@ class VersionStore:
                     self._remove_from_memory(number, kept)
             self._tell()
             self._point()
-            self.close()
-            if self._memory is not None and not self._kept_in_memory:
-                leftovers.give_up(self._memory)
+            try:
+                # Before the next one may have it, which would find it in use and then gone.
+                if self._memory is not None and not self._kept_in_memory:
+                    leftovers.give_up(self._memory)
+            finally:
+                self.close()
 
     def versions(self) -> list[Version]:
         """The newest first. This and the three below wait for nobody."""

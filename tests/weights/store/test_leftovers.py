@@ -1,13 +1,16 @@
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from omni_proxy.weights.store import places
-from omni_proxy.weights.store.leftovers import sweep
+from omni_proxy.weights.store import leftovers, places
+from omni_proxy.weights.store.leftovers import OF, sweep
 from omni_proxy.weights.store.versions import VersionStore
 from tests.tree import ROOT
 from tests.weights.store.drafts import received
@@ -97,10 +100,85 @@ def test_the_folders_of_others_and_those_that_say_nothing_stay(shared, tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (shared / f"{places.memory_prefix()}link").symlink_to(elsewhere)
-    (shared / f"{places.memory_prefix()}silent").mkdir()
+    (shared / f"{places.memory_prefix()}silent" / "v1").mkdir(parents=True)
     (shared / "omni-proxy-other").mkdir()
     assert sweep() == []
     assert len(list(shared.iterdir())) == 3
+
+
+def test_an_empty_folder_goes_unless_a_program_has_it(shared, tmp_path):
+    left, used = (shared / f"{places.memory_prefix()}{name}" for name in ("left", "used"))
+    left.mkdir()
+    store = VersionStore(tmp_path / "used", memory=used)
+    (used / OF).unlink()  # all that is in it
+    assert sweep() == [left]
+    assert (left.exists(), used.exists()) == (False, True)
+    store.close()
+    assert sweep() == [used]
+
+
+def test_a_folder_that_is_swept_from_under_a_program_is_made_anew(shared, tmp_path, monkeypatch):
+    real, tried = leftovers._made_and_locked, threading.Event()
+
+    def try_once(memory):
+        try:
+            return real(memory)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(leftovers, "_made_and_locked", try_once)
+    memory = shared / f"{places.memory_prefix()}one"
+    memory.mkdir()
+    sweeping = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(sweeping, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(VersionStore, tmp_path / "one", memory=memory)
+        assert tried.wait(30)  # it was not its turn
+        memory.rmdir()
+        os.close(sweeping)
+        store = starting.result(30)
+    assert (memory / OF).is_symlink()
+    assert sweep() == []
+    assert received(store).folder.parent == memory
+    store.close()
+
+
+def test_a_lock_on_a_folder_that_was_swept_meanwhile_counts_for_nothing(
+    shared, tmp_path, monkeypatch
+):
+    memory = shared / f"{places.memory_prefix()}one"
+    lock, swept = fcntl.flock, []
+
+    def late(descriptor, how):
+        if not swept and Path(f"/proc/self/fd/{descriptor}").readlink() == memory:
+            swept.append(memory)
+            memory.rmdir()
+            memory.mkdir()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    store = VersionStore(tmp_path / "one", memory=memory)
+    assert swept == [memory]
+    assert (sweep(), memory.exists()) == ([], True)
+    store.close()
+
+
+def test_a_store_is_free_for_the_next_one_only_when_its_folder_is_gone(
+    shared, tmp_path, monkeypatch
+):
+    memory = shared / f"{places.memory_prefix()}one"
+    store = VersionStore(tmp_path / "one", memory=memory)
+    give_up = leftovers.give_up
+
+    def told(folder):
+        with pytest.raises(places.StoreBusy):
+            VersionStore(tmp_path / "one", memory=memory)
+        give_up(folder)
+
+    monkeypatch.setattr(leftovers, "give_up", told)
+    store.leave()
+    assert not memory.exists()
+    VersionStore(tmp_path / "one", memory=memory).close()
 
 
 def test_a_store_that_was_left_in_good_order_leaves_nothing(shared, tmp_path):

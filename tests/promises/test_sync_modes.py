@@ -1,0 +1,46 @@
+"""What a proxy keeps for syncs is kept only in modes that need it."""
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.promises.engines import engines
+from tests.promises.fleet_program import program, put, toml
+from tests.promises.held import tree
+
+pytest.importorskip("torch")
+
+PATIENCE_SECS = 60
+
+
+def receivers(running):
+    """Of this program."""
+    found = []
+    for pid in tree(running.process.pid):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        found += [pid] * (b"receiver-process" in words)
+    return found
+
+
+async def test_the_process_that_receives_versions_is_there_only_while_they_are_wanted(tmp_path):
+    file = tmp_path / "proxy.toml"
+
+    async def runs_in(running, mode, *, receives):
+        put(file, toml([engine], more=f'[weight_sync]\nmode = "{mode}"\n'))
+        answer = await running.client.post("/reload")
+        assert answer.status_code == 200, answer.text
+        while bool(receivers(running)) is not receives:
+            await trio.sleep(0.02)
+
+    with trio.fail_after(PATIENCE_SECS):
+        async with engines(1) as (engine,):
+            put(file, toml([engine]))
+            async with program("--config", file) as running:
+                assert receivers(running) == []
+                for mode, receives in (("receive", True), ("off", False), ("both", True)):
+                    await runs_in(running, mode, receives=receives)
+                await runs_in(running, "coordinate", receives=False)
