@@ -8,23 +8,14 @@ from omni_proxy.front.admin import NO_TENSORS
 from tests.front.house import A, B, build_house, entry
 from tests.weights.desks import Gated
 
+ENGINES = Gated
 UPDATE = "/update_weights_from_disk"
 PARTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
 
 
 @pytest.fixture
-def engines(monkeypatch):
-    return Gated().install(monkeypatch)
-
-
-@pytest.fixture
-async def house(engines, tmp_path, nursery):
-    made = build_house(entry(A, model="m"), entry(B, model="n"), folder=tmp_path / "w")
-    made.healthy(A, B)
-    await nursery.start(made.desk.run)
-    await made.settle()
-    engines.asked.clear()
-    return made
+def house(settled):
+    return settled
 
 
 async def said(house, path, method="post", **how):

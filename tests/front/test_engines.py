@@ -2,13 +2,7 @@ import httpx
 import pytest
 
 from omni_proxy.config.schema import WeightSync
-from tests.front.engines_at_hand import Engines
 from tests.front.house import A, B, build_house, entry
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
 
 
 async def got(house, path, method="get", **headers):

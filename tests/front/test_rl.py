@@ -1,22 +1,14 @@
 import pytest
 
-from tests.front.house import A, B, build_house, entry
+from tests.front.house import A, B
 from tests.weights.desks import LOST, UPDATE, Gated
 
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Gated().install(monkeypatch)
+ENGINES = Gated
 
 
 @pytest.fixture
-async def house(engines, tmp_path, nursery):
-    made = build_house(entry(A, model="m"), entry(B, model="n"), folder=tmp_path / "w")
-    made.healthy(A, B)
-    await nursery.start(made.desk.run)
-    await made.settle()
-    engines.asked.clear()
-    return made
+def house(settled):
+    return settled
 
 
 async def said(house, path, method="get", **how):

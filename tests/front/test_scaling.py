@@ -3,15 +3,9 @@ import pytest
 import trio
 
 from omni_proxy.config.overlay import with_deleted
-from tests.front.engines_at_hand import Engines
 from tests.front.house import A, B, build_house, entry
 
 C = "http://127.0.0.1:8013"
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Engines().install(monkeypatch)
 
 
 async def said(house, method, path, **headers):

@@ -1,6 +1,4 @@
 import json
-import os
-from contextlib import suppress
 
 import pytest
 import trio
@@ -8,6 +6,7 @@ import trio.testing
 
 from omni_proxy.front.serving import serve
 from tests.front.house import A, build_house, entry
+from tests.processes import open_sockets
 
 
 @pytest.fixture
@@ -119,23 +118,14 @@ async def test_a_worker_id_with_encoded_slashes_reaches_its_route(socket_path):
             assert json.loads(body)["url"] == A
 
 
-def sockets():
-    """How many this process holds: the server's are among them."""
-    kinds = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
-            kinds.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(kind.startswith("socket:") for kind in kinds)
-
-
 async def test_a_connection_that_the_door_has_closed_is_closed_at_once(socket_path):
-    before = sockets()
+    before = open_sockets()
     for _ in range(5):
         async with await trio.open_unix_socket(str(socket_path)) as stream:
             await exchange(stream, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
             await trio.testing.wait_all_tasks_blocked(0.01)  # what follows an answer is over
     with trio.fail_after(30):
-        while sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
+        while open_sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
             await trio.sleep(0.01)
 
 

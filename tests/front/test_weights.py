@@ -4,10 +4,7 @@ from trio.testing import wait_all_tasks_blocked
 from tests.front.house import A, B, build_house, entry
 from tests.weights.desks import LOST, UPDATE, Gated, call
 
-
-@pytest.fixture
-def engines(monkeypatch):
-    return Gated().install(monkeypatch)
+ENGINES = Gated
 
 
 @pytest.fixture

@@ -2,17 +2,34 @@ import pytest
 import trio
 
 from omni_proxy.door import clocks
+from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.program_nest import close_nests
+from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 from tests.promises.sync_program import Fleets
 from tests.promises.sync_steps import whole
 from tests.promises.sync_trainer import Trainers
 from tests.promises.takers import Taking
+from tests.promises.tiny_fleet import weights_in
 
 
 @pytest.fixture(autouse=True)
 def quick_clocks(monkeypatch):
     """A deadline of a door inside the test is noticed sooner than four times a second."""
     monkeypatch.setattr(clocks, "SWEEP_SECS", 0.02)
+
+
+@pytest.fixture
+async def soon():
+    """A deadline for a test that hangs, not a claim about speed."""
+    with trio.fail_after(120):
+        yield
+
+
+@pytest.fixture
+async def worker():
+    """One that answers everything with `{}`."""
+    async with fake_workers(answering(counted(b"{}"))) as (made,):
+        yield made
 
 
 @pytest.fixture
@@ -64,3 +81,25 @@ async def seen(running, trainers, within_secs):
         await whole(it, trainers)
         with trio.fail_after(within_secs):
             yield it
+
+
+@pytest.fixture
+def new_weights(tmp_path):
+    """A file for replicas of the tiny model."""
+    return weights_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    """One replica of text and sound, for a module."""
+    with program(tmp_path_factory.mktemp("replica")) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(replica):
+    """Asks the replica, which is ready."""
+    with trio.fail_after(PATIENCE_SECS):
+        async with replica.client() as client:
+            await healthy(client)
+            yield client

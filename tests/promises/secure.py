@@ -10,8 +10,8 @@ from pathlib import Path
 
 import trio
 
-from tests.promises.clients import Client
-from tests.promises.fakes import FakeWorker, Script
+from tests.promises.clients import STREAMED, Client, post
+from tests.promises.fakes import LAST_CHUNK, SSE_HEAD, Call, FakeWorker, Script, chunk
 
 FILES = Path(__file__).parent / "certificates"
 AUTHORITY = FILES / "authority.pem"
@@ -105,3 +105,21 @@ async def secure_workers(*workers: SecureWorker) -> AsyncIterator[None]:
             await nursery.start(worker.serve)
         yield
         nursery.cancel_scope.cancel()
+
+
+class TwoEvents:
+    """A script that streams one event, and a second when the client has heard the first."""
+
+    def __init__(self) -> None:
+        self._heard = trio.Event()
+
+    async def __call__(self, call: Call) -> None:
+        await call.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+        await self._heard.wait()
+        await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
+
+    async def heard_by(self, client: Client) -> None:
+        await client.send(post(STREAMED))
+        await client.until(b"data: 1\n\n")
+        self._heard.set()
+        await client.until(b"data: 2\n\n")

@@ -6,13 +6,8 @@ import trio
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 
+pytestmark = pytest.mark.usefixtures("soon")
 UPDATE = {"model_path": "/m", "weight_version": "v2"}
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(40):
-        yield
 
 
 async def test_one_update_reaches_all_and_is_read_back_and_compared(tmp_path):

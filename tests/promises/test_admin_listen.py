@@ -10,6 +10,7 @@ import trio
 
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, toml, urls, workers
 
+pytestmark = pytest.mark.usefixtures("soon")
 KEY = "s3cret"
 BOTH = ("/live", "/ready", "/health", "/workers", "/v1/models", "/metrics", "/openapi.json")
 ELSEWHERE = {
@@ -18,12 +19,6 @@ ELSEWHERE = {
     "PUT": ("/workers/x",),
     "DELETE": ("/workers/x",),
 }
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(30):
-        yield
 
 
 def config(fleet, *, listen="127.0.0.1:0", key="", listen_key=True):

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT
-from tests.promises.fakes import PATIENCE_SECS, answering, counted, fake_workers
+from tests.promises.fakes import PATIENCE_SECS
 from tests.promises.fleet_program import program, put, toml, urls
 
 # What is appended to a good file, and what is said of it: key path, reason, cure.
@@ -31,12 +31,6 @@ BAD_ENDS = {
     ),
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def worker():
-    async with fake_workers(answering(counted(b"{}"))) as (made,):
-        yield made
 
 
 async def refused_start(*words):

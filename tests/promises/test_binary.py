@@ -11,6 +11,7 @@ import httpx
 import pytest
 import trio
 
+from tests.processes import alive
 from tests.promises.fleet_program import PATIENCE_SECS, Program, chat, put, toml, workers
 from tests.tree import ROOT, sources
 from tools.archive import pack
@@ -110,14 +111,6 @@ def unpacked(process_id) -> Path:
     environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
     found = next(each for each in environment if each.startswith(b"_PYI_APPLICATION_HOME_DIR="))
     return Path(os.fsdecode(found.partition(b"=")[2]))
-
-
-def alive(process_id) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 async def test_one_file_routes_a_stream_reloads_and_leaves(binary, tmp_path):

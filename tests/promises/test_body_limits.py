@@ -8,21 +8,12 @@ from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
-    answering,
     chunk,
-    counted,
-    fake_workers,
 )
 
 SMALL = "[server]\nmax_payload_size = 64\n[server.timeouts]\nclient_body_secs = 0.05"
 BARE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
 CHUNKED = BARE + b"transfer-encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture
-async def worker():
-    async with fake_workers(answering(counted(b"{}"))) as (made,):
-        yield made
 
 
 async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):

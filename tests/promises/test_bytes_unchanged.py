@@ -15,12 +15,6 @@ from tests.promises.fakes import (
 )
 
 
-@pytest.fixture
-async def worker():
-    async with fake_workers(answering(counted(b"{}"))) as (made,):
-        yield made
-
-
 async def sent_on(worker, request):
     async with open_door(worker) as opened, opened.client() as client:
         await client.send(request)

@@ -14,6 +14,7 @@ from tests.promises.fleet_program import put, starting, toml, workers
 from tests.promises.secure import AUTHORITY, FILES
 from tools.training.endpoint import Endpoint
 
+pytestmark = pytest.mark.usefixtures("soon")
 ROOT = Path(__file__).parents[2]
 KEY = "open sesame"
 TLS = (
@@ -23,12 +24,6 @@ TLS = (
 OWN = ("--client-cert", f"{FILES}/client.pem", "--client-key", f"{FILES}/client-key.pem")
 STRANGERS = ("--client-cert", f"{FILES}/stranger.pem", "--client-key", f"{FILES}/stranger-key.pem")
 CA = ("--ca", AUTHORITY)
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(40):
-        yield
 
 
 @pytest.fixture

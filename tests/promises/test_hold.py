@@ -6,6 +6,7 @@ import httpx
 import pytest
 import trio
 
+from tests.door.pumping import until
 from tests.promises.clients import CHAT, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import PATIENCE_SECS, FakeWorker, answering, counted, fake_workers
@@ -18,12 +19,6 @@ QUEUED = "[server]\nqueue_size = 50\n"
 async def ask(client):
     await client.send(post(CHAT))
     return await client.answer()
-
-
-async def until(holds):
-    with trio.fail_after(PATIENCE_SECS):
-        while not holds():
-            await trio.sleep(0.001)
 
 
 class Gate:

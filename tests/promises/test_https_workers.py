@@ -14,18 +14,15 @@ from omni_proxy.config.parse import parse
 from omni_proxy.config.state import State
 from tests.door.pumping import until
 from tests.ports import free_port
-from tests.promises.clients import CHAT, STREAMED, Truncated, post
+from tests.promises.clients import CHAT, Truncated, post
 from tests.promises.door_alone import open_door
 from tests.promises.fakes import (
-    LAST_CHUNK,
-    SSE_HEAD,
     answering,
-    chunk,
     counted,
     fake_workers,
     silent,
 )
-from tests.promises.secure import AUTHORITY, FILES, SecureWorker, secure_workers
+from tests.promises.secure import AUTHORITY, FILES, SecureWorker, TwoEvents, secure_workers
 
 BELIEVING = f"[server]\ntls_worker_ca = '{AUTHORITY}'\n"
 OK = answering(counted(b"{}"))
@@ -71,18 +68,9 @@ async def test_large_bodies_and_answers_pass_unchanged():
 
 
 async def test_events_come_one_by_one():
-    seen = trio.Event()
-
-    async def stream(call):
-        await call.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-        await seen.wait()
-        await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
-
-    async with door_to(SecureWorker(stream)) as opened, opened.client() as client:
-        await client.send(post(STREAMED))
-        await client.until(b"data: 1\n\n")
-        seen.set()
-        await client.until(b"data: 2\n\n")
+    events = TwoEvents()
+    async with door_to(SecureWorker(events)) as opened, opened.client() as client:
+        await events.heard_by(client)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from contextlib import AsyncExitStack
 
 import trio
 
+from tests.processes import alive, until_gone
 from tests.promises.clients import CHAT, client_of, post
 from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, record, toml, workers
-from tests.promises.test_processes import Ill, address, alive, serving
+from tests.promises.several_doors import Ill, address, serving
 
 STICKY = "processes = 2\n[routing]\npolicy = 'random'\nsticky_sessions = true"
 TIMES = 2
@@ -80,14 +81,8 @@ async def test_a_door_that_was_stopped_when_control_was_killed_ends_once_it_goes
             try:
                 running.process.kill()
                 await running.process.wait()
-                await gone(other)
+                await until_gone(other)
                 assert alive(stopped)
             finally:
                 os.kill(stopped, signal.SIGCONT)
-            await gone(stopped)
-
-
-async def gone(pid: int) -> None:
-    with trio.fail_after(PATIENCE_SECS):
-        while alive(pid):
-            await trio.sleep(0.02)
+            await until_gone(stopped)

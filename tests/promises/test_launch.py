@@ -12,6 +12,7 @@ import trio
 from omni_proxy.door.listener import open_socket
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from tests.ports import free_run
+from tests.processes import alive, until_gone
 from tests.promises.fleet_program import PROBES, Program, program, starting
 
 MODEL = "smollm2-135m"
@@ -70,20 +71,6 @@ async def until_ready(running: Program) -> list[dict]:
         ),
     )
     return told["launch"]
-
-
-def alive(pid: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return False
-    return fields[0] != "Z"
-
-
-async def until_gone(*pids: int) -> None:
-    with trio.fail_after(30):
-        while any(map(alive, pids)):
-            await trio.sleep(0.02)
 
 
 async def test_a_killed_replica_is_out_at_once_restarted_probed_and_back(file):

@@ -2,7 +2,6 @@ import pytest
 
 from tests.promises.clients import CHAT, post
 from tests.promises.door_alone import open_door
-from tests.promises.fakes import answering, counted, fake_workers
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"host: door\r\n"
@@ -58,12 +57,6 @@ BAD_HEADS = {
     "long head": (LINE + HOST + b"x-a: " + b"b" * 70_000 + b"\r\n\r\n", 431),
     "endless head": (LINE + HOST + b"x-a: b\r\n" * 20_000, 431),
 }  # fmt: skip
-
-
-@pytest.fixture
-async def worker():
-    async with fake_workers(answering(counted(b"{}"))) as (made,):
-        yield made
 
 
 @pytest.mark.parametrize("name", BAD_HEADS)

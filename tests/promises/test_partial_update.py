@@ -1,18 +1,12 @@
 """An update that only some workers took: who did serves on, who did not is out, both are told."""
 
 import pytest
-import trio
 
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 
+pytestmark = pytest.mark.usefixtures("soon")
 UPDATE = "/update_weights_from_disk"
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(40):
-        yield
 
 
 def body(version):

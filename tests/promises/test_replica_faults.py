@@ -24,22 +24,13 @@ FULL = "The request queue is full."
 SERVER_ERROR = {"type": "server_error", "param": None, "code": None}
 
 
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory):
-    with program(tmp_path_factory.mktemp("replica")) as running:
-        yield running
-
-
 @pytest.fixture
-async def client(replica):
-    with trio.fail_after(PATIENCE_SECS):
-        async with replica.client() as client:
-            await healthy(client)
-            yield client
-            # Whatever came: it lives, it is the same one, and it answers.
-            assert replica.process.poll() is None
-            assert (await client.get("/health")).json()["request_states"] == {}
-            assert (await client.post(CHAT, json=USER | {"max_tokens": 2})).status_code == 200
+async def client(replica, client):
+    """Whatever came: it lives, it is the same one, and it answers."""
+    yield client
+    assert replica.process.poll() is None
+    assert (await client.get("/health")).json()["request_states"] == {}
+    assert (await client.post(CHAT, json=USER | {"max_tokens": 2})).status_code == 200
 
 
 def audio_file():

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from omni_proxy.replica.audio.wav import encode_wav
-from tests.promises.replica_program import PATIENCE_SECS, gauges, healthy, program, until
+from tests.promises.replica_program import gauges, until
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
@@ -20,20 +20,6 @@ ENDLESS = {"max_tokens": 7000, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": LONG}]
 WAV = encode_wav(np.full(8000, 0.1, np.float32), 8000)
 NATIVE = {"text": LONG, "sampling_params": {"max_new_tokens": 7000, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def replica(tmp_path_factory):
-    with program(tmp_path_factory.mktemp("replica")) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(replica):
-    with trio.fail_after(PATIENCE_SECS):
-        async with replica.client() as client:
-            await healthy(client)
-            yield client
 
 
 def posted(path, fields):

@@ -15,12 +15,7 @@ from tests.ports import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(60):
-        yield
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @asynccontextmanager

@@ -51,6 +51,16 @@ async def test_every_form_of_a_sync_gives_every_replica_the_trainers_bytes(seen,
     assert await holds(seen, seen.fleet.seed) == epoch + 1
 
 
+async def test_a_file_with_a_wrong_shape_is_refused_and_the_trainer_says_so(seen, trainers):
+    trainer = trainers.one()
+    words = ["--endpoint", seen.fleet.url, "--sync", "disk", "--rounds", "1", "--steps", "1"]
+    done = await trainer.tell("program", words=[*words, "--fault", "wrong-shape"])
+    trainer.kill()  # its deadline would end it in the middle of another test
+    assert done["status"] == 1, done
+    assert "has the shape [513, 128]" in done["errors"]
+    assert (await seen.chat()).headers["x-omni-weight-version"] == label(seen.fleet.seed)
+
+
 async def test_the_trainer_of_the_page_teaches_all_replicas_and_its_exit_status_tells_how_it_went(
     seen, trainers
 ):

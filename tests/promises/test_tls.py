@@ -12,12 +12,10 @@ import trio
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.door import certificates
 from tests.door.pumping import until
-from tests.promises.clients import CHAT, STREAMED, Truncated, client_of, post
+from tests.promises.clients import CHAT, Truncated, client_of, post
 from tests.promises.door_alone import configured, open_door
 from tests.promises.fakes import (
     CHUNKED_HEAD,
-    LAST_CHUNK,
-    SSE_HEAD,
     answering,
     chunk,
     counted,
@@ -25,7 +23,7 @@ from tests.promises.fakes import (
     hanging_up_after,
     silent,
 )
-from tests.promises.secure import FILES, believing, listening, secure_client
+from tests.promises.secure import FILES, TwoEvents, believing, listening, secure_client
 
 
 @asynccontextmanager
@@ -80,18 +78,9 @@ async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
 
 
 async def test_events_of_a_stream_come_one_by_one():
-    seen = trio.Event()
-
-    async def stream(call):
-        await call.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-        await seen.wait()
-        await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
-
-    async with secure_door(stream) as opened, secure_client(opened.address) as client:
-        await client.send(post(STREAMED))
-        await client.until(b"data: 1\n\n")
-        seen.set()
-        await client.until(b"data: 2\n\n")
+    events = TwoEvents()
+    async with secure_door(events) as opened, secure_client(opened.address) as client:
+        await events.heard_by(client)
 
 
 async def test_what_is_older_than_tls_1_2_is_refused():

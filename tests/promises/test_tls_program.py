@@ -15,15 +15,10 @@ from tests.promises.fakes import answering, counted
 from tests.promises.fleet_program import PATIENCE_SECS, PROBES, chat, put, starting, toml, workers
 from tests.promises.secure import AUTHORITY, FILES, SecureWorker, believing, secure_workers
 
+pytestmark = pytest.mark.usefixtures("soon")
 CERT, KEY = FILES / "server.pem", FILES / "server-key.pem"
 TLS = f"tls_cert = '{CERT}'\ntls_key = '{KEY}'\n"
 FLAGS = ("--tls-cert-path", CERT, "--tls-key-path", KEY)
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(30):
-        yield
 
 
 @asynccontextmanager

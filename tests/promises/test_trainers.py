@@ -9,26 +9,15 @@ import pytest
 import trio
 
 from tests.promises.fleet_program import program, record
-from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml, weights_in
+from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 pytest.importorskip("safetensors.torch")
-
+pytestmark = pytest.mark.usefixtures("soon")
 DISTRIBUTED = "/update_weights_from_distributed"
 NORM = "model.norm.weight"
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(120):
-        yield
-
-
-@pytest.fixture
-def new_weights(tmp_path):
-    return weights_in(tmp_path)
 
 
 async def sglang_sync(client, path, version):

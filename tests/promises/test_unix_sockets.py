@@ -12,11 +12,7 @@ from tests.promises.fakes import FakeWorker, answering, counted
 from tests.promises.fleet_program import starting, toml, workers
 from tests.promises.test_tls_program import command
 
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 class FileWorker(FakeWorker):

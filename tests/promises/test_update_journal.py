@@ -9,14 +9,9 @@ import trio
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 
+pytestmark = pytest.mark.usefixtures("soon")
 UPDATE = "/update_weights_from_disk"
 BODY = {"model_path": "/m", "weight_version": "v2"}
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(40):
-        yield
 
 
 async def kill_in_the_middle(file, both):

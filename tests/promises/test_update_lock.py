@@ -6,15 +6,10 @@ import trio
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 
+pytestmark = pytest.mark.usefixtures("soon")
 UPDATE = "/update_weights_from_disk"
 # Group calls go to the workers as they are.
 PLAIN = '[weight_sync]\nmode = "off"\n'
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(40):
-        yield
 
 
 def body(version):

@@ -6,22 +6,12 @@ import pytest
 import trio
 
 from tests.promises.fleet_program import program, record
-from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml, weights_in
+from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 pytest.importorskip("safetensors.torch")
-
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(120):
-        yield
-
-
-@pytest.fixture
-def new_weights(tmp_path):
-    return weights_in(tmp_path)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 async def test_with_time_to_drain_no_client_sees_it_and_every_answer_is_of_one_version(

@@ -5,12 +5,12 @@ import json
 import pytest
 import trio
 
+from tests.door.pumping import until
 from tests.promises.clients import CHAT, STREAMED, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.engines import engines
 from tests.promises.fakes import (
     LAST_CHUNK,
-    PATIENCE_SECS,
     SSE_HEAD,
     answering,
     chunk,
@@ -20,27 +20,16 @@ from tests.promises.fakes import (
 )
 from tests.promises.fleet_program import program, toml
 
+pytestmark = pytest.mark.usefixtures("soon")
 GOOD = answering(counted(b"good"))
 QUEUED = "[server]\nqueue_size = 9\n"
 UPDATE = {"model_path": "/m", "weight_version": "v2"}
 VERSION, END = "x-omni-weight-version", "x-omni-weight-version-end"
 
 
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(40):
-        yield
-
-
 async def ask(client, *fields, body=CHAT):
     await client.send(post(body, *fields))
     return await client.answer()
-
-
-async def until(holds):
-    with trio.fail_after(PATIENCE_SECS):
-        while not holds():
-            await trio.sleep(0.001)
 
 
 class Stepwise:

@@ -4,7 +4,21 @@ threads wait by spinning, and everything then takes a hundred times as long."""
 import os
 import sys
 
+import pytest
+import trio
+
+from tests.collective.pooling import pool
+
+__all__ = ["pool"]
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "torch" in sys.modules:  # a test elsewhere came first
     sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture
+async def soon():
+    """A deadline for a test that hangs, not a claim about speed."""
+    with trio.fail_after(40):
+        yield

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.watch.child import LINE_CHARS, Leash, Lines
+from tests.processes import until_gone
 
 KEPT = """
 import sys, trio
@@ -24,18 +25,6 @@ trio.run(main)
 """
 
 
-async def gone(pid: int) -> None:
-    with trio.fail_after(30):
-        while True:
-            try:
-                state = await trio.Path(f"/proc/{pid}/stat").read_text()
-            except FileNotFoundError:
-                return
-            if state.rpartition(")")[2].split()[0] == "Z":
-                return
-            await trio.sleep(0.01)
-
-
 async def test_a_program_that_is_killed_leaves_no_child_behind():
     argv = [sys.executable, "-c", KEPT]
     keeper = await trio.lowlevel.open_process(argv, stdout=-1)
@@ -47,7 +36,7 @@ async def test_a_program_that_is_killed_leaves_no_child_behind():
     await keeper.wait()
     await keeper.stdout.aclose()
     for pid in pids:
-        await gone(pid)
+        await until_gone(pid)
 
 
 async def test_last_words_are_read_although_the_child_has_ended():

@@ -4,7 +4,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +19,7 @@ from omni_proxy.watch import child, launched
 from omni_proxy.watch.freeze import Freeze
 from omni_proxy.watch.launcher import Launcher
 from tests.ports import free_run
+from tests.processes import alive
 
 SERVER = """
 import http.server, os, signal, subprocess, sys
@@ -122,14 +122,6 @@ def base_port() -> int:
 def entry(base_port: int, mode: str = "plain", **keys) -> LaunchEntry:
     command = (sys.executable, "-S", "-c", SERVER, "{port}", mode)
     return LaunchEntry(command=command, base_port=base_port, **keys)
-
-
-def alive(pid: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return False
-    return fields[0] != "Z"
 
 
 async def body_of(url: str) -> list[str]:

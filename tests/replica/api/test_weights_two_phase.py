@@ -7,7 +7,6 @@ import trio
 
 from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
 from omni_proxy.replica.torch_engine import bounded
-from tests.collective.trainer_side import Pool
 from tests.replica.api.test_weights import checksum, checksum_of, decode_of, told, weights_of
 from tests.replica.api.world import MESSAGES, opened
 from tests.replica.weights.syncing import BODY, DOWN, NORM, UP, many, one, sent_of, values
@@ -15,13 +14,6 @@ from tests.replica.weights.syncing import BODY, DOWN, NORM, UP, many, one, sent_
 INIT, PREPARE = "/init_weights_update_group", "/prepare_weights_update"
 COMPLETE, DESTROY = "/complete_weights_update", "/destroy_weights_update_group"
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture
@@ -68,9 +60,9 @@ class Trainer:
 
 
 @pytest.fixture
-async def trainer(tiny, trainers):
+async def trainer(tiny, pool):
     with trio.fail_after(30):
-        trainer = Trainer(tiny, trainers.trainer())
+        trainer = Trainer(tiny, pool.trainer())
         await trainer.join()
         yield trainer
         if trainer.side.living():

@@ -15,12 +15,6 @@ from omni_proxy.replica.pipeline.runtime import open_pipeline
 from tests.replica.pipeline.stages import pipeline, stage, until
 
 
-@pytest.fixture
-async def soon():
-    with trio.fail_after(30):
-        yield
-
-
 def gone(pid):
     try:
         os.kill(pid, 0)

@@ -9,11 +9,7 @@ from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed
 from omni_proxy.replica.pipeline.runtime import Mailbox, StartError, open_pipeline
 from tests.replica.pipeline.stages import pipeline, stage, until
 
-
-@pytest.fixture(autouse=True)
-async def soon():
-    with trio.fail_after(30):
-        yield
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 async def start(config):

@@ -1,7 +1,6 @@
-import os
 import socket
 import struct
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -9,12 +8,7 @@ import trio.testing
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.pipeline.serving import ListenError, Server, bound
-
-
-@pytest.fixture
-async def soon():
-    with trio.fail_after(30):
-        yield
+from tests.processes import open_sockets
 
 
 def app_of(hold=None, reached=None):
@@ -110,15 +104,6 @@ async def test_bytes_that_break_a_connection_do_not_end_the_server():
         await server.drain(0)
 
 
-def sockets():
-    """How many this process holds: the server's are among them."""
-    kinds = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
-            kinds.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(kind.startswith("socket:") for kind in kinds)
-
-
 def ends_with_a_reset(stream):
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
@@ -131,7 +116,7 @@ async def test_a_connection_whose_client_has_left_is_closed_at_once(path, leave)
     server = Server(app_of(trio.Event()), listener)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.serve)
-        before = sockets()
+        before = open_sockets()
         for _ in range(5):
             async with dial(listener) as stream:
                 await get(stream, path)
@@ -140,7 +125,7 @@ async def test_a_connection_whose_client_has_left_is_closed_at_once(path, leave)
                 await trio.testing.wait_all_tasks_blocked(0.01)
                 leave(stream)
         with trio.fail_after(30):
-            while sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
+            while open_sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
                 await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
 

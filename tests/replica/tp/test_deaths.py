@@ -2,10 +2,8 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
-import trio
 
 from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
@@ -14,26 +12,12 @@ from omni_proxy.replica.pipeline.runtime import open_pipeline
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp import leader
 from omni_proxy.replica.tp.group import RankLost
+from tests.processes import alive
 from tests.replica.pipeline.stages import until
 from tests.replica.text.desk import undisturbed
 
 LONG = SamplingParams(temperature=0, max_new_tokens=2000)
 SHORT = SamplingParams(temperature=0, max_new_tokens=12)
-
-
-@pytest.fixture
-async def soon():
-    with trio.fail_after(40):
-        yield
-
-
-def gone(pid):
-    """A process that has ended, though nobody may have asked how."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
 
 
 def over_two(**choices):
@@ -70,11 +54,11 @@ async def test_a_killed_follower_fails_the_requests_and_all_ranks_start_again():
         assert second != first
         result = await client.completion(asked(SHORT))
         assert result.text == undisturbed("The sea", temperature=0, max_new_tokens=12)["text"]
-        assert gone(first)
+        assert not alive(first)
         # One that dies while nothing is computed is missed as well.
         os.kill(second, signal.SIGKILL)
         await until(lambda: client.health()["status"] != "healthy")
-    await until(lambda: gone(second))
+    await until(lambda: not alive(second))
 
 
 @pytest.mark.usefixtures("soon")
@@ -86,7 +70,7 @@ async def test_a_killed_leader_takes_its_follower_with_it_in_the_middle_of_a_ste
         (host,) = (each for each in runtime.hosts if "decode" in each.stages)
         with pytest.raises(RequestFailed):
             await killed_after_the_first_piece(client, host.pid)
-        await until(lambda: gone(follower))
+        await until(lambda: not alive(follower))
 
 
 @pytest.mark.usefixtures("soon")
@@ -94,8 +78,8 @@ async def test_the_followers_end_with_the_pipeline():
     async with open_pipeline(over_two()) as (hub, runtime):
         await runtime.ready.wait()
         follower = follower_of(hub)
-        assert not gone(follower)
-    assert gone(follower)
+        assert alive(follower)
+    assert not alive(follower)
 
 
 def test_a_follower_that_cannot_start_is_told_with_its_reason(monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.collective import buffers
-from tests.collective.trainer_side import Pool, free_port
+from tests.collective.trainer_side import free_port
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stages import weights_of
 from tests.replica.weights.syncing import (
@@ -24,17 +24,10 @@ from tests.replica.weights.syncing import (
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 
 
-@pytest.fixture(scope="module")
-def trainers():
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
 @pytest.fixture
-def sync(pair, trainers):
+def sync(pair, pool):
     """Two ranks, with the first weights again, in a group of three."""
-    sync = Syncing(pair, trainers.trainer(), ranks=2)
+    sync = Syncing(pair, pool.trainer(), ranks=2)
     sync.join()
     yield sync
     pair.admin("destroy_weights_update_group", group_name="g")
@@ -100,7 +93,7 @@ def test_what_only_one_rank_can_arm_is_armed_at_none(sync, monkeypatch):
     checked(sync.stage, weights_of(0) | values(A))
 
 
-def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, trainers):
+def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, pool):
     assert sync.prepare(many(A)).success
     sync.trainer.kill()
     answer = sync.complete()
@@ -108,7 +101,7 @@ def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, trainers):
     assert "the weights of version" in answer.message
     assert states(sync.stage) == ["failed", "failed"]
     checked(sync.stage, weights_of(0))
-    again = Syncing(sync.stage, trainers.trainer(), ranks=2)
+    again = Syncing(sync.stage, pool.trainer(), ranks=2)
     again.join()
     again.prepare(one(B))
     again.send(B)
@@ -147,7 +140,7 @@ def receivers(pid, but):
     return [child for child in children if child != but and b"receiver-process" in words[child]]
 
 
-def test_a_receiver_that_is_killed_is_told_by_all_ranks_at_once(sync, trainers):
+def test_a_receiver_that_is_killed_is_told_by_all_ranks_at_once(sync, pool):
     assert sync.prepare(many(A)).success
     (follower,) = sync.stage.scheduler.info["follower_pids"]
     completing = sync.stage.send("complete_weights_update", {"group_name": "g"})

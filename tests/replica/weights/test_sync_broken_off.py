@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.collective.trainer_side import Pool
 from tests.replica.weights.stages import running
 from tests.replica.weights.syncing import BODY, DOWN, NORM, SHAPES, UP, Syncing, many, one, sent_of
 
@@ -10,18 +9,11 @@ A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 DESTROY = "destroy_weights_update_group"
 
 
-@pytest.fixture(scope="module")
-def trainers():
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
 @pytest.fixture
-def sync(trainers):
+def sync(pool):
     """Of this sync one bucket is applied."""
     with running(weights_isolation="thread", weights_stall_secs=3.0) as stage:
-        sync = Syncing(stage, trainers.trainer())
+        sync = Syncing(stage, pool.trainer())
         sync.join()
         assert sync.prepare(one(A)).success
         sync.send(A)

@@ -4,7 +4,7 @@ import pytest
 
 from omni_proxy.collective.in_thread import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Result, Streamed
-from tests.collective.trainer_side import Pool, free_port
+from tests.collective.trainer_side import free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
@@ -25,13 +25,6 @@ from tests.replica.weights.syncing import (
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 WIDE = [name for name, shape in SHAPES.items() if shape == [128]]
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +52,8 @@ def restore(stage, folder):
 
 
 @pytest.fixture
-def sync(stage, trainers):
-    sync = Syncing(stage, trainers.trainer())
+def sync(stage, pool):
+    sync = Syncing(stage, pool.trainer())
     sync.join()
     yield sync
     if "g" in [group["group_name"] for group in sync.told()["groups"]]:
@@ -366,13 +359,11 @@ def test_a_deadline_beyond_all_bounds_is_the_longest_there_is(sync):
 
 
 @pytest.mark.parametrize("step", ["init", "arm"])
-def test_what_nobody_foresaw_leaves_the_replica_ready_for_the_next(
-    stage, trainers, monkeypatch, step
-):
+def test_what_nobody_foresaw_leaves_the_replica_ready_for_the_next(stage, pool, monkeypatch, step):
     def fails(*_, **__):
         raise RuntimeError("a bug")
 
-    sync = Syncing(stage, trainers.trainer())
+    sync = Syncing(stage, pool.trainer())
     if step == "arm":
         sync.join()
     monkeypatch.setattr(ThreadReceiver, step, fails)

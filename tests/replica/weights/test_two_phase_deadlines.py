@@ -3,19 +3,11 @@ import threading
 import pytest
 
 from omni_proxy.collective.group import Groups
-from tests.collective.trainer_side import Pool
 from tests.replica.weights.stages import running
 from tests.replica.weights.syncing import BODY, NORM, UP, Syncing, announced, many, sent_of
 
 SHORT_SECS = 0.1
 BUCKET = sent_of([UP, NORM])
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture
@@ -24,9 +16,9 @@ def ready_secs():
 
 
 @pytest.fixture
-def sync(trainers, ready_secs):
+def sync(pool, ready_secs):
     with running(weights_isolation="thread", weights_ready_secs=ready_secs) as stage:
-        sync = Syncing(stage, trainers.trainer())
+        sync = Syncing(stage, pool.trainer())
         sync.join()
         yield sync
         stage.admin("destroy_weights_update_group", group_name="g")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collective.trainer_side import Pool, free_port
+from tests.collective.trainer_side import free_port
 from tests.collective.waiting import until
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
@@ -31,21 +31,14 @@ PATIENCE = {"weights_stall_secs": 3.0, "weights_ready_secs": 6.0, "weights_recei
 
 
 @pytest.fixture(scope="module")
-def trainers():
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def replica():
     with running(**PATIENCE) as stage:
         yield stage
 
 
 @pytest.fixture
-def sync(replica, trainers):
-    sync = Syncing(replica, trainers.trainer())
+def sync(replica, pool):
+    sync = Syncing(replica, pool.trainer())
     sync.join()
     sync.before = replica.checksum()
     yield sync
@@ -55,12 +48,12 @@ def sync(replica, trainers):
     replica.admin("continue_generation")
 
 
-def untouched_and_ready_for_the_next(sync, trainers):
+def untouched_and_ready_for_the_next(sync, pool):
     """Old weights whole, and a new trainer of the same name passes at its first try."""
     stage = sync.stage
     assert stage.checksum() == sync.before
     assert stage.generate()["usage"]["completion_tokens"] == 12
-    again = Syncing(stage, trainers.trainer())
+    again = Syncing(stage, pool.trainer())
     again.join()
     assert again.prepare(many(A, B)).success
     again.send(A, B)
@@ -91,7 +84,7 @@ def failed(sync, *words):
     return answer
 
 
-def test_a_trainer_that_dies_before_it_sends(sync, trainers):
+def test_a_trainer_that_dies_before_it_sends(sync, pool):
     """Rows 11, 12, 15: nothing of it is left for the next one to fall over."""
     sync.prepare(many(A))
     sync.trainer.kill()
@@ -99,18 +92,18 @@ def test_a_trainer_that_dies_before_it_sends(sync, trainers):
     assert "g" not in [group["group_name"] for group in told["groups"]]
     for _ in range(2):
         failed(sync, "the prepared weights update has failed: group 'g'", "message 1 of 2")
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_dies_before_it_announces(sync, trainers):
+def test_a_trainer_that_dies_before_it_announces(sync, pool):
     sync.trainer.kill()
     if sync.prepare(many(A)).success:
         sync.until("failed")
     assert not sync.complete().success
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_dies_in_the_middle(sync, trainers):
+def test_a_trainer_that_dies_in_the_middle(sync, pool):
     sync.prepare(many(A, B))
     sync.order_send(A)
     assert "sent" in sync.trainer.reply()
@@ -120,7 +113,7 @@ def test_a_trainer_that_dies_in_the_middle(sync, trainers):
     assert not answer.success
     assert "the weights of version" in answer.message
     assert answer.data["weight_version"] == sync.stage.facts()["weight_version"]
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
 
 
 def test_a_trainer_that_dies_after_its_last_byte_may_still_be_completed(sync):
@@ -133,15 +126,15 @@ def test_a_trainer_that_dies_after_its_last_byte_may_still_be_completed(sync):
     zeroed(sync.stage)
 
 
-def test_a_trainer_that_never_completes_is_replaced_by_the_next(sync, trainers):
+def test_a_trainer_that_never_completes_is_replaced_by_the_next(sync, pool):
     sync.prepare(many(B))
     sync.send(B)
     sync.until("received")
     sync.trainer.kill()
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_stops_is_given_up_when_nothing_has_come_for_a_while(sync, trainers):
+def test_a_trainer_that_stops_is_given_up_when_nothing_has_come_for_a_while(sync, pool):
     """Row 21: what ends a receive is a standstill, not its length."""
     sync.prepare(many(A, B))
     sync.send(A)
@@ -152,20 +145,20 @@ def test_a_trainer_that_stops_is_given_up_when_nothing_has_come_for_a_while(sync
     assert not answer.success
     assert "nothing has come for 3 s" in answer.message
     sync.trainer.kill()
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_never_sends_is_given_up_without_anybody_asking(sync, trainers):
+def test_a_trainer_that_never_sends_is_given_up_without_anybody_asking(sync, pool):
     sync.prepare(many(A))
     assert sync.until("failed")["error"]
     failed(sync, "nothing has come for 6 s")
     assert sync.trainer.tell("destroy", group="g") == {"destroyed": True}
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
     sync.join()
 
 
 @pytest.mark.parametrize("phases", [1, 2])
-def test_a_peer_that_sends_too_much_ends_no_replica(sync, trainers, phases):
+def test_a_peer_that_sends_too_much_ends_no_replica(sync, pool, phases):
     body = {"group_name": "g"} | one(B)
     if phases == 2:
         sync.prepare(body)
@@ -178,22 +171,22 @@ def test_a_peer_that_sends_too_much_ends_no_replica(sync, trainers, phases):
     assert "more than it announced" in answer.message or "sent more" in answer.message
     sync.stage.admin("continue_generation")
     sync.trainer.kill()
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_peer_that_sends_too_little_is_told_so(sync, trainers):
+def test_a_peer_that_sends_too_little_is_told_so(sync, pool):
     sync.prepare(one(B))
     sync.trainer.tell("big", group="g", nbytes=SHAPES[DOWN][0] * SHAPES[DOWN][1])
     failed(sync, f"tensor '{DOWN}'", "the trainer sent fewer")
     sync.trainer.tell("destroy", group="g")
-    untouched_and_ready_for_the_next(sync, trainers)
+    untouched_and_ready_for_the_next(sync, pool)
     sync.join()
 
 
-def test_a_second_trainer_is_refused_by_the_name_of_the_first(sync, trainers):
+def test_a_second_trainer_is_refused_by_the_name_of_the_first(sync, pool):
     """Row 13."""
     sync.prepare(many(A))
-    other = Syncing(sync.stage, trainers.trainer())
+    other = Syncing(sync.stage, pool.trainer())
     answer = sync.stage.admin(INIT, other.rendezvous(free_port()))
     assert (answer.success, answer.data["status_code"]) == (False, 409)
     assert sync.told()["owner"] in answer.message
@@ -239,8 +232,8 @@ def test_keys_of_the_old_weights_are_used_by_nobody(sync):
     zeroed(stage)
 
 
-def test_ten_syncs_leave_nothing_behind(replica, trainers):
-    trainer = trainers.trainer()
+def test_ten_syncs_leave_nothing_behind(replica, pool):
+    trainer = pool.trainer()
 
     def round_of(number):
         sync = Syncing(replica, trainer)
