@@ -21,6 +21,7 @@ from msgspec import inspect as types
 
 from omni_proxy.config import schema
 from omni_proxy.config.fields import (
+    read_address,
     read_endpoint,
     read_header_name,
     read_host,
@@ -43,6 +44,7 @@ READ_AS: Final = {
     read_endpoint: "a path",
     read_header_name: "the name of a header, or empty",
     read_worker_url: "a base URL, or unix:PATH",
+    read_address: "an address or a name",
     read_host: "an address or a name, or unix:PATH",
     read_listen: "host:port, or unix:PATH",
     read_mode: 'a file mode in octal, such as "0660"',
