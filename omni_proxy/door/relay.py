@@ -8,9 +8,10 @@ second try, and a truncated answer always ends abnormally (no last chunk, too fe
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
+import types
+from collections.abc import Generator
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.ask import First
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from omni_proxy.door.sinks import Gaps
 
 END_BYTES = 32  # what only says that a stream is over is no larger
+GAPS_AT_ONCE = 256  # sorted in together; they cost 32 bytes each until then
 
 
 async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: First) -> bool:
@@ -104,57 +106,67 @@ def _hear(conn: Connection, mine: Exchange) -> None:
         conn.door.fleet.observe_good_answer(mine.worker, mine.trial)
 
 
-async def _pieces(conn: Connection, mine: Exchange, first: First, shape: Shape | None) -> None:
-    """The rest of the body. Raises UpstreamGarbage where it breaks, Expired, Gone."""
+@types.coroutine
+def _pieces(
+    conn: Connection, mine: Exchange, first: First, shape: Shape | None
+) -> Generator[Any, Any, None]:
+    """The rest of the body. Raises UpstreamGarbage where it breaks, Expired, Gone.
+
+    What an event touches is in no cache when it comes: so sums are kept in this frame until the
+    end, and a bare `yield` is what `await pause` is elsewhere.
+    """
     answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
-    idle, deadline = conn.door.limits.idle, conn.deadline
-    keeps_tail = conn.door.keeps_tail
+    idle, deadline, keeps_tail = conn.door.limits.idle, conn.deadline, conn.door.keeps_tail
     gaps = _gaps(conn, mine)
-    before = mine.first_at
-    while not answer.whole:
-        if conn.waits_for(up):
-            await pause
-        try:
-            piece = up.read(PIECE_BYTES)
-        except OSError as error:
-            raise UpstreamGarbage(error.strerror or "reset") from None
-        if piece is None:
-            continue
-        if not piece:
-            return await _say_end(conn, answer, shape)
-        piece = answer.feed(piece)
-        now = pump.now
-        if not before:
-            _hear(conn, mine)
-            conn.phase = "relay"
-        else:
-            gap = now - before
-            if gap > mine.longest_gap:
-                mine.longest_gap = gap
-            gaps.counts[bisect_left(gaps.bounds, gap)] += 1
-            gaps.sum += gap
-        before = now
-        mine.tail = piece if keeps_tail and len(piece) > END_BYTES else mine.tail
-        due = now + idle
-        conn.due = due if due < deadline else deadline  # noqa: FURB136
-        mine.pieces += 1
-        mine.bytes_out += len(piece)
-        if shape is not None:
-            piece = shape.wrap(piece)
-        if client.late or answer.whole:  # late: of this very turn, or the client reads slowly
-            await _send(conn, piece)
-        else:
-            client.put(piece)
+    late, before, longest = gaps.late, mine.first_at, 0.0
+    count, size, tail = mine.pieces, mine.bytes_out, mine.tail
+    try:
+        while not answer.whole:
+            if conn.waits_for(up):
+                yield
+            try:
+                piece = up.read(PIECE_BYTES)
+            except OSError as error:
+                raise UpstreamGarbage(error.strerror or "reset") from None
+            if piece is None:
+                continue
+            if not piece:
+                yield from _say_end(conn, answer, shape)
+                return
+            piece = answer.feed(piece)
+            now = pump.now
+            if before:
+                gap = now - before
+                longest = gap if gap > longest else longest  # noqa: FURB136
+                late.append(gap)
+                if len(late) >= GAPS_AT_ONCE:
+                    gaps.sort_in()
+            else:
+                _hear(conn, mine)
+                conn.phase = "relay"
+            before = now
+            tail = piece if keeps_tail and len(piece) > END_BYTES else tail
+            due = now + idle
+            conn.due = due if due < deadline else deadline  # noqa: FURB136
+            count += 1
+            size += len(piece)
+            piece = piece if shape is None else shape.wrap(piece)
+            if client.late or answer.whole:  # late: of this turn, or the client reads slowly
+                yield from _send(conn, piece)
+            else:
+                client.put(piece)
+    finally:
+        mine.longest_gap, mine.pieces, mine.bytes_out, mine.tail = longest, count, size, tail
 
 
 class _Unwanted:
     """Gaps that nobody asks for: counted all the same, so that the loop has nothing to ask."""
 
-    bounds: tuple[float, ...] = ()
-
     def __init__(self) -> None:
-        self.counts = [0]
-        self.sum = 0.0
+        self.late: list[float] = []
+
+    def sort_in(self) -> None:
+        self.late.clear()
 
 
 _UNWANTED = _Unwanted()

@@ -20,11 +20,12 @@ class LineSink(Protocol):
 
 
 class Gaps(Protocol):
-    """How long it was between two pieces, in seconds: how many were above each bound, and all."""
+    """How long it was between two pieces, in seconds: put into `late`, later sorted in."""
 
-    bounds: tuple[float, ...]
-    counts: list[int]
-    sum: float
+    late: list[float]
+
+    def sort_in(self) -> None:
+        """Empties `late`, which stays the same list."""
 
 
 class Meters(Protocol):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Resumable = Coroutine[Any, Any, T] | Generator[Any, Any, T]
 
 EITHER: Final = object()  # in `awaits`: an event of any socket of the task
 READS_PER_TURN: Final = 16  # of one connection whose peer always has more
@@ -45,7 +46,7 @@ pause: Final = cast("Awaitable[None]", _Pause())
 
 
 @types.coroutine
-def nested(inner: Coroutine[Any, None, T]) -> Generator[Any, Any, T]:
+def nested(inner: Resumable[T]) -> Generator[Any, Any, T]:
     """Await `inner` so that the pump resumes it directly.
 
     Each frame between the pump and `pause` costs 0.25 us per event; a relay is ten deep without.
@@ -71,8 +72,8 @@ class Task(ABC):
         self.phase = "start"
         self.began = pump.now
         self.reads = 0  # or work like it since it was last resumed, without a pause
-        self._coro: Coroutine[Any, Any, Any] | None = None
-        self._outer: list[Coroutine[Any, Any, Any]] = []  # those that wait in `nested`
+        self._coro: Resumable[Any] | None = None
+        self._outer: list[Resumable[Any]] = []  # those that wait in `nested`
 
     @abstractmethod
     async def serve(self) -> None:
@@ -134,7 +135,7 @@ class Task(ABC):
             else:
                 if got is None:
                     return
-                if isinstance(got, Coroutine):
+                if isinstance(got, Coroutine | Generator):
                     self._outer.append(coro)
                     self._coro = got
                     value = error = None

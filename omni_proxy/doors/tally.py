@@ -15,7 +15,7 @@ from omni_proxy.doors.messages import CellTally, EndTally, SlotTally, Spread, Ta
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.cells import Cell, Phases
-from omni_proxy.observe.histogram import Histogram
+from omni_proxy.observe.histogram import Histogram, LateHistogram
 from omni_proxy.observe.metrics import Meters
 from omni_proxy.observe.recent import End, Recent, Slot
 
@@ -29,7 +29,7 @@ class DoorMeters(Meters):
     """Meters whose contents go elsewhere every moment."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._between: dict[tuple[str, Worker | None], Histogram] = {}
+        self._between: dict[tuple[str, Worker | None], LateHistogram] = {}
         super().__init__(fleet, DoorRecent())
 
     def cell(self, route: str, worker: Worker | None) -> Cell:

@@ -19,6 +19,7 @@ from omni_proxy.observe.histogram import (
     LONGEST_GAP,
     SHORT,
     Histogram,
+    LateHistogram,
 )
 from omni_proxy.observe.recent import Slot
 
@@ -78,7 +79,7 @@ class Cell(Whole):
         self.ends: dict[End, int] = {}
         self.total = Histogram(DURATION)
         self.first = Histogram(FINE)
-        self.between = Histogram(BETWEEN_CHUNKS)
+        self.between = LateHistogram(BETWEEN_CHUNKS)
         self.pieces = 0
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
 

@@ -80,6 +80,46 @@ class Histogram:
         return [*rows, ("+Inf", below + self.counts[-1])]
 
 
+class LateHistogram(Histogram):
+    """Whoever counts puts values into `late`, always the same list, and has them sorted in when
+    there are many; whoever reads finds all of them."""
+
+    __slots__ = ("_counts", "_sum", "late")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.late: list[float] = []
+        super().__init__(bounds)
+
+    @property
+    def counts(self) -> list[int]:
+        if self.late:
+            self.sort_in()
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: list[int]) -> None:
+        self._counts = counts
+
+    @property
+    def sum(self) -> float:
+        if self.late:
+            self.sort_in()
+        return self._sum
+
+    @sum.setter  # noqa: A003  as the base has it
+    def sum(self, total: float) -> None:
+        self._sum = total
+
+    def sort_in(self) -> None:
+        many = self.late[:]
+        self.late.clear()
+        self.observe_all(many)
+
+    def clear(self) -> None:
+        self.late.clear()
+        super().clear()
+
+
 def quantile(counts: Sequence[int], share: float) -> float | None:
     """Of values that were counted by their place in FINE; None where there are none."""
     wanted = sum(counts) * share

@@ -17,7 +17,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.cells import UNASKED, Cell, Phases
-from omni_proxy.observe.histogram import DURATION, FINE, Histogram
+from omni_proxy.observe.histogram import DURATION, FINE, LateHistogram
 from omni_proxy.observe.recent import TEXT_CHARS, Recent, Slot
 from omni_proxy.observe.usage import TAIL_BYTES, tokens_in
 
@@ -83,7 +83,7 @@ class Meters:
             self._recent.sums.setdefault(worker, Slot())
         return cell
 
-    def gaps(self, mine: Exchange) -> Histogram | None:
+    def gaps(self, mine: Exchange) -> LateHistogram | None:
         """Where the relay counts the gaps of this stream while it lasts; None: nowhere."""
         return self.cell(mine.route.path, mine.worker).between if mine.route is not None else None
 

@@ -9,6 +9,7 @@ from omni_proxy.observe.histogram import (
     FIRST_CHUNK,
     SHORT,
     Histogram,
+    LateHistogram,
     quantile,
 )
 
@@ -46,6 +47,30 @@ def test_many_at_once_are_counted_as_each_of_them(values, bounds):
     assert many.counts == one.counts
     assert many.sum == pytest.approx(one.sum)
     assert half == rest == []
+
+
+@given(st.lists(st.one_of(SECS, st.sampled_from(["counts", "sum", "buckets", "sort in", "clear"]))))
+def test_what_waits_is_there_for_whoever_reads(steps):
+    held, plain = LateHistogram(FIRST_CHUNK), Histogram(FIRST_CHUNK)
+    late = held.late
+    for step in steps:
+        match step:
+            case "counts":
+                assert held.counts == plain.counts
+            case "sum":
+                assert held.sum == pytest.approx(plain.sum)
+            case "buckets":
+                assert held.buckets() == plain.buckets()
+            case "sort in":
+                held.sort_in()
+                assert late == []
+            case "clear":
+                held.clear()
+                plain.clear()
+            case secs:
+                late.append(secs)
+                plain.observe(secs)
+    assert held.late is late
 
 
 @given(st.lists(SECS | st.sampled_from(DURATION)))
