@@ -4,10 +4,12 @@ torch asks the DNS for the name of each address that it connects to or hears fro
 where an answer gets lost, that takes 5 s unless somebody says less.
 """
 
+import logging
 import os
 import threading
 import time
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
@@ -18,6 +20,16 @@ settings.load_profile("patient")
 
 GIVEN_UP_SECS = 90.0
 OUTSIDE_GLOO = ("weights-digest", "weights-pages")  # one that waits for bytes may wait for ever
+
+
+@pytest.fixture
+def logging_as_it_was():
+    """Afterwards, whatever the program has set up meanwhile."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
 
 
 def pytest_sessionfinish():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
+from omni_proxy.fleet.traffic import FAILED, SUCCEEDED
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.pick import choose, nobody
 
@@ -39,7 +40,7 @@ def take(door: Door, mine: Exchange, tried: Collection[Worker] = ()) -> Worker:
     if worker.machine.trial_owed:
         mine.trial = fleet.begin_trial(worker)
     if mine.route is not None:
-        worker.counts[mine.route.traffic].routed += 1
+        worker.counts[mine.route.counts_at] += 1
     return worker
 
 
@@ -67,8 +68,4 @@ def leave(door: Door, mine: Exchange, *, succeeded: bool) -> None:
             door.fleet.end_trial(worker, mine.trial)
             mine.trial = 0
         if mine.route is not None:
-            counts = worker.counts[mine.route.traffic]
-            if succeeded:
-                counts.succeeded += 1
-            else:
-                counts.failed += 1
+            worker.counts[mine.route.counts_at + (SUCCEEDED if succeeded else FAILED)] += 1

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from omni_proxy.doors.following import Counted
 from omni_proxy.doors.messages import CellTally, EndTally, SlotTally, Spread, Tally
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.traffic import none_yet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.cells import Cell, Phases
 from omni_proxy.observe.histogram import Histogram, LateHistogram
@@ -107,10 +108,7 @@ def add(tally: Tally, meters: Meters, recent: Recent, find: Find) -> None:
     for serial, traffic, routed, succeeded, failed in tally.worker_ends:
         worker = find(serial)
         if worker is not None:
-            counts = worker.counts[traffic]
-            counts.routed += routed
-            counts.succeeded += succeeded
-            counts.failed += failed
+            worker.count(traffic, routed=routed, succeeded=succeeded, failed=failed)
 
 
 def _serial(worker: Worker | None) -> int:
@@ -143,9 +141,11 @@ def _of_phases(phases: Phases) -> list[Spread]:
 def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
     rows = []
     for worker in workers:
-        for traffic, of in worker.counts.items():
-            rows.append((_serial(worker), traffic, of.routed, of.succeeded, of.failed))
-        worker.counts.clear()
+        routed, succeeded, failed = worker.routed, worker.succeeded, worker.failed
+        for traffic in {**routed, **succeeded, **failed}:
+            ends = (succeeded.get(traffic, 0), failed.get(traffic, 0))
+            rows.append((_serial(worker), traffic, routed.get(traffic, 0), *ends))
+        worker.counts = none_yet()
     return rows
 
 

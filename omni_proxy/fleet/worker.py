@@ -7,8 +7,6 @@ change only through `Fleet`.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
@@ -16,19 +14,11 @@ from omni_proxy.config.overlay import Desired
 from omni_proxy.config.url import dial_address, display_id, worker_id
 from omni_proxy.fleet.capabilities import mask_of, names_in
 from omni_proxy.fleet.health import Health, HealthMachine
+from omni_proxy.fleet.traffic import FAILED, ROUTED, SUCCEEDED, none_yet, place_of, told
 from omni_proxy.fleet.version import UNKNOWN, Version
 
 # Out of routing for one of these, a worker is still well: only its weights are in question.
 WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
-
-
-@dataclass(slots=True)
-class Counts:
-    """Tries of one traffic class: those begun, and what those came to that are over."""
-
-    routed: int = 0
-    succeeded: int = 0
-    failed: int = 0
 
 
 class _Hot:
@@ -83,7 +73,7 @@ class Worker(_Hot):
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
         self.version: Version = UNKNOWN  # of its weights
-        self.counts: defaultdict[str, Counts] = defaultdict(Counts)  # by traffic class
+        self.counts = none_yet()  # see `fleet.traffic`
         self.configure(entry)
 
     def configure(self, entry: Desired) -> None:
@@ -112,18 +102,25 @@ class Worker(_Hot):
             and self.tls_verify == entry.tls_verify
         )
 
+    def count(self, traffic: str, *, routed: int = 0, succeeded: int = 0, failed: int = 0) -> None:
+        """What was counted elsewhere; the door does it itself for each try."""
+        place = place_of(traffic)
+        self.counts[place + ROUTED] += routed
+        self.counts[place + SUCCEEDED] += succeeded
+        self.counts[place + FAILED] += failed
+
     @property
     def routed(self) -> dict[str, int]:
         """Tries begun, by traffic class; as of the next two, where there were any."""
-        return {traffic: of.routed for traffic, of in self.counts.items() if of.routed}
+        return told(self.counts, ROUTED)
 
     @property
     def succeeded(self) -> dict[str, int]:
-        return {traffic: of.succeeded for traffic, of in self.counts.items() if of.succeeded}
+        return told(self.counts, SUCCEEDED)
 
     @property
     def failed(self) -> dict[str, int]:
-        return {traffic: of.failed for traffic, of in self.counts.items() if of.failed}
+        return told(self.counts, FAILED)
 
     @property
     def weight_version(self) -> str | None:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Final
 
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.traffic import FAILED, ROUTED, SUCCEEDED, place_of
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.observe.histogram import quantile
 from omni_proxy.observe.metrics import Meters
@@ -64,14 +65,14 @@ class Silences:
         return UNKNOWN_SECS if usual is None else USUAL_TIMES * usual
 
     def _heard_of(self, worker: Worker) -> int:
-        ended = sum(of.succeeded + of.failed for of in worker.counts.values())
+        ended = sum(worker.succeeded.values()) + sum(worker.failed.values())
         return ended + self._meters.gaps_of(worker)
 
 
 def _busy(worker: Worker) -> bool:
     if not worker.in_flight:
         return False
-    sessions = worker.counts.get(SESSIONS)
-    if sessions is None:
-        return True
-    return worker.in_flight > sessions.routed - sessions.succeeded - sessions.failed
+    routed, succeeded, failed = (
+        worker.counts[place_of(SESSIONS) + kind] for kind in (ROUTED, SUCCEEDED, FAILED)
+    )
+    return worker.in_flight > routed - succeeded - failed

@@ -6,10 +6,11 @@ Source: omni-router.md 4, 7 and 12.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from omni_proxy.fleet.capabilities import mask_of
+from omni_proxy.fleet.traffic import place_of
 
 
 class BodyKind(Enum):
@@ -38,7 +39,8 @@ ANYWHERE, VOICE_OWNER, NAMED = Place
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row. `traffic` is the class its counts are kept under (omni-router.md 3)."""
+    """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counts_at`
+    where they begin."""
 
     path: str
     methods: frozenset[str]
@@ -47,6 +49,10 @@ class Route:
     body: BodyKind
     place: Place = Place.ANY
     websocket: bool = False
+    counts_at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts_at", place_of(self.traffic))
 
 
 def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) -> Route:

@@ -161,8 +161,8 @@ class Setting:
         return self.fleet.find(self.workers[index].url).machine
 
     def counts(self, index=0):
-        counts = self.fleet.find(self.workers[index].url).counts["tts_websocket"]
-        return counts.succeeded, counts.failed
+        worker = self.fleet.find(self.workers[index].url)
+        return tuple(of.get("tts_websocket", 0) for of in (worker.succeeded, worker.failed))
 
     async def settled(self):
         """Until the door has no connection left."""

@@ -17,7 +17,7 @@ from tests.fleet.entries import entry, fleet_of
 
 
 @pytest.fixture
-async def house(nursery):
+async def house(logging_as_it_was, nursery):
     """A door that has been told of two workers, with the serials 1 and 2."""
     one, other = socket.socketpair()
     control = Channel(one, msgspec.msgpack.Decoder(ToControl))

@@ -7,7 +7,6 @@ from omni_proxy.doors.following import FollowingFleet
 from omni_proxy.doors.messages import Tally
 from omni_proxy.doors.tally import PHASES, DoorMeters, add
 from omni_proxy.fleet.snapshot import row_of
-from omni_proxy.fleet.worker import Counts
 from omni_proxy.observe.metrics import Meters
 from omni_proxy.observe.recent import Recent
 from tests.fleet.entries import NOW, entry, fleet_of
@@ -121,9 +120,9 @@ def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped
     meters, recent = Meters(whole, Recent()), Recent()
     door = DoorMeters(follows)
     for worker in follows.workers:
-        worker.counts["chat"] = Counts(routed=3, failed=1)
+        worker.count("generation", routed=3, failed=1)
     told = door.taken()
     add(told, meters, recent, {1: whole.workers[0]}.get)
-    assert (whole.workers[0].routed["chat"], whole.workers[0].failed["chat"]) == (3, 1)
+    assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
     assert not whole.workers[1].routed
     assert not door.taken().worker_ends

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from omni_proxy.fleet.worker import Counts
 from tests.fleet.entries import NOW, entry, fleet_of
 
 CONTRACT_KEYS = {
@@ -27,8 +26,8 @@ def test_a_record_has_the_contracts_keys_and_ours(worker):
 
 def test_a_record_says_what_is_so(worker):
     worker.in_flight = 2
-    worker.counts["generation"] = Counts(routed=3, succeeded=3)
-    worker.counts["speech_http"] = Counts(routed=1, failed=1)
+    worker.count("generation", routed=3, succeeded=3)
+    worker.count("speech_http", routed=1, failed=1)
     told = json.loads(json.dumps(worker.record()))
     assert told["worker_id"] == told["id"] == "http%3A%2F%2Fa%3A1"
     assert (told["display_id"], told["url"]) == ("a:1", "http://a:1")

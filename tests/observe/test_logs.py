@@ -7,13 +7,7 @@ import pytest
 from omni_proxy.observe.logs import configure
 
 
-@pytest.fixture(autouse=True)
-def root_as_it_was():
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
 
 def test_text_lines_have_level_and_logger(capsys, monkeypatch):
