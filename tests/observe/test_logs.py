@@ -6,7 +6,6 @@ import pytest
 
 from omni_proxy.observe.logs import configure
 
-
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
 
