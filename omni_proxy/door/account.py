@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 from random import getrandbits
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from omni_proxy.door.core import Door
 
 _encode = msgspec.json.encode
+_TRY: Final = b"\r\nX-SGLang-Omni-Route-Attempt: %d\r\n"
+_FIRST_TRY: Final = _TRY % 1  # not formatted each time: that alone is a hundred cache lines
 _UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f-\x9f]")
 
 
@@ -49,7 +51,7 @@ class Exchange:
         self.client = client
         self.method = "-"  # until the head could be read
         self.target = "-"
-        self.request_id = ""
+        self.request_id = b""  # as in a head: text costs two conversions
         self.id_line = b""  # the field that carries it in heads, where one was asked for
         self.idempotency_key = False
         self.route: Route | None = None
@@ -83,8 +85,12 @@ class Exchange:
             self.outcome, self.ended_by, self.error, self.phase = outcome, by, error, phase
 
 
-def new_id() -> str:
-    return f"{getrandbits(128):032x}"
+def new_id() -> bytes:
+    return b"%032x" % getrandbits(128)
+
+
+def told_id(exchange: Exchange) -> str:
+    return exchange.request_id.decode("latin-1")
 
 
 def stamp(stamps: Stamps, mine: Exchange, head: RequestHead) -> None:
@@ -135,11 +141,9 @@ def report(
 def diagnostics(mine: Exchange) -> bytes:
     """The response headers of omni-router.md 10, for answers of a worker or about one."""
     worker = mine.worker or mine.last_worker
-    lines = b"%bX-SGLang-Omni-Request-ID: %b\r\nX-SGLang-Omni-Route-Attempt: %d\r\n" % (
-        worker.route_line if worker is not None else b"",
-        mine.request_id.encode("latin-1", "replace"),
-        mine.attempts,
-    )
+    route_line = worker.route_line if worker is not None else b""
+    number = _FIRST_TRY if mine.attempts == 1 else _TRY % mine.attempts
+    lines = b"".join((route_line, b"X-SGLang-Omni-Request-ID: ", mine.request_id, number))
     if mine.tried:
         told = ", ".join(f"{tried.display_id}={outcome}" for tried, outcome in outcomes(mine))
         lines += b"x-omni-attempts: %b\r\n" % told.encode("latin-1", "replace")
@@ -174,7 +178,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "ended_by": exchange.ended_by,
         "phase": exchange.phase,
         "error": exchange.error or None,
-        "request_id": exchange.request_id or None,
+        "request_id": told_id(exchange) or None,
         "model": need.model if need else None,
         "stream": exchange.stream,
         "worker": worker.url if worker else None,
@@ -231,7 +235,7 @@ def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "event": finished if completed else broken,
-        "request_id": exchange.request_id,
+        "request_id": told_id(exchange),
         "method": exchange.method,
         "path": exchange.target.partition("?")[0],
         "model": need.model if need else None,

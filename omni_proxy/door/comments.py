@@ -104,9 +104,7 @@ class Comments:
         return as_chunk(piece) if self._chunked else piece
 
     def _head(self) -> bytes:
-        told = b"X-SGLang-Omni-Request-ID: %b\r\n" % self._mine.request_id.encode(
-            "latin-1", "replace"
-        )
+        told = b"X-SGLang-Omni-Request-ID: %b\r\n" % self._mine.request_id
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
         return (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n"

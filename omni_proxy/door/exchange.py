@@ -46,7 +46,7 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     mine.head_at = conn.pump.now
     mine.method, mine.target, path = head.words
     if conn.door.stamps is not None:
-        mine.request_id = head.request_id.decode("latin-1")  # for a refusal, too
+        mine.request_id = head.request_id  # for a refusal, too
     if conn.front_only:
         return _by_front(conn, mine, head)
     try:
@@ -134,11 +134,7 @@ def _inspected(
     mine.stream = need.stream
     if conn.door.policy.wants_key:
         need.key = routing_key(head.lines)
-    mine.request_id = (
-        head.request_id.decode("latin-1")
-        or (need.request_id and _printable(need.request_id))
-        or new_id()
-    )
+    mine.request_id = head.request_id or _printable(need.request_id) or new_id()
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
     if conn.client.ended and conn.door.half_close_aborts:
@@ -151,9 +147,9 @@ def _inspected(
     return _by_worker(conn, mine, head, body)
 
 
-def _printable(text: str) -> str:
+def _printable(text: str) -> bytes:
     """A request id out of a body may hold anything; in a head only visible ASCII may stand."""
-    return text if len(text) <= 256 and text.isascii() and text.isprintable() else ""
+    return text.encode() if len(text) <= 256 and text.isascii() and text.isprintable() else b""
 
 
 async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: bytes) -> bool:
@@ -229,7 +225,7 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
         await upload.hold_all()
         body = upload.take()
     if door.stamps is not None:
-        mine.request_id = head.request_id.decode("latin-1") or new_id()
+        mine.request_id = head.request_id or new_id()
         stamp(door.stamps, mine, head)
     conn.pump.front_exchanges += 1
     hurries = True

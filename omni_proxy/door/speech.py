@@ -51,10 +51,10 @@ async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
 
     Raises Refusal for what is no handshake, Gone when the client leaves without a closing frame.
     """
-    mine.request_id = head.request_id.decode("latin-1") or new_id()
+    mine.request_id = head.request_id or new_id()
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
-    told = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id.encode("latin-1")
+    told = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id
     top = accept(head, told + mine.id_line)
     mine.status, mine.stream, mine.relayed = 101, True, True
     here = _Session(conn, mine)

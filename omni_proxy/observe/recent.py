@@ -211,7 +211,7 @@ def _end_of(mine: Exchange, worker: Worker | None) -> End:
         mine.attempts,
         mine.first_at - mine.started_at if mine.first_at else None,
         mine.ended_at - mine.started_at,
-        mine.request_id[:TEXT_CHARS],
+        mine.request_id[:TEXT_CHARS].decode("latin-1"),
     )
 
 

@@ -56,10 +56,10 @@ class Stamps:
             return b""
         return b"x-forwarded-for: %b\r\n" % address.encode("latin-1", "replace")
 
-    def id_line(self, request_id: str) -> bytes:
-        return b"%b: %b\r\n" % (self.id_name, request_id.encode("latin-1", "replace"))
+    def id_line(self, request_id: bytes) -> bytes:
+        return b"%b: %b\r\n" % (self.id_name, request_id)
 
-    def with_id(self, lines: bytes, request_id: str) -> bytes:
+    def with_id(self, lines: bytes, request_id: bytes) -> bytes:
         """Field lines that carry the id: the client's own field stays as it is."""
         if field_of(lines, self.id_name):
             return lines

@@ -24,6 +24,9 @@ _VARYING = re.compile(
     rb"([!-~]{1,128})(?=\r\n)"
 )
 _LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,15})(?=\r\n)")
+# Spelt otherwise it is read each time.
+_AS_UVICORN: Final = b"\r\ncontent-length: "
+_AS_OTHERS: Final = b"\r\nContent-Length: "
 _CONTENT_LENGTH: Final = len(b"content-length")
 _REQUEST_ID: Final = len(b"x-request-id")
 
@@ -90,7 +93,7 @@ def _filled(known: RequestHead, parts: list[bytes], values: list[bytes]) -> Requ
             continue
         if len(name) == _REQUEST_ID:
             request_id = value
-        lines += b"%b: %b\r\n" % (name, value)
+        lines += name + b": " + value + b"\r\n"
     return RequestHead(
         known.method,
         known.target,
@@ -136,21 +139,24 @@ class AnswerTemplates:
     def read(self, head: bytes, *, to_head: bool) -> Answer:
         """Raises UpstreamGarbage."""
         answer = Answer()
-        parts = _LENGTH_FIELD.split(head)
-        if len(parts) != 3 or to_head:
+        top, found, rest = head.partition(_AS_UVICORN)
+        if not found:
+            top, found, rest = head.partition(_AS_OTHERS)
+        length, _, rest = rest.partition(b"\r\n")
+        if not length.isdigit() or len(length) > 15 or to_head:
             answer.read_head(head, to_head=to_head)
             return answer
-        key = (parts[0], parts[2])
+        key = (top, rest)
         known = self._known.get(key)
         if known is None:
             answer.read_head(head, to_head=False)
             self._learn(key, answer)
             return answer
         answer.status = known.status
-        answer.lines = b"%bcontent-length: %b\r\n" % (known.lines, parts[1])
+        answer.lines = known.lines + b"content-length: " + length + b"\r\n"
         answer.keep_alive = known.keep_alive
         answer.sse = known.sse
-        answer.remaining = int(parts[1])
+        answer.remaining = int(length)
         answer.whole = answer.remaining == 0
         return answer
 

@@ -20,7 +20,7 @@ def ended(worker: Worker | None = None, **told: Any) -> Exchange:
         "status": 200, "outcome": "completed", "stream": True, "attempts": 1, "pieces": 10,
         "bytes_in": 50, "bytes_out": 1000, "head_at": 100.0, "body_at": 100.0,
         "dialled_at": 100.0, "wait_at": 100.1, "first_at": 100.2, "ended_at": 101.1,
-        "relayed": True, "last_worker": worker, "longest_gap": 0.4, "request_id": "r",
+        "relayed": True, "last_worker": worker, "longest_gap": 0.4, "request_id": b"r",
     }  # fmt: skip
     for name, value in (plain | told).items():
         setattr(mine, name, value)

@@ -151,7 +151,7 @@ def test_everything_is_bounded(fleet, recent, meters):
     a, _ = fleet.workers
     for second in range(2 * POINTS):
         for _ in range(3 * ENDS_PER_SECOND):
-            meters.count(ended(a, request_id="r" * 9000, error="e" * 9000, status=500), a)
+            meters.count(ended(a, request_id=b"r" * 9000, error="e" * 9000, status=500), a)
         recent.tick(1000.0 + second, 0, 0)
     assert len(recent.points) == POINTS
     assert len(recent.ends()) == KEPT_TROUBLES

@@ -88,8 +88,8 @@ def test_the_field_of_the_id_comes_before_the_usual_ones():
 def test_an_id_is_written_where_there_is_none():
     stamps = Stamps(id_name=b"x-trace")
     kept = LINE + b"X-Trace: b\r\n"
-    assert stamps.with_id(kept, "b") == kept
-    assert stamps.with_id(LINE + b"x-trace:\r\na: 1\r\n", "b") == LINE + b"a: 1\r\nx-trace: b\r\n"
+    assert stamps.with_id(kept, b"b") == kept
+    assert stamps.with_id(LINE + b"x-trace:\r\na: 1\r\n", b"b") == LINE + b"a: 1\r\nx-trace: b\r\n"
     assert field_of(LINE + b"a: x-trace\r\n", b"x-trace") == b""
 
 
