@@ -1,8 +1,9 @@
 """The coroutines that the pump resumes, one per client connection.
 
-Contract: a coroutine awaits `pause` only, after it has said in `awaits` whose event it wants; an
-await of trio from inside is refused, for only trio could ever resume it. Whatever ends it, its own
-`finally` blocks run, and no task outlives the pump.
+Contract: a coroutine awaits `pause` only, after it has said in `awaits` whose event it wants; in a
+generator that is `nested` a bare `yield` is the same. An await of trio from inside is refused, for
+only trio could ever resume it. Whatever ends it, its own `finally` blocks run, and no task outlives
+the pump.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import trio
 
@@ -38,8 +38,7 @@ from omni_proxy.weights.store.layout import LayoutError
 from omni_proxy.weights.store.record import Version
 from omni_proxy.weights.store.shelf import Shelf
 from omni_proxy.weights.store.versions import NoRoom
-
-T = TypeVar("T")
+from omni_proxy.weights.threads import Threads
 
 NAME: Final = "proxy"
 NO_LIMIT_SECS: Final = 86400.0  # a clock that is off: torch wants a number
@@ -58,9 +57,7 @@ class OwnRank:
     def __init__(self, shelf: Shelf, settings: Callable[[], WeightSync]) -> None:
         self._shelf = shelf
         self._settings = settings
-        self._threads = trio.CapacityLimiter(16)
-        # What ends them must not wait behind the calls that it is to end.
-        self._ending = trio.CapacityLimiter(4)
+        self._threads = Threads("own", 16, ends=4)
         self._opening = trio.Lock()
         self._receiver: Receiver | None = None
         self._armed: Armed | None = None
@@ -108,7 +105,7 @@ class OwnRank:
                 timeout_s=settings.init_timeout_secs or NO_LIMIT_SECS,
             )
             self._in_group, self._joining = True, Stop()
-            await self._blocking("init", receiver.init, rendezvous, self._joining)
+            await self._threads.run("init", receiver.init, rendezvous, self._joining)
             return {"status": "ok", "message": f"joined as rank {rank_offset} of {world_size}"}
 
         return await self._answered(join)
@@ -143,9 +140,7 @@ class OwnRank:
             try:
                 if self._receiver is not None:
                     name = group_name_of(object_of(body))
-                    await self._blocking(
-                        "destroy", self._receiver.destroy, name, limiter=self._ending
-                    )
+                    await self._threads.end("destroy", self._receiver.destroy, name)
             finally:
                 # One that nobody waits for any more may not be known to the receiver yet.
                 self._joining.say("the group was destroyed")
@@ -160,7 +155,7 @@ class OwnRank:
         self._leading += 1
         try:
             receiver = await self._open()
-            return await self._blocking("lead", receiver.sender, meeting)
+            return await self._threads.run("lead", receiver.sender, meeting)
         finally:
             self._leading -= 1
 
@@ -183,7 +178,7 @@ class OwnRank:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(receiver.close, limiter=self._ending)
+                await self._threads.end("close", receiver.close)
 
     async def look(self) -> Receiving | None:
         """Waits for nothing."""
@@ -222,18 +217,18 @@ class OwnRank:
             if self._receiver is None:
                 self._made_for = wanted
                 open_one = partial(open_receiver, settings.isolation, _limits(settings), name=NAME)
-                self._receiver = await self._blocking("open", open_one)
+                self._receiver = await self._threads.run("open", open_one)
             return self._receiver
 
     async def _busy(self) -> bool:
         """Whether the receiver's end would end something else."""
         receiver = self._receiver
         assert receiver is not None
-        return self._in_group or await self._blocking("look", receiver.busy)
+        return self._in_group or await self._threads.run("look", receiver.busy)
 
     async def _arm(self, body: bytes) -> tuple[Plan, ...]:
         """Raises one of _REFUSALS: then nothing is armed, and what came before is thrown away."""
-        name, plans = await self._blocking("read", _announced, body)
+        name, plans = await self._threads.run("read", _announced, body)
         settings, receiver = self._settings(), self._receiver
         if receiver is None:
             raise GroupError("there is no group: call init_weights_update_group first")
@@ -247,7 +242,7 @@ class OwnRank:
                 into=place,
                 digests=settings.verify == "checksum",
             )
-            self._armed = await self._blocking("arm", call)
+            self._armed = await self._threads.run("arm", call)
             self.coming = Coming(self._armed, place, plans)
         except _REFUSALS:
             # It names tensors now that did not come: such a version must never be sealed.
@@ -273,7 +268,7 @@ class OwnRank:
         if armed is None or draft is None:
             raise GroupError("complete without prepare: nothing is armed")
         try:
-            received: Received = await self._blocking("receive", armed.wait, secs)
+            received: Received = await self._threads.run("receive", armed.wait, secs)
         except GroupError:
             await self.discard()
             raise
@@ -292,21 +287,6 @@ class OwnRank:
         }
         received.close()
         return told
-
-    async def _blocking(
-        self,
-        what: str,
-        call: Callable[..., T],
-        *arguments: object,
-        limiter: trio.CapacityLimiter | None = None,
-    ) -> T:
-        """Whoever cancels it leaves the thread to `destroy`, which ends the call that it is in."""
-        return await trio.to_thread.run_sync(
-            partial(call, *arguments),
-            thread_name=f"weights-own-{what}",
-            limiter=limiter or self._threads,
-            abandon_on_cancel=True,
-        )
 
     async def _answered(self, step: Callable[[], Any]) -> WorkerAnswer:
         began = trio.current_time()

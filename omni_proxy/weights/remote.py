@@ -11,9 +11,8 @@ import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from uuid import uuid4
 
 import trio
@@ -30,9 +29,9 @@ from omni_proxy.weights.calling import ANSWER_BYTES
 from omni_proxy.weights.store.layout import LayoutError
 from omni_proxy.weights.store.record import Version
 from omni_proxy.weights.store.scan import rows_of
+from omni_proxy.weights.threads import Threads
 
 ABSENT: Final = (404, 405, 501)
-T = TypeVar("T")
 
 INIT: Final = "/init_weights_update_group"
 UPDATE: Final = "/update_weights_from_distributed"
@@ -63,9 +62,7 @@ class GroupSends:
     def __init__(self, settings: Callable[[], WeightSync], open_one: Open) -> None:
         self._settings = settings
         self._open = open_one
-        self._threads = trio.CapacityLimiter(64)
-        # A group's end must not wait behind the calls that it is to end.
-        self._ending = trio.CapacityLimiter(64)
+        self._threads = Threads("relay", 64, ends=64)
 
     async def send(
         self, version: Version, worker: Worker, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -86,7 +83,7 @@ class GroupSends:
             timeout_s=meet_secs,
         )
         try:
-            buckets = await self._blocking("look", _buckets_of, version)
+            buckets = await self._threads.run("look", _buckets_of, version)
             sender = await self._open(meeting)
         except (GroupError, LayoutError, OSError) as error:
             return asked.failed(str(error))
@@ -100,7 +97,7 @@ class GroupSends:
         finally:
             # Even where we are cancelled: a worker in a group without us would wait for us.
             with trio.move_on_after(ASK_SECS, shield=True):
-                await self._blocking("close", sender.close, limiter=self._ending)
+                await self._threads.end("close", sender.close)
                 await asked.post(DESTROY, {"group_name": meeting.group_name})
 
     async def _meet(self, asked: _Asked, sender: Sender, meeting: Meeting) -> WorkerAnswer:
@@ -112,7 +109,7 @@ class GroupSends:
             "group_name": meeting.group_name,
             "backend": meeting.backend,
         }
-        return await _both(asked, INIT, told, lambda: self._blocking("meet", sender.meet))
+        return await _both(asked, INIT, told, lambda: self._threads.run("meet", sender.meet))
 
     async def _move(
         self,
@@ -132,28 +129,14 @@ class GroupSends:
                 order |= body
 
             async def ours(bucket: _Bucket = bucket) -> None:
-                sending = await self._blocking("post", sender.send, bucket.plans, bucket.place)
-                await self._blocking("send", sending.wait, secs)
+                sending = await self._threads.run("post", sender.send, bucket.plans, bucket.place)
+                await self._threads.run("send", sending.wait, secs)
 
             answer = await _both(asked, UPDATE, order, ours)
             if not answer.success:
                 return answer
         assert answer is not None
         return await asked.post(END, {}) if together else answer
-
-    async def _blocking(
-        self,
-        what: str,
-        call: Callable[..., T],
-        *arguments: object,
-        limiter: trio.CapacityLimiter | None = None,
-    ) -> T:
-        return await trio.to_thread.run_sync(
-            partial(call, *arguments),
-            thread_name=f"weights-relay-{what}",
-            limiter=limiter or self._threads,
-            abandon_on_cancel=True,
-        )
 
 
 @dataclass(frozen=True, slots=True)

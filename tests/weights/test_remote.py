@@ -44,7 +44,7 @@ async def test_a_group_is_ended_though_all_threads_wait_for_groups(engines, fold
 
     engines.tell(A, INIT, {"success": False, "message": "no such group"}, status=400)
     sends = GroupSends(WeightSync, open_one)
-    sends._threads = trio.CapacityLimiter(1)
+    sends._threads._most.total_tokens = 1
     with trio.fail_after(PATIENCE_SECS):
         answer = await sends.send(version, house_with(folder).worker(A), {}, {})
     assert (answer.status, answer.why) == (400, "status 400: no such group")
