@@ -22,6 +22,7 @@ ROLES = {
     "system": b"\xf5", "user": b"\xf6", "assistant": b"\xf7", "tool": b"\xf8", "developer": b"\xf9",
 }  # fmt: skip
 NAME, NAME_END, PART, SCRIPT, TOKENS = b"\xfa", b"\xfb", b"\xfc", b"\xfd", b"\xfe"
+_NONE = msgspec.Raw()
 _NULL = msgspec.Raw(b"null")
 
 
@@ -30,11 +31,30 @@ def prefix_text(payload: Payload | None, limit: int = LIMIT) -> bytes:
     `prompt`, `text` and `input_ids`."""
     if payload is None:
         return b""
+    ids: object = payload.input_ids
+    if payload.prompt is None and payload.text is None and ids == _NONE:
+        plain = _plain_talk(payload.messages, limit)
+        if plain is not None:
+            return plain
     gathered = _Gathered(limit)
     for piece in _pieces(payload, limit):
         if not gathered.add(piece):
             break
     return bytes(gathered.text)
+
+
+def _plain_talk(messages: object, limit: int) -> bytes | None:
+    """The same of messages that are nothing but texts in known roles, as most are; else None."""
+    if not isinstance(messages, list) or 2 * len(messages) > MAX_PIECES:
+        return None
+    pieces: list[bytes] = []
+    try:
+        for message in messages:
+            pieces += ROLES[message["role"]], message["content"][:limit].encode()
+    except (TypeError, LookupError, AttributeError, UnicodeEncodeError):
+        return None
+    text = b"".join(pieces)
+    return text if len(text) <= limit else None
 
 
 class _Gathered:

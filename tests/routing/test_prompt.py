@@ -56,6 +56,18 @@ def test_ids_are_found_in_a_body_that_only_the_slower_reader_takes():
     assert prefix_text(decode(body)) == b"\xfe" + bytes([5, 0, 0, 0, 6, 0, 0, 0])
 
 
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "odd"]), st.text(max_size=5))))
+def test_plain_talk_is_read_as_its_parts_are(said):
+    """Texts alone have a quicker reader; parts have not."""
+    whole = [{"role": role, "content": text} for role, text in said]
+    mixed = [*whole, {"role": "user", "content": []}]  # the same, but for one more role
+    assert text_of(messages=mixed) == text_of(messages=whole) + b"\xf6"
+    for limit in range(20):
+        short = prefix_text(Payload(messages=whole), limit)
+        assert short == prefix_text(Payload(messages=mixed), 100)[:limit][: len(short)]
+        assert short == prefix_text(Payload(messages=whole), 100)[:limit]
+
+
 @pytest.mark.parametrize("body", [{}, {"input_ids": None}, {"messages": []}, {"prompt": None}])
 def test_a_body_without_text_has_none(body):
     assert text_of(**body) == b""
