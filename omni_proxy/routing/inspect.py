@@ -48,8 +48,7 @@ class RequestFacts:
     hints: dict[bytes, bytes] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Need:
+class Need(msgspec.Struct, gc=False):
     """What may take the request: a model or None, capability bits, perhaps one worker only."""
 
     mask: int
@@ -69,7 +68,7 @@ class Need:
         return names_in(self.mask)
 
 
-class Payload(msgspec.Struct):
+class Payload(msgspec.Struct, gc=False):
     """The fields of a body that routing looks at; everything else is skipped undecoded."""
 
     model: Any = None
@@ -109,26 +108,30 @@ _FIELDS = Payload.__struct_fields__
 
 def inspect(route: Route, body: bytes, facts: Facts) -> Need:
     """Raises Refusal 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
+    if body and is_json(route, facts):
+        if len(body) > LARGE_BYTES:
+            need = _large(route, body)
+            need.hinted = frozenset(facts.hints)
+        else:
+            need = need_of(route, body)
+        if facts.hints:
+            _apply_hints(need, facts.hints, source="JSON body")
+        return need
     need = Need(route.mask, place=route.place)
     if route.place is NAMED:
         named = facts.hints.get(b"worker", b"")
         if not named:
             raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
         need.worker = named.decode("latin-1")
-    if body and is_json(route, facts):
-        if len(body) > LARGE_BYTES:
-            _read_large(route, body, need)
-            need.hinted = frozenset(facts.hints)
-        else:
-            payload = need.body = decode(body)
-            _read(route, payload, need)
-        if facts.hints:
-            _apply_hints(need, facts.hints, source="JSON body")
-    else:
-        told = route.body is FORM and _read_form(body, facts.content_type, need)
-        if facts.hints:
-            _apply_hints(need, facts.hints, source="multipart form" if told else None)
+    told = route.body is FORM and _read_form(body, facts.content_type, need)
+    if facts.hints:
+        _apply_hints(need, facts.hints, source="multipart form" if told else None)
     return need
+
+
+def need_of(route: Route, body: bytes) -> Need:
+    """What a JSON body says that is small enough to be read whole. Raises Refusal 400."""
+    return _read(route, decode(body))
 
 
 def by_hints(route: Route, facts: Facts, model: str | None = None) -> Need:
@@ -142,16 +145,16 @@ def by_hints(route: Route, facts: Facts, model: str | None = None) -> Need:
     return need
 
 
-def _read_large(route: Route, body: bytes, need: Need) -> None:
+def _large(route: Route, body: bytes) -> Need:
     top = read_top(body)
-    need.body = Payload(
+    need = _read(route, Payload(
         model=top.model, stream=top.stream, stream_format=top.stream_format,
         request_id=top.request_id, input_ids=msgspec.Raw(top.beginning),
-    )  # fmt: skip
-    _read(route, need.body, need)
+    ))  # fmt: skip
     if route.traffic.startswith("speech"):
         need.mask |= AUDIO  # a voice reference is what makes such a body large
     need.large = route.traffic
+    return need
 
 
 def decode(body: bytes) -> Payload:
@@ -177,11 +180,12 @@ def _picked_from(value: dict[str, Any]) -> Payload:
 def inspect_session(route: Route, first: str | bytes, facts: Facts) -> Need:
     """What a speech session needs. A first message that is no session.config tells nothing, which
     is for the worker to refuse (omni-router.md 12). Raises Refusal 400 for hints only."""
-    need = Need(route.mask)
     fields = _session_fields(first)
-    if fields is not None:
-        payload = need.body = _picked_from(fields)
-        _read(route, payload, need)
+    if fields is None:
+        need = Need(route.mask)
+    else:
+        payload = _picked_from(fields)
+        need = _read(route, payload)
         if _has_reference(payload):
             need.mask |= AUDIO
     need.stream = True
@@ -226,18 +230,28 @@ def _present(value: object) -> bool:
     return bool(value) or isinstance(value, int | float)
 
 
-def _read(route: Route, payload: Payload, need: Need) -> None:
-    need.model = _named(payload.model)
-    if isinstance(payload.request_id, str):
-        need.request_id = payload.request_id
-    need.stream = payload.stream is True
+def _read(route: Route, payload: Payload) -> Need:
+    model, mask, stream = payload.model, route.mask, payload.stream is True
+    if type(model) is not str or not model.isascii() or not 0 < len(model) <= MAX_MODEL_CHARS:
+        model = _named(model)
+    request_id = payload.request_id if isinstance(payload.request_id, str) else ""
+    if stream:
+        mask |= STREAMING
+    if _media_values(payload) != _NO_MEDIA:  # hardly any body
+        mask |= _media(payload)
+    if payload.messages:
+        mask |= _parts(payload.messages)
+    need = Need(mask, model, stream, request_id, route.place, "", payload)
+    if route.traffic != "generation":
+        _read_speech(route, payload, need)
+    return need
+
+
+def _read_speech(route: Route, payload: Payload, need: Need) -> None:
     if route.traffic == "speech_batch":
         _read_batch(payload, need)
-    if need.stream or (route.traffic == "speech_http" and payload.stream_format == "sse"):
+    if route.traffic == "speech_http" and payload.stream_format == "sse":
         need.mask |= STREAMING
-    need.mask |= _media(payload)
-    if payload.messages:
-        need.mask |= _parts(payload.messages)
     if route.traffic.startswith("speech") and _has_reference(payload):
         need.mask |= AUDIO
 
@@ -254,11 +268,8 @@ def _named(model: object) -> str | None:
 
 
 def _media(payload: Payload) -> int:
-    values = _media_values(payload)
-    if values == _NO_MEDIA:
-        return 0  # as with most bodies
     mask = 0
-    for bit, value in zip(_MEDIA.values(), values, strict=True):
+    for bit, value in zip(_MEDIA.values(), _media_values(payload), strict=True):
         if bit and _present(value):
             mask |= bit
     for wanted in (payload.modalities, payload.output_modalities):
