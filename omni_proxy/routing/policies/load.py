@@ -18,12 +18,13 @@ class LeastRequest(Policy):
     fleet with room costs O(1). Else the least of (in_flight + 1) / weight goes.
     """
 
-    __slots__ = ("_even", "_turn", "_weights", "name")
+    __slots__ = ("_even", "_turn", "_twice", "_weights", "name")
 
     def __init__(self) -> None:
         self.name = "least_request"
         self._turn = 0
         self._even: Sequence[Worker] | None = None  # a list known to hold equal weights only
+        self._twice: list[Worker] = []  # those twice over: a turn may begin anywhere
         self._weights = Weights()
 
     def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
@@ -40,17 +41,19 @@ class LeastRequest(Policy):
             if not self._weights.take(candidates):
                 return least(candidates, self._turn)[0]
             self._even = candidates
+            self._twice = [*candidates, *candidates]
         count = len(candidates)
         start = self._turn % count
         best = candidates[start]
-        if best.in_flight == 0:
-            return best
-        for step in range(1, count):
-            worker = candidates[(start + step) % count]
-            if worker.in_flight < best.in_flight:
-                best = worker
-                if best.in_flight == 0:
-                    break
+        fewest = best.in_flight
+        if fewest:
+            twice = self._twice
+            for at in range(start + 1, start + count):
+                worker = twice[at]
+                if worker.in_flight < fewest:
+                    best, fewest = worker, worker.in_flight
+                    if not fewest:
+                        break
         return best
 
 
