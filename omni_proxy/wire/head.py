@@ -14,6 +14,7 @@ import httptools
 import msgspec
 
 from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.spelling import Spelling
 
 MAX_HEAD_BYTES = 65536
 MAX_TARGET_BYTES = 16384
@@ -67,6 +68,7 @@ class RequestHead(msgspec.Struct, gc=False):
     idempotency_key: bool = False
     hints: dict[bytes, bytes] = {}
     words: tuple[str, str, str] = ("", "", "")  # method, target and path as text
+    spelling: Spelling | None = None  # how it was written, where that is remembered
 
 
 def _bad(message: str, code: str = "malformed_request") -> Refusal:

@@ -10,19 +10,17 @@ they are bounded and never shown.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from omni_proxy.wire.answer import LENGTH, Answer
 from omni_proxy.wire.head import RequestHead, judge
+from omni_proxy.wire.spelling import VARYING, spelling_of
 from omni_proxy.wire.stamps import Stamps
 
 TEMPLATES: Final = 1024
 
-_VARYING = re.compile(
-    rb"\r\n([Cc]ontent-[Ll]ength|[Xx]-[Rr]equest-[Ii][Dd]|[Tt]raceparent): ?"
-    rb"([!-~]{1,128})(?=\r\n)"
-)
 _LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,15})(?=\r\n)")
 # Spelt otherwise it is read each time.
 _AS_UVICORN: Final = b"\r\ncontent-length: "
@@ -41,7 +39,7 @@ class RequestTemplates:
 
     def judge(self, head: bytes) -> RequestHead:
         """Raises Refusal for what must not pass."""
-        parts = _VARYING.split(head)
+        parts = VARYING.split(head)
         values = parts[2::3]
         del parts[2::3]
         key = tuple(parts)
@@ -52,7 +50,7 @@ class RequestTemplates:
                 return filled
         seen = self._judge(head)
         if known is None:
-            self._learn(key, parts, values, seen)
+            self._learn(head, key, values, seen)
         return seen
 
     def _judge(self, head: bytes) -> RequestHead:
@@ -62,7 +60,7 @@ class RequestTemplates:
         return found
 
     def _learn(
-        self, key: tuple[bytes, ...], parts: list[bytes], values: list[bytes], seen: RequestHead
+        self, head: bytes, parts: tuple[bytes, ...], values: list[bytes], seen: RequestHead
     ) -> None:
         """Keep the head without its varying fields, if filling them in gives what was judged."""
         names = [name.lower() for name in parts[1::2]]
@@ -76,10 +74,11 @@ class RequestTemplates:
             return
         if len(self._known) >= TEMPLATES:
             self._known.clear()
-        self._known[key] = bare
+        bare.spelling = spelling_of(head, bare.lines)
+        self._known[parts] = bare
 
 
-def _filled(known: RequestHead, parts: list[bytes], values: list[bytes]) -> RequestHead | None:
+def _filled(known: RequestHead, parts: Sequence[bytes], values: list[bytes]) -> RequestHead | None:
     """None where a value isn't what its field needs."""
     length, request_id, lines = known.length, known.request_id, known.lines
     at = 1
@@ -110,31 +109,54 @@ def _filled(known: RequestHead, parts: list[bytes], values: list[bytes]) -> Requ
         known.idempotency_key,
         known.hints,
         known.words,
+        known.spelling,
     )
 
 
 def _fields(head: RequestHead) -> list[object]:
     """For comparison: everything, the lines without their order and inner spaces."""
     lines = sorted(line.replace(b": ", b":") for line in head.lines.split(b"\r\n"))
-    others = [getattr(head, name) for name in RequestHead.__struct_fields__ if name != "lines"]
+    others = [
+        getattr(head, name)
+        for name in RequestHead.__struct_fields__
+        if name not in ("lines", "spelling")
+    ]
     return [lines, *others]
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What stays the same of a worker's answers; `lines` lack the content-length."""
+class UsualAnswer:
+    """What stays the same of a worker's answers. `name` is how it writes the content-length, which
+    stands between `before` and `after`; `lines` lack it."""
 
+    before: bytes
+    name: bytes
+    after: bytes  # without the blank line
     status: int
     lines: bytes
     keep_alive: bool
     sse: bool
+    plain: bool = False  # with a body, no stream, no fault of the worker's, and more may follow
+
+
+NO_ANSWER: Final = UsualAnswer(b"", _AS_UVICORN, b"", 0, b"", keep_alive=False, sse=False)
 
 
 class AnswerTemplates:
     """`Answer.read_head`, remembered for answers that are framed by a length."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, ...], _Known] = {}
+        self._known: dict[tuple[bytes, bytes], UsualAnswer] = {}
+
+    def usual(self, head: bytes) -> UsualAnswer:
+        """What is known of a head without its blank line; NO_ANSWER where nothing is."""
+        top, found, rest = head.partition(_AS_UVICORN)
+        if not found:
+            top, found, rest = head.partition(_AS_OTHERS)
+        if not found:
+            return NO_ANSWER
+        _, more, rest = rest.partition(b"\r\n")
+        return self._known.get((top, rest + (b"\r\n\r\n" if more else b"\r\n")), NO_ANSWER)
 
     def read(self, head: bytes, *, to_head: bool) -> Answer:
         """Raises UpstreamGarbage."""
@@ -150,7 +172,7 @@ class AnswerTemplates:
         known = self._known.get(key)
         if known is None:
             answer.read_head(head, to_head=False)
-            self._learn(key, answer)
+            self._learn(key, found, answer)
             return answer
         answer.status = known.status
         answer.lines = known.lines + b"content-length: " + length + b"\r\n"
@@ -160,11 +182,16 @@ class AnswerTemplates:
         answer.whole = answer.remaining == 0
         return answer
 
-    def _learn(self, key: tuple[bytes, ...], answer: Answer) -> None:
+    def _learn(self, key: tuple[bytes, bytes], name: bytes, answer: Answer) -> None:
         bodiless = answer.status < 200 or answer.status in (204, 304)
         if answer.framing is not LENGTH or bodiless:
             return
         if len(self._known) >= TEMPLATES:
             self._known.clear()
         lines = _LENGTH_FIELD.sub(b"", answer.lines, count=1)
-        self._known[key] = _Known(answer.status, lines, answer.keep_alive, answer.sse)
+        before, rest = key
+        self._known[key] = UsualAnswer(
+            before, name, rest.removesuffix(b"\r\n").removesuffix(b"\r\n"),
+            answer.status, lines, answer.keep_alive, answer.sse,
+            answer.keep_alive and not answer.sse and 200 <= answer.status < 500,
+        )  # fmt: skip
