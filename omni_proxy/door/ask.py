@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 JOIN_BYTES: Final = 4096  # below this, joining head and body beats a second buffer
 # To look one up touches two cache lines, to format it fifty.
-_LENGTHS: Final = tuple(b"content-length: %d\r\n\r\n" % size for size in range(JOIN_BYTES))
+LENGTHS: Final = tuple(b"content-length: %d\r\n\r\n" % size for size in range(JOIN_BYTES))
 
 
 class TryFailed(Exception):
@@ -60,28 +60,45 @@ class First(msgspec.Struct, gc=False):
     all_sent: bool = True
 
 
+class Asked(msgspec.Struct, gc=False):
+    """A worker that has got the request: the way to it, and the connection."""
+
+    lane: Lane
+    up: Conn
+
+
+class Begun(msgspec.Struct, gc=False):
+    """An exchange as far as the short way has come with it."""
+
+    mine: Exchange
+    head: RequestHead
+    body: bytes
+    asked: Asked | None
+
+
 async def ask(
-    conn: Connection, mine: Exchange, head: RequestHead, way: tuple[Lane, bytes, bytes]
+    conn: Connection,
+    mine: Exchange,
+    head: RequestHead,
+    way: tuple[Lane, bytes, bytes],
+    asked: Asked | None = None,
 ) -> First:
-    """Dial, send, and wait for the answer's head. Raises TryFailed."""
-    lane, lines, body = way
+    """Dial, send, and wait for the answer's head; `asked`: only that. Raises TryFailed."""
+    lane = way[0]
     may_redial = True
     while True:
-        # For a body that streams a new one: an idle one that is dead could cost it. And where one
-        # was dead: a worker that restarts has closed all of them, which is not heard of yet.
-        up = lane.take(conn) if may_redial and conn.upload is None else None
+        up = asked.up if asked is not None else _kept(conn, lane, may_redial=may_redial)
         reused = up is not None
         if up is None:
             before = conn.pump.now
             up = await _dial(conn, lane)
             mine.connect_secs = conn.pump.now - before
         conn.upstream = up
-        mine.dialled_at = conn.pump.now
         try:
-            request = _framed(conn, lane, lines, head, body)
-            # What it took until now, within its batch, was our own time.
-            mine.own_secs += monotonic() - conn.pump.now
-            return await _ask_on(conn, head, lane, up, request)
+            if asked is None:
+                return await _ask_on(conn, mine, head, way)
+            asked = None
+            return await _answer_of(conn, head, lane, up)
         except _Broke as broke:
             _give_up(conn)
             if reused and broke.silent and may_redial:
@@ -102,6 +119,15 @@ async def ask(
             raise TryFailed("response_timeout", error, 504) from None
 
 
+def _kept(conn: Connection, lane: Lane, *, may_redial: bool) -> Conn | None:
+    """An idle connection, where one will do.
+
+    For a body that streams it won't: one that is dead could cost it. And where one was dead: a
+    worker that restarts has closed all of them, which is not heard of yet.
+    """
+    return lane.take(conn) if may_redial and conn.upload is None else None
+
+
 def _give_up(conn: Connection) -> None:
     up, conn.upstream = conn.upstream, None
     if up is not None:
@@ -118,7 +144,7 @@ def _framed(
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
         return [lines + lane.host_line + b"\r\n"]
     if size < JOIN_BYTES:
-        return [b"".join((lines, lane.host_line, _LENGTHS[size], body))]
+        return [b"".join((lines, lane.host_line, LENGTHS[size], body))]
     return [b"%b%bcontent-length: %d\r\n\r\n" % (lines, lane.host_line, size), body]
 
 
@@ -143,17 +169,31 @@ def _full(error: OSError) -> Refusal:
 
 
 async def _ask_on(
-    conn: Connection, head: RequestHead, lane: Lane, up: Conn, request: list[bytes]
+    conn: Connection, mine: Exchange, head: RequestHead, way: tuple[Lane, bytes, bytes]
 ) -> First:
+    lane, lines, body = way
+    up = conn.upstream
+    assert up is not None
+    mine.dialled_at = conn.pump.now
+    request = _framed(conn, lane, lines, head, body)
+    # What it took until now, within its batch, was our own time.
+    mine.own_secs += monotonic() - conn.pump.now
     limit = inf if lane.to_front else conn.door.limits.response_head
     conn.clock("wait", limit)
-    all_sent = True
     if conn.upload is None and len(request) == 1:
         up.put(request[0])
-    else:
-        all_sent = await _send(conn, up, request)
-        conn.clock("wait", limit)
-    upload = conn.upload if all_sent else None
+        return await _answer_of(conn, head, lane, up)
+    all_sent = await _send(conn, up, request)
+    conn.clock("wait", limit)
+    first = await _answer_of(conn, head, lane, up, conn.upload if all_sent else None)
+    first.all_sent &= all_sent
+    return first
+
+
+async def _answer_of(
+    conn: Connection, head: RequestHead, lane: Lane, up: Conn, upload: Upload | None = None
+) -> First:
+    """Behind a request that was sent, but for the `upload` that still streams."""
     buffer = b""
     while True:
         if upload is not None and not up.speaks():  # not even where all that came was interim
@@ -173,7 +213,7 @@ async def _ask_on(
             raise _Broke("the worker closed without an answer", silent=not buffer)
         found = _first_in(conn, head, lane, up, buffer + piece)
         if isinstance(found, First):
-            found.all_sent = all_sent and upload is None and not up.late
+            found.all_sent = upload is None and not up.late
             return found
         buffer = found
 

@@ -13,10 +13,10 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLRDHUP
+from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
 from typing import TYPE_CHECKING, Final
 
-from omni_proxy.door.task import EITHER, Gone, Task, pause
+from omni_proxy.door.task import EITHER, Gone, Owner, Task, pause
 
 if TYPE_CHECKING:
     from omni_proxy.door.pump import Pump
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LEFT: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
 CUT: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
 NEWS: Final = EPOLLIN | LEFT
+READABLE: Final = EPOLLIN | EPOLLOUT  # what most events say; to compare is cheaper than to mask
 LATE_AT_MOST: Final = 32  # then they leave at once: a millisecond is what anybody waits for others
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
@@ -42,7 +43,7 @@ class Conn:
 
     secure = False  # its bytes are sealed on the wire
 
-    def __init__(self, pump: Pump, sock: socket.socket, task: Task | None) -> None:
+    def __init__(self, pump: Pump, sock: socket.socket, task: Owner | None) -> None:
         self.pump = pump
         self.sock = sock
         self.fd = sock.fileno()
@@ -58,7 +59,9 @@ class Conn:
         pump.register(self.fd, self)
 
     def on_event(self, mask: int) -> None:
-        if mask & NEWS:
+        if mask == READABLE:
+            self.hot = True
+        elif mask & NEWS:
             self.hot = True
             if mask & LEFT:
                 self.ended = True
@@ -92,8 +95,10 @@ class Conn:
         """As much of it as the peer takes now. A broken peer is told of by the next read."""
         if not self.late:
             return
+        late = self.late
         try:
-            self.late = self.late[self.send(self.late) :]
+            sent = self.send(late)
+            self.late = b"" if sent == len(late) else late[sent:]
         except BlockingIOError:
             pass
         except OSError:
@@ -126,6 +131,18 @@ class Conn:
         # A short read has emptied the socket; an end that was seen gives no new edge.
         self.hot = len(piece) == size or self.ended
         return piece
+
+    def put_back(self, piece: bytes) -> None:
+        """What the last read gave; the next one gives it again."""
+
+        read = self.recv
+
+        def give(size: int, flags: int = 0) -> bytes:
+            self.recv = read
+            return piece
+
+        self.recv = give
+        self.hot = True
 
     def sendmsg(self, pieces: list[bytes]) -> int:
         """As one `send` of all of them."""

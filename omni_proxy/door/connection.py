@@ -1,24 +1,28 @@
 """One client connection: `serve` reads a request, has it answered, and goes on to the next.
 
 Contract: this file owns the client's socket. It alone decides whether the connection is kept, and
-every refusal (`wire.errors.Refusal`) raised anywhere in an exchange becomes bytes in `_refuse`.
+every refusal (`wire.errors.Refusal`) raised anywhere in an exchange becomes bytes in
+`refusing`.
 What must be done for a request is `exchange.answer`; nothing here knows workers.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Coroutine
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
-from omni_proxy.control.routes import TOPPED
 from omni_proxy.door import exchange as exchanges
-from omni_proxy.door.account import Exchange, diagnostics, new_id, settle
+from omni_proxy.door.account import Exchange, settle
+from omni_proxy.door.ask import Begun
 from omni_proxy.door.conn import CUT, LEFT, Conn
 from omni_proxy.door.introduction import introduce
+from omni_proxy.door.refusing import refuse, refuse_head
+from omni_proxy.door.short import ShortWay
 from omni_proxy.door.task import Expired, Gone, Task, pause
 from omni_proxy.door.upstream import PIECE_BYTES
-from omni_proxy.wire.errors import Refusal, answer
+from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, find_end, past_empty_lines
 
 if TYPE_CHECKING:
@@ -26,17 +30,13 @@ if TYPE_CHECKING:
     from omni_proxy.door.core import Door
     from omni_proxy.door.upload import Upload
 
-LINGER_PIECE_BYTES: Final = 262144
-LINGER_SECS: Final = 2.0
-LINGER_BYTES: Final = 16 * 1024 * 1024
-
 
 class Connection(Task):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
     __slots__ = (
-        "comments", "deadline", "door", "exchange", "held_bytes", "introduced", "peer", "rest",
-        "turn_at", "upload", "upstream",
+        "begun", "comments", "deadline", "door", "exchange", "held_bytes", "introduced", "peer",
+        "rest", "short", "turn_at", "upload", "upstream",
     )  # fmt: skip
 
     client: Conn
@@ -54,11 +54,32 @@ class Connection(Task):
         self.rest = b""  # read from the client, not yet consumed
         self.upload: Upload | None = None  # a body that streams to its worker
         self.comments: Comments | None = None  # where a stream is awaited, and they are asked for
+        self.short: ShortWay | None = None  # from the first request on that it could do
+        self.begun: Begun | None = None  # what it hands over
         self.held_bytes = 0  # of the bodies that all connections hold, ours
         self.introduced = self.front_only or not door.config.server.proxy_protocol
 
     def counts_as_gone(self, mask: int) -> bool:
         return bool(mask & (LEFT if self.door.half_close_aborts else CUT))
+
+    def throw(self, error: BaseException) -> None:
+        if self.short is not None:
+            self.short.hand_over()
+        super().throw(error)
+
+    def expire(self) -> None:
+        if self.short is not None:
+            self.short.hand_over()
+        super().expire()
+
+    def abandon(self) -> None:
+        if self.short is not None:
+            self.short.hand_over()
+        super().abandon()
+
+    def present(self) -> Exchange | None:
+        """What it is doing."""
+        return self.exchange or (self.short.asked if self.short is not None else None)
 
     def clock(self, phase: str, secs: float) -> None:
         """Enter a phase that may last `secs`."""
@@ -78,17 +99,16 @@ class Connection(Task):
                 try:
                     raw = await self._read_head()
                 except (Refusal, Expired) as error:
-                    await self._refuse_head(error)
+                    await refuse_head(self, error)
                     return
                 if raw is None:
                     return
-                mine = self.exchange = Exchange(self.turn_at, self.peer)
+                mine = self.exchange = self._exchange(raw)
                 try:
-                    known = self.door.requests[self.client.secure]
-                    head, raw = known.judge(raw), None  # not kept for as long as the answer lasts
-                    keep = await exchanges.answer(self, mine, head)
+                    going, raw = self._answer(mine, raw), None  # kept no longer than it is needed
+                    keep = await going
                 except (Refusal, Expired) as error:
-                    keep = await self._refuse(mine, error)
+                    keep = await refuse(self, mine, error)
                 except Gone:
                     ended = "stream_cancelled" if mine.relayed else "client_disconnected"
                     mine.end(ended, "client")
@@ -105,16 +125,34 @@ class Connection(Task):
                 self.upstream.close()
             self.client.close()
 
-    async def _read_head(self) -> bytes | None:
-        """The next head, whole; None where the client is done. Raises Refusal, Expired."""
+    def _exchange(self, asked: bytes | Begun) -> Exchange:
+        return asked.mine if isinstance(asked, Begun) else Exchange(self.turn_at, self.peer)
+
+    def _answer(self, mine: Exchange, asked: bytes | Begun) -> Coroutine[Any, Any, bool]:
+        """What will answer it, as `exchanges.answer` has it. Raises Refusal."""
+        if isinstance(asked, Begun):
+            return exchanges.go_on(self, asked)
+        return exchanges.answer(self, mine, self._judged(asked))
+
+    def _judged(self, raw: bytes) -> RequestHead:
+        """Raises Refusal. From here on what is spelled like it may go the short way."""
+        head = self.door.requests[self.client.secure].judge(raw)
+        usual = None if self.front_only else self.door.usuals.of(head)
+        if usual is not None and (self.short is None or self.short.usual is not usual):
+            self.short = ShortWay(self, usual)
+        return head
+
+    async def _read_head(self) -> bytes | Begun | None:
+        """The next head, whole, or what the short way has begun; None where the client is done.
+
+        Raises Refusal, Expired.
+        """
         limits, client = self.door.limits, self.client
         self.clock("idle", limits.client_idle)
-        buffer = past_empty_lines(self.rest)
+        buffer, self.rest = past_empty_lines(self.rest), b""
         self.turn_at = self.pump.now
         searched = 0
-        while True:
-            if self.door.draining and not (buffer or client.late):
-                return None
+        while buffer or client.late or not self.door.draining:
             if buffer and buffer != b"\r":  # which may be half of an empty line
                 end = find_end(buffer, searched)
                 if end:
@@ -124,16 +162,26 @@ class Connection(Task):
                     self.clock("head", limits.client_head)
                 searched = len(buffer)
             if self.waits_for(client):
+                self._rest(buffer)
                 await pause
-            piece = client.read(PIECE_BYTES)
+            begun, self.begun = self.begun, None
+            if begun is not None:
+                return begun
+            piece, self.rest = self.rest or client.read(PIECE_BYTES), b""
             if piece is None:
                 continue
             if not piece:
                 await self.flush(client)
-                return None
+                break
             if not buffer:
                 self.turn_at = self.pump.now
             buffer = past_empty_lines(buffer + piece if buffer else piece)
+        return None
+
+    def _rest(self, buffer: bytes) -> None:
+        """Until the client says something: what is spelled as usual goes the short way then."""
+        if self.short is not None and not buffer and not self.client.hot:
+            self.short.stand_in()
 
     def body_at_hand(self, mine: Exchange, head: RequestHead, limit: int) -> bytes | None:
         """The body where it came along with its head, as most do. Raises Refusal 413."""
@@ -189,86 +237,3 @@ class Connection(Task):
                 view = view[conn.send(view) :]
             except BlockingIOError:
                 continue
-
-    async def _refuse_head(self, error: Refusal | Expired) -> None:
-        """A head that can't be read is still an exchange in the logs; no head at all is none."""
-        if isinstance(error, Expired) and self.phase == "idle":
-            return
-        mine = Exchange(self.turn_at, self.peer)
-        try:
-            await self._refuse(mine, error)
-        finally:
-            settle(self.door, mine, self.phase)
-
-    async def _refuse(self, mine: Exchange, error: Refusal | Expired) -> bool:
-        """Answer it ourselves; the connection goes on where the request was read to its end."""
-        refusal = error if isinstance(error, Refusal) else _late(str(error))
-        if mine.route is None and mine.target.partition("?")[0] in TOPPED:
-            refusal.topped()
-        worker_lines = (diagnostics(mine) if mine.attempts else b"") + self._id_line(mine)
-        mine.status = refusal.status
-        outcome = "upstream_error" if mine.attempts and refusal.status >= 500 else "refused"
-        comments, self.comments = self.comments, None
-        if comments is not None and comments.begun:
-            comments.refuse(refusal)
-            return False
-        mine.end(outcome, _whose(refusal), str(refusal.code), phase=self.phase)
-        if mine.relayed:
-            return False
-        if self.held_bytes:
-            error.__traceback__ = error.__context__ = None  # their frames keep the body
-            self.let_go()
-        unread = self.upload is not None and not self.upload.whole
-        keep = not refusal.close and not unread and not self.door.draining
-        self.upload = None
-        body = refusal.body()
-        reply = answer(refusal.status, body, refusal.headers, close=not keep)
-        if worker_lines:
-            reply = reply.replace(b"\r\n\r\n", b"\r\n" + worker_lines + b"\r\n", 1)
-        if mine.method == "HEAD":
-            reply = reply[: len(reply) - len(body)]
-        self.deadline = inf
-        self.clock("refuse", self.door.limits.idle)
-        await self.write(self.client, reply)
-        mine.bytes_out += len(body)
-        if not keep:
-            await self.linger()
-        elif self.turn_is_over():  # the next may have come along, and be refused as quickly
-            await pause
-        return keep
-
-    def _id_line(self, mine: Exchange) -> bytes:
-        """Of a request that may have been refused before it got an id."""
-        stamps = self.door.stamps
-        if stamps is None or not stamps.id_name:
-            return b""
-        mine.request_id = mine.request_id or new_id()
-        return stamps.id_line(mine.request_id)
-
-    async def linger(self) -> None:
-        """Read on for a moment: closing on unread bytes would reset the answer away."""
-        self.client.end_sending()
-        self.clock("linger", LINGER_SECS)
-        left = LINGER_BYTES
-        try:
-            while left > 0:
-                piece = await self.more(self.client, LINGER_PIECE_BYTES)
-                if not piece:
-                    break
-                left -= len(piece)
-        except Expired:
-            pass
-
-
-def _late(phase: str) -> Refusal:
-    if phase in ("head", "body"):
-        message = f"the request's {phase} stopped coming before its end"
-        return Refusal(408, message, f"{phase}_timeout", close=True)
-    return Refusal(504, f"time ran out in phase {phase}", "timeout", close=True)
-
-
-def _whose(refusal: Refusal) -> str:
-    """Who ended an exchange that we answer ourselves."""
-    if refusal.status in (502, 504):
-        return "worker"
-    return "client" if refusal.status == 408 else "proxy"

@@ -18,6 +18,7 @@ import trio
 from omni_proxy.config.schema import Config, Routing
 from omni_proxy.door import clocks
 from omni_proxy.door.account import Exchange
+from omni_proxy.door.ask import JOIN_BYTES
 from omni_proxy.door.connection import Connection
 from omni_proxy.door.entrances import Entrances
 from omni_proxy.door.holding import Holding
@@ -30,6 +31,7 @@ from omni_proxy.door.task import Gone
 from omni_proxy.door.timers import Timers
 from omni_proxy.door.upload import too_much_held
 from omni_proxy.door.upstream import FrontLane, Lane, lane_to
+from omni_proxy.door.usual import Usuals
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
@@ -73,6 +75,7 @@ class Door:
         self.stamps: Stamps | None = None
         self.requests = (RequestTemplates(), RequestTemplates())  # plain, and over TLS
         self.answers = AnswerTemplates()
+        self.usuals = Usuals()
         self._lanes: dict[Worker, Lane] = {}
         self.entrances = Entrances(self)
         self.policy: Policy = build(config.routing, below, self.pump.now)
@@ -92,6 +95,9 @@ class Door:
         self.keeps_tail = config.server.metrics and config.server.usage_metrics
         if not self.policy.tune(config.routing):
             self.policy = self.build_policy(config.routing)
+        # What the short way does not know of goes the long one.
+        self.short = not self.stamps and not self.limits.sse_keepalive
+        self.short &= self.limits.max_body >= JOIN_BYTES
         self.queue.serve(changed=True)
 
     def build_policy(self, routing: Routing) -> Policy:
@@ -251,7 +257,7 @@ class Door:
         }
 
     def shown(self, conn: Connection) -> dict[str, object]:
-        mine = conn.exchange
+        mine = conn.present()
         return {
             "peer": conn.peer,
             "phase": conn.phase,

@@ -15,9 +15,10 @@ from urllib.parse import unquote
 
 from omni_proxy.control.routes import is_known
 from omni_proxy.door import speech
-from omni_proxy.door.account import Exchange, new_id, report, stamp
-from omni_proxy.door.ask import TryFailed, ask
+from omni_proxy.door.account import Exchange, id_for, new_id, report, stamp
+from omni_proxy.door.ask import Asked, Begun, TryFailed, ask
 from omni_proxy.door.comments import Comments
+from omni_proxy.door.refusing import linger
 from omni_proxy.door.relay import relay
 from omni_proxy.door.taking import take
 from omni_proxy.door.task import Gone
@@ -69,6 +70,26 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     return _admitted(conn, mine, head)
 
 
+def go_on(conn: Connection, begun: Begun) -> Coroutine[Any, Any, bool]:
+    """As `answer`, from where the short way has left it."""
+    return _let_in(conn, begun) if begun.mine.admitted else _when_let_in(conn, begun)
+
+
+async def _when_let_in(conn: Connection, begun: Begun) -> bool:
+    await conn.door.queue.for_slot(conn, begun.mine, unread=False)
+    begun.mine.body_at = conn.pump.now
+    going = _let_in(conn, begun)
+    del begun  # not kept for as long as the answer lasts
+    return await going
+
+
+def _let_in(conn: Connection, begun: Begun) -> Coroutine[Any, Any, bool]:
+    mine = begun.mine
+    if not mine.stream:
+        conn.deadline = mine.body_at + conn.door.limits.total
+    return _by_worker(conn, mine, begun.head, begun.body, begun.asked)
+
+
 async def _when_admitted(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     await conn.door.queue.for_slot(conn, mine, unread=bool(head.length))
     return await _admitted(conn, mine, head)
@@ -118,7 +139,7 @@ async def _streamed(conn: Connection, mine: Exchange, head: RequestHead, need: N
     keep = await _inspected(conn, mine, head, b"", need)
     upload, conn.upload = conn.upload, None
     if upload is not None and not upload.whole and not conn.client.closed:
-        await conn.linger()
+        await linger(conn)
         return False
     return keep
 
@@ -134,7 +155,7 @@ def _inspected(
     mine.stream = need.stream
     if conn.door.policy.wants_key:
         need.key = routing_key(head.lines)
-    mine.request_id = head.request_id or _printable(need.request_id) or new_id()
+    mine.request_id = head.request_id or id_for(need)
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
     if conn.client.ended and conn.door.half_close_aborts:
@@ -147,13 +168,13 @@ def _inspected(
     return _by_worker(conn, mine, head, body)
 
 
-def _printable(text: str) -> bytes:
-    """A request id out of a body may hold anything; in a head only visible ASCII may stand."""
-    return text.encode() if len(text) <= 256 and text.isascii() and text.isprintable() else b""
+async def _by_worker(
+    conn: Connection, mine: Exchange, head: RequestHead, body: bytes, asked: Asked | None = None
+) -> bool:
+    """Try workers until one answers; `asked`: where the first was asked already.
 
-
-async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: bytes) -> bool:
-    """Try workers until one answers. Raises Refusal when none did."""
+    Raises Refusal when none did.
+    """
     door = conn.door
     need, route = mine.need, mine.route
     assert need is not None
@@ -161,19 +182,20 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
     mine.policy = door.policy.name
     tries: Tries | None = None
     try:
-        worker = take(door, mine)
+        worker = mine.worker or take(door, mine)
     except Refusal as nobody:
         worker = await door.queue.for_worker(conn, mine, nobody)
     while True:
         lines = _lines_for(worker, head) if worker.api_key_env else head.lines
-        way = (door.lane(worker), lines, body)
+        way = (asked.lane if asked is not None else door.lane(worker), lines, body)
         try:
-            first = await ask(conn, mine, head, way)
+            first = await ask(conn, mine, head, way, asked)
         except TryFailed as failed:
             report(conn, mine, worker, failed.error)
             told = f"upstream request failed: {failed.error}"
             refusal = Refusal(failed.status, told, failed.kind)
             tries = tries or Tries(conn, mine, len(body))
+            asked = None
             worker = await tries.after(failed.kind, refusal)
             continue
         status = first.answer.status
@@ -186,7 +208,7 @@ async def _by_worker(conn: Connection, mine: Exchange, head: RequestHead, body: 
         other = await tries.after_503(first)
         if other is None:
             break
-        worker = other
+        asked, worker = None, other
     del body, way
     if conn.held_bytes:
         conn.let_go()

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import trio
 
 from omni_proxy.door.others import Others
-from omni_proxy.door.task import Task
+from omni_proxy.door.task import Owner, Task
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 LINGER_SECS: Final = 0.004  # sleeping here saves trio's park and wake (20 us) on a busy door
@@ -49,7 +49,7 @@ class Pump:
         self._set = epoll()
         self._doomed: list[socket.socket] = []
         self.late: list[Late] = []  # who has something to send when this turn ends
-        self._again: list[Task] = []  # those that gave their turn up though they could go on
+        self._again: list[Owner] = []  # those that gave their turn up though they could go on
         self._looked_at = self.now
         self._others: Others | None = None  # while it runs
         self._parked = False  # in trio's hands until a socket has news, or the bell rings
@@ -87,12 +87,12 @@ class Pump:
         for each in late:
             each.send_late()
 
-    def again(self, task: Task) -> None:
+    def again(self, task: Owner) -> None:
         """Resume it after everybody else had a turn."""
         task.awaits = None
         self._again.append(task)
 
-    def resume(self, task: Task) -> None:
+    def resume(self, task: Owner) -> None:
         """As `again`, and from outside a batch too: whoever changed what it waits for says so."""
         self.again(task)
         if self._parked:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from omni_proxy.door.connection import Connection
 from omni_proxy.door.introduction import introduce
+from omni_proxy.door.refusing import refuse_head
 from omni_proxy.door.task import Expired, Gone, nested
 from omni_proxy.door.tls import RECORD, Handshake, TlsConn, more
 from omni_proxy.watch.trust import reason_of
@@ -43,7 +44,7 @@ class TlsConnection(Connection):
         except Refusal as refusal:
             self.phase = "head"
             with contextlib.suppress(OSError):  # whoever would be told is not there any more
-                await self._refuse_head(refusal)
+                await refuse_head(self, refusal)
             return
         except (Gone, Expired, OSError) as error:
             self.door.failed_handshakes += 1

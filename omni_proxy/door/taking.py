@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
-from omni_proxy.fleet.traffic import FAILED, SUCCEEDED
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.pick import choose, nobody
 
@@ -26,7 +25,7 @@ def take(door: Door, mine: Exchange, tried: Collection[Worker] = ()) -> Worker:
     """A try begins at the worker that this returns. Raises Refusal: nobody could take it."""
     need, fleet = mine.need, door.fleet
     assert need is not None
-    worker = choose(fleet, need, door.policy, tried=tried, owner=door.voice_owner)
+    worker = choose(fleet, need, door.policy, tried, door.voice_owner)
     worker.in_flight += 1
     if fleet.limited and fleet.overfilled(worker):
         worker = _take_again(door, mine, tried, worker)
@@ -50,7 +49,7 @@ def _take_again(door: Door, mine: Exchange, tried: Collection[Worker], full: Wor
     assert need is not None
     full.in_flight -= 1
     for _ in range(CHOICES - 1):
-        worker = choose(fleet, need, door.policy, tried=tried, owner=door.voice_owner)
+        worker = choose(fleet, need, door.policy, tried, door.voice_owner)
         worker.in_flight += 1
         if not fleet.overfilled(worker):
             return worker
@@ -58,8 +57,9 @@ def _take_again(door: Door, mine: Exchange, tried: Collection[Worker], full: Wor
     raise nobody(fleet, need, door.voice_owner)
 
 
-def leave(door: Door, mine: Exchange, *, succeeded: bool) -> None:
-    """The try at the present worker, if any, is over; whoever calls it has the queue served."""
+def leave(door: Door, mine: Exchange, end: int) -> None:
+    """The try at the present worker, if any, is over, SUCCEEDED or FAILED; whoever calls it has the
+    queue served."""
     worker, mine.worker = mine.worker, None
     mine.last_worker = worker or mine.last_worker
     if worker is not None:
@@ -68,4 +68,4 @@ def leave(door: Door, mine: Exchange, *, succeeded: bool) -> None:
             door.fleet.end_trial(worker, mine.trial)
             mine.trial = 0
         if mine.route is not None:
-            worker.counts[mine.route.counts_at + (SUCCEEDED if succeeded else FAILED)] += 1
+            worker.counts[mine.route.counts_at + end] += 1

@@ -13,7 +13,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Generator
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     from omni_proxy.door.conn import Conn
@@ -54,6 +54,21 @@ def nested(inner: Resumable[T]) -> Generator[Any, Any, T]:
     """
     result: T = yield inner
     return result
+
+
+class Owner(Protocol):
+    """Whoever gets the events of a socket."""
+
+    awaits: object
+
+    @property
+    def client(self) -> Conn | None: ...
+
+    def step(self) -> None: ...
+
+    def throw(self, error: BaseException) -> None: ...
+
+    def counts_as_gone(self, mask: int) -> bool: ...
 
 
 class Task(ABC):

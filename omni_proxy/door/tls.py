@@ -182,9 +182,12 @@ class TlsConn(Conn):
             if found == b"":
                 return True
             if found:
-                self._ahead = found
-                self._open, self._inside, self.hot = self._give, True, True
+                self.put_back(found)
         return self.hot
+
+    def put_back(self, piece: bytes) -> None:
+        self._ahead = piece
+        self._open, self._inside, self.hot = self._give, True, True
 
     def _give(self, size: int) -> bytes:
         """Instead of OpenSSL: what was found by looking ahead."""

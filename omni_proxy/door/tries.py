@@ -13,6 +13,7 @@ from omni_proxy.door.account import Exchange
 from omni_proxy.door.ask import First
 from omni_proxy.door.taking import leave, take
 from omni_proxy.door.task import Gone
+from omni_proxy.fleet.traffic import FAILED
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.pick import able
 from omni_proxy.routing.retry import may_retry, pause_secs, tries_allowed
@@ -88,7 +89,7 @@ class Tries:
 
     def _give_up(self, worker: Worker) -> None:
         self._workers.add(worker)
-        leave(self._conn.door, self._mine, succeeded=False)
+        leave(self._conn.door, self._mine, FAILED)
         self._conn.door.queue.serve()
 
     async def _pause(self) -> None:

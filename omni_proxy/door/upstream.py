@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 from omni_proxy.door.conn import Conn, connect
 from omni_proxy.door.pump import Pump
-from omni_proxy.door.task import Task
+from omni_proxy.door.task import Owner, Task
 from omni_proxy.door.tls import Handshake, TlsConn
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.trust import client_context, reason_of
+from omni_proxy.wire.template import NO_ANSWER
 
 IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
 PIECE_BYTES: Final = 16384
@@ -27,7 +28,7 @@ PIECE_BYTES: Final = 16384
 class Lane:
     """The way to one upstream: a worker, or the front on its Unix socket."""
 
-    __slots__ = ("_address", "closed", "host_line", "idle", "pump", "worker")
+    __slots__ = ("_address", "closed", "host_line", "idle", "pump", "usual", "worker")
 
     to_front = False
 
@@ -38,8 +39,9 @@ class Lane:
         self.host_line = f"host: {host}\r\n".encode("latin-1")
         self.idle: list[Conn] = []  # last in, first out: the rest may grow old and go
         self.closed = False
+        self.usual = NO_ANSWER  # how the worker writes its answers
 
-    def take(self, task: Task) -> Conn | None:
+    def take(self, task: Owner) -> Conn | None:
         """An idle connection, now owned by `task`."""
         if not self.idle:
             return None

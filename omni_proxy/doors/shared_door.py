@@ -13,7 +13,7 @@ from omni_proxy.config.schema import Config, Routing
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.core import Door
 from omni_proxy.door.pump import Pump
-from omni_proxy.door.task import Task
+from omni_proxy.door.task import Owner, Task
 from omni_proxy.door.upstream import FrontLane
 from omni_proxy.doors.board import Cells, fence
 from omni_proxy.doors.following import Counted, FollowingFleet, Tell
@@ -98,7 +98,7 @@ class ControlLane(FrontLane):
     def silent(self) -> bool:
         return self.pump.now - self.heard_at > self._silent_secs
 
-    def take(self, task: Task) -> Conn | None:
+    def take(self, task: Owner) -> Conn | None:
         return None if self.silent else super().take(task)
 
     async def dial(self, task: Task) -> Conn:

@@ -7,7 +7,6 @@ seven cache lines, which with hundreds of workers are in no cache.
 
 from __future__ import annotations
 
-from array import array
 from typing import Final
 
 CLASSES: Final = 16  # at most
@@ -24,11 +23,11 @@ def place_of(traffic: str) -> int:
     return place
 
 
-def none_yet() -> array[int]:
-    return array("q", bytes(8 * _KINDS * CLASSES))
+def none_yet() -> list[int]:
+    return [0] * (_KINDS * CLASSES)
 
 
-def told(counts: array[int], kind: int) -> dict[str, int]:
+def told(counts: list[int], kind: int) -> dict[str, int]:
     """By class, where there is any."""
     return {
         traffic: counts[place + kind] for traffic, place in _places.items() if counts[place + kind]

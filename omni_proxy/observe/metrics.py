@@ -139,23 +139,46 @@ class Meters:
         ):
             self._count_any(mine, worker, cell)
             return
-        secs = ended - started
+        if mine.wait_at != ended:
+            secs, phases = ended - started, cell.phases
+            phases.head.counts[bisect_left(FINE, secs)] -= 1
+            phases.head.sum -= secs
+            phases.heads.append(mine.wait_at - started)
+        self._count_whole(mine, worker, cell)
+
+    def count_whole(self, mine: Exchange, worker: Worker) -> None:
+        """As `count`, of a completed exchange whose answer came whole in one piece, of a request
+        that left in the moment it came."""
+        route, need = mine.route, mine.need
+        assert route is not None
+        assert need is not None
+        try:
+            cell = self._cells[route.path][worker]
+        except KeyError:
+            cell = self.cell(route.path, worker)
+        if mine.status != 200 or mine.tail:
+            self._count_any(mine, worker, cell)
+        elif need.model == cell.asked or self._counts_for(cell, need.model):
+            self._count_whole(mine, worker, cell)
+        else:
+            self._count_any(mine, worker, cell)
+
+    def _count_whole(self, mine: Exchange, worker: Worker | None, cell: Cell) -> None:
+        """One that came whole in one piece, its head with it."""
+        ended = mine.ended_at
+        secs = ended - mine.started_at
         place = bisect_left(FINE, secs)
         cell.whole[place] += 1
         cell.whole_secs += secs
         cell.bytes_in += mine.bytes_in
         cell.bytes_out += mine.bytes_out
-        recent, phases = self._recent, cell.phases
+        recent, own = self._recent, cell.phases.own
         recent.whole[place] += 1
-        if mine.wait_at != ended:
-            phases.head.counts[place] -= 1
-            phases.head.sum -= secs
-            phases.heads.append(mine.wait_at - started)
         if recent.ends_left:
             recent.note_end(mine, worker)
-        phases.own.append(mine.own_secs + monotonic() - ended)
-        if len(phases.own) >= AT_ONCE:
-            phases.gather()
+        own.append(mine.own_secs + monotonic() - ended)
+        if len(own) >= AT_ONCE:
+            cell.phases.gather()
 
     def _counts_for(self, cell: Cell, asked: str | None) -> bool:
         """Whether what comes whole for this model may be counted with what is there already."""

@@ -35,7 +35,7 @@ def able(fleet: Fleet, need: Need, owner: str = "") -> Sequence[Worker]:
 
 
 def choose(
-    fleet: Fleet, need: Need, policy: Policy, *, tried: Collection[Worker] = (), owner: str = ""
+    fleet: Fleet, need: Need, policy: Policy, tried: Collection[Worker] = (), owner: str = ""
 ) -> Worker:
     """The worker for this try; one that was not tried yet where there is any.
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from omni_proxy.cli import main
 from omni_proxy.cli.log_lines import pretty
 from omni_proxy.cli.tail import BLOCK_BYTES, Tail
-from omni_proxy.door.account import Exchange, access_record, access_text
+from omni_proxy.door.account import Exchange
+from omni_proxy.door.records import access_record, access_text
 from tests.cli.feeds import ODD
 
 ACCESS = {

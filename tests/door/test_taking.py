@@ -6,6 +6,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.core import Door
 from omni_proxy.door.taking import CHOICES, leave, take
+from omni_proxy.fleet.traffic import SUCCEEDED
 from omni_proxy.routing.inspect import Need
 from omni_proxy.wire.errors import Refusal
 from tests.fleet.entries import entry, fleet_of
@@ -44,7 +45,7 @@ async def test_a_place_that_another_door_took_is_given_back_and_another_one_take
     assert counts.pop(worker) == (1, 1)
     assert list(counts.values()) == [(0, 0)]
     assert (mine.worker, mine.attempts) == (worker, 1)
-    leave(door, mine, succeeded=True)
+    leave(door, mine, SUCCEEDED)
     assert [each.in_flight for each in door.fleet.workers] == [0, 0]
 
 

@@ -224,6 +224,15 @@ def test_looking_ahead_loses_nothing_of_what_follows(both, first):
     assert not both.conn.hot
 
 
+def test_what_is_put_back_is_read_once_more(both):
+    both.arrive(both.far.sealed(b"first"))
+    both.conn.put_back(both.conn.read(16384))
+    assert both.conn.hot
+    both.arrive(both.far.sealed(b"second"))
+    assert read_all(both.conn) == [b"first", b"second"]
+    assert not both.conn.hot
+
+
 def test_an_end_or_a_fault_found_ahead_is_met_again(both):
     with pytest.raises(ssl.SSLWantReadError):
         both.far.tls.unwrap()

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.door import certificates
+from omni_proxy.door import certificates, short
 from tests.door.pumping import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
 from tests.promises.door_alone import configured, open_door
@@ -48,6 +48,25 @@ async def test_requests_of_one_connection_are_answered_in_turn():
         await client.send(post(), post())
         assert [(await client.answer()).status for _ in range(2)] == [200, 200]
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 5
+
+
+async def test_requests_like_the_last_one_go_the_short_way(monkeypatch):
+    done, settle = [], short.settle_whole
+
+    def settled(door, mine, worker):
+        done.append(mine.status)
+        settle(door, mine, worker)
+
+    monkeypatch.setattr(short, "settle_whole", settled)
+    async with (
+        secure_door(answering(counted(b"{}"))) as opened,
+        secure_client(opened.address) as client,
+    ):
+        for _ in range(6):
+            await client.send(post())
+            assert (await client.answer()).status == 200
+    assert done[-2:] == [200, 200]  # the first ones are learnt from
+    assert [body for _, body in opened.workers[0].requests] == [CHAT] * 6
 
 
 async def test_http_1_1_is_agreed_on_where_the_client_asks():

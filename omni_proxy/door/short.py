@@ -1,0 +1,257 @@
+"""The short way: a request like the connection's last one, and an answer like the worker's last
+one, in two plain calls.
+
+Nearly every request comes whole, in one read, spelled as the one before it; a worker with an idle
+connection takes it at once, and its answer comes whole as well. For those the connection's
+coroutine rests in its wait for the next head, and what it would do in forty calls is done here in
+two. Invariant: whatever does not fit is handed over as far as it has come, and the coroutine goes
+on from there; so nothing is decided here that it would decide otherwise. This room must not refuse,
+try again, wait, dial or report health. Saves 20 us of a request's 55.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from omni_proxy.door.account import FIRST_TRY, REQUEST_ID, Exchange, id_for, settle_whole
+from omni_proxy.door.ask import JOIN_BYTES, LENGTHS, Asked, Begun
+from omni_proxy.door.conn import Conn
+from omni_proxy.door.taking import take
+from omni_proxy.door.upstream import PIECE_BYTES, Lane
+from omni_proxy.door.usual import DIGITS, Usual
+from omni_proxy.routing.inspect import Need, need_of
+from omni_proxy.routing.keys import routing_key
+from omni_proxy.wire.errors import Refusal
+
+if TYPE_CHECKING:
+    from omni_proxy.door.connection import Connection
+
+_BLANK: Final = b"\r\n\r\n"
+_CRLF: Final = b"\r\n"
+
+
+class ShortWay:
+    """Gets the events of a connection's sockets in the connection's place, while that rests."""
+
+    __slots__ = (
+        "_lane", "_mine", "_piece", "_up", "asked", "awaits", "client", "conn", "usual",
+    )  # fmt: skip
+
+    _lane: Lane  # the way to the worker that was asked last
+    _up: Conn  # and the connection
+
+    def __init__(self, conn: Connection, usual: Usual) -> None:
+        self.conn = conn
+        self.client = conn.client
+        self.usual = usual
+        self.awaits: object = None
+        self.asked: Exchange | None = None  # what waits for its answer
+        self._piece = b""  # the request, while it does
+        self._mine: Exchange | None = None  # one for all; what is the same in all stays in it
+
+    def stand_in(self) -> None:
+        """Whatever comes from the client comes here."""
+        self.client.task = self
+        self.awaits = self.client
+
+    def counts_as_gone(self, mask: int) -> bool:
+        return self.conn.counts_as_gone(mask)
+
+    def throw(self, error: BaseException) -> None:
+        self.conn.throw(error)
+
+    def step(self) -> None:
+        """An event of the socket that is waited for."""
+        try:
+            mine = self.asked
+            if mine is None:
+                self._begin()
+            else:
+                self._finish(mine)
+        except Exception as failure:  # a fault of ours: the end of this connection and of no other
+            self.hand_over()
+            self.conn.step(failure)
+
+    def hand_over(self, came: bytes = b"") -> None:
+        """The coroutine has the events again, and goes on with what was begun; `came` of its
+        answer, and is read anew."""
+        conn, mine = self.conn, self.asked
+        self.client.task = conn
+        if mine is None:
+            return
+        asked = None
+        if self.awaits is not self.client:
+            up = self._up
+            up.task = conn
+            conn.upstream = up
+            asked = Asked(self._lane, up)
+            if came:
+                up.put_back(came)
+        top, _, body = self._piece.partition(_BLANK)
+        values = self.usual.spelling.values(top) or []
+        head = msgspec.structs.replace(
+            self.usual.head, lines=self.usual.lines(values), length=len(body),
+            request_id=mine.request_id,
+        )  # fmt: skip
+        mine = conn.exchange = mine.as_begun(asked=asked is not None)
+        conn.begun = Begun(mine, head, body, asked)
+        self.asked = self._mine = None
+        self._piece = b""
+        conn.step()
+
+    def _miss(self, piece: bytes) -> None:
+        """Nothing was begun: the coroutine gets what was read."""
+        self.client.task = self.conn
+        self.conn.rest = piece
+        self.conn.step()
+
+    def _begin(self) -> None:
+        """Read a request, and send it to a worker if it is as usual."""
+        client, door = self.client, self.conn.door
+        if client.task is not self:
+            return  # whoever resumes us does not know yet that all was handed over
+        try:
+            piece = client.read(PIECE_BYTES)
+        except OSError:
+            piece = b""  # the next read says so, too
+        if piece is None:
+            if client.hot or door.draining:  # what was late may have left, and nothing stays then
+                self._miss(b"")
+        elif client.hot or not door.short or not self._goes(piece):
+            self._miss(piece)
+
+    def _goes(self, piece: bytes) -> bool:
+        """Whether it is as usual; then it was begun."""
+        usual = self.usual
+        head, _, body = piece.partition(_BLANK)
+        values = usual.spelling.values(head)
+        if values is None:
+            return False
+        size = len(body)
+        parts = usual.filled(values, size)
+        if parts is None:
+            return False
+        try:
+            need = need_of(usual.route, body)
+        except Refusal:
+            return False
+        if self.conn.door.policy.wants_key:
+            need.key = routing_key(usual.lines(values))
+        self._piece = piece
+        mine = self._accounts(need, usual.request_id(values), size)
+        up = self._taken(mine)
+        if up is not None:
+            parts += self._lane.host_line, LENGTHS[size], body
+            up.put(b"".join(parts))
+            mine.own_secs = monotonic() - mine.started_at
+            if up.hot:
+                self.hand_over()
+        return True
+
+    def _accounts(self, need: Need, request_id: bytes, size: int) -> Exchange:
+        conn, usual, mine = self.conn, self.usual, self._mine
+        now = conn.pump.now
+        if mine is None:
+            mine = self._mine = Exchange(now, conn.peer)
+            mine.method, mine.target, _ = usual.head.words
+            mine.route = usual.route
+            mine.idempotency_key = usual.head.idempotency_key
+            mine.pieces = 1
+            mine.relayed = True
+            mine.outcome = "completed"
+        mine.started_at = mine.head_at = mine.body_at = now
+        mine.attempts = 0
+        mine.admitted = False
+        mine.need = need
+        mine.stream = need.stream
+        mine.request_id = request_id or id_for(need)
+        mine.bytes_in = size
+        self.asked = mine
+        return mine
+
+    def _taken(self, mine: Exchange) -> Conn | None:
+        """An idle connection to the worker that is to have it; None where it was handed over."""
+        conn, door = self.conn, self.conn.door
+        mine.policy = door.policy.name
+        up = None
+        if door.count_in(mine):
+            try:
+                worker = take(door, mine)
+            except Refusal:
+                pass
+            else:
+                self._lane = lane = door.lane(worker)
+                if not worker.api_key_env:
+                    up = lane.take(self)
+        if up is None:
+            self.hand_over()
+            return None
+        limits, now = door.limits, mine.started_at
+        self._up = self.awaits = up
+        mine.dialled_at = now
+        conn.phase = "wait"
+        conn.due = now + (limits.response_head if mine.stream else limits.whole_head)
+        return up
+
+    def _finish(self, mine: Exchange) -> None:
+        """Read the answer and send it to the client."""
+        conn, client, lane, up, worker = self.conn, self.client, self._lane, self._up, mine.worker
+        door = conn.door
+        assert worker is not None
+        try:
+            piece = up.read(PIECE_BYTES)
+        except OSError:
+            self.hand_over()
+            return
+        if piece is None:
+            if up.hot:
+                self.hand_over()
+            return
+        usual = lane.usual
+        head, _, body = piece.partition(_BLANK)
+        before, _, after = head.partition(usual.name)
+        length, _, after = after.partition(_CRLF)
+        if before != usual.before or after != usual.after:
+            lane.usual = door.answers.usual(head)  # for the next one
+            self.hand_over(piece)
+            return
+        size = len(body)
+        if (
+            not 0 < size < JOIN_BYTES
+            or length != DIGITS[size]
+            or not usual.plain
+            or up.hot
+            or up.late
+            or client.late
+            or door.draining
+            or mine.trial
+            or worker.version is not mine.version
+            or worker.machine.failed_tries
+        ):
+            self.hand_over(piece)
+            return
+        client.put(
+            b"".join((
+                usual.lines, worker.route_line, REQUEST_ID, mine.request_id, FIRST_TRY,
+                mine.version.lines, LENGTHS[size], body,
+            ))
+        )  # fmt: skip
+        now = conn.pump.now
+        mine.status = usual.status
+        mine.wait_at = mine.first_at = now
+        mine.bytes_out = size
+        mine.tail = body if door.keeps_tail else b""
+        self.asked = None
+        self.awaits = client
+        self._piece = b""
+        conn.phase = "idle"
+        conn.due = now + door.limits.client_idle
+        lane.give_back(up)
+        settle_whole(door, mine, worker)
+        mine.need = None
+        if client.hot:  # more has come, or its end
+            client.task = conn
+            conn.pump.again(conn)
