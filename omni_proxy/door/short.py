@@ -91,9 +91,9 @@ class ShortWay:
             if came:
                 up.put_back(came)
         top, _, body = self._piece.partition(_BLANK)
-        values = self.usual.spelling.values(top) or []
+        parts = self.usual.spelling.filled(top, DIGITS[len(body)]) or []
         head = msgspec.structs.replace(
-            self.usual.head, lines=self.usual.lines(values), length=len(body),
+            self.usual.head, lines=b"".join(parts), length=len(body),
             request_id=mine.request_id,
         )  # fmt: skip
         mine = conn.exchange = mine.as_begun(asked=asked is not None)
@@ -126,12 +126,10 @@ class ShortWay:
     def _goes(self, piece: bytes) -> bool:
         """Whether it is as usual; then it was begun."""
         usual = self.usual
+        spelling = usual.spelling
         head, _, body = piece.partition(_BLANK)
-        values = usual.spelling.values(head)
-        if values is None:
-            return False
         size = len(body)
-        parts = usual.filled(values, size)
+        parts = spelling.filled(head, DIGITS[size]) if size < JOIN_BYTES else None
         if parts is None:
             return False
         try:
@@ -139,9 +137,10 @@ class ShortWay:
         except Refusal:
             return False
         if self.conn.door.policy.wants_key:
-            need.key = routing_key(usual.lines(values))
+            need.key = routing_key(b"".join(parts))
         self._piece = piece
-        mine = self._accounts(need, usual.request_id(values), size)
+        request_id = parts[spelling.id_at] if spelling.id_at > 0 else usual.head.request_id
+        mine = self._accounts(need, request_id, size)
         up = self._taken(mine)
         if up is not None:
             parts += self._lane.host_line, LENGTHS[size], body

@@ -1,7 +1,7 @@
 """What is the same in all requests of a client that are spelled alike, and what of them varies.
 
-Pure. Invariant: a request that `filled` accepts is one that the judge of heads has passed before,
-with other well-formed values in the fields that vary; its body is as long as it says.
+Pure. Invariant: what is spelled so has been judged before, and goes to a worker of its route with
+nothing to be asked but its body.
 """
 
 from __future__ import annotations
@@ -14,55 +14,23 @@ from omni_proxy.door.ask import JOIN_BYTES
 from omni_proxy.routing.inspect import is_json
 from omni_proxy.routing.table import ANYWHERE, Route, WrongMethod, match
 from omni_proxy.wire.head import RequestHead
-from omni_proxy.wire.spelling import VALUE_BYTES, VISIBLE, Spelling
+from omni_proxy.wire.spelling import Spelling
 from omni_proxy.wire.template import TEMPLATES
 
 # A length of ours is looked up rather than a peer's one read: numbers cost fifty cache lines.
 DIGITS: Final = tuple(b"%d" % size for size in range(JOIN_BYTES))
-_CRLF: Final = b"\r\n"
-_LENGTH: Final = b"content-length"
-_ID: Final = b"x-request-id"
 
 
 class Usual:
     """`head` is such a request's, without the fields that vary."""
 
-    __slots__ = ("_id_at", "_length_at", "_others", "head", "route", "spelling")
+    __slots__ = ("head", "route", "spelling")
 
     def __init__(self, head: RequestHead, spelling: Spelling, route: Route) -> None:
-        names = [name.rstrip(b": ") for _, name in spelling.steps]
-        kinds = [name.lower() for name in names]
+        own_id = head.request_id if spelling.id_at < 0 else b""
+        self.head = msgspec.structs.replace(head, lines=spelling.lines, length=0, request_id=own_id)
         self.spelling = spelling
         self.route = route
-        self._length_at = kinds.index(_LENGTH)
-        self._id_at = kinds.index(_ID) if _ID in kinds else -1
-        self._others = tuple(
-            (at, name + b": ") for at, name in enumerate(names) if at != self._length_at
-        )
-        own_id = head.request_id if self._id_at < 0 else b""
-        self.head = msgspec.structs.replace(head, lines=spelling.lines, length=0, request_id=own_id)
-
-    def filled(self, values: list[bytes], size: int) -> list[bytes] | None:
-        """The lines of the head as they go to a worker, in parts; None where a value is not plainly
-        well-formed, or `size` not the length of the body that it tells."""
-        if size >= JOIN_BYTES or values[self._length_at] != DIGITS[size]:
-            return None
-        parts = [self.head.lines]
-        for at, name in self._others:
-            value = values[at]
-            if not 0 < len(value) <= VALUE_BYTES or value.translate(None, VISIBLE):
-                return None
-            parts += name, value, _CRLF
-        return parts
-
-    def request_id(self, values: list[bytes]) -> bytes:
-        """Empty where the head has none."""
-        return values[self._id_at] if self._id_at >= 0 else self.head.request_id
-
-    def lines(self, values: list[bytes]) -> bytes:
-        """As in a RequestHead."""
-        more = [name + values[at] + _CRLF for at, name in self._others]
-        return b"".join((self.head.lines, *more))
 
 
 class Usuals:
@@ -85,7 +53,7 @@ class Usuals:
 
 
 def _usual_of(head: RequestHead, spelling: Spelling) -> Usual | None:
-    if not any(name.lower().startswith(_LENGTH) for _, name in spelling.steps):
+    if not spelling.counted:
         return None
     method, _, path = head.words
     try:
