@@ -33,7 +33,7 @@ class Meters(Protocol):
 
     def count(self, mine: Exchange, worker: Worker | None) -> None: ...
 
-    def count_whole(self, mine: Exchange, worker: Worker) -> None:
+    def count_whole(self, mine: Exchange, worker: Worker | None) -> None:
         """As `count`, of what went the short way."""
 
     def gaps(self, mine: Exchange) -> Gaps | None: ...

@@ -112,7 +112,7 @@ class Meters:
             cell.gather(self._recent.sums[worker])
 
     def count(self, mine: Exchange, worker: Worker | None) -> None:
-        """`mine` has ended; nothing of it is kept. In one frame on purpose: it is paid for each.
+        """`mine` has ended; nothing of it is kept.
 
         What most answers are is told apart first: whole in one piece, of a request that left in
         the moment it came. All that they took is then one time, but for a head that came earlier.
@@ -144,9 +144,9 @@ class Meters:
             phases.head.counts[bisect_left(FINE, secs)] -= 1
             phases.head.sum -= secs
             phases.heads.append(mine.wait_at - started)
-        self._count_whole(mine, worker, cell)
+        self.count_whole(mine, worker)
 
-    def count_whole(self, mine: Exchange, worker: Worker) -> None:
+    def count_whole(self, mine: Exchange, worker: Worker | None) -> None:
         """As `count`, of a completed exchange whose answer came whole in one piece, of a request
         that left in the moment it came."""
         route, need = mine.route, mine.need
@@ -156,15 +156,13 @@ class Meters:
             cell = self._cells[route.path][worker]
         except KeyError:
             cell = self.cell(route.path, worker)
-        if mine.status != 200 or mine.tail:
+        if (
+            mine.status != 200
+            or mine.tail
+            or (need.model != cell.asked and not self._counts_for(cell, need.model))
+        ):
             self._count_any(mine, worker, cell)
-        elif need.model == cell.asked or self._counts_for(cell, need.model):
-            self._count_whole(mine, worker, cell)
-        else:
-            self._count_any(mine, worker, cell)
-
-    def _count_whole(self, mine: Exchange, worker: Worker | None, cell: Cell) -> None:
-        """One that came whole in one piece, its head with it."""
+            return
         ended = mine.ended_at
         secs = ended - mine.started_at
         place = bisect_left(FINE, secs)

@@ -234,7 +234,9 @@ def _read(route: Route, payload: Payload) -> Need:
     model, mask, stream = payload.model, route.mask, payload.stream is True
     if type(model) is not str or not model.isascii() or not 0 < len(model) <= MAX_MODEL_CHARS:
         model = _named(model)
-    request_id = payload.request_id if isinstance(payload.request_id, str) else ""
+    request_id = payload.request_id
+    if request_id is None or not isinstance(request_id, str):
+        request_id = ""
     if stream:
         mask |= STREAMING
     if _media_values(payload) != _NO_MEDIA:  # hardly any body
