@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from omni_proxy.door.upload import Upload
 
 JOIN_BYTES: Final = 4096  # below this, joining head and body beats a second buffer
+
+
+def length_of(size: int) -> tuple[bytes, bytes]:
+    """How the length of a body is told: its digits, and a head's last line with the blank one."""
+    return b"%d" % size, b"content-length: %d\r\n\r\n" % size
+
+
 # To look one up touches two cache lines, to format it fifty.
-LENGTHS: Final = tuple(b"content-length: %d\r\n\r\n" % size for size in range(JOIN_BYTES))
+LENGTHS: Final = tuple(map(length_of, range(JOIN_BYTES)))
 
 
 class TryFailed(Exception):
@@ -144,8 +151,8 @@ def _framed(
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
         return [lines + lane.host_line + b"\r\n"]
     if size < JOIN_BYTES:
-        return [b"".join((lines, lane.host_line, LENGTHS[size], body))]
-    return [b"%b%bcontent-length: %d\r\n\r\n" % (lines, lane.host_line, size), body]
+        return [b"".join((lines, lane.host_line, LENGTHS[size][1], body))]
+    return [lines + lane.host_line + length_of(size)[1], body]
 
 
 async def _dial(conn: Connection, lane: Lane) -> Conn:

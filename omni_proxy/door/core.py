@@ -18,7 +18,6 @@ import trio
 from omni_proxy.config.schema import Config, Routing
 from omni_proxy.door import clocks
 from omni_proxy.door.account import Exchange
-from omni_proxy.door.ask import JOIN_BYTES
 from omni_proxy.door.connection import Connection
 from omni_proxy.door.entrances import Entrances
 from omni_proxy.door.holding import Holding
@@ -30,7 +29,7 @@ from omni_proxy.door.sinks import LineSink, Meters
 from omni_proxy.door.task import Gone
 from omni_proxy.door.timers import Timers
 from omni_proxy.door.upload import too_much_held
-from omni_proxy.door.upstream import FrontLane, Lane, lane_to
+from omni_proxy.door.upstream import PIECE_BYTES, FrontLane, Lane, lane_to
 from omni_proxy.door.usual import Usuals
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -97,7 +96,7 @@ class Door:
             self.policy = self.build_policy(config.routing)
         # What the short way does not know of goes the long one.
         self.short = not self.stamps and not self.limits.sse_keepalive
-        self.short &= self.limits.max_body >= JOIN_BYTES
+        self.short &= self.limits.max_body >= PIECE_BYTES
         self.queue.serve(changed=True)
 
     def build_policy(self, routing: Routing) -> Policy:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from omni_proxy.door.account import FIRST_TRY, REQUEST_ID, Exchange, id_for, settle_whole
-from omni_proxy.door.ask import JOIN_BYTES, LENGTHS, Asked, Begun
+from omni_proxy.door.ask import JOIN_BYTES, LENGTHS, Asked, Begun, length_of
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.taking import take
 from omni_proxy.door.upstream import PIECE_BYTES, Lane
-from omni_proxy.door.usual import DIGITS, Usual
+from omni_proxy.door.usual import Usual
 from omni_proxy.routing.inspect import Need, need_of
 from omni_proxy.routing.keys import routing_key
 from omni_proxy.wire.errors import Refusal
@@ -91,7 +91,7 @@ class ShortWay:
             if came:
                 up.put_back(came)
         top, _, body = self._piece.partition(_BLANK)
-        parts = self.usual.spelling.filled(top, DIGITS[len(body)]) or []
+        parts = self.usual.spelling.filled(top, length_of(len(body))[0]) or []
         head = msgspec.structs.replace(
             self.usual.head, lines=b"".join(parts), length=len(body),
             request_id=mine.request_id,
@@ -129,7 +129,8 @@ class ShortWay:
         spelling = usual.spelling
         head, _, body = piece.partition(_BLANK)
         size = len(body)
-        parts = spelling.filled(head, DIGITS[size]) if size < JOIN_BYTES else None
+        digits, length = LENGTHS[size] if size < JOIN_BYTES else length_of(size)
+        parts = spelling.filled(head, digits)
         if parts is None:
             return False
         try:
@@ -143,7 +144,7 @@ class ShortWay:
         mine = self._accounts(need, request_id, size)
         up = self._taken(mine)
         if up is not None:
-            parts += self._lane.host_line, LENGTHS[size], body
+            parts += self._lane.host_line, length, body
             up.put(b"".join(parts))
             mine.own_secs = monotonic() - mine.started_at
             if up.hot:
@@ -212,15 +213,16 @@ class ShortWay:
         usual = lane.usual
         head, _, body = piece.partition(_BLANK)
         before, _, after = head.partition(usual.name)
-        length, _, after = after.partition(_CRLF)
+        told, _, after = after.partition(_CRLF)
         if before != usual.before or after != usual.after:
             lane.usual = door.answers.usual(head)  # for the next one
             self.hand_over(piece)
             return
         size = len(body)
+        digits, length = LENGTHS[size] if size < JOIN_BYTES else length_of(size)
         if (
-            not 0 < size < JOIN_BYTES
-            or length != DIGITS[size]
+            told != digits
+            or not body
             or not usual.plain
             or up.hot
             or up.late
@@ -235,7 +237,7 @@ class ShortWay:
         client.put(
             b"".join((
                 usual.lines, worker.route_line, REQUEST_ID, mine.request_id, FIRST_TRY,
-                mine.version.lines, LENGTHS[size], body,
+                mine.version.lines, length, body,
             ))
         )  # fmt: skip
         now = conn.pump.now

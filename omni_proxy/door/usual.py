@@ -6,19 +6,13 @@ nothing to be asked but its body.
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
-from omni_proxy.door.ask import JOIN_BYTES
 from omni_proxy.routing.inspect import is_json
 from omni_proxy.routing.table import ANYWHERE, Route, WrongMethod, match
 from omni_proxy.wire.head import RequestHead
 from omni_proxy.wire.spelling import Spelling
 from omni_proxy.wire.template import TEMPLATES
-
-# A length of ours is looked up rather than a peer's one read: numbers cost fifty cache lines.
-DIGITS: Final = tuple(b"%d" % size for size in range(JOIN_BYTES))
 
 
 class Usual:

@@ -28,6 +28,17 @@ def test_a_request_like_the_last_and_an_answer_like_the_last_never_meet_the_coro
     assert world.log[-1]["outcome"] == "completed"
 
 
+@pytest.mark.parametrize("size", [4095, 4096, 16000])
+def test_bodies_that_come_whole_may_be_large(listeners, size):
+    text = bytes(b"1" * size)
+
+    def script(world, client):
+        world.ask(client, spelled(body=b'{"messages": [], "x": %b}' % text))
+        world.answer(WHOLE[:-6].replace(b": 2", b": %d" % size) + b"\r\n\r\n" + text)
+
+    assert taken(both(listeners, script)) == (1, 0)
+
+
 def test_the_tokens_that_an_answer_tells_are_counted(listeners):
     told = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}}'
 
@@ -48,7 +59,7 @@ def test_the_tokens_that_an_answer_tells_are_counted(listeners):
         spelled(b"Content-Length"),
         spelled(request_id=b"new"),
         spelled(fields=(b"expect: 100-continue",)),
-        spelled(body=b'{"messages": "%b"}' % (b"x" * 5000)),
+        spelled(body=b'{"messages": "%b"}' % (b"x" * 20000)),
         spelled(length=b"016"),
         spelled(length=b"15"),
         spelled(length=b"17"),
