@@ -1,7 +1,7 @@
 """The accounts of one exchange: what it was, when each phase was reached, how it ended and by whom.
 
-Invariant: `settle` runs exactly once per exchange, in a `finally`; after it the in-flight counts
-hold nothing of this exchange. The two logs are written from here and from nowhere else.
+Invariant: `settle` or `settle_whole` runs exactly once per exchange, in a `finally`; after it the
+in-flight counts hold nothing of this exchange. What is logged is logged from here alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ REQUEST_ID: Final = b"X-SGLang-Omni-Request-ID: "
 FIRST_TRY: Final = _TRY % 1  # not formatted each time: that alone is a hundred cache lines
 
 
-# Set for each request until it was taken in, its worker was taken, and that was asked.
+# What an exchange of the short way has set by the time it was let in; by the time a worker was
+# taken for it; by the time that worker was asked.
 BEGUN: Final = (
     "method", "target", "route", "idempotency_key", "head_at", "body_at", "need", "stream",
     "request_id", "bytes_in", "policy", "admitted",
@@ -149,7 +150,6 @@ def settle_whole(door: Door, exchange: Exchange, worker: Worker) -> None:
     if door.meters is not None:
         door.meters.count_whole(exchange, worker)
     if door.access_log is not None or door.route_log is not None:
-        exchange.phase = "relay"
         log(door, exchange, worker)
 
 

@@ -25,16 +25,21 @@ if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
     from omni_proxy.door.upload import Upload
 
-JOIN_BYTES: Final = 4096  # below this, joining head and body beats a second buffer
+JOIN_BYTES: Final = PIECE_BYTES  # what came in one read leaves in one send
+_LENGTHS_TOLD: Final = 4096
 
 
-def length_of(size: int) -> tuple[bytes, bytes]:
-    """How the length of a body is told: its digits, and a head's last line with the blank one."""
+def _length_of(size: int) -> tuple[bytes, bytes]:
     return b"%d" % size, b"content-length: %d\r\n\r\n" % size
 
 
 # To look one up touches two cache lines, to format it fifty.
-LENGTHS: Final = tuple(map(length_of, range(JOIN_BYTES)))
+_LENGTHS: Final = tuple(map(_length_of, range(_LENGTHS_TOLD)))
+
+
+def told_length(size: int) -> tuple[bytes, bytes]:
+    """How the length of a body is told: its digits, and a head's last line with the blank one."""
+    return _LENGTHS[size] if size < _LENGTHS_TOLD else _length_of(size)
 
 
 class TryFailed(Exception):
@@ -67,11 +72,7 @@ class First(msgspec.Struct, gc=False):
     all_sent: bool = True
 
 
-class Asked(msgspec.Struct, gc=False):
-    """A worker that has got the request: the way to it, and the connection."""
-
-    lane: Lane
-    up: Conn
+Asked = tuple[Lane, Conn]  # the way to a worker that has got the request, and the connection
 
 
 class Begun(msgspec.Struct, gc=False):
@@ -94,7 +95,7 @@ async def ask(
     lane = way[0]
     may_redial = True
     while True:
-        up = asked.up if asked is not None else _kept(conn, lane, may_redial=may_redial)
+        up = asked[1] if asked is not None else _kept(conn, lane, may_redial=may_redial)
         reused = up is not None
         if up is None:
             before = conn.pump.now
@@ -151,8 +152,8 @@ def _framed(
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
         return [lines + lane.host_line + b"\r\n"]
     if size < JOIN_BYTES:
-        return [b"".join((lines, lane.host_line, LENGTHS[size][1], body))]
-    return [lines + lane.host_line + length_of(size)[1], body]
+        return [b"".join((lines, lane.host_line, told_length(size)[1], body))]
+    return [lines + lane.host_line + told_length(size)[1], body]
 
 
 async def _dial(conn: Connection, lane: Lane) -> Conn:

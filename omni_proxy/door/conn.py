@@ -133,11 +133,10 @@ class Conn:
         return piece
 
     def put_back(self, piece: bytes) -> None:
-        """What the last read gave; the next one gives it again."""
-
+        """What the last read gave; the next one, of the same size, gives it again."""
         read = self.recv
 
-        def give(size: int, flags: int = 0) -> bytes:
+        def give(_size: int, _flags: int = 0) -> bytes:
             self.recv = read
             return piece
 

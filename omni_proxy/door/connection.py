@@ -1,9 +1,9 @@
 """One client connection: `serve` reads a request, has it answered, and goes on to the next.
 
 Contract: this file owns the client's socket. It alone decides whether the connection is kept, and
-every refusal (`wire.errors.Refusal`) raised anywhere in an exchange becomes bytes in
-`refusing`.
-What must be done for a request is `exchange.answer`; nothing here knows workers.
+every refusal (`wire.errors.Refusal`) raised anywhere in an exchange becomes bytes in `refusing`.
+What must be done for a request is `exchange.answer`; what is like the last one goes `short`, while
+the coroutine rests. Nothing here knows workers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Connection(Task):
     def _judged(self, raw: bytes) -> RequestHead:
         """Raises Refusal. From here on what is spelled like it may go the short way."""
         head = self.door.requests[self.client.secure].judge(raw)
-        usual = None if self.front_only else self.door.usuals.of(head)
+        usuals = None if self.front_only else self.door.usuals
+        usual = usuals.of(head) if usuals is not None else None
         if usual is not None and (self.short is None or self.short.usual is not usual):
             self.short = ShortWay(self, usual)
         return head

@@ -74,7 +74,6 @@ class Door:
         self.stamps: Stamps | None = None
         self.requests = (RequestTemplates(), RequestTemplates())  # plain, and over TLS
         self.answers = AnswerTemplates()
-        self.usuals = Usuals()
         self._lanes: dict[Worker, Lane] = {}
         self.entrances = Entrances(self)
         self.policy: Policy = build(config.routing, below, self.pump.now)
@@ -94,9 +93,9 @@ class Door:
         self.keeps_tail = config.server.metrics and config.server.usage_metrics
         if not self.policy.tune(config.routing):
             self.policy = self.build_policy(config.routing)
-        # What the short way does not know of goes the long one.
-        self.short = not self.stamps and not self.limits.sse_keepalive
-        self.short &= self.limits.max_body >= PIECE_BYTES
+        # Where there is something that the short way does not know of, nobody goes it.
+        plain = not self.stamps and not self.limits.sse_keepalive
+        self.usuals = Usuals() if plain and self.limits.max_body >= PIECE_BYTES else None
         self.queue.serve(changed=True)
 
     def build_policy(self, routing: Routing) -> Policy:

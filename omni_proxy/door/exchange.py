@@ -72,18 +72,6 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
 
 def go_on(conn: Connection, begun: Begun) -> Coroutine[Any, Any, bool]:
     """As `answer`, from where the short way has left it."""
-    return _let_in(conn, begun) if begun.mine.admitted else _when_let_in(conn, begun)
-
-
-async def _when_let_in(conn: Connection, begun: Begun) -> bool:
-    await conn.door.queue.for_slot(conn, begun.mine, unread=False)
-    begun.mine.body_at = conn.pump.now
-    going = _let_in(conn, begun)
-    del begun  # not kept for as long as the answer lasts
-    return await going
-
-
-def _let_in(conn: Connection, begun: Begun) -> Coroutine[Any, Any, bool]:
     mine = begun.mine
     if not mine.stream:
         conn.deadline = mine.body_at + conn.door.limits.total
@@ -179,7 +167,7 @@ async def _by_worker(
     need, route = mine.need, mine.route
     assert need is not None
     assert route is not None
-    mine.policy = door.policy.name
+    mine.policy = mine.policy or door.policy.name
     tries: Tries | None = None
     try:
         worker = mine.worker or take(door, mine)
@@ -187,7 +175,7 @@ async def _by_worker(
         worker = await door.queue.for_worker(conn, mine, nobody)
     while True:
         lines = _lines_for(worker, head) if worker.api_key_env else head.lines
-        way = (asked.lane if asked is not None else door.lane(worker), lines, body)
+        way = (asked[0] if asked is not None else door.lane(worker), lines, body)
         try:
             first = await ask(conn, mine, head, way, asked)
         except TryFailed as failed:

@@ -5,8 +5,8 @@ Nearly every request comes whole, in one read, spelled as the one before it; a w
 connection takes it at once, and its answer comes whole as well. For those the connection's
 coroutine rests in its wait for the next head, and what it would do in forty calls is done here in
 two. Invariant: whatever does not fit is handed over as far as it has come, and the coroutine goes
-on from there; so nothing is decided here that it would decide otherwise. This room must not refuse,
-try again, wait, dial or report health. Saves 20 us of a request's 55.
+on from there, to the same end. This room must not refuse, try again, wait, dial or report health.
+Saves 20 us of a request's 50.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from omni_proxy.door.account import FIRST_TRY, REQUEST_ID, Exchange, id_for, settle_whole
-from omni_proxy.door.ask import JOIN_BYTES, LENGTHS, Asked, Begun, length_of
-from omni_proxy.door.conn import Conn
+from omni_proxy.door.ask import Asked, Begun, told_length
 from omni_proxy.door.taking import take
-from omni_proxy.door.upstream import PIECE_BYTES, Lane
+from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.door.usual import Usual
 from omni_proxy.routing.inspect import Need, need_of
 from omni_proxy.routing.keys import routing_key
 from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.template import NO_ANSWER
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
@@ -36,12 +36,7 @@ _CRLF: Final = b"\r\n"
 class ShortWay:
     """Gets the events of a connection's sockets in the connection's place, while that rests."""
 
-    __slots__ = (
-        "_lane", "_mine", "_piece", "_up", "asked", "awaits", "client", "conn", "usual",
-    )  # fmt: skip
-
-    _lane: Lane  # the way to the worker that was asked last
-    _up: Conn  # and the connection
+    __slots__ = ("_mine", "_piece", "_way", "asked", "awaits", "client", "conn", "usual")
 
     def __init__(self, conn: Connection, usual: Usual) -> None:
         self.conn = conn
@@ -50,6 +45,7 @@ class ShortWay:
         self.awaits: object = None
         self.asked: Exchange | None = None  # what waits for its answer
         self._piece = b""  # the request, while it does
+        self._way: Asked | None = None  # whom it was sent to
         self._mine: Exchange | None = None  # one for all; what is the same in all stays in it
 
     def stand_in(self) -> None:
@@ -76,22 +72,21 @@ class ShortWay:
             self.conn.step(failure)
 
     def hand_over(self, came: bytes = b"") -> None:
-        """The coroutine has the events again, and goes on with what was begun; `came` of its
-        answer, and is read anew."""
+        """The coroutine has the events again, and goes on with what was begun. `came`: what was
+        read of its answer, which is read once more."""
         conn, mine = self.conn, self.asked
         self.client.task = conn
-        if mine is None:
-            return
-        asked = None
-        if self.awaits is not self.client:
-            up = self._up
+        asked, self._way = self._way, None
+        if asked is not None:
+            up = conn.upstream = asked[1]
             up.task = conn
-            conn.upstream = up
-            asked = Asked(self._lane, up)
             if came:
                 up.put_back(came)
+        if mine is None:
+            return
         top, _, body = self._piece.partition(_BLANK)
-        parts = self.usual.spelling.filled(top, length_of(len(body))[0]) or []
+        parts = self.usual.spelling.filled(top, told_length(len(body))[0])
+        assert parts is not None
         head = msgspec.structs.replace(
             self.usual.head, lines=b"".join(parts), length=len(body),
             request_id=mine.request_id,
@@ -116,97 +111,101 @@ class ShortWay:
         try:
             piece = client.read(PIECE_BYTES)
         except OSError:
-            piece = b""  # the next read says so, too
+            piece = b""  # whoever reads again finds the end
         if piece is None:
+            self.awaits = client
             if client.hot or door.draining:  # what was late may have left, and nothing stays then
                 self._miss(b"")
-        elif client.hot or not door.short or not self._goes(piece):
+        elif client.hot or self.usual.source is not door.usuals or not self._goes(piece):
             self._miss(piece)
 
     def _goes(self, piece: bytes) -> bool:
-        """Whether it is as usual; then it was begun."""
-        usual = self.usual
+        """Whether it is as usual, and there is a slot for it; then it was begun."""
+        usual, door = self.usual, self.conn.door
         spelling = usual.spelling
-        head, _, body = piece.partition(_BLANK)
+        head, blank, body = piece.partition(_BLANK)
         size = len(body)
-        digits, length = LENGTHS[size] if size < JOIN_BYTES else length_of(size)
+        digits, length = told_length(size)
         parts = spelling.filled(head, digits)
-        if parts is None:
+        if parts is None or not blank:
             return False
         try:
             need = need_of(usual.route, body)
         except Refusal:
             return False
-        if self.conn.door.policy.wants_key:
+        if door.policy.wants_key:
             need.key = routing_key(b"".join(parts))
-        self._piece = piece
+        mine = self._accounts(need, size)
+        if not door.count_in(mine):
+            return False
         request_id = parts[spelling.id_at] if spelling.id_at > 0 else usual.head.request_id
-        mine = self._accounts(need, request_id, size)
-        up = self._taken(mine)
-        if up is not None:
-            parts += self._lane.host_line, length, body
+        mine.request_id = request_id or id_for(need)
+        self.asked = mine
+        self._piece = piece
+        way = self._taken(mine)
+        if way is not None:
+            lane, up = way
+            parts += lane.host_line, length, body
             up.put(b"".join(parts))
             mine.own_secs = monotonic() - mine.started_at
             if up.hot:
                 self.hand_over()
         return True
 
-    def _accounts(self, need: Need, request_id: bytes, size: int) -> Exchange:
-        conn, usual, mine = self.conn, self.usual, self._mine
-        now = conn.pump.now
+    def _accounts(self, need: Need, size: int) -> Exchange:
+        usual, mine = self.usual, self._mine
+        now = self.conn.pump.now
         if mine is None:
-            mine = self._mine = Exchange(now, conn.peer)
+            mine = self._mine = Exchange(now, self.conn.peer)
             mine.method, mine.target, _ = usual.head.words
             mine.route = usual.route
             mine.idempotency_key = usual.head.idempotency_key
             mine.pieces = 1
             mine.relayed = True
-            mine.outcome = "completed"
+            mine.outcome, mine.phase = "completed", "relay"
         mine.started_at = mine.head_at = mine.body_at = now
         mine.attempts = 0
-        mine.admitted = False
         mine.need = need
         mine.stream = need.stream
-        mine.request_id = request_id or id_for(need)
         mine.bytes_in = size
-        self.asked = mine
         return mine
 
-    def _taken(self, mine: Exchange) -> Conn | None:
+    def _taken(self, mine: Exchange) -> Asked | None:
         """An idle connection to the worker that is to have it; None where it was handed over."""
         conn, door = self.conn, self.conn.door
         mine.policy = door.policy.name
-        up = None
-        if door.count_in(mine):
-            try:
-                worker = take(door, mine)
-            except Refusal:
-                pass
-            else:
-                self._lane = lane = door.lane(worker)
-                if not worker.api_key_env:
-                    up = lane.take(self)
+        try:
+            worker = take(door, mine)
+        except Refusal:
+            self.hand_over()
+            return None
+        lane = door.lane(worker)
+        up = None if worker.api_key_env else lane.take(self)
         if up is None:
             self.hand_over()
             return None
         limits, now = door.limits, mine.started_at
-        self._up = self.awaits = up
+        self.awaits = up
         mine.dialled_at = now
         conn.phase = "wait"
         conn.due = now + (limits.response_head if mine.stream else limits.whole_head)
-        return up
+        way = self._way = (lane, up)
+        return way
 
     def _finish(self, mine: Exchange) -> None:
         """Read the answer and send it to the client."""
-        conn, client, lane, up, worker = self.conn, self.client, self._lane, self._up, mine.worker
+        conn, client, worker = self.conn, self.client, mine.worker
         door = conn.door
         assert worker is not None
+        assert self._way is not None
+        lane, up = self._way
         try:
             piece = up.read(PIECE_BYTES)
         except OSError:
             self.hand_over()
             return
         if piece is None:
+            self.awaits = up
             if up.hot:
                 self.hand_over()
             return
@@ -215,11 +214,13 @@ class ShortWay:
         before, _, after = head.partition(usual.name)
         told, _, after = after.partition(_CRLF)
         if before != usual.before or after != usual.after:
-            lane.usual = door.answers.usual(head)  # for the next one
+            known = door.answers.usual(head)
+            if known is not NO_ANSWER:
+                lane.usual = known  # for the next one
             self.hand_over(piece)
             return
         size = len(body)
-        digits, length = LENGTHS[size] if size < JOIN_BYTES else length_of(size)
+        digits, length = told_length(size)
         if (
             told != digits
             or not body
@@ -250,9 +251,12 @@ class ShortWay:
         self._piece = b""
         conn.phase = "idle"
         conn.due = now + door.limits.client_idle
-        lane.give_back(up)
-        settle_whole(door, mine, worker)
-        mine.need = None
+        try:
+            lane.give_back(up)
+            self._way = None
+        finally:
+            settle_whole(door, mine, worker)
+        mine.need = mine.last_worker = None
         if client.hot:  # more has come, or its end
             client.task = conn
-            conn.pump.again(conn)
+            conn.step()

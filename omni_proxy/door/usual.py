@@ -1,7 +1,7 @@
 """What is the same in all requests of a client that are spelled alike, and what of them varies.
 
-Pure. Invariant: what is spelled so has been judged before, and goes to a worker of its route with
-nothing to be asked but its body.
+Pure. Invariant: what is spelled so was judged before, and its body alone says which workers of its
+route may have it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from omni_proxy.wire.template import TEMPLATES
 
 
 class Usual:
-    """`head` is such a request's, without the fields that vary."""
+    """`head` is such a request's, without the fields that vary; `source` is who knows it."""
 
-    __slots__ = ("head", "route", "spelling")
+    __slots__ = ("head", "route", "source", "spelling")
 
-    def __init__(self, head: RequestHead, spelling: Spelling, route: Route) -> None:
+    def __init__(self, head: RequestHead, spelling: Spelling, route: Route, source: Usuals) -> None:
         own_id = head.request_id if spelling.id_at < 0 else b""
         self.head = msgspec.structs.replace(head, lines=spelling.lines, length=0, request_id=own_id)
         self.spelling = spelling
         self.route = route
+        self.source = source
 
 
 class Usuals:
-    """What is known of the heads that many connections have in common."""
+    """What is known of the heads that many connections have in common, under one configuration."""
 
     def __init__(self) -> None:
         self._known: dict[Spelling, Usual | None] = {}
@@ -42,20 +43,20 @@ class Usuals:
         if spelling not in self._known:
             if len(self._known) >= TEMPLATES:
                 self._known.clear()
-            self._known[spelling] = _usual_of(head, spelling)
+            self._known[spelling] = self._made(head, spelling)
         return self._known[spelling]
 
-
-def _usual_of(head: RequestHead, spelling: Spelling) -> Usual | None:
-    if not spelling.counted:
-        return None
-    method, _, path = head.words
-    try:
-        route = match(method, path)
-    except WrongMethod:
-        return None
-    if route is None or route.websocket or route.place is not ANYWHERE or not is_json(route, head):
-        return None
-    if head.hints or head.upgrade or head.expects_continue or head.http_1_0 or not head.keep_alive:
-        return None
-    return Usual(head, spelling, route)
+    def _made(self, head: RequestHead, spelling: Spelling) -> Usual | None:
+        if not spelling.counted:
+            return None
+        method, _, path = head.words
+        try:
+            route = match(method, path)
+        except WrongMethod:
+            return None
+        if route is None or route.websocket or route.place is not ANYWHERE:
+            return None
+        special = head.hints or head.upgrade or head.expects_continue or head.http_1_0
+        if special or not head.keep_alive or not is_json(route, head):
+            return None
+        return Usual(head, spelling, route, self)

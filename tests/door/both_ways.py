@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from omni_proxy.config.parse import parse
 from omni_proxy.door import account
 from omni_proxy.door import short as short_ways
 from omni_proxy.door.short import ShortWay
@@ -168,7 +169,8 @@ class World(ByHand):
         super().__init__(patch, config)
         for room in (short_ways, metrics):
             patch.setattr(room, "monotonic", lambda: self.now)
-        self.door.meters = self.meters = metrics.Meters(self.fleet, Recent())
+        self.recent = Recent()
+        self.door.meters = self.meters = metrics.Meters(self.fleet, self.recent)
         self.listeners, self.short = listeners, short
         self.door.pump.tasks = InOrder()
         self.door.timers = self.pauses = Pauses()
@@ -329,16 +331,21 @@ class World(ByHand):
     def counted(self):
         cells = {
             (route, worker and worker.url): (
-                cell.ends, cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
-                (cell.total.counts, cell.total.sum), (cell.first.counts, cell.first.sum),
+                dict(cell.ends), cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
+                ([*cell.total.counts], cell.total.sum), ([*cell.first.counts], cell.first.sum),
             )
             for (route, worker), cell in self.meters.cells.items()
         }  # fmt: skip
         phases = {
-            route: [(of.counts, of.sum) for of in (each.head, each.queue, each.overhead)]
+            route: [([*of.counts], of.sum) for of in (each.head, each.queue, each.overhead)]
             for route, each in self.meters.phases.items()
         }
-        return cells, phases
+        return cells, phases, self.recent.ends()
+
+    def reload(self, config):
+        """As a configuration that was judged and is in force now."""
+        self.door._take(parse(f"[server]\nlog_format = 'json'\n{config}"))
+        self.turn()
 
 
 def both(listeners, script, config="", *, warm=6):
