@@ -21,6 +21,7 @@ from omni_proxy.door.ask import Asked, Begun, told_length
 from omni_proxy.door.taking import take
 from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.door.usual import Usual
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need, need_of
 from omni_proxy.routing.keys import routing_key
 from omni_proxy.wire.errors import Refusal
@@ -193,22 +194,24 @@ class ShortWay:
         return way
 
     def _finish(self, mine: Exchange) -> None:
-        """Read the answer and send it to the client."""
-        conn, client, worker = self.conn, self.client, mine.worker
-        door = conn.door
-        assert worker is not None
+        """Read the answer, and send it to the client if it is as usual."""
         assert self._way is not None
-        lane, up = self._way
+        up = self._way[1]
         try:
             piece = up.read(PIECE_BYTES)
         except OSError:
-            self.hand_over()
-            return
-        if piece is None:
+            piece = b""  # whoever reads again finds the end
+        if piece is None and not up.hot:
             self.awaits = up
-            if up.hot:
-                self.hand_over()
-            return
+        elif not piece or up.hot or up.late or not self._comes(mine, piece):
+            self.hand_over(piece or b"")
+
+    def _comes(self, mine: Exchange, piece: bytes) -> bool:
+        """Whether it is as usual, and nothing else is to be done; then it was sent on."""
+        conn, client, worker = self.conn, self.client, mine.worker
+        assert worker is not None
+        assert self._way is not None
+        door, lane = conn.door, self._way[0]
         usual = lane.usual
         head, _, body = piece.partition(_BLANK)
         before, _, after = head.partition(usual.name)
@@ -217,42 +220,45 @@ class ShortWay:
             known = door.answers.usual(head)
             if known is not NO_ANSWER:
                 lane.usual = known  # for the next one
-            self.hand_over(piece)
-            return
+            return False
         size = len(body)
         digits, length = told_length(size)
         if (
             told != digits
             or not body
             or not usual.plain
-            or up.hot
-            or up.late
             or client.late
             or door.draining
             or mine.trial
             or worker.version is not mine.version
             or worker.machine.failed_tries
         ):
-            self.hand_over(piece)
-            return
+            return False
         client.put(
             b"".join((
                 usual.lines, worker.route_line, REQUEST_ID, mine.request_id, FIRST_TRY,
                 mine.version.lines, length, body,
             ))
         )  # fmt: skip
-        now = conn.pump.now
         mine.status = usual.status
-        mine.wait_at = mine.first_at = now
         mine.bytes_out = size
         mine.tail = body if door.keeps_tail else b""
+        self._close(mine, worker)
+        return True
+
+    def _close(self, mine: Exchange, worker: Worker) -> None:
+        """Its books; and on to the next."""
+        conn, client, way = self.conn, self.client, self._way
+        assert way is not None
+        door, now = conn.door, conn.pump.now
+        mine.wait_at = mine.first_at = now
         self.asked = None
         self.awaits = client
         self._piece = b""
         conn.phase = "idle"
         conn.due = now + door.limits.client_idle
         try:
-            lane.give_back(up)
+            way[0].give_back(way[1])
             self._way = None
         finally:
             settle_whole(door, mine, worker)

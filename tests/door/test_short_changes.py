@@ -7,6 +7,8 @@ import socket
 import pytest
 
 from omni_proxy.door.conn import Conn
+from omni_proxy.door.upstream import Lane
+from omni_proxy.fleet.worker import Worker
 from tests.door.both_ways import WHOLE, World, answered, asked, both, listening, spelled
 
 
@@ -100,11 +102,13 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
         world.remove(0)
         world.turn()
         assert all(conn.closed for conn in conns)
-        del conns
-        gc.collect()
-        mine = [each.conn.client for each in (client, *others)]
-        ours = [each for each in gc.get_objects() if isinstance(each, Conn)]
-        assert [each for each in ours if each.pump is world.door.pump and each not in mine] == []
+        for each in (client, *others):
+            short = each.conn.short
+            if short is not None:
+                assert short._way is None
+                refers = gc.get_referents(short, *filter(None, (short._mine,)))
+                assert not any(isinstance(each, Worker | Lane) for each in refers)
+                assert not any(isinstance(each, Conn) and each.closed for each in refers)
 
     both(listeners, script)
 
