@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omni_proxy.door.upload import Upload
 
 JOIN_BYTES: Final = PIECE_BYTES  # what came in one read leaves in one send
-_LENGTHS_TOLD: Final = 4096
+LENGTHS_TOLD: Final = 4096
 
 
 def _length_of(size: int) -> tuple[bytes, bytes]:
@@ -34,12 +34,12 @@ def _length_of(size: int) -> tuple[bytes, bytes]:
 
 
 # To look one up touches two cache lines, to format it fifty.
-_LENGTHS: Final = tuple(map(_length_of, range(_LENGTHS_TOLD)))
+LENGTHS: Final = tuple(map(_length_of, range(LENGTHS_TOLD)))
 
 
 def told_length(size: int) -> tuple[bytes, bytes]:
     """How the length of a body is told: its digits, and a head's last line with the blank one."""
-    return _LENGTHS[size] if size < _LENGTHS_TOLD else _length_of(size)
+    return LENGTHS[size] if size < LENGTHS_TOLD else _length_of(size)
 
 
 class TryFailed(Exception):

@@ -46,8 +46,8 @@ async def test_a_killed_follower_fails_the_requests_and_all_ranks_start_again():
     async with open_pipeline(over_two()) as (hub, runtime):
         await runtime.ready.wait()
         client, first = Client(hub), follower_of(hub)
-        # Its end is seen by whoever looks first: the watch over the ranks, or the sum it is missed in.
-        with pytest.raises(RequestFailed, match="rank 1 of stage decode is lost|got nothing from"):
+        # Its end is told by whoever sees it first: the watch over the ranks, or a sum without it.
+        with pytest.raises(RequestFailed, match=r"rank 1 of stage decode is lost|got nothing from"):
             await killed_after_the_first_piece(client, first)
         await until(lambda: client.health()["status"] != "healthy")
         await until(lambda: client.health()["status"] == "healthy")
