@@ -142,6 +142,16 @@ class UsualAnswer:
 NO_ANSWER: Final = UsualAnswer(b"", _AS_UVICORN, b"", 0, b"", keep_alive=False, sse=False)
 
 
+def _parted(head: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    """At its content-length: what stands before it, the name as written, the value, what follows.
+    No name where it has none."""
+    top, name, rest = head.partition(_AS_UVICORN)
+    if not name:
+        top, name, rest = head.partition(_AS_OTHERS)
+    length, _, rest = rest.partition(b"\r\n")
+    return top, name, length, rest
+
+
 class AnswerTemplates:
     """`Answer.read_head`, remembered for answers that are framed by a length."""
 
@@ -150,21 +160,13 @@ class AnswerTemplates:
 
     def usual(self, head: bytes) -> UsualAnswer:
         """What is known of a head without its blank line; NO_ANSWER where nothing is."""
-        top, found, rest = head.partition(_AS_UVICORN)
-        if not found:
-            top, found, rest = head.partition(_AS_OTHERS)
-        if not found:
-            return NO_ANSWER
-        _, more, rest = rest.partition(b"\r\n")
-        return self._known.get((top, rest + (b"\r\n\r\n" if more else b"\r\n")), NO_ANSWER)
+        top, name, _, rest = _parted(head + b"\r\n\r\n")
+        return self._known.get((top, rest), NO_ANSWER) if name else NO_ANSWER
 
     def read(self, head: bytes, *, to_head: bool) -> Answer:
         """Raises UpstreamGarbage."""
         answer = Answer()
-        top, found, rest = head.partition(_AS_UVICORN)
-        if not found:
-            top, found, rest = head.partition(_AS_OTHERS)
-        length, _, rest = rest.partition(b"\r\n")
+        top, name, length, rest = _parted(head)
         if not length.isdigit() or len(length) > 15 or to_head:
             answer.read_head(head, to_head=to_head)
             return answer
@@ -172,7 +174,7 @@ class AnswerTemplates:
         known = self._known.get(key)
         if known is None:
             answer.read_head(head, to_head=False)
-            self._learn(key, found, answer)
+            self._learn(key, name, answer)
             return answer
         answer.status = known.status
         answer.lines = known.lines + b"content-length: " + length + b"\r\n"
