@@ -4,8 +4,8 @@ import pytest
 
 from tests.tree import ROOT, name_of, parsed, sources
 
-FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 5
-SHORTER = {"door": 300, "wire": 300}  # what everybody reads who wants to know what a token costs
+# One concern per file is the rule; a file that needs more lines than this most likely has two.
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 5
 DOCSTRING_LINES = 11  # eight, and room for a small diagram
 BOUND = ("self", "cls")
 
@@ -24,8 +24,7 @@ def parameters(function) -> list[str]:
 
 @pytest.mark.parametrize("path", [*sources(), *sources(ROOT / "tools")], ids=name_of)
 def test_a_file_can_be_read_in_one_sitting(path):
-    most = SHORTER.get(path.parent.name, FILE_LINES)
-    assert len(path.read_text().splitlines()) <= most
+    assert len(path.read_text().splitlines()) <= FILE_LINES
 
 
 @pytest.mark.parametrize("path", [*sources(), *sources(ROOT / "tools")], ids=name_of)
