@@ -53,14 +53,15 @@ class Chosen:
         )
 
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
-        """By URL, what the living ones say of themselves."""
+        """By URL, what those say of themselves that answer; the others are not in it."""
         alive = [worker for worker in workers if worker.machine.state is not Health.DEAD]
         secs = self._rooms.keeper.config.health.timeout_secs
         found = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
         told = {}
         for outcome in found:
             info = outcome.parsed() if outcome.ok else None
-            told[outcome.worker.url] = _engine_facts(info if isinstance(info, dict) else {})
+            if isinstance(info, dict):
+                told[outcome.worker.url] = _engine_facts(info)
         return told
 
     def _facts(self, worker: Worker) -> Facts:

@@ -1,3 +1,5 @@
+from urllib.parse import quote
+
 import pytest
 
 from tests.front.house import A, B
@@ -27,6 +29,19 @@ async def test_the_list_names_every_worker_and_what_its_engine_tells(house, engi
     assert (one["model_id"], one["health"], one["weight_version"]) == ("m", "ready", "v1")
     assert one["capabilities"]["pause_modes"] == ["abort", "retract", "in_place"]
     assert (two["engine_version"], two["tp_size"]) == (None, None)
+
+
+@pytest.mark.parametrize("silent", [LOST, (500, b"{}"), (200, b"hello"), (200, b"[1]")], ids=repr)
+async def test_of_an_engine_that_tells_nothing_no_engine_is_assumed(house, engines, silent):
+    engines.tell(A, "/server_info", {"version": "0.5"})
+    engines.says[B, "/server_info"] = silent
+    engines.tell(A, "/version", {})
+    engines.tell(B, "/version", {})
+    _, told = await said(house, "/v1/rl/workers")
+    assert [row["engine"] for row in told["workers"]] == ["sglang", None]
+    for selector, chosen in (("engine=sglang", A), ("engine!=sglang", B)):
+        _, told = await said(house, f"/v1/rl/engine/version?selector={quote(selector)}")
+        assert list(told["results"]) == [house.worker(chosen).id]
 
 
 async def test_one_is_found_by_url_or_id(house):
