@@ -25,8 +25,8 @@ def answered(ask: Callable[[], Answer], look: Callable[[], str]) -> Answer:
         try:
             return future.result(POLL_SECS)
         except TimeoutError:
-            if future.done():
-                raise
+            if future.done():  # the answer came just now, or it is a TimeoutError of `ask` itself
+                return future.result()
         if (now := look()) and now != said:
             print(now, file=sys.stderr, flush=True)
             said = now
