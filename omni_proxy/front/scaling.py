@@ -16,6 +16,7 @@ from quart import Quart, Response, request
 
 from omni_proxy.config.overlay import Desired, with_defaults
 from omni_proxy.config.url import dial_address
+from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.changes import Changes, api_entry, judged_url
 from omni_proxy.front.replies import bad, reply, text
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 WAIT_SECS = 30.0  # for a worker that is still starting; `timeout_secs` in the query asks for more
 MAX_WAIT_SECS = 1800.0
 PAUSE_SECS = 0.25
+PROBE_PAUSE_SECS = 0.05
 ROUTABLE_SECS = 5.0  # from registered to routable; past it the worker is in, only not believed yet
 
 
@@ -61,10 +63,19 @@ class ScalingRoutes:
             # A script that lost patience asks again while its first request still waits.
             raise _known_already() if refusal.status == 409 else refusal from None
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
-        with trio.move_on_after(ROUTABLE_SECS):
-            while not worker.routable and self._rooms.fleet.find(url) is worker:
-                await self._rooms.prober.probe_once(worker)
+        await self._until_routable(worker)
         return text(f"Successfully added worker: {named}")
+
+    async def _until_routable(self, worker: Worker) -> None:
+        """Returns early for a worker that nobody probes: dead, or removed meanwhile."""
+        with trio.move_on_after(ROUTABLE_SECS):
+            while not worker.routable and self._is_probed(worker):
+                await self._rooms.prober.probe_once(worker)
+                await trio.sleep(PROBE_PAUSE_SECS)
+
+    def _is_probed(self, worker: Worker) -> bool:
+        here = self._rooms.fleet.find(worker.url) is worker
+        return here and worker.machine.state is not Health.DEAD
 
     async def remove(self) -> Response:
         """One that isn't there is removed already: scripts repeat themselves."""

@@ -93,7 +93,9 @@ class Prober:
         """Wait for a probe that counts in the worker's present epoch, beginning one if none runs.
 
         Returns at once for a worker that is not probed: dead, gone, or the prober is not running.
+        It is a checkpoint also then, so that a caller that asks again and again can be cancelled.
         """
+        await trio.lowlevel.checkpoint()
         loop = self._loops.get(worker)
         while loop is not None:
             running = loop.probing

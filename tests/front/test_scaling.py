@@ -3,7 +3,8 @@ import pytest
 import trio
 
 from omni_proxy.config.overlay import with_deleted
-from tests.front.house import A, B, build_house, entry
+from omni_proxy.front.scaling import ROUTABLE_SECS
+from tests.front.house import NOW, A, B, build_house, entry
 
 C = "http://127.0.0.1:8013"
 
@@ -85,6 +86,44 @@ async def test_of_two_that_add_the_same_worker_one_hears_what_scripts_match(
     assert good == (200, f"Successfully added worker: {C}")
     assert bad[0] == 400
     assert "Worker URL already exists" in bad[1]
+
+
+@pytest.mark.parametrize("fate", ["dies", "is removed"])
+async def test_waiting_for_a_new_worker_ends_when_nobody_probes_it_any_more(
+    house, engines, monkeypatch, autojump_clock, fate
+):
+    engines.tell(C, "/health", {"status": "ok"})
+    asked = []
+
+    async def probe_once(worker):
+        asked.append(worker)
+        assert len(asked) < 10, "asked again and again"
+        if fate == "dies":
+            house.fleet.mark_dead(worker, NOW)
+        else:
+            state = with_deleted(house.keeper.state, house.keeper.config, C)
+            await house.keeper.change(lambda *_: state)
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(house.prober, "probe_once", probe_once)
+    status, _, _ = await said(house, "post", f"/add_worker?url={C}")
+    assert status == 200
+    assert len(asked) == 1
+
+
+async def test_a_new_worker_that_is_not_believed_is_probed_with_pauses_and_then_left_alone(
+    house, engines, monkeypatch, autojump_clock
+):
+    engines.tell(C, "/health", {"status": "ok"})
+
+    async def probe_once(worker):
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(house.prober, "probe_once", probe_once)
+    before = trio.current_time()
+    status, _, _ = await said(house, "post", f"/add_worker?url={C}")
+    assert status == 200
+    assert trio.current_time() - before >= ROUTABLE_SECS
 
 
 async def test_who_removes_what_another_has_just_removed_hears_of_no_fault(house, monkeypatch):

@@ -2,6 +2,7 @@ import httpx
 import pytest
 import trio
 import trio.lowlevel
+import trio.testing
 
 from omni_proxy.fleet.health import Thresholds
 from omni_proxy.watch import prober as probing
@@ -275,6 +276,18 @@ async def test_without_a_running_prober_nobody_waits(world, asked):
     with trio.fail_after(30):
         await world.prober.probe_once(worker)
     assert asked == []
+
+
+@pytest.mark.parametrize("prober", ["running", "stopped"])
+async def test_waiting_for_a_worker_that_is_not_probed_lets_others_run_and_can_be_cancelled(
+    world, asked, nursery, prober
+):
+    worker = world.add(URL)
+    if prober == "running":
+        await running(world, nursery)
+        world.fleet.mark_dead(worker, NOW)
+    with trio.testing.assert_checkpoints():
+        await world.prober.probe_once(worker)
 
 
 async def test_it_may_be_started_again_after_an_end(world, asked, autojump_clock):
