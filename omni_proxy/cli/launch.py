@@ -32,11 +32,9 @@ from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.watch.gpus import visible
 
-# As sglang-router has it: what stayed away for long, as an engine that loads its weights does, is
-# taken as soon as it is well.
+# As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {
     "routing.policy": "cache_aware",
-    "health.on_threshold": "unhealthy",
 }
 LAST_PORT: Final = 65535
 

@@ -210,8 +210,9 @@ class Health(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     failure_threshold: AtLeastOne = 3
     # Good in a row until it is back.
     success_threshold: AtLeastOne = 2
-    # `dead` waits for an operator (or the launcher that restarted it); `unhealthy` recovers.
-    on_threshold: Literal["dead", "unhealthy"] = "dead"
+    # `unhealthy` recovers by good probes; `dead` waits for an operator (or the launcher that
+    # restarted it).
+    on_threshold: Literal["dead", "unhealthy"] = "unhealthy"
 
 
 class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

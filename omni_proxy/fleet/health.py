@@ -35,7 +35,7 @@ class Thresholds:
 
     rise: int = 2
     fall: int = 3
-    on_threshold: Health = Health.DEAD
+    on_threshold: Health = Health.UNHEALTHY
     eject: Health = Health.UNHEALTHY
     tries: int = 0  # failed requests in a row that eject; 0: only `fall` does
 
@@ -66,6 +66,7 @@ class HealthMachine(_Hot):
         "_trials",
         "consecutive_failures",
         "consecutive_successes",
+        "declared_dead",
         "epoch",
         "last_checked_at",
         "last_error",
@@ -84,6 +85,7 @@ class HealthMachine(_Hot):
         self.last_error: str | None = None
         self.last_checked_at: datetime | None = None
         self.since = now
+        self.declared_dead = False  # by a person, not by probes or by the launcher
         self.epoch = 0  # raised by mark_dead and revive: a probe begun before is void
         self.probe_failed = False  # the present run of failures holds a failed probe
         self.failed_tries = 0  # requests without a good answer in between; > 0 on trial
@@ -181,8 +183,10 @@ class HealthMachine(_Hot):
         self.trial_owed = False  # what comes back is another process
         self._enter(Health.UNHEALTHY, at)
 
-    def kill(self, at: datetime) -> None:
+    def kill(self, at: datetime, *, declared: bool = False) -> None:
+        """`declared`: a person said so, and only a person takes it back."""
         self.epoch += 1
+        self.declared_dead = self.declared_dead or declared
         self._enter(Health.DEAD, at)
 
     def revive(self, at: datetime) -> None:
@@ -194,6 +198,7 @@ class HealthMachine(_Hot):
         self.probe_failed = False
         self.trial_owed = False
         self.trial = 0
+        self.declared_dead = False
         if self.state is Health.DEAD:
             self._enter(Health.UNKNOWN, at)
 

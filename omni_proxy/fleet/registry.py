@@ -192,9 +192,10 @@ class Fleet:
         self.versioned(worker, None, 0)
         self.forgotten(worker)
 
-    def mark_dead(self, worker: Worker, at: datetime) -> None:
+    def mark_dead(self, worker: Worker, at: datetime, *, declared: bool = False) -> None:
+        """`declared`: by a person; who restarts its process leaves it dead then."""
         before = worker.machine.state
-        worker.machine.kill(at)
+        worker.machine.kill(at, declared=declared)
         self._after(worker, before)
 
     def revive(self, worker: Worker, at: datetime) -> None:

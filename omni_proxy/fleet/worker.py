@@ -21,6 +21,9 @@ from omni_proxy.fleet.version import UNKNOWN, Version
 WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
 
 
+LAUNCH_HOLD: Final = "launch"  # the process that we start for it is not ready
+
+
 class _Hot:
     """What every request touches, close together: with many workers none of it is in a cache. The
     fields of a base come first."""

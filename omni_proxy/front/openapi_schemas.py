@@ -65,7 +65,7 @@ def _worker() -> Schema:
         **dict.fromkeys(flags, FLAG),
         **dict.fromkeys(counts, COUNT),
         **dict.fromkeys(by_class, COUNTS),
-        **dict.fromkeys(("model", "model_id", "last_error", "weight_version"), TEXT_OR_NULL),
+        **dict.fromkeys(("model", "model_id", "last_error", "weight_version", "why"), TEXT_OR_NULL),
         capabilities=listed(CAPABILITY),
         health_state={"type": "string", "enum": [state.value for state in Health]},
         status={"type": "string", "enum": ["pending", "ready", "not_ready", "failed"]},

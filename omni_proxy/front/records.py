@@ -12,6 +12,7 @@ from datetime import datetime
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.reasons import why_out
 from omni_proxy.watch.drains import Drains
 
 STATUS = {
@@ -44,6 +45,7 @@ class Records:
         notes = self._notes.get(worker, Notes())
         return {
             **worker.record(),
+            "why": why_out(worker, self._drains.secs_left),
             "draining": self._drains.of(worker),
             "model_id": worker.model,
             "worker_type": "regular",

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 import trio
 
 from omni_proxy import __version__
-from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.front.reasons import why_out
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.observe.recent import End, Point
 from omni_proxy.wire.errors import to_json
@@ -105,26 +104,6 @@ class Snapshots:
             "weight": worker.weight,
             "drain": self._rooms.drains.of(worker),
         }
-
-
-def why_out(worker: Worker, secs_left: Callable[[Worker], float | None]) -> str | None:
-    """Why it gets no request, in a sentence; None while it gets some."""
-    machine = worker.machine
-    if worker.routable:
-        return None
-    if machine.state in (Health.DEAD, Health.UNHEALTHY):
-        return f"{machine.state.value}: {machine.last_error or 'no reason known'}"
-    if worker.disabled:
-        if not worker.in_flight:
-            return "disabled by an operator"
-        left = secs_left(worker)
-        until = f", {left:.0f} s left" if left else ""
-        return f"draining: {worker.in_flight} in flight{until}"
-    if machine.state is Health.UNKNOWN:
-        return f"waiting for good probes: {machine.last_error or 'none was answered so far'}"
-    if worker.holds:
-        return f"held: {', '.join(sorted(worker.holds))}"
-    return "on trial: one request at a time until one goes well"
 
 
 def _point(point: Point) -> dict[str, object]:

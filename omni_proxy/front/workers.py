@@ -86,7 +86,7 @@ class WorkerRoutes:
         log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
         self._records.note(worker, judged.remarks)
         if judged.is_dead:
-            self._rooms.fleet.mark_dead(worker, datetime.now(UTC))
+            self._rooms.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
         elif judged.is_dead is False:
             self._rooms.fleet.revive(worker, datetime.now(UTC))
             if not judged.in_background:

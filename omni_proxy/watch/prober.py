@@ -23,7 +23,7 @@ from omni_proxy.config.schema import Health as HealthConfig
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import LAUNCH_HOLD, Worker
 from omni_proxy.watch.calls import Call, Caller, build, read_bounded
 from omni_proxy.watch.descriptors import are_ours_to_blame
 from omni_proxy.watch.keeper import Keeper
@@ -186,6 +186,7 @@ class Prober:
             self._fleet.observe_probe(
                 worker, status=status, error=error, at=datetime.now(UTC), epoch=epoch
             )
+            _tell_if_not_up(worker, error, health)
         loop.finished.set()
         loop.finished = trio.Event()
         return scope.cancelled_caught
@@ -238,6 +239,15 @@ async def _get(client: httpx.AsyncClient, request: httpx.Request) -> _Answer:
         return _Answer(response.status_code, body, response.headers.get(INSTANCE_FIELD, ""))
     finally:
         await response.aclose()
+
+
+def _tell_if_not_up(worker: Worker, error: str | None, health: HealthConfig) -> None:
+    """At the first failed probe of one that was not up so far: the thresholds say it much later."""
+    machine = worker.machine
+    waits = machine.state is Health.UNKNOWN and machine.consecutive_failures == 1
+    if error is not None and waits and LAUNCH_HOLD not in worker.holds:
+        every = f"it is asked again every {health.interval_secs:g} s"
+        _log.warning("Worker %s is not up yet: %s; %s", worker.url, error, every)
 
 
 def _parsed(body: bytes | None) -> object:

@@ -15,11 +15,11 @@ import httpx
 import trio
 
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import LAUNCH_HOLD, Worker
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.prober import Prober
 
-HOLD = "launch"
+HOLD = LAUNCH_HOLD
 POLL_SECS = 0.2
 
 
@@ -77,10 +77,14 @@ class Standing:
         return f"not ready after {timeout_secs:g} s: {found}"
 
     async def ready(self, url: str) -> Worker | None:
-        """Back to routing, with as many probes as that takes: its readiness has been seen."""
+        """Back to routing, with as many probes as that takes: its readiness has been seen.
+
+        One that a person declared dead stays dead, whatever process is behind it.
+        """
         worker = self._fleet.find(url)
         if worker is not None:
-            self._fleet.revive(worker, _now())
+            if not worker.machine.declared_dead:
+                self._fleet.revive(worker, _now())
             self._fleet.release(worker, HOLD)
             for _ in range(self._keeper.config.health.success_threshold):
                 await self._prober.probe_once(worker)

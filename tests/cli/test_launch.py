@@ -4,6 +4,7 @@ import pytest
 
 from omni_proxy.cli import launch
 from omni_proxy.cli.launch import EngineError, free_ports, main, main_router
+from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 
 
@@ -176,16 +177,15 @@ def test_a_router_may_start_without_workers(started, words):
     assert started[0].over(Config()).routing.policy == "cache_aware"
 
 
-def test_a_worker_that_was_away_for_long_may_come_back_unless_a_file_says_otherwise(
-    started, tmp_path
-):
+def test_a_worker_that_was_away_for_long_comes_back_unless_a_file_says_otherwise(started, tmp_path):
     file = tmp_path / "proxy.toml"
-    file.write_text("")
+    file.write_text('[health]\non_threshold = "dead"\n')
     words = ["--worker-urls", "http://127.0.0.1:1"]
     main_router(words)
     main(["--model-path", "tiny"])
     main_router([*words, "--config", str(file)])
-    said = [startup.over(Config()).health.on_threshold for startup in started]
+    bases = [parse(s.config_path.read_text()) if s.config_path else Config() for s in started]
+    said = [s.over(base).health.on_threshold for s, base in zip(started, bases, strict=True)]
     assert said == ["unhealthy", "unhealthy", "dead"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from omni_proxy.front import feed
-from omni_proxy.front.snapshot import why_out
+from omni_proxy.front.reasons import why_out
 from tests.front.house import NOW, SCOPE, A, B, build_house, entry
 from tests.observe.ends import ended
 
@@ -155,7 +155,10 @@ def why(house, url=A):
 
 
 def test_one_sentence_says_why_a_worker_gets_nothing(house):
-    assert why(house) == "waiting for good probes: none was answered so far"
+    assert why(house) == "waiting for its first probe"
+    failed = {"status": None, "error": "connection refused", "at": NOW, "epoch": 0}
+    house.fleet.observe_probe(house.worker(A), **failed)
+    assert why(house) == "not up yet: connection refused"
     house.healthy(A)
     worker = house.worker(A)
     assert why(house) is None
@@ -171,4 +174,6 @@ def test_one_sentence_says_why_a_worker_gets_nothing(house):
     assert why(house).startswith("on trial")
     house.fleet.mark_dead(worker, NOW)
     assert why(house) == "dead: no reason known"
+    house.fleet.mark_dead(worker, NOW, declared=True)
+    assert why(house) == "dead: declared so by an operator"
     assert why(house, B).startswith("waiting")

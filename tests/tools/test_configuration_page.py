@@ -73,7 +73,7 @@ def test_types_ranges_and_defaults_read_as_one_would_write_them(key, takes, defa
 
 
 def test_a_bare_list_of_choices_gives_way_to_the_words_of_the_schema():
-    assert "waits for an operator" in rows()["health.on_threshold"][2]
+    assert "recovers by good probes" in rows()["health.on_threshold"][2]
     assert "whoever" not in rows()["routing.sticky_sessions"][2]
 
 

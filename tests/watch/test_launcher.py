@@ -153,6 +153,18 @@ async def test_a_killed_replica_is_out_at_once_and_comes_back(base_port):
         assert len(house.routable()) == 2
 
 
+async def test_a_replica_that_a_person_declared_dead_stays_so_when_it_is_started_anew(base_port):
+    async with running(entry(base_port)) as house:
+        await house.until_states("ready")
+        worker = house.fleet.workers[0]
+        house.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
+        killed = house.pids()[0]
+        os.kill(killed, signal.SIGKILL)
+        await house.until(lambda: house.pids()[0] not in (None, killed))
+        await house.until_states("ready")
+        assert worker.machine.state is Health.DEAD
+
+
 async def test_a_killed_replica_is_started_anew_only_when_its_ranks_count_for_nobody(base_port):
     async with running(entry(base_port)) as house:
         await house.until_states("ready")

@@ -5,6 +5,7 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.fleet.health import Thresholds
+from omni_proxy.fleet.worker import LAUNCH_HOLD
 from omni_proxy.watch import prober as probing
 from omni_proxy.watch.prober import Prober
 from tests.watch.prober_world import NOW, URL
@@ -43,7 +44,43 @@ async def test_a_failing_worker_waits_for_its_interval(world, asked, nursery, au
     await running(world, nursery)
     await trio.sleep(25)
     assert len(asked) == 3
-    assert worker.machine.state == "dead"
+    assert worker.machine.state == "unhealthy"
+
+
+async def test_a_worker_that_comes_up_long_after_the_threshold_is_taken_by_itself(
+    world, asked, nursery, autojump_clock
+):
+    asked.reply = lambda request: httpx.Response(503)
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(300)
+    assert worker.machine.state == "unhealthy"
+    asked.reply = lambda request: httpx.Response(200)
+    await trio.sleep(15)
+    assert worker.machine.state == "healthy"
+
+
+async def test_a_worker_that_is_not_up_is_told_at_its_first_failed_probe_and_once(
+    world, asked, nursery, autojump_clock, caplog
+):
+    asked.reply = lambda request: httpx.Response(503, text="loading")
+    world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(1)
+    told = [record.getMessage() for record in caplog.records if "not up yet" in record.message]
+    assert told == [f"Worker {URL} is not up yet: loading; it is asked again every 10 s"]
+    await trio.sleep(100)
+    assert sum("not up yet" in record.message for record in caplog.records) == 1
+
+
+async def test_who_launches_a_worker_tells_itself_that_it_is_not_up(
+    world, asked, nursery, autojump_clock, caplog
+):
+    asked.reply = lambda request: httpx.Response(503)
+    world.fleet.hold(world.add(URL), LAUNCH_HOLD)
+    await running(world, nursery)
+    await trio.sleep(1)
+    assert not any("not up yet" in record.message for record in caplog.records)
 
 
 async def test_a_dead_worker_is_not_probed_until_it_is_revived(
