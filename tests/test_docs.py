@@ -215,7 +215,8 @@ def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_se
     client = Client(Coordinator(plan, Runtime(plan.config.stages)))
     served = set()
     for rule in _app(client, {"model_name": "tiny"}).url_map.iter_rules():
-        path = rule.rule.replace("<request_id>", "{request_id}").replace("<name>", "{name}")
+        path = rule.rule.replace("<path:name>", "{id}")
+        path = path.replace("<request_id>", "{request_id}").replace("<name>", "{name}")
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     told = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
     assert told - served == set()

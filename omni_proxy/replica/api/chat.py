@@ -77,19 +77,20 @@ class ChatRoutes:
         return reply(completion(ask, result))
 
     def _ask(self, body: ChatBody) -> ChatAsk:
-        """Raises Refused 400 for an output that this server does not make."""
+        """Raises Refused 400 for an unknown modality or a format of audio that cannot be made.
+
+        Audio that was asked for and that no stage makes is left out: the answer is text then.
+        """
         modalities = tuple(body.modalities or ("text",))
         for wanted in modalities:
             if wanted not in MODALITIES:
                 raise Refused(400, f"modalities: {wanted!r} is not one of {', '.join(MODALITIES)}")
         audio_format = (body.audio or {}).get("format") or "wav"
-        if "audio" in modalities:
-            if not self._served.can("audio_output"):
-                told = "modalities: this server makes no audio: start it with a speech model"
-                raise Refused(400, told)
-            if audio_format not in AUDIO_FORMATS:
-                known = " or ".join(AUDIO_FORMATS)
-                raise Refused(400, f"audio.format {audio_format!r} cannot be made; ask for {known}")
+        if not self._served.can("audio_output"):
+            modalities = ("text",)
+        if "audio" in modalities and audio_format not in AUDIO_FORMATS:
+            known = " or ".join(AUDIO_FORMATS)
+            raise Refused(400, f"audio.format {audio_format!r} cannot be made; ask for {known}")
         return ChatAsk(
             request_id=new_id(body.request_id),
             model=body.model or self._served.model_name,

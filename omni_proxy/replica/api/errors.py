@@ -46,18 +46,21 @@ class Invalid(Refused):
 class OpenAIRefused(Exception):
     """A request answered with `status` and OpenAI's envelope, all of whose keys are there."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.code = code
 
     def error(self) -> dict[str, Any]:
         return {
             "message": self.message,
             "type": error_type(self.status),
             "param": self.param,
-            "code": None,
+            "code": self.code,
         }
 
     def response(self) -> Response:

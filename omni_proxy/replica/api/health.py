@@ -1,7 +1,7 @@
 """Whether this replica serves, what it serves, and the icon that browsers ask for.
 
-Invariant: the keys of /health and of /v1/models are exactly those of api-server.md 1.1 and 1.2, in
-that order. /health never waits for a stage.
+Invariant: the keys of /health and of a model's card are exactly those of api-server.md 1.1 and 1.2,
+in that order. /health never waits for a stage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from quart import Response
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.errors import reply
+from omni_proxy.replica.api.errors import OpenAIRefused, reply
 from omni_proxy.replica.api.served import Served
 
 INSTANCE_HEADER = "x-omni-instance"
@@ -38,6 +38,16 @@ class HealthRoutes:
         return reply(told, status, {INSTANCE_HEADER: self._served.instance})
 
     async def models(self) -> Response:
+        return reply({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """The card of the one model; raises OpenAIRefused 404 for any other name."""
+        if name != self._served.model_name:
+            told = f"the model {name!r} does not exist; this server has {self._served.model_name!r}"
+            raise OpenAIRefused(404, told, "model", "model_not_found")
+        return reply(self._card())
+
+    def _card(self) -> dict[str, Any]:
         name = self._served.model_name
         permission = {
             "id": "modelperm-default",
@@ -46,7 +56,7 @@ class HealthRoutes:
             "allow_sampling": True,
             "allow_logprobs": True,
         }
-        card = {
+        return {
             "id": name,
             "object": "model",
             "created": 0,
@@ -54,7 +64,6 @@ class HealthRoutes:
             "permission": [permission],
             "root": name,
         }
-        return reply({"object": "list", "data": [card]})
 
     async def icon(self) -> Response:
         return Response(b"", 404)
@@ -73,4 +82,6 @@ def mount(app: QuartTrio, served: Served) -> None:
     routes = HealthRoutes(served)
     app.add_url_rule("/health", "health", routes.health)
     app.add_url_rule("/v1/models", "models", routes.models)
+    # A name may hold slashes; what a client encodes arrives decoded.
+    app.add_url_rule("/v1/models/<path:name>", "model", routes.model)
     app.add_url_rule("/favicon.ico", "icon", routes.icon)

@@ -168,7 +168,9 @@ class Coordinator:
     def _streamed(self, entry: _Request, message: Streamed) -> None:
         stage = message.stage
         seen = {"from_stage": stage, "chunk_id": message.chunk_id, "modality": message.modality}
+        # Two names of one event: reports over these files look for either.
         self._record("coordinator_stream_received", message.request_id, seen)
+        self._record("stage_stream_chunk_received", message.request_id, seen)
         entry.state = State.RUNNING
         self._advance(entry, lambda: entry.flow.streamed(message))
         if self.plan.stages[stage].config.terminal and entry.flow.owes(stage):
@@ -177,12 +179,21 @@ class Coordinator:
     def _finished(self, entry: _Request, message: Result) -> None:
         stage = message.stage
         entry.state = State.RUNNING
-        self._advance(entry, lambda: entry.flow.finished(stage, message.data))
+        self._advance(entry, lambda: self._onward(entry, message))
         if stage in entry.flow.results:
             told = {"from_stage": stage, "success": True}
             self._record("terminal_response", message.request_id, told)
             if entry.live:
                 entry.delivery.put(Piece(stage, message.data, whole=True))
+
+    def _onward(self, entry: _Request, message: Result) -> Sends:
+        """What follows a stage's result; only here it is known which stages those are."""
+        sends = entry.flow.finished(message.stage, message.data)
+        told: dict[str, Any] = {"terminal": message.stage in entry.flow.results}
+        if following := list(dict.fromkeys(stage for stage, _ in sends)):
+            told["next"] = following
+        self._recorder.record("stage_complete", message.request_id, message.stage, told)
+        return sends
 
     def _failed(self, entry: _Request, message: Failed) -> None:
         told = {"from_stage": message.stage, "success": False}

@@ -17,7 +17,6 @@ from omni_proxy.replica.pipeline.messages import (
     Out,
     ProfilerStart,
     ProfilerStop,
-    Result,
     StreamChunk,
     Streamed,
     Submit,
@@ -77,7 +76,7 @@ class WatchedInbox(_Queue):
 
 
 class WatchedEmit:
-    """Calls `emit` for each message, and notes the first piece, every piece, and the end."""
+    """Calls `emit` for each message, and notes the first piece, every piece, and a failure."""
 
     def __init__(self, stage: str, emit: Emit) -> None:
         self._stage = stage
@@ -95,8 +94,7 @@ class WatchedEmit:
                 if chunk_id == 0:
                     STAGES.record("stage_first_stream_chunk_sent", request_id, self._stage, seen)
                 STAGES.record("stage_stream_chunk_sent", request_id, self._stage, seen)
-            case Result(request_id):
-                STAGES.record("stage_complete", request_id, self._stage, {"success": True})
             case Failed(request_id, _, error):
-                said = {"success": False, "error": error}
+                # A success is the coordinator's to record: it knows what comes next.
+                said = {"terminal": True, "error": error}
                 STAGES.record("stage_complete", request_id, self._stage, said)

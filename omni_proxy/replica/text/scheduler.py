@@ -197,6 +197,7 @@ class TextScheduler:
 
     def _submit(self, payload: StagePayload) -> None:
         request_id = payload.request_id
+        self.record("scheduler_request_build_start", request_id, {})
         try:
             if request_id in self.active_ids():
                 raise PromptFault(f"Request {request_id} already exists")
@@ -212,6 +213,7 @@ class TextScheduler:
             log.exception("stage %s could not take a request", self._stage)
             self._fail(request_id, error)
             return
+        self.record("scheduler_request_build_end", request_id, {})
         self.record("scheduler_queue_enter", request_id, {"waiting": len(self.roster.waiting)})
 
     def active_ids(self) -> list[str]:

@@ -209,11 +209,16 @@ async def test_an_output_that_cannot_be_made_is_a_400(world, wrong):
     assert "detail" in await answer.get_json()
 
 
-async def test_audio_is_refused_where_the_server_makes_none(world):
+@pytest.mark.parametrize("modalities", [["audio"], ["text", "audio"]])
+async def test_where_the_server_makes_no_audio_the_answer_is_text(world, modalities):
     mute = world.with_options(capabilities=frozenset(("chat",)))
-    answer = await mute.chat(modalities=["text", "audio"])
-    assert answer.status_code == 400
-    assert "speech model" in (await answer.get_json())["detail"]
+    ask = {"modalities": modalities, "audio": {"format": "mp3", "voice": "alloy"}}
+    body = await mute.chat_json(**ask)
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
+    assert mute.heard.metadata["output_modalities"] == ["text"]
+    *pieces, last, done = await mute.chat_events(**ask)
+    assert "".join(each["choices"][0]["delta"]["content"] for each in pieces) == "Hello"
+    assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
 
 
 # Streams

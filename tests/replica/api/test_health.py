@@ -70,3 +70,19 @@ async def test_health_generate_does_not_generate_where_nothing_chats(world):
     speaking = world.with_options(capabilities=frozenset(("speech",)))
     assert (await speaking.get("/health_generate")).status_code == 200
     assert HEARD.requests == []
+
+
+async def test_the_models_card_can_be_had_by_its_name(world):
+    listed = await (await world.get("/v1/models")).get_json()
+    answer = await world.get("/v1/models/fake")
+    assert (answer.status_code, await answer.get_json()) == (200, listed["data"][0])
+    slashed = world.with_options(model_name="org/fake")
+    assert (await (await slashed.get("/v1/models/org/fake")).get_json())["id"] == "org/fake"
+
+
+async def test_another_models_card_is_a_404_of_openais_shape(world):
+    answer = await world.get("/v1/models/gpt-4o")
+    error = (await answer.get_json())["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "'gpt-4o' does not exist" in error["message"]
+    assert "'fake'" in error["message"]

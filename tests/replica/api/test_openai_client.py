@@ -81,6 +81,9 @@ async def test_completions_models_and_embeddings(using):
         stream = client.completions.create(**ask, stream=True)
         assert {chunk.choices[0].index for chunk in stream} == {0, 1}
         assert [model.id for model in client.models.list()] == ["fake"]
+        assert client.models.retrieve("fake").id == "fake"
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.models.retrieve("another")
         vectors = client.embeddings.create(model="fake", input=["a", "b"])
         assert len(vectors.data[0].embedding) == len(vectors.data[1].embedding) > 0
 

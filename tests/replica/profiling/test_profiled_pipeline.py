@@ -63,18 +63,50 @@ def test_a_request_can_be_followed_through_every_stage(recorded, capsys):
         ("prepare", "preprocess_start"),
         ("prepare", "stage_hop_sent"),
         ("decode", "stage_input_received"),
+        ("decode", "scheduler_request_build_start"),
+        ("decode", "scheduler_request_build_end"),
         ("decode", "scheduler_queue_enter"),
         ("decode", "scheduler_prefill_start"),
         ("decode", "scheduler_prefill_end"),
         ("decode", "scheduler_first_emit"),
         ("decode", "stage_first_stream_chunk_sent"),
         ("coordinator", "coordinator_stream_received"),
+        ("coordinator", "stage_stream_chunk_received"),
         ("decode", "stage_complete"),
         ("coordinator", "terminal_response"),
     ):
         assert expected in names, (expected, names)
     hops = {(row["src"], row["dst"], row["kind"]) for row in told["hop_breakdown"]}
     assert {("prepare", "decode", "payload"), ("decode", "coordinator", "stream_chunk")} <= hops
+
+
+def test_each_chunk_is_received_under_both_names_and_is_one_hop(recorded, capsys):
+    folder, _ = recorded
+    main([str(folder), "--format", "json"])
+    told = json.loads(capsys.readouterr().out)
+    ((_, events),) = told["timelines"].items()
+
+    def seen(name):
+        return [event["metadata"] for event in events if event["event_name"] == name]
+
+    received = seen("stage_stream_chunk_received")
+    assert received == seen("coordinator_stream_received")
+    sent = [each["chunk_id"] for each in seen("stage_stream_chunk_sent")]
+    assert [each["chunk_id"] for each in received] == sent
+    assert received[0] == {"from_stage": "decode", "chunk_id": 0, "modality": "text"}
+    hops = {(row["src"], row["dst"]): row["count"] for row in told["hop_breakdown"]}
+    assert hops["decode", "coordinator"] == len(received)
+
+
+def test_a_completed_stage_tells_whether_it_was_the_last_and_what_follows(recorded, capsys):
+    folder, _ = recorded
+    main([str(folder), "--format", "json"])
+    ((_, events),) = json.loads(capsys.readouterr().out)["timelines"].items()
+    ends = {e["stage"]: e["metadata"] for e in events if e["event_name"] == "stage_complete"}
+    assert ends == {
+        "prepare": {"terminal": False, "next": ["decode"]},
+        "decode": {"terminal": True},
+    }
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,11 @@ def test_what_comes_and_goes_is_recorded(events):
     assert [name for name, _, _ in told] == [
         "stage_input_received", "stage_input_received", "stage_stream_chunk_received",
         "stage_first_stream_chunk_sent", "stage_stream_chunk_sent", "stage_stream_chunk_sent",
-        "stage_complete", "stage_complete",
+        "stage_complete",
     ]  # fmt: skip
     assert told[0][2] == {"from_stage": "coordinator", "kind": "submit"}
     assert told[1][2] == {"from_stage": "prepare", "kind": "payload"}
-    assert told[-1][2] == {"success": False, "error": "why"}
+    assert told[-1][2] == {"terminal": True, "error": "why"}
 
 
 def test_a_torch_trace_holds_the_stages_own_work(events, tmp_path):

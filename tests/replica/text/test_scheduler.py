@@ -314,6 +314,8 @@ def test_the_profiler_hears_of_every_turn_in_a_requests_life():
     desk.submit("a", long_prompt(20), max_new_tokens=3)
     desk.finish()
     assert heard == [
+        (0, "scheduler_request_build_start", "a"),
+        (0, "scheduler_request_build_end", "a"),
         (0, "scheduler_queue_enter", "a"),
         (0, "scheduler_prefill_start", "a"),
         (3, "scheduler_prefill_end", "a"),
