@@ -2,7 +2,8 @@
 
 An exchange needs no memory for a third set of tensors: what was live is afterwards where the new
 values were, so that it can be put back. Both are done with plain tensors of this machine's memory
-alone: there they can't fail half-way.
+alone. Invariant: an exchange that fails has exchanged nothing, as what was moved is moved back with
+a buffer that was allocated before the first move; `put` that fails may have written some.
 """
 
 from __future__ import annotations
@@ -39,8 +40,21 @@ def exchangeable(pairs: Iterable[Pair]) -> list[bool]:
 
 
 def exchange(pairs: Iterable[Pair]) -> None:
-    """Every pair must be `exchangeable`."""
-    _each_share(pairs, _exchange)
+    """All or none. Every pair must be `exchangeable`. Raises what allocating or a thread raises."""
+    spare = np.empty(PIECE_BYTES, np.uint8)
+    moved: list[tuple[Bytes, Bytes]] = []
+
+    def move(one: Bytes, other: Bytes) -> None:
+        room = np.empty(min(PIECE_BYTES, one.nbytes), np.uint8)
+        _exchange(one, other, room)
+        moved.append((one, other))
+
+    try:
+        _each_share(pairs, move)
+    except Exception:  # no memory or no thread for one of them; no thread moves any more
+        for one, other in moved:
+            _exchange(one, other, spare)
+        raise
 
 
 def put(pairs: Iterable[Pair]) -> None:
@@ -72,8 +86,7 @@ def _bytes(tensor: Tensor) -> Bytes:
     return found
 
 
-def _exchange(one: Bytes, other: Bytes) -> None:
-    room = np.empty(min(PIECE_BYTES, one.nbytes), np.uint8)
+def _exchange(one: Bytes, other: Bytes, room: Bytes) -> None:
     for start in range(0, one.nbytes, PIECE_BYTES):
         a, b = one[start : start + PIECE_BYTES], other[start : start + PIECE_BYTES]
         kept = room[: a.nbytes]

@@ -1,3 +1,6 @@
+import threading
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,3 +55,49 @@ def test_values_that_are_put_stay_where_they_came_from_too(small_pieces):
     assert live.tolist() == new.tolist() == list(map(float, range(77)))
     put([])
     exchange([])
+
+
+def failing_at(monkeypatch, nth):
+    """The `nth` buffer that is asked for cannot be had."""
+    asked, empty = [], np.empty
+
+    def refuse(*given):
+        asked.append(given)
+        if len(asked) == nth:
+            raise MemoryError("no room")
+        return empty(*given)
+
+    monkeypatch.setattr(subject.np, "empty", refuse)
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_an_exchange_that_fails_at_any_share_has_exchanged_nothing(small_pieces, monkeypatch, nth):
+    pairs = [(torch.zeros(99), torch.ones(99)), (torch.zeros(70), torch.ones(70))]
+    failing_at(monkeypatch, nth)
+    with pytest.raises(MemoryError, match="no room"):
+        exchange(pairs)
+    for live, new in pairs:
+        assert not live.any()
+        assert new.all()
+
+
+@pytest.mark.parametrize("threads", range(3))
+def test_an_exchange_without_threads_has_exchanged_nothing(small_pieces, monkeypatch, threads):
+    started, start = [], threading.Thread.start
+
+    def refuse(thread):
+        started.append(thread)
+        if len(started) > threads:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(subject.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pairs = [(torch.zeros(99), torch.ones(99)) for _ in range(9)]
+    live = [each for each, _ in pairs]
+    try:
+        exchange(pairs)
+    except RuntimeError:
+        assert not any(each.any() for each in live)
+    else:  # those that came up were idle in time for all the others
+        assert all(each.all() for each in live)

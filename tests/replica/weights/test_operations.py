@@ -8,7 +8,7 @@ from safetensors.torch import save
 from omni_proxy.collective.in_thread import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Failed, Streamed
 from omni_proxy.replica.text.stage import build
-from omni_proxy.replica.weights import target
+from omni_proxy.replica.weights import exchange, target
 from omni_proxy.replica.weights.operations import Rank, WeightOperations
 from omni_proxy.replica.weights.sync import Terms
 from tests.collective.trainer_side import Trainer, _made
@@ -53,6 +53,26 @@ def test_what_a_swap_that_broke_off_left_is_not_called_whole_until_it_is_replace
     monkeypatch.undo()
     assert from_tensor(stage, weights_of(2)).success
     assert stage.facts()["weight_sync"]["weights"] == "whole"
+
+
+def test_a_swap_that_was_undone_left_every_tensor_as_it_was(stage, monkeypatch):
+    before, moves, move = stage.checksum(), [], exchange._exchange
+
+    def refuse_the_second(*given):
+        moves.append(given)
+        if len(moves) == 2:
+            raise MemoryError("no room")
+        move(*given)
+
+    monkeypatch.setattr(target.Target, "split", True)  # one that another rank may have undo it
+    monkeypatch.setattr(exchange, "_exchange", refuse_the_second)
+    answer = from_tensor(stage, weights_of(2))
+    assert not answer.success
+    assert answer.message.startswith("The swap failed and was undone: the weights of version")
+    assert stage.checksum() == before
+    assert stage.facts()["weight_sync"]["weights"] == "whole"
+    assert from_tensor(stage, weights_of(2)).success
+    assert stage.checksum() == checksum_of(weights_of(2))
 
 
 def test_tensors_of_a_request_change_what_they_name(stage):

@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from omni_proxy.replica.models import tiny
+from omni_proxy.replica.weights import exchange as exchange_module
 from omni_proxy.replica.weights import target as target_module
 from omni_proxy.replica.weights.target import (
     ApplyFault,
@@ -213,3 +215,22 @@ def test_a_swap_for_good_that_breaks_off_never_calls_the_weights_whole(monkeypat
     staged.add("weight", torch.ones(2, 2))
     with pytest.raises(DamagedFault, match="new thread"):
         staged.apply_for_good()
+
+
+def test_a_swap_without_memory_for_its_second_share_leaves_the_old_values(monkeypatch):
+    model = Model()
+    model.a.fill_(6)
+    new = staged(Target(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    before = model.b.tolist()
+    asked, empty = [], np.empty
+
+    def refuse(*given):
+        asked.append(given)
+        if len(asked) == 3:  # one to go back with, then one for each share
+            raise MemoryError("no room")
+        return empty(*given)
+
+    monkeypatch.setattr(exchange_module.np, "empty", refuse)
+    with pytest.raises(ApplyFault, match="MemoryError: no room"):
+        new.apply()
+    assert (model.a.tolist(), model.b.tolist()) == ([6, 6], before)
