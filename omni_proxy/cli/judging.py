@@ -138,6 +138,8 @@ def reload_words(told: dict[str, Any] | None, now: datetime | None) -> str:
         words = f"none since the start{ago}"
     if error := told.get("error"):
         return f"{words}; the former runs on: {plain(_first_problem(error))}"
+    if incomplete := told.get("incomplete"):
+        return f"{words}, but not by all parts; reload again: {plain(incomplete)}"
     changes = list(_changes(told.get("diff")))
     shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
     return f"{words}: {shown}" if shown else words

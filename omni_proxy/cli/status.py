@@ -163,6 +163,8 @@ def _remarks(feed: Feed, ordered: Sequence[Row], verdicts: dict[str, Verdict]) -
         yield "the proxy was told to leave: it finishes what is in flight"
     if feed.last_reload and feed.last_reload.get("error"):
         yield "the newest reading of the file was refused: omni-proxy check says everything"
+    if feed.last_reload and feed.last_reload.get("incomplete"):
+        yield "a part of the proxy could not take the new configuration: see its log, then reload"
     for each in feed.supervisors:
         if each.state != "running":
             because = f": {plain(each.last_error)}" if each.last_error else ""

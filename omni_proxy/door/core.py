@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
@@ -19,10 +19,9 @@ from omni_proxy.config.schema import Config, Routing
 from omni_proxy.door import clocks
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.connection import Connection
-from omni_proxy.door.entrances import Entrances
+from omni_proxy.door.entrances import Entrances, Prepared
 from omni_proxy.door.holding import Holding
 from omni_proxy.door.limits import limits_of
-from omni_proxy.door.listener import Listener
 from omni_proxy.door.pump import Pump
 from omni_proxy.door.queue import Queue
 from omni_proxy.door.sinks import LineSink, Meters
@@ -102,7 +101,7 @@ class Door:
         """What of the present one still serves lives on in it."""
         return build(routing, self.below, self.pump.now, self.policy)
 
-    def prepare(self, new: Config) -> Callable[[], None]:
+    def prepare(self, new: Config) -> Prepared:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,
         changing nothing."""
         # A reload does not open what a drain has closed.
@@ -112,7 +111,7 @@ class Door:
             self._take(new)
             enter()
 
-        return commit
+        return Prepared(enter.public, commit, enter.cancel)
 
     def open(self) -> None:
         """Let them in where `entrances.held` kept them out. Raises OSError."""
@@ -226,10 +225,6 @@ class Door:
             "failed_proxy_introductions": self.failed_introductions,
             "answers_across_versions": self.across_versions,
         }
-
-    def public_listener(self) -> Listener | None:
-        """That of [server] host and port, while there is one."""
-        return self.entrances.public()
 
     def rows(self) -> list[dict[str, object]]:
         """One for each door process: there is but this one."""

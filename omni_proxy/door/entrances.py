@@ -58,6 +58,21 @@ def _place(where: str, *, admin: bool) -> Place:
     return Place(host.strip("[]"), int(port), admin=admin)
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that a configuration needs, open. Called, it is in force; `cancel` closes it again.
+
+    `public`: the listener of [server] host and port, as it will be.
+    """
+
+    public: Listener | None
+    commit: Callable[[], None]
+    cancel: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.commit()
+
+
 class Entrances:
     """Where the door lets clients in, and how each is received."""
 
@@ -67,22 +82,19 @@ class Entrances:
         self._door = door
         self._open: list[tuple[Place, Listener]] = []  # the public one first
 
-    def prepare(self, new: Config, *, opens: bool) -> Callable[[], None]:
+    def prepare(self, new: Config, *, opens: bool) -> Prepared:
         """Without `opens` the listeners stay as they are. Raises OSError, whose `filename` is the
         place, and ConfigError."""
         renew = self.certificates.prepare(new.server)
         wanted = places_of(new) if opens else [place for place, _ in self._open]
         mode = int(new.server.unix_mode, 8)
         here = dict(self._open)
-        opened: dict[Place, socket.socket] = {}
-        for place in wanted:
-            if place not in here:
-                opened[place] = self._opened(place, mode, opened)
+        opened = self._opened([place for place in wanted if place not in here], mode)
 
         def commit() -> None:
             renew()
             if opens:
-                self._move(wanted, opened)
+                self._move([(place, opened.get(place) or here[place]) for place in wanted])
                 for _, listener in self._open:
                     listener.permit(mode)
             self._receive()
@@ -90,33 +102,50 @@ class Entrances:
                 if place in opened:
                     self._tell(place, listener)
 
-        return commit
+        coming = [opened.get(place) or here[place] for place in wanted if not place.admin]
+        return Prepared(coming[0] if coming else None, commit, lambda: self._shut(opened))
 
-    def _opened(self, place: Place, mode: int, others: dict[Place, socket.socket]) -> socket.socket:
-        try:
-            return open_socket(place.host, place.port, listening=not self.held, mode=mode)
-        except OSError as error:
-            for other in others.values():
-                Listener(self._door.pump, other, self._door.welcome).close()
-            self._door.pump.settle()
-            error.filename = str(place)
-            raise
+    def _opened(self, places: Sequence[Place], mode: int) -> dict[Place, Listener]:
+        """Nobody comes in before the pump's next batch. Raises OSError, and none is open."""
+        opened: dict[Place, Listener] = {}
+        for place in places:
+            try:
+                sock = open_socket(place.host, place.port, listening=not self.held, mode=mode)
+                opened[place] = Listener(self._door.pump, sock, self._door.welcome)
+            except OSError as error:
+                self._shut(opened)
+                error.filename = str(place)
+                raise
+        return opened
 
-    def _move(self, wanted: list[Place], opened: dict[Place, socket.socket]) -> None:
-        """The new listeners are open before the old ones close; connections live on."""
-        old, pump, welcome = dict(self._open), self._door.pump, self._door.welcome
-        self._open = [
-            (place, old.pop(place) if place in old else Listener(pump, opened[place], welcome))
-            for place in wanted
-        ]
-        for listener in old.values():
+    def _shut(self, opened: dict[Place, Listener]) -> None:
+        for listener in opened.values():
             listener.close()
-        pump.settle()
+        self._door.pump.settle()
+
+    def _move(self, wanted: list[tuple[Place, Listener]]) -> None:
+        """The new listeners are open before the old ones close; connections live on."""
+        stay = {place for place, _ in wanted}
+        for place, listener in self._open:
+            if place not in stay:
+                listener.close()
+        self._open = wanted
+        self._door.pump.settle()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool) -> None:
-        """In the place of those of this kind; whoever opened them removes their files."""
+        """In the place of those of this kind; whoever opened them removes their files. Raises
+        OSError where they can't be watched: all of these are closed then, and no other."""
         pump, welcome = self._door.pump, self._door.welcome
-        fresh = [Listener(pump, sock, welcome, keeps_file=True) for sock in socks]
+        fresh: list[Listener] = []
+        try:
+            for sock in socks:
+                fresh.append(Listener(pump, sock, welcome, keeps_file=True))  # noqa: PERF401  some
+        except OSError:
+            for listener in fresh:
+                listener.close()
+            for sock in socks:
+                sock.close()
+            raise
         self.close(admin=admin)
         self._open += [(_place(listener.address, admin=admin), listener) for listener in fresh]
         self._receive()
@@ -162,9 +191,6 @@ class Entrances:
         if place.is_file:
             return listener.address
         return f"{'http' if self.certificates.context is None else 'https'}://{listener.address}"
-
-    def public(self) -> Listener | None:
-        return next((listener for place, listener in self._open if not place.admin), None)
 
     def addresses(self) -> list[str]:
         return [listener.address for _, listener in self._open]

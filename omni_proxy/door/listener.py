@@ -1,8 +1,8 @@
 """A listening socket of the door: accepts, and hands each connection to a coroutine of its own.
 
-Invariant: opened before it is needed (`open_socket`, which alone may fail) and closed once; short
-of the descriptor limit it stops, says so, and goes on at a later sweep, so nothing that was
-accepted suffers: its worker's connection gets a descriptor, too.
+Invariant: opened before it is needed (`open_socket` and the constructor, which alone may fail) and
+closed once; short of the descriptor limit it stops, says so, and goes on at a later sweep, so
+nothing that was accepted suffers: its worker's connection gets a descriptor, too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _make_way(path: str) -> None:
 class Listener:
     """`welcome` gets each accepted socket and the peer's address as text.
 
-    `keeps_file`: that of a Unix socket is not ours to remove.
+    `keeps_file`: that of a Unix socket is not ours to remove. Raises OSError where the socket can't
+    be watched; it is closed then.
     """
 
     def __init__(
@@ -115,7 +116,11 @@ class Listener:
         self._file = os.lstat(self.address[5:]) if removes else None
         self._fd = sock.fileno()
         if self.listens:
-            pump.register(self._fd, self)
+            try:
+                pump.register(self._fd, self)
+            except OSError:  # ENOSPC, ENOMEM: bounds of epoll
+                self.close()
+                raise
 
     def listen(self) -> None:
         """Where the socket does not yet. Raises OSError."""
@@ -168,10 +173,12 @@ class Listener:
     def rest(self) -> None:
         """Accept nobody until `work`; the socket goes on to listen, for others who have it."""
         self._stalled = False
-        self._pump.forget(self._fd, self.shared())
+        self._pump.mute(self._fd)
 
     def work(self) -> None:
-        self._pump.register(self._fd, self)
+        """Accept again, also those who came meanwhile. Can't fail."""
+        with contextlib.suppress(ValueError):  # the pump has ended
+            self._pump.ask_again(self._fd)
 
     def shared(self) -> socket.socket:
         """The same socket once more, to be closed by whoever asks."""

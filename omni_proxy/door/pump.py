@@ -63,12 +63,17 @@ class Pump:
         slots = self._slots
         if fd >= len(slots):
             slots += [None] * (fd + 1 - len(slots))
-        slots[fd] = slot
         self._set.register(fd, ALL_EVENTS)
+        slots[fd] = slot
 
     def replace(self, fd: int, slot: Slot) -> None:
         """From now on `slot` gets the events of a descriptor that is in the set."""
         self._slots[fd] = slot
+
+    def mute(self, fd: int) -> None:
+        """No events of it until `ask_again`. It stays in the set, so that neither call can fail."""
+        with contextlib.suppress(ValueError):  # the pump has ended
+            self._set.modify(fd, 0)
 
     def ask_again(self, fd: int) -> None:
         """Its events come once more with the next batch, as far as they still hold."""

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from omni_proxy.config.schema import Config
 from omni_proxy.door.core import Door
+from omni_proxy.door.listener import Listener
 from omni_proxy.doors import sessions
 from omni_proxy.doors.hearing import Hearing
 from omni_proxy.doors.link import Link
@@ -99,10 +100,15 @@ class Doors:
     def prepare(self, new: Config) -> Callable[[], None]:
         """As the door's: the result puts `new` in force. Raises OSError, ConfigError."""
         enter = self.door.prepare(new)
+        try:
+            port = self._port_for(new, enter.public)
+        except OSError:
+            enter.cancel()
+            raise
 
         def commit() -> None:
             enter()
-            self._settle(new)
+            self._settle(new, port)
 
         return commit
 
@@ -115,19 +121,26 @@ class Doors:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start and keep the processes that are wanted; ends them when cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            nursery.start_soon(self._regularly, COUNT_SECS, self.roster.recount)
-            nursery.start_soon(self._regularly, TICK_SECS, self._tick)
-            nursery.start_soon(self._regularly, TICK_SECS / 4, self._publish)
-            task_status.started()
-            while True:
-                await self._dirty.wait()
-                self._dirty = trio.Event()
-                began = trio.current_time()
-                self._publish()
-                spent_secs = trio.current_time() - began
-                await trio.sleep(max(NEWS_SECS, NEWS_PAUSES * spent_secs))
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._regularly, COUNT_SECS, self.roster.recount)
+                nursery.start_soon(self._regularly, TICK_SECS, self._tick)
+                nursery.start_soon(self._regularly, TICK_SECS / 4, self._publish)
+                task_status.started()
+                await self._publish_changes()
+        finally:
+            if self._port is not None:
+                self._port.end()
+
+    async def _publish_changes(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty = trio.Event()
+            began = trio.current_time()
+            self._publish()
+            spent_secs = trio.current_time() - began
+            await trio.sleep(max(NEWS_SECS, NEWS_PAUSES * spent_secs))
 
     async def agreed(self) -> None:
         """Until everything that is so now is so at every door that serves."""
@@ -165,15 +178,24 @@ class Doors:
             chore()
             await trio.sleep(secs)
 
-    def _settle(self, new: Config) -> None:
-        """As many seats as `new` wants, at the port that it names."""
+    def _port_for(self, new: Config, listener: Listener | None) -> Port | None:
+        """The one that its doors need; None where they have it. Raises OSError."""
+        if listener is None or self.draining or not (processes_of(new) > 1 or self.seats):
+            return None
+        if self._port is not None and self._port.listener is listener:
+            return None
+        return Port(self.door.pump, listener)
+
+    def _settle(self, new: Config, port: Port | None) -> None:
+        """As many seats as `new` wants; `port` is another one than before. Can't fail."""
         accepting = self._wanted == 1
         self._wanted = processes_of(new)
         several = self._wanted > 1
         if self.draining or (not several and not self.seats):
             return
         self._news.config = share(new, self._wanted)
-        self._move_port(accepting=accepting)
+        if port is not None:
+            self._move_to(port, accepting=accepting)
         active = self._staying()
         for seat in active[self._wanted if several else 0 :]:
             self._retire(seat)
@@ -188,14 +210,11 @@ class Doors:
             self._port.end()
             self._port = None
 
-    def _move_port(self, *, accepting: bool) -> None:
+    def _move_to(self, port: Port, *, accepting: bool) -> None:
         """`accepting`: our own door goes on until the first of the others can."""
-        listener = self.door.public_listener()
-        if listener is None or (self._port is not None and self._port.listener is listener):
-            return
         if self._port is not None:
             self._port.end()
-        self._port = Port(self.door.pump, listener)
+        self._port = port
         if not accepting and self._first_has_seat():
             self._port.rest()
         for link in self.links:

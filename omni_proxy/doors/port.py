@@ -31,7 +31,7 @@ class Port:
     """`seats` are numbered from 0; on a Unix socket all of them are the same one."""
 
     def __init__(self, pump: Pump, listener: Listener) -> None:
-        """`listener` is that of control's own door."""
+        """`listener` is that of control's own door. Raises OSError, changing nothing."""
         self.listener = listener
         self._pump = pump
         first = listener.shared()

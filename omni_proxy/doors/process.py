@@ -170,13 +170,12 @@ class DoorHouse:
     def _listen(self, count: int) -> None:
         try:
             numbers = self._channel.descriptors() if count else []
+            socks = [socket.socket(fileno=number) for number in numbers]
+            for sock in socks:
+                sock.setblocking(False)
+            self.door.listen_on(socks)
         except OSError as error:  # we have used all that we may
             self._tell(Shut(error.strerror or str(error)))
-            return
-        socks = [socket.socket(fileno=number) for number in numbers]
-        for sock in socks:
-            sock.setblocking(False)
-        self.door.listen_on(socks)
 
     def _take_news(self, news: News) -> None:
         self.revision = news.revision

@@ -69,8 +69,9 @@ def _config(rooms: Rooms) -> Iterator[Metric]:
     text = "How the configuration was read"
     yield from counters("config_reloads", text, ("outcome", "source"), keeper.reloads.items())
     last = keeper.last_reload
-    well = last.get("outcome") != "refused"
-    yield one("config_last_reload_successful", "0 where the last reading was refused", well)
+    well = last.get("outcome") != "refused" and "incomplete" not in last
+    text = "0 where the last reading was refused, or not taken by every part"
+    yield one("config_last_reload_successful", text, well)
     at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
     yield one("config_last_reload_timestamp_seconds", "When that was", at)
     yield one("state_saved", "0 while the state file can't be written", not keeper.state_error)

@@ -1,7 +1,8 @@
 """The keeper: what runs, kept in step with FILE, the state file and the flags.
 
 Invariant: a configuration is applied whole or not at all. Everything that may fail (reading,
-judging, opening a listener) happens before the first thing changes; after that nothing may fail.
+judging, opening a listener) happens before the first thing changes; what fails after that all the
+same stops nothing else, is told, and makes the next reading apply the configuration again.
 All changes, whoever asks, go through one lock and one path; `revision` rises with each that changed
 something. While an operation on the workers has the `turn` they wait, unless they are `at_once`;
 while the set of workers is frozen, what FILE says of it is withheld and applied at the thaw.
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from omni_proxy.watch.trust import judge_files, signature
 _log = logging.getLogger(__name__)
 
 Prepare = Callable[[Config], Callable[[], None]]
+Subscriber = Callable[[Config, Config], None]
 Edit = Callable[[State, Config], State]
 
 
@@ -87,7 +90,8 @@ class Keeper:
         self._withheld: Config | None = None  # what FILE says, while its workers have to wait
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
-        self._subscribers: list[Callable[[Config, Config], None]] = []
+        self._subscribers: dict[Subscriber, Config] = {}  # and what each has taken last
+        self._failures: list[Exception] = []  # of the newest application
 
     @property
     def state_error(self) -> str:
@@ -99,13 +103,17 @@ class Keeper:
         force."""
         self._prepares.append(prepare)
 
-    def subscribe(self, callback: Callable[[Config, Config], None]) -> None:
-        """`callback(old, new)` after each applied change; it must not fail."""
-        self._subscribers.append(callback)
+    def subscribe(self, callback: Subscriber) -> None:
+        """`callback(old, new)` after each applied change, `old` being what it took last: one that
+        raises is told of the same difference again with the next reading."""
+        self._subscribers[callback] = self.config
 
     def start(self) -> None:
-        """Put the first configuration in force. Raises OSError where it can't be bound."""
+        """Put the first configuration in force. Raises OSError where it can't be bound, and what
+        any part raises."""
         self._apply(self.config, self.state, [prepare(self.config) for prepare in self._prepares])
+        if self._failures:
+            raise self._failures[0]
         self._note("started", "start")
 
     async def reload(self, source: str, if_match: str | None = None) -> Reloaded:
@@ -184,7 +192,7 @@ class Keeper:
 
     async def _change(self, source: str, new: Config, state: State) -> Reloaded:
         told = diff(self.config, new)
-        if new == self.config and state == self.state:
+        if new == self.config and state == self.state and not self._failures:
             # The watcher reads again what a request has applied: that says nothing new.
             seen = source == "file" and "error" not in self.last_reload
             self._note("unchanged", source, keep=seen or source == "api")
@@ -200,22 +208,42 @@ class Keeper:
         if source != "api":
             self._note("applied", source, told)
             _log.info("configuration applied from %s, revision %d", source, self.revision)
+        self._note_failures()
         await self._kept.keep(self.state_file, state)
         applied = Reloaded("applied", self.revision, told)
         await self.fleet.agreed()
         return applied
 
     def _apply(self, new: Config, state: State, commits: list[Callable[[], None]]) -> None:
-        """One atom: no checkpoint between the first change and the last."""
-        old, self.config, self.state = self.config, new, state
+        """One atom: no checkpoint between the first change and the last. Nothing here should fail;
+        what does is noted in `_failures`, and all others still hear of the change."""
+        self.config, self.state = new, state
         self.state_file = state_path(self.startup, new)
         self.revision += 1
+        self._failures.clear()
         self.fleet.thresholds = thresholds_of(new)
-        self.fleet.apply(desired(new, self.startup.flag_urls, state), datetime.now(UTC))
+        wanted = desired(new, self.startup.flag_urls, state)
+        self._attempt(partial(self.fleet.apply, wanted, datetime.now(UTC)))  # or what watches it
         for commit in commits:
-            commit()
-        for callback in self._subscribers:
-            callback(old, new)
+            self._attempt(commit)
+        for callback, taken in self._subscribers.items():
+            if self._attempt(partial(callback, taken, new)):
+                self._subscribers[callback] = new
+
+    def _attempt(self, step: Callable[[], object]) -> bool:
+        try:
+            step()
+        except Exception as error:
+            _log.exception("a part of the program could not take the new configuration")
+            self._failures.append(error)
+            return False
+        return True
+
+    def _note_failures(self) -> None:
+        self.last_reload.pop("incomplete", None)
+        if self._failures:
+            words = [f"{type(error).__name__}: {error}" for error in self._failures]
+            self.last_reload["incomplete"] = "; ".join(words)
 
     def _matches(self, if_match: str | None) -> bool:
         """RFC 9110 13.1.1, with one strong tag or `*`."""

@@ -100,6 +100,43 @@ async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, kee
     assert committed == [2, "told"]
 
 
+async def test_a_part_that_fails_keeps_nothing_from_the_others_and_is_asked_again(
+    file, keeper, caplog
+):
+    faults, heard, enters = [RuntimeError("no thread")], [], [OSError(28, "no watch")]
+
+    def fail(old, new):
+        heard.append((old.health.interval_secs, new.health.interval_secs))
+        if faults:
+            raise faults.pop()
+
+    def enter():
+        if enters:
+            raise enters.pop()
+
+    keeper.prepare_with(lambda new: enter)
+    keeper.subscribe(fail)
+    keeper.subscribe(lambda old, new: heard.append("the other"))
+    file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
+    told = await keeper.reload("file")
+    assert (told.outcome, urls(keeper), heard) == ("applied", [A, B], [(10, 7), "the other"])
+    incomplete = keeper.last_reload["incomplete"]
+    assert incomplete == "OSError: [Errno 28] no watch; RuntimeError: no thread"
+    assert "could not take the new configuration" in caplog.text
+    heard.clear()
+    assert (await keeper.reload("SIGHUP")).outcome == "applied"
+    assert heard == [(10, 7), "the other"]
+    assert "incomplete" not in keeper.last_reload
+    assert (await keeper.reload("SIGHUP")).outcome == "unchanged"
+
+
+async def test_a_start_that_a_part_cannot_take_fails(file):
+    keeper = Keeper(Startup(file, {}, (), ""), Fleet())
+    keeper.subscribe(lambda old, new: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        keeper.start()
+
+
 @pytest.mark.parametrize("tag", ['"1"', "*", '"7", "1"', " 1 "])
 async def test_if_match_that_names_the_revision_passes(keeper, tag):
     assert (await keeper.reload("http", tag)).outcome == "unchanged"
