@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import sys
+import typing
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
@@ -29,12 +30,16 @@ from omni_proxy.cli.strangers import routers_own
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.schema import LaunchEntry, RetryCause
 from omni_proxy.watch.gpus import visible
 
 # As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {
     "routing.policy": "cache_aware",
+    # Its clients expect a worker's passing failure to be tried elsewhere, and tell "busy" (429)
+    # from "out of order" (503).
+    "routing.retry_on": typing.get_args(RetryCause),
+    "server.overload_status": 429,
 }
 LAST_PORT: Final = 65535
 

@@ -50,7 +50,10 @@ PolicyName = Literal[
     "consistent_hashing",
     "prefix_hash",
 ]
-RetryCause = Literal["connect_failure", "reset_before_response", "503"]
+OverloadStatus = Literal[429, 503]
+RetryCause = Literal[
+    "connect_failure", "reset_before_response", "408", "429", "500", "502", "503", "504"
+]
 Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 
 
@@ -96,6 +99,8 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queue_size: Count = 0
     # Longest wait in that queue.
     queue_timeout_secs: Duration = 30.0
+    # Of the answer where a bound or the queue is full; with 429 a wait that was too long gets 408.
+    overload_status: OverloadStatus = 503
     # A client's FIN before its answer: `abort` frees the worker, `answer` serves clients that
     # close their sending side early.
     half_close: Literal["abort", "answer"] = "abort"
@@ -181,7 +186,8 @@ class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_worker_retries: Count = 3
     # Tries of one request in all; 0 and 1 are no retry.
     max_total_retries: Count = 6
-    # What may be tried again. Nothing is, once a byte was relayed.
+    # What may be tried again. Nothing is, once a byte was relayed. A 500 counts as a failed try
+    # where it is named here; 502 and 504 always do, the others never.
     retry_on: tuple[RetryCause, ...] = ("connect_failure", "reset_before_response", "503")
     # A larger body is sent once: keeping it for another try would cost more than the try is worth.
     retry_body_bytes: Size = 8 * 1024 * 1024

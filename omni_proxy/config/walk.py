@@ -5,7 +5,7 @@ The answer is the same table in the schema's own spelling, without the parts tha
 converts into the struct exactly when no problem was found.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from msgspec import NODEFAULT, Struct, inspect
@@ -44,7 +44,7 @@ class _Walker:
             case inspect.VarTupleType():
                 return self._list(value, kind, path)
             case inspect.LiteralType():
-                return self._choice(value, [str(v) for v in kind.values], path)
+                return self._choice(value, kind.values, path)
             case _:
                 return self._plain(value, kind, path)
 
@@ -96,11 +96,13 @@ class _Walker:
         # A wrong table leaves an empty one: the others must keep their index.
         return [{} if v is WRONG and tables else v for v in seen if tables or v is not WRONG]
 
-    def _choice(self, value: object, choices: list[str], path: Path) -> Any:
-        if value in choices:
+    def _choice(self, value: object, choices: Sequence[object], path: Path) -> Any:
+        # A 1.0 and a true are no 1 in TOML.
+        if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-        reason = f"{toml(value)} is not one of {', '.join(choices)}"
+        words = [str(choice) for choice in choices]
+        hint = did_you_mean(value, words) if isinstance(value, str) else ""
+        reason = f"{toml(value)} is not one of {', '.join(words)}"
         return self._wrong(path, reason, hint)
 
     def _plain(self, value: Any, kind: inspect.Type, path: Path) -> Any:

@@ -186,14 +186,10 @@ async def _by_worker(
             asked = None
             worker = await tries.after(failed.kind, refusal)
             continue
-        status = first.answer.status
-        if not 502 <= status <= 504:
-            break
-        if status != 503:  # it speaks of its own health
-            report(conn, mine, worker, f"status={status}", status)
+        if first.answer.status < 400:
             break
         tries = tries or Tries(conn, mine, len(body))
-        other = await tries.after_503(first)
+        other = await tries.after_answer(first)
         if other is None:
             break
         asked, worker = None, other

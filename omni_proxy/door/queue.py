@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from omni_proxy.config.schema import Server
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.taking import take
 from omni_proxy.door.task import Expired, Gone, pause
@@ -91,15 +92,16 @@ class Queue:
     async def for_slot(self, conn: Connection, mine: Exchange, *, unread: bool) -> None:
         """Until the fleet's bound lets it in and it is counted in. Raises Refusal, Gone, Expired.
 
-        Where nobody may wait that is a 503 at once (omni-router.md 10).
+        Where nobody may wait that is `overload_status` at once (omni-router.md 10).
         """
         if self._door.count_in(mine):
             return
+        server = self._door.config.server
         over = Refusal(
-            503, "router overloaded: max in-flight requests reached", 503,
-            close=unread, type="overloaded_error", reason="max_inflight",
+            server.overload_status, "router overloaded: max in-flight requests reached",
+            server.overload_status, close=unread, type="overloaded_error", reason="max_inflight",
         ).with_headers(("retry-after", "1"))  # fmt: skip
-        if not self._door.config.server.queue_size:
+        if not server.queue_size:
             self._door.rejected += 1
             raise over
         await self._wait(_Ticket(conn, mine, None), over)
@@ -113,7 +115,10 @@ class Queue:
         """
         if nobody.code in BY_WEIGHTS and mine.need is not None:
             self._door.holding.judge(mine.need, nobody)
-        if not self._door.config.server.queue_size or nobody.code not in WORTH_WAITING:
+        server = self._door.config.server
+        if not server.queue_size or nobody.code not in WORTH_WAITING:
+            if nobody.code == "all_full":
+                nobody.status = server.overload_status
             raise nobody
         self._door.count_out(mine)
         self.serve()
@@ -207,7 +212,7 @@ class Queue:
         if self.waiting >= server.queue_size:
             door.rejected += 1
             full = f"the queue is full: {self.waiting} requests wait"
-            raise _overloaded(why, full, "queue_full")
+            raise _overloaded(why, full, "queue_full", server.overload_status)
         if conn.client.ended and door.half_close_aborts:
             raise Gone
         began = conn.pump.now
@@ -223,7 +228,7 @@ class Queue:
                 raise
             door.rejected += 1
             late = f"waited {timeout_secs:g} s in the queue"
-            raise _overloaded(why, late, "queue_timeout") from None
+            raise _overloaded(why, late, "queue_timeout", _late_status(why, server)) from None
         finally:
             mine.queued_secs += conn.pump.now - began
             if not ticket.granted:
@@ -277,10 +282,17 @@ def _key_of(need: Need | None, *, names_models: bool) -> Hashable:
     return model, need.mask, place, need.worker, need.version
 
 
-def _overloaded(why: Refusal, waited: str, reason: str) -> Refusal:
+def _late_status(why: Refusal, server: Server) -> int:
+    """Of a wait that was too long. Where no worker was there to be waited for, the fleet is out of
+    order, not busy: that is 503 for everybody."""
+    busy = why.code == "all_full" or not isinstance(why.code, str)
+    return 408 if busy and server.overload_status == 429 else 503
+
+
+def _overloaded(why: Refusal, waited: str, reason: str, status: int) -> Refusal:
     """The error of omni-router.md 10; where a worker is missing, that stays its reason."""
     missing = reason == "queue_timeout" and isinstance(why.code, str)
     return Refusal(
-        503, f"{why.message}; {waited}", 503,
+        status, f"{why.message}; {waited}", status,
         close=why.close, type="overloaded_error", reason=why.code if missing else reason,
     ).with_headers(("retry-after", "1"))  # fmt: skip

@@ -1,22 +1,23 @@
 """What follows a try that came to nothing: another worker, the same after a pause, or the end.
 
 Contract: made only once a try has failed, so that a request that goes well pays nothing. Nothing
-has left for the client. Who is tried next is taken already when a method returns it. A worker's 503
-is held, its connection open, until somebody else has been found: else it goes to the client as is.
+has left for the client. Who is tried next is taken already when a method returns it. An answer
+whose status is retried is held, its connection open, until another worker has been found: else it
+goes to the client as is.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from omni_proxy.door.account import Exchange
+from omni_proxy.door.account import Exchange, report
 from omni_proxy.door.ask import First
 from omni_proxy.door.taking import leave, take
 from omni_proxy.door.task import Gone
 from omni_proxy.fleet.traffic import FAILED
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.pick import able
-from omni_proxy.routing.retry import may_retry, pause_secs, tries_allowed
+from omni_proxy.routing.retry import counts_as_failed, may_retry, pause_secs, tries_allowed
 from omni_proxy.wire.errors import Refusal
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ CHANCES: Final = 1000
 class Tries:
     """The failed tries of one request."""
 
-    __slots__ = ("_body_bytes", "_conn", "_mine", "_pauses", "_workers")
+    __slots__ = ("_body_bytes", "_conn", "_counted", "_mine", "_pauses", "_workers")
 
     def __init__(self, conn: Connection, mine: Exchange, body_bytes: int) -> None:
         self._conn = conn
         self._mine = mine
         self._body_bytes = body_bytes
         self._workers: set[Worker] = set()
+        self._counted: set[Worker] = set()  # whose statuses were reported as failures
         self._pauses = 0
 
     async def after(self, kind: str, refusal: Refusal) -> Worker:
@@ -59,11 +61,14 @@ class Tries:
         except Refusal as nobody:
             return await self._held(nobody, refusal)
 
-    async def after_503(self, first: First) -> Worker | None:
-        """The same for an answer of 503; None where that is what the client shall get."""
+    async def after_answer(self, first: First) -> Worker | None:
+        """The same for an answer of 400 and above; None where the client shall get it as it is."""
         conn, mine, worker = self._conn, self._mine, self._mine.worker
         assert worker is not None
-        if not self._allowed("503") or self._too_large() or conn.upload is not None:
+        status = first.answer.status
+        self._count(worker, status)
+        outcome = str(status)
+        if not self._allowed(outcome) or self._too_large() or conn.upload is not None:
             return None
         self._give_up(worker)
         await self._pause()
@@ -71,9 +76,21 @@ class Tries:
             found = take(conn.door, mine, self._workers)
         except Refusal:
             return None
-        self._note(worker, "503")
+        self._note(worker, outcome)
         _let_go(conn, first)
         return found
+
+    def _count(self, worker: Worker, status: int) -> None:
+        """Let health know of a status that says that the worker failed (`counts_as_failed`).
+
+        Once for each worker that this request was sent to: else a request that no worker can
+        answer would eject one by its own repetitions.
+        """
+        if not counts_as_failed(status, self._conn.door.config.routing.retry_on):
+            return
+        if worker not in self._counted:
+            self._counted.add(worker)
+            report(self._conn, self._mine, worker, f"status={status}", status)
 
     def _allowed(self, kind: str) -> bool:
         routing = self._conn.door.config.routing

@@ -24,6 +24,17 @@ def may_retry(failure: str, made: int, allowed: int, retry_on: Collection[str]) 
     return made < allowed and failure in retry_on
 
 
+def counts_as_failed(status: int, retry_on: Collection[str]) -> bool:
+    """Whether a worker's answer with this status counts against it.
+
+    A gateway's 502 and 504 always do. A 503 says "busy", which is no failure. Of other 5xx those
+    do that are retried: whoever retries a 500 holds it for a failure of the worker.
+    """
+    if status < 500 or status == 503:
+        return False
+    return status in (502, 504) or str(status) in retry_on
+
+
 def pause_secs(made: int, chance: float) -> float:
     """Before a worker is asked again, `made` such pauses after the first; `chance` is in [0, 1).
 

@@ -136,7 +136,7 @@ class UsualAnswer:
     lines: bytes
     keep_alive: bool
     sse: bool
-    plain: bool = False  # with a body, no stream, no fault of the worker's, and more may follow
+    plain: bool = False  # with a body, no stream, no status to judge, and more may follow
 
 
 NO_ANSWER: Final = UsualAnswer(b"", _AS_UVICORN, b"", 0, b"", keep_alive=False, sse=False)
@@ -195,5 +195,6 @@ class AnswerTemplates:
         self._known[key] = UsualAnswer(
             before, name, rest.removesuffix(b"\r\n").removesuffix(b"\r\n"),
             answer.status, lines, answer.keep_alive, answer.sse,
-            answer.keep_alive and not answer.sse and 200 <= answer.status < 500,
+            answer.keep_alive and not answer.sse and 200 <= answer.status < 500
+            and answer.status not in (408, 429),
         )  # fmt: skip

@@ -224,3 +224,18 @@ def test_help_shows_how_to_pass_engine_flags(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "goes to the engine" in capsys.readouterr().out
+
+
+def test_without_a_file_failures_are_retried_and_overload_is_told_as_the_peers_do(
+    started, tmp_path
+):
+    file = tmp_path / "proxy.toml"
+    file.write_text("")
+    assert main_router([]) == main(["--model-path", "tiny"]) == 0
+    assert main_router(["--config", str(file)]) == 0
+    *ours, filed = (startup.over(Config()) for startup in started)
+    for config in ours:
+        assert {"408", "429", "500", "502", "503", "504"} < set(config.routing.retry_on)
+        assert config.server.overload_status == 429
+    assert filed.routing.retry_on == Config().routing.retry_on
+    assert filed.server.overload_status == 503

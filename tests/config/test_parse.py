@@ -57,6 +57,13 @@ capabilities = ["chatt"]
     ]
 
 
+@pytest.mark.parametrize("value", ['"429"', "429.0", "true", "500"])
+def test_a_choice_of_numbers_takes_those_numbers_alone(value):
+    assert parse("server.overload_status = 429").server.overload_status == 429
+    (problem,) = problems(f"server.overload_status = {value}")
+    assert f": server.overload_status: {value} is not one of 429, 503" in problem
+
+
 def test_a_refusal_says_the_same_to_a_machine():
     with pytest.raises(ConfigError) as caught:
         parse("server.prot = 1", "proxy.toml")

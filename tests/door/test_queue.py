@@ -162,6 +162,45 @@ def test_whose_time_is_over_is_told_what_it_waited_for(room_of, entries, config,
     assert (room.queue.waiting, room.door.rejected) == (0, 1)
 
 
+OVERLOAD_429 = "overload_status = 429\n"
+
+
+@pytest.mark.parametrize(
+    ("entries", "config", "status"),
+    [
+        ([entry("a")], "max_inflight = 1", 408),
+        ([entry("a", max_inflight=1)], "", 408),
+        ([entry("a", disabled=True)], "", 503),  # out of order, not busy
+    ],
+)
+def test_with_429_a_wait_that_was_too_long_ends_with_408(room_of, entries, config, status):
+    room = room_of(*entries, config=f"{OVERLOAD_429}{QUEUED}{config}")
+    room.come()
+    late = room.come()
+    late.expire()
+    assert (late.refusal.status, late.refusal.code) == (status, status)
+    assert late.refusal.headers == (("retry-after", "1"),)
+
+
+@pytest.mark.parametrize(
+    ("entries", "config"),
+    [
+        ([entry("a")], "max_inflight = 1"),
+        ([entry("a", max_inflight=1)], ""),
+        ([entry("a")], "max_inflight = 1\nqueue_size = 1"),
+    ],
+)
+def test_what_is_full_says_429_where_that_is_asked_for(room_of, entries, config):
+    room = room_of(*entries, config=OVERLOAD_429 + config)
+    for _ in range(room.door.config.server.queue_size + 1):
+        room.come()
+    refused = room.come()
+    assert refused.refusal.status == 429
+    assert refused.refusal.headers == (("retry-after", "1"),)
+    room.reconfigure(config)
+    assert room.come().refusal.status == 503
+
+
 def test_the_time_in_the_queue_is_bounded_in_all(room_of):
     room = room_of(
         entry("a", max_inflight=1), config=f"queue_timeout_secs = 7\n{QUEUED}max_inflight = 1"

@@ -16,6 +16,7 @@ from tests.promises.fakes import (
     refusing_url,
     resetting,
 )
+from tests.promises.takers import HINTS
 
 GOOD = answering(counted(b"good"))
 
@@ -215,6 +216,100 @@ async def test_a_client_error_is_never_tried_again():
         assert (await ask(client)).status == 429
         assert opened.failures() == [0, 0]
     assert len(opened.workers[1].requests) == 0
+
+
+ALL = (
+    '[routing]\nretry_on = ["connect_failure", "reset_before_response", '
+    '"408", "429", "500", "502", "503", "504"]\n'
+)
+
+
+def saying(status, body=b"its own words"):
+    return answering(counted(body, "x-mine: a", status=f"{status} Said"))
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+async def test_a_status_that_retry_on_names_goes_to_another_worker(status):
+    async with door_before(saying(status), GOOD, config=ALL) as (opened, client):
+        for _ in range(8):
+            answer = await ask(client)
+            assert (answer.status, answer.body) == (200, b"good")
+        bad, _ = opened.fleet.workers
+        counts = status in (500, 502, 504)
+        assert bad.routable is not counts
+        assert len(opened.workers[0].requests) == (3 if counts else 8)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 501, 505])
+async def test_other_statuses_are_never_tried_again_and_say_nothing_of_health(status):
+    async with door_before(saying(status), GOOD, config=ALL) as (opened, client):
+        for _ in range(8):
+            assert (await ask(client)).status in (status, 200)
+        assert opened.failures() == [0, 0]
+    assert [len(worker.requests) for worker in opened.workers] == [4, 4]
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+async def test_with_a_single_try_the_status_reaches_the_client(status):
+    config = ALL + "max_total_retries = 1\nmax_worker_retries = 0"
+    async with door_before(saying(status), GOOD, config=config) as (opened, client):
+        told = [(await ask(client)).status for _ in range(4)]
+        assert told == [status, 200] * 2
+        assert opened.failures()[0] == (2 if status in (500, 502, 504) else 0)
+
+
+async def test_a_request_that_every_worker_fails_counts_once_for_each_and_ends_with_their_word():
+    async with door_before(saying(500), saying(500, b"other"), config=ALL) as (opened, client):
+        answer = await ask(client)
+        assert (answer.status, answer.one("x-mine")) == (500, "a")
+        assert answer.body in (b"its own words", b"other")
+        assert answer.one("x-sglang-omni-route-attempt") == "6"
+        assert opened.failures() == [1, 1]
+        assert all(worker.routable for worker in opened.fleet.workers)
+    assert [len(worker.requests) for worker in opened.workers] == [3, 3]
+
+
+async def test_a_lone_worker_that_fails_once_is_asked_again():
+    tries = []
+
+    async def script(call):
+        tries.append(call)
+        await (saying(500) if len(tries) < 3 else GOOD)(call)
+
+    async with door_before(script, config=ALL) as (_, client):
+        assert (await ask(client)).status == 200
+    assert len(tries) == 3
+
+
+async def test_a_worker_that_says_500_for_ever_goes_out():
+    config = ALL + "max_total_retries = 1"
+    async with door_before(saying(500), config=config) as (opened, client):
+        told = [(await ask(client)).status for _ in range(4)]
+        assert told == [500, 500, 500, 503]
+        assert opened.fleet.workers[0].machine.state == "unhealthy"
+
+
+async def test_a_stream_that_is_refused_with_500_goes_to_another_worker():
+    async def script(call):
+        await call.send(SSE_HEAD + chunk(b"data: one\n\n") + b"0\r\n\r\n")
+
+    async with door_before(saying(500), script, config=ALL) as (_, client):
+        answer = await ask(client, STREAMED)
+        assert (answer.status, answer.body) == (200, b"data: one\n\n")
+
+
+async def test_a_large_body_that_streams_is_not_tried_again_after_a_500():
+    body = b'{"messages": [], "pad": "%b"}' % (b"x" * 3_000_000)
+    async with door_before(saying(500), GOOD, config=ALL) as (opened, client):
+        assert (await ask(client, body, *HINTS)).status == 500
+    assert len(opened.workers[1].requests) == 0
+
+
+async def test_retry_on_is_read_anew_with_the_file():
+    async with door_before(saying(500), GOOD) as (opened, client):
+        assert (await ask(client)).status == 500
+        opened.reload(ALL)
+        assert [(await ask(client)).status for _ in range(4)] == [200] * 4
 
 
 async def test_a_failure_after_failed_tries_tells_what_was_tried():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.retry import may_retry, pause_secs, tries_allowed
+from omni_proxy.routing.retry import counts_as_failed, may_retry, pause_secs, tries_allowed
 
 KNOWN = ("connect_failure", "reset_before_response")
 
@@ -33,3 +33,11 @@ def test_pauses_grow_from_50_ms_to_a_second(made, chance):
 def test_half_of_a_pause_is_chance():
     assert [pause_secs(made, 0.0) for made in range(7)] == [0.05, 0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
     assert pause_secs(4, 0.5) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("retry_on", "counted"),
+    [((), {502, 504}), (("429", "500", "503", "504"), {500, 502, 504})],
+)
+def test_which_statuses_count_against_their_worker(retry_on, counted):
+    assert {status for status in range(200, 600) if counts_as_failed(status, retry_on)} == counted
