@@ -45,6 +45,7 @@ from omni_proxy.watch.prober import Prober
 from omni_proxy.watch.progress import until_ready
 from omni_proxy.watch.reloader import Reloader
 from omni_proxy.watch.standing import HOLD
+from omni_proxy.watchdog import Watchdog
 from omni_proxy.weights.desk import WeightDesk
 from omni_proxy.weights.journal_file import JournalFile, folder_for
 
@@ -105,7 +106,8 @@ class House:
             {"access_log": self.access_log, "route_log": self.route_log},
         )
         self.doors = Doors(fleet, self.door, self.instruments, str(front_socket))
-        self.view = View(self.doors)
+        self.watchdog = Watchdog()
+        self.view = View(self.doors, self.watchdog)
         fleet.agreed = self.doors.agreed
         self.reloader = Reloader(keeper)
         folder = folder_for(keeper.state_file, config, os.environ)
@@ -164,6 +166,7 @@ class House:
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
         async with trio.open_nursery() as root:
+            await root.start(self.watchdog.run)
             # The front first: what can be reached can be answered from its first moment on.
             await root.start(self.door.run)
             await root.start(self.doors.run)

@@ -106,6 +106,14 @@ class Supervised(Struct, frozen=True):
     last_error: str | None = None
 
 
+class Watched(Struct, frozen=True):
+    """Times that an event loop of the proxy had no turn for a second."""
+
+    stalls: int = 0
+    last_stall_at: str | None = None
+    last_stall_secs: float | None = None
+
+
 class Feed(Struct, frozen=True):
     at: str
     revision: int
@@ -123,6 +131,7 @@ class Feed(Struct, frozen=True):
     recent_ends: tuple[End, ...] = ()
     last_reload: dict[str, Any] | None = None
     supervisors: tuple[Supervised, ...] = ()
+    watchdog: Watched = Watched()
     weights: dict[str, Any] | None = None
 
 

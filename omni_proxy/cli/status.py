@@ -11,10 +11,11 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from textwrap import wrap
 from typing import Final
 
-from omni_proxy.cli.feed import PATH, Feed, Point, Row, feed_of
+from omni_proxy.cli.feed import PATH, Feed, Point, Row, Watched, feed_of
 from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Place, Proxy, Told, add_place, place_of
 from omni_proxy.cli.judging import (
     LEAVING,
@@ -127,6 +128,13 @@ def _summary(feed: Feed, url: str, width: int) -> Iterator[str]:
         yield f"weights   {weights}"
 
 
+def stall_words(watched: Watched, now: datetime | None) -> str:
+    many = "once" if watched.stalls == 1 else f"{watched.stalls} times"
+    at = moment(watched.last_stall_at or "")
+    last = f"; last {age((now - at).total_seconds())} ago" if now and at else ""
+    return f"the proxy was blocked for a second or more {many}{last}: its log has the stacks"
+
+
 def fleet_words(fleet: Sequence[Row]) -> str:
     if not fleet:
         return "none: add one with omni-proxy workers add URL, or name it in the file"
@@ -169,6 +177,8 @@ def _remarks(feed: Feed, ordered: Sequence[Row], verdicts: dict[str, Verdict]) -
         if each.state != "running":
             because = f": {plain(each.last_error)}" if each.last_error else ""
             yield f"the proxy's own {plain(each.name)} is {plain(each.state)}{because}"
+    if feed.watchdog.stalls:
+        yield stall_words(feed.watchdog, moment(feed.at))
     for row in ordered:
         verdict = verdicts[row.id]
         if verdict.kind not in (WELL, LEAVING) or (verdict.kind == LEAVING and row.drain):

@@ -165,6 +165,7 @@ class Stand(Struct, frozen=True, tag=True):
     oldest: list[dict[str, Any]]
     policy: dict[str, Any]
     lag_ms: float
+    longest_turn_ms: float
 
 
 ToControl: TypeAlias = (

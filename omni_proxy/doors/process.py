@@ -48,6 +48,7 @@ from omni_proxy.doors.shared_door import SharedDoor
 from omni_proxy.doors.tally import DoorMeters
 from omni_proxy.observe.lines import OFF, QUEUE_BYTES
 from omni_proxy.observe.logs import configure
+from omni_proxy.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ class DoorHouse:
         self._meters = DoorMeters(fleet)
         self._access, self._route = _Lines(), _Lines()
         self._late_secs = 0.0
+        self._watchdog = Watchdog()
         self.take(first)
 
     def _tell(self, message: ToControl) -> None:
@@ -201,6 +203,7 @@ class DoorHouse:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled, or drained: then control hears what is left to say, and our end."""
         async with trio.open_nursery() as nursery:
+            await nursery.start(self._watchdog.run)
             await nursery.start(self.door.run)
             for chore in (self._send_lines, self._send_tallies, self._look_for_room):
                 nursery.start_soon(chore)
@@ -273,6 +276,7 @@ class DoorHouse:
                 "failed_tls_handshakes": door.failed_handshakes,
                 "answers_across_versions": door.across_versions,
                 "rejected": door.rejected,
+                "stalls": self._watchdog.stalls,
             },
             ended=dict(door.ended),
             connections=len(tasks),
@@ -282,6 +286,7 @@ class DoorHouse:
             oldest=[door.shown(task) for task in oldest if isinstance(task, Connection)],
             policy=door.policy.facts(),
             lag_ms=round(self._late_secs * 1000, 2),
+            longest_turn_ms=round(self._watchdog.longest_turn_secs * 1000, 2),
         )
 
 

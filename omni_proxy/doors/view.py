@@ -18,18 +18,31 @@ from omni_proxy.doors.seat import Seat
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.policies import Policy
+from omni_proxy.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")
 # Of a door that has told nothing yet.
-SILENCE: Final = Stand(dict.fromkeys((*COUNTS, "rejected"), 0), {}, 0, 0, 0, {}, [], {}, 0.0)
+SILENCE: Final = Stand(
+    counts=dict.fromkeys((*COUNTS, "rejected", "stalls"), 0),
+    ended={},
+    connections=0,
+    waiting=0,
+    held_bytes=0,
+    phases={},
+    oldest=[],
+    policy={},
+    lag_ms=0.0,
+    longest_turn_ms=0.0,
+)
 SHARES: Final = ("matched_ratio", "sessions")  # facts that are no sums
 
 
 class View:
     """What `front.rooms.Door` asks for."""
 
-    def __init__(self, doors: Doors) -> None:
+    def __init__(self, doors: Doors, watchdog: Watchdog) -> None:
         self._doors = doors
+        self._watchdog = watchdog
         self._door = doors.door
 
     @property
@@ -102,6 +115,11 @@ class View:
         told["doors"] = self.rows()
         return told
 
+    def watchdog(self) -> dict[str, object]:
+        """Stalls of all processes, also of those that have ended; the rest is of this one alone."""
+        stalls = self._watchdog.stalls + self._summed("stalls")
+        return {**self._watchdog.status(), "stalls": stalls}
+
     def rows(self) -> list[dict[str, object]]:
         """One for each process; none where there is but this one."""
         return [self._row(seat) for seat in self._doors.seats.values()]
@@ -122,6 +140,7 @@ class View:
             **stand.counts,
             "ended": stand.ended,
             "loop_lag_ms": stand.lag_ms,
+            "longest_turn_ms": stand.longest_turn_ms,
             "policy": stand.policy,
         }
 

@@ -187,8 +187,8 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
-        state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT), door=OBJECT,
-        fleet=shape(**COUNTED), launch=listed(OBJECT),
+        state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
+        watchdog=OBJECT, door=OBJECT, fleet=shape(**COUNTED), launch=listed(OBJECT),
     ),
     "Workers": {
         "allOf": [
@@ -252,7 +252,8 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Snapshot": shape(
         history=listed(OBJECT), at=TIME, version=TEXT, ready=FLAG, leaving=FLAG, revision=COUNT,
         admission=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
-        recent_ends=listed(OBJECT), last_reload=OBJECT, supervisors=listed(OBJECT), weights=OBJECT,
+        recent_ends=listed(OBJECT), last_reload=OBJECT, supervisors=listed(OBJECT),
+        watchdog=OBJECT, weights=OBJECT,
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals too; an error tells why."},
     "Weights": shape(

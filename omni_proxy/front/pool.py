@@ -93,6 +93,7 @@ class PoolRoutes:
                 "state_error": keeper.state_error or None,
                 "last_reload": keeper.last_reload,
                 "supervisors": rooms.supervisors(),
+                "watchdog": rooms.door.watchdog(),
                 "door": rooms.door.status(),
                 "fleet": rooms.fleet.counts(),
                 "launch": rooms.launcher.status() if rooms.launcher else [],

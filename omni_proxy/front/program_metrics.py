@@ -127,6 +127,11 @@ def _itself(rooms: Rooms) -> Iterator[Metric]:
     pulse = rooms.instruments.pulse
     text = "How late the event loop wakes a task"
     yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
+    told = rooms.door.watchdog()
+    text = "Times that an event loop had no turn for a second"
+    yield total("event_loop_stalls", text, _number(told, "stalls"))
+    text = "The longest time that a task waited while another one computed"
+    yield one("event_loop_longest_turn_seconds", text, _number(told, "longest_turn_ms") / 1000)
     lost = [
         ((name, reason), count)
         for name, log in rooms.instruments.logs.items()

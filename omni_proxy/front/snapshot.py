@@ -73,6 +73,7 @@ class Snapshots:
             "last_reload": keeper.last_reload,
             "launch": launch,
             "supervisors": rooms.supervisors(),
+            "watchdog": door.watchdog(),
             "weights": rooms.desk.status(),
         }
 

@@ -95,6 +95,18 @@ def test_what_is_wrong_with_the_proxy_itself_is_told():
     ]
 
 
+@pytest.mark.parametrize(
+    ("watchdog", "words"),
+    [
+        ({"stalls": 1, "last_stall_at": AT}, "a second or more once; last 0 s ago: its log has"),
+        ({"stalls": 3, "last_stall_at": None}, "a second or more 3 times: its log has the stacks"),
+    ],
+)
+def test_a_proxy_that_was_blocked_says_so(watchdog, words):
+    lines = screen(feed_of(feed(row(), watchdog=watchdog)), "http://p")
+    assert words in " ".join(line.strip() for line in lines[-3:])
+
+
 def test_of_many_workers_those_that_need_a_look_are_shown():
     rows = [row(f"h{n}:1") for n in range(500)] + [row("gone:1", routable=False, health="dead")]
     lines = screen(feed_of(feed(*rows)), "http://p")

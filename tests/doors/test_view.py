@@ -1,6 +1,12 @@
+from collections import Counter
+from types import SimpleNamespace
+
+from msgspec import structs
+
 from omni_proxy.config.parse import parse
 from omni_proxy.doors.control import processes_of, share
-from omni_proxy.doors.view import summed
+from omni_proxy.doors.view import SILENCE, View, summed
+from omni_proxy.watchdog import Watchdog
 
 
 def test_facts_of_several_doors_are_added_and_shares_are_averaged():
@@ -32,3 +38,14 @@ def test_nought_processes_is_one_for_each_core():
     assert processes_of(parse("[server]\nprocesses = 0")) >= 1
     assert processes_of(parse("[server]\nprocesses = 3")) == 3
     assert processes_of(parse("")) == 1
+
+
+def test_stalls_are_those_of_all_processes_also_of_doors_that_have_ended():
+    counts = {**SILENCE.counts, "stalls": 2}
+    link = SimpleNamespace(stand=structs.replace(SILENCE, counts=counts))
+    unheard = SimpleNamespace(stand=None)
+    doors = SimpleNamespace(door=None, gone=Counter(stalls=3), links=[link, unheard])
+    watchdog = Watchdog()
+    watchdog.stalls = 1
+    told = View(doors, watchdog).watchdog()
+    assert told == {**watchdog.status(), "stalls": 6}

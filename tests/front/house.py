@@ -22,6 +22,7 @@ from omni_proxy.observe.instruments import Instruments
 from omni_proxy.routing.policies import build
 from omni_proxy.watch.drains import Drains
 from omni_proxy.watch.freeze import Freeze
+from omni_proxy.watchdog import Watchdog
 from omni_proxy.weights.desk import WeightDesk
 from omni_proxy.weights.journal_file import JournalFile
 from tests.rest import at_rest
@@ -103,6 +104,7 @@ class DoorStandIn:
         self.draining = False
         self.voice_owner = ""
         self.door_rows = []
+        self.watched = Watchdog()
 
     def status(self):
         return {"connections": 0}
@@ -112,6 +114,9 @@ class DoorStandIn:
 
     def admission(self):
         return {"inflight": 0, "max_inflight": 0, "peak_inflight": 0, "rejected_total": 0}
+
+    def watchdog(self):
+        return self.watched.status()
 
     def rows(self):
         return self.door_rows

@@ -97,6 +97,7 @@ async def test_status_tells_what_runs(house):
     assert body["fleet"]["total_workers"] == 2
     assert body["supervisors"] == [{"name": "door", "state": "running"}]
     assert body["launch"] == []
+    assert body["watchdog"]["stalls"] == 0
 
 
 async def test_an_unknown_path_is_a_json_404_with_detail(house):

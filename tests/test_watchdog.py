@@ -1,0 +1,142 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy import watchdog
+from omni_proxy.watchdog import LOOK_SECS, STALL_SECS, STALLED, Silence, Watchdog
+
+PROGRAM = """
+import logging, re, sys, time, trio
+from omni_proxy.watchdog import Watchdog
+
+def {act}
+
+async def main():
+    dog = Watchdog()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(dog.run)
+        await trio.sleep(0.3)
+        print("acts", flush=True)
+        act()
+        await trio.sleep(1.0)
+        print(dog.stalls, dog.longest_turn_secs, flush=True)
+        nursery.cancel_scope.cancel()
+
+logging.basicConfig(level="INFO", stream=sys.stderr)
+trio.run(main)
+"""
+SLEEPS = "act(): time.sleep(1.8)"
+COMPUTES = """act():
+    until = time.thread_time() + 1.8
+    while time.thread_time() < until:
+        pass
+"""
+HOLDS_THE_GIL = """act():
+    for length in range(20, 40):  # how long it takes depends on the machine
+        began = time.monotonic()
+        re.match("(a|aa)+$", "a" * length + "b")
+        if time.monotonic() - began > 1.8:
+            return
+"""
+
+
+def started(act):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("{act}", act)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("act", [SLEEPS, COMPUTES, HOLDS_THE_GIL], ids=["sleeps", "py", "c"])
+def test_a_stall_is_logged_once_with_the_stack_of_the_loop_and_counted(act):
+    out, err = started(act).communicate(timeout=90)
+    stalls, longest = out.split()[1:]
+    assert int(stalls) == err.count(STALLED) == 1, err
+    assert "in act" in err
+    assert "MainThread, the event loop" in err
+    assert re.search(r"goes on after \d", err)
+    if act is not SLEEPS:
+        assert float(longest) > 1
+
+
+def test_a_process_that_was_stopped_has_not_stalled():
+    process = started("act(): pass")
+    assert process.stdout.readline() == "acts\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2.5)
+    os.kill(process.pid, signal.SIGCONT)
+    out, err = process.communicate(timeout=60)
+    assert out.split()[0] == "0"
+    assert STALLED not in err
+
+
+async def test_the_status_of_a_quiet_loop_is_json_without_a_stall(nursery):
+    dog = Watchdog()
+    await nursery.start(dog.run)
+    told = json.loads(json.dumps(dog.status()))
+    assert (told["stalls"], told["last_stall_at"], told["last_stall_secs"]) == (0, None, None)
+
+
+async def test_its_thread_ends_with_it():
+    def here():
+        return [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+
+    before = here()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(Watchdog().run)
+        (thread,) = set(here()) - set(before)
+        nursery.cancel_scope.cancel()
+    await trio.to_thread.run_sync(thread.join, 30)
+    assert not thread.is_alive()
+
+
+async def test_only_what_the_loop_itself_computed_counts_as_a_long_turn(nursery, monkeypatch):
+    monkeypatch.setattr(watchdog, "BEAT_SECS", 0.01)
+    dog = Watchdog()
+    await nursery.start(dog.run)
+    before = dog._beats
+    time.sleep(0.3)  # noqa: TID251, ASYNC251  it stands for a machine that has no CPU for us
+    while dog._beats == before:
+        await trio.lowlevel.checkpoint()
+    assert dog.longest_turn_secs < 0.25
+
+
+def test_a_stall_is_told_once_until_a_beat_comes():
+    silence = Silence(0.0, 0.0)
+    told = [silence.stalled(now / 4, 0.0, 0) for now in range(1, 13)]
+    assert told == [False] * 3 + [True] + [False] * 8
+    assert not silence.stalled(3.25, 0.0, 1)
+    told = [silence.stalled(3.25 + now / 4, 0.0, 1) for now in range(1, 5)]
+    assert told == [False, False, False, True]
+
+
+LOOKS = st.lists(st.tuples(st.floats(0.2, 600), st.floats(0, 1), st.booleans()), max_size=40)
+
+
+@given(looks=LOOKS)
+def test_a_silence_is_never_longer_than_its_time_nor_ended_by_anything_but_a_beat(looks):
+    silence = Silence(0.0, 0.0)
+    now = cpu = 0.0
+    beats, quiet = 0, []
+    for elapsed, share, beat in looks:
+        now, cpu, beats = now + elapsed, cpu + elapsed * share, beats + beat
+        was_told = silence.told
+        told = silence.stalled(now, cpu, beats)
+        quiet = [] if beat else [*quiet, (elapsed, elapsed * share)]
+        counted = sum(min(e, max(2 * LOOK_SECS, c)) for e, c in quiet)
+        assert silence.secs == pytest.approx(counted, abs=1e-3)
+        assert silence.secs <= sum(e for e, _ in quiet) + 1e-3
+        assert told == (not beat and not was_told and silence.secs >= STALL_SECS)
