@@ -35,8 +35,8 @@ class Connection(Task):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
     __slots__ = (
-        "begun", "comments", "deadline", "door", "exchange", "held_bytes", "introduced", "peer",
-        "rest", "short", "turn_at", "upload", "upstream",
+        "begun", "closing", "comments", "deadline", "door", "exchange", "held_bytes", "introduced",
+        "peer", "rest", "short", "turn_at", "upload", "upstream",
     )  # fmt: skip
 
     client: Conn
@@ -50,6 +50,7 @@ class Connection(Task):
         self.exchange: Exchange | None = None
         self.upstream: Conn | None = None  # closed with us unless its lane has taken it back
         self.deadline = inf  # of the whole exchange, whatever phase it is in
+        self.closing = False  # its next answer says so, and is its last
         self.turn_at = self.pump.now  # when the present request's first byte came
         self.rest = b""  # read from the client, not yet consumed
         self.upload: Upload | None = None  # a body that streams to its worker

@@ -193,10 +193,18 @@ class Door:
         """No new connection; idle ones close now, the others after the answer they wait for."""
         self.draining = True
         self.entrances.close()
+        self.close_after_answers(admin=True)
         for task in [task for task in self.pump.tasks if task.phase == "idle"]:
             if task.client is None or not task.client.late:
                 task.throw(Gone())
         self.pump.settle()
+
+    def close_after_answers(self, *, admin: bool) -> None:
+        """Each connection ends with its next answer, which says so: nobody's request is lost.
+        `admin`: also those of the listener for control requests."""
+        for task in self.pump.tasks:
+            if isinstance(task, Connection) and (admin or not task.front_only):
+                task.closing = True
 
     async def drained(self) -> None:
         """Until the last connection has ended; the caller's scope bounds it."""

@@ -52,7 +52,7 @@ async def refuse(conn: Connection, mine: Exchange, error: Refusal | Expired) -> 
         error.__traceback__ = error.__context__ = None  # their frames keep the body
         conn.let_go()
     unread = conn.upload is not None and not conn.upload.whole
-    keep = not refusal.close and not unread and not conn.door.draining
+    keep = not refusal.close and not unread and not conn.closing
     conn.upload = None
     body = refusal.body()
     reply = answer(refusal.status, body, refusal.headers, close=not keep)

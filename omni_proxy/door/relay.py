@@ -47,7 +47,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
         return await ours.tell_instead(first)
     counted = answer.framing is LENGTH and ours is None
     shape = None if counted else shape_of(first, head, begun=ours is not None)
-    keep = head.keep_alive and not conn.door.draining
+    keep = head.keep_alive and not conn.closing
     keep &= (shape is None or shape.ends) and (first.all_sent or conn.upload is None)
     top = b"" if ours is not None else head_bytes(mine, first, head, keep=keep)
     conn.phase, mine.relayed = "relay", True

@@ -228,7 +228,7 @@ class ShortWay:
             or not body
             or not usual.plain
             or client.late
-            or door.draining
+            or conn.closing
             or mine.trial
             or worker.version is not mine.version
             or worker.machine.failed_tries

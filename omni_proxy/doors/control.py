@@ -116,7 +116,7 @@ class Doors:
         """Let them in where the door was held. Raises OSError."""
         self.door.open()
         if self.seats and self._port is not None:
-            self._port.rest()
+            self._rest(self._port)
         self._seat_all()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -216,9 +216,14 @@ class Doors:
             self._port.end()
         self._port = port
         if not accepting and self._first_has_seat():
-            self._port.rest()
+            self._rest(port)
         for link in self.links:
             link.listening = link.waits_for_tick = False
+
+    def _rest(self, port: Port) -> None:
+        """The others accept from here on, and get the clients that our own door has."""
+        port.rest()
+        self.door.close_after_answers(admin=False)
 
     def _take_seat(self) -> None:
         assert self._nursery is not None
@@ -303,8 +308,8 @@ class Doors:
         serving = [link.index - 1 for link in self.links if self._serves(link)]
         if self._wanted == 1 or not (port.shared or self._first_has_seat()):
             port.work()  # what waits at the first socket, nobody else would answer
-        elif 0 in serving or (port.shared and serving):
-            port.rest()
+        elif not port.rests and (0 in serving or (port.shared and serving)):
+            self._rest(port)
         if self._wanted == 1 or not (serving or port.rests):
             port.steer([0])
         else:

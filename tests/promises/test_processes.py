@@ -6,7 +6,7 @@ import signal
 import trio
 
 from tests.processes import until_gone
-from tests.promises.clients import client_of, post
+from tests.promises.clients import STREAMED, client_of, post
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, toml, workers
 from tests.promises.several_doors import (
     address,
@@ -43,6 +43,41 @@ async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
         lines = [line for line in text.splitlines() if 'route="/v1/chat/completions"' in line]
         ended = [line for line in lines if line.startswith("omni_proxy_requests_total")]
         assert sum(float(line.rpartition(" ")[2]) for line in ended) == 40
+
+
+async def test_clients_that_control_served_come_to_the_doors_without_a_failed_request(tmp_path):
+    async with (
+        doors(tmp_path, "a", count=1) as running,
+        client_of(address(running)) as idle,
+        client_of(address(running)) as busy,
+        client_of(address(running)) as streams,
+    ):
+        await idle.send(post())
+        assert (await idle.answer()).one("connection") != "close"
+        running.fleet[0].gate = trio.Event()
+        await streams.send(post(STREAMED))
+        await streams.until(b"\n\n")
+        put(running.file, toml(running.fleet, more="processes = 2"))
+        closing = False
+        while not closing:  # one request after the other, without a pause
+            await busy.send(b"GET /live HTTP/1.1\r\nhost: door\r\n\r\n")
+            answer = await busy.answer("GET")
+            assert answer.status == 200
+            closing = answer.one("connection") == "close"
+        assert await busy.until_closed() == b""
+        let_go(running)
+        assert await came_whole(streams)
+        streams.rest = b""
+        for client in (idle, streams):  # nobody cut them while nothing was under way
+            await client.send(post())
+            answer = await client.answer()
+            assert (answer.status, answer.one("connection")) == (200, "close")
+            assert await client.until_closed() == b""
+        await running.until("/status", serving)
+        async with client_of(address(running)) as client:
+            for _ in range(3):
+                await client.send(post())
+                assert (await client.answer()).one("connection") != "close"
 
 
 async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path):
