@@ -126,6 +126,8 @@ class House:
             drains=self.drains,
             supervisors=lambda: [supervisor.status() for supervisor in self.supervisors],
             leaving=lambda: self.leaving,
+            dialect=keeper.startup.dialect,
+            given=keeper.startup.flag_urls,
         )
         # A QuartTrio can be served once only, so a restarted front gets a new one.
         self.front = Supervisor(

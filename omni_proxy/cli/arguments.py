@@ -45,7 +45,8 @@ examples:
   omni-proxy launch-router --worker-urls http://HOST:8000 http://HOST:8001
   omni-proxy launch-router --port 30000
 
-Without workers it starts too, and is not ready; POST /add_worker?url=http://HOST:PORT adds one.
+Without workers it starts too: /health is 200, /ready 503, until POST /add_worker?url=http://HOST:PORT
+adds one.
 A worker that is still starting, or was away, is taken as soon as it is well.
 """
 _LAUNCH_EPILOG: Final = """\

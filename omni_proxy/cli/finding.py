@@ -193,7 +193,8 @@ class Proxy:
         import httpx
 
         self.place = place
-        headers = [(b"user-agent", f"omni-proxy/{__version__}".encode())]
+        # A command tells what came of a change, so it waits for the end of that (RFC 7240).
+        headers = [(b"user-agent", f"omni-proxy/{__version__}".encode()), (b"prefer", b"wait")]
         if place.key:
             headers.append((b"authorization", f"Bearer {place.key}".encode()))
         socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None

@@ -78,7 +78,7 @@ def _routed(arguments: Namespace, launch: tuple[LaunchEntry, ...]) -> Startup:
     startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
     if arguments.config is not None:
         return startup
-    return replace(startup, overrides=DEFAULTS | startup.overrides)
+    return replace(startup, overrides=DEFAULTS | startup.overrides, dialect="sglang")
 
 
 def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:

@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -62,6 +62,11 @@ _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
 
 
+# Whose behaviour decides where the routers differ: SGLang-Omni's, or that of sglang-router, smg and
+# vllm-router.
+Dialect: TypeAlias = Literal["omni", "sglang"]
+
+
 @dataclass(frozen=True, slots=True)
 class Startup:
     """What one start of the program was asked for; it stands over every reload of FILE."""
@@ -73,6 +78,7 @@ class Startup:
     admin_key: str
     # Replicas that the command line asks for, beside those of FILE.
     launch: tuple[LaunchEntry, ...] = ()
+    dialect: Dialect = "omni"
 
     def over(self, config: Config) -> Config:
         """The configuration that runs when FILE says `config`. Raises ConfigError."""

@@ -46,6 +46,7 @@ class Fleet:
         self.thresholds = Thresholds()
         self.limited = False  # some worker has a max_inflight, so a pick has to look at room
         self.names_models = False  # some worker names a model, so a request's model may matter
+        self.had_workers = False  # one was registered at some time since the start
         self._by_url: dict[str, Worker] = {}
         self.models: set[str] = set()  # which workers name; another set where they change
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
@@ -105,6 +106,7 @@ class Fleet:
         removed = tuple(worker for url, worker in before.items() if url not in after)
         reordered = list(before) != list(after)
         self._by_url = after
+        self.had_workers |= bool(after)
         self.limited = any(worker.max_inflight for worker in after.values())
         models = {worker.model for worker in after.values() if worker.model}
         if models != self.models:

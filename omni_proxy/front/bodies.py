@@ -1,8 +1,8 @@
 """Bodies of worker requests in two dialects: Omni's, answered when done, smg's, answered at once.
 
-A key that only smg knows, or `Prefer: respond-async`, makes a request asynchronous. Invariant: a
-body is judged whole before anything changes, and a key that nobody knows is refused (omni-router.md
-5, routers.md 1.7).
+A key that only smg knows makes a request asynchronous, as the program's dialect or the `Prefer`
+field may. Invariant: a body is judged whole before anything changes, and a key that nobody knows is
+refused (omni-router.md 5, routers.md 1.7).
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def _judge(
     prefers_async: bool,
 ) -> WorkerBody:
     spec = {key for key in body if key not in omni and _is_smg(key, smg)}
-    # The url alone is no sign of smg: on its own Omni refuses it in a PUT.
-    in_background = prefers_async or bool(spec - {"url"})
-    unknown = sorted(body.keys() - omni - (spec if in_background else set()))
+    in_background = prefers_async or bool(spec - {"url"})  # a url alone is no sign of smg
+    unknown = sorted(body.keys() - omni - spec)
     if unknown:
         raise bad(f"unsupported fields: {', '.join(unknown)}", "unsupported_fields")
     if not body and omni is not OMNI_ADD:

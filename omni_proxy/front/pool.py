@@ -27,6 +27,12 @@ def _well(worker: Worker) -> bool:
     return healthy and not worker.disabled and worker.holds <= WEIGHT_HOLDS
 
 
+def _is_unjudged(worker: Worker) -> bool:
+    """No probe of it has ended, or only good ones, and too few of them."""
+    machine = worker.machine
+    return machine.state is Health.UNKNOWN and not machine.consecutive_failures
+
+
 class PoolRoutes:
     def __init__(self, rooms: Rooms, keys: KeyCheck, records: Records) -> None:
         self._rooms = rooms
@@ -54,15 +60,34 @@ class PoolRoutes:
         """Why not, in one word; a leaving program has workers as good as before."""
         if self._rooms.door.draining or self._rooms.leaving():
             return "leaving"
+        if self._is_opening():
+            return "first_probes"
         routable = any(worker.routable for worker in self._rooms.fleet.workers)
         return "" if routable else "no_routable_worker"
 
     async def health(self) -> Response:
-        well = any(_well(worker) for worker in self._rooms.fleet.workers)
+        fleet = self._rooms.fleet
+        well = any(_well(worker) for worker in fleet.workers) and not self._is_opening()
+        # A router that engines are yet to register with is well: its fixtures wait for that.
+        well |= self._rooms.dialect == "sglang" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")
         summary["admission"] = self._rooms.door.admission()
         summary["voice_routing"] = self._voice_routing()
         return self._summary(summary, 200 if well else 503)
+
+    def _is_opening(self) -> bool:
+        """Whether a worker of the command line is yet to be judged by its first probes.
+
+        Under sglang-router's dialect only, whose users take a 200 for "all given workers are in",
+        and for no longer than a probe may take.
+        """
+        rooms = self._rooms
+        if rooms.dialect != "sglang":
+            return False
+        if time.monotonic() - rooms.started > rooms.keeper.config.health.timeout_secs:
+            return False
+        found = (rooms.fleet.find(url) for url in rooms.given)
+        return any(worker is not None and _is_unjudged(worker) for worker in found)
 
     def _voice_routing(self) -> dict[str, object]:
         """The door notes the owner at the first upload; the voices themselves it doesn't count."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
+from omni_proxy.config.flags import Dialect
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.observe.instruments import Instruments
 from omni_proxy.routing.policies import Policy
@@ -55,6 +56,9 @@ class Rooms:
     instruments: Instruments
     drains: Drains
     leaving: Callable[[], bool] = lambda: False
+    dialect: Dialect = "omni"
+    # URLs of the workers that the command line names.
+    given: tuple[str, ...] = ()
     # The program's, not the front's: that one may be restarted.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started: float = field(default_factory=time.monotonic)

@@ -60,7 +60,7 @@ class WorkerRoutes:
 
     async def add(self) -> Response:
         body = await json_object()
-        judged = judge_add(body, prefers_async=_prefers_async())
+        judged = judge_add(body, prefers_async=self._is_async())
         url = wanted_url(body)
         await self._changes.refuse_bad_name(url)
         worker = await self._changes.add(_entry(url, judged))
@@ -78,7 +78,7 @@ class WorkerRoutes:
     async def switch(self, name: str) -> Response:
         body = await json_object()
         known = self._changes.known(name)
-        judged = judge_switch(body, known.url if known else None, prefers_async=_prefers_async())
+        judged = judge_switch(body, known.url if known else None, prefers_async=self._is_async())
         worker = self._changes.find(name)
         # Taking one out, or in again, is not to wait for an update that hangs.
         at_once = judged.switches.keys() <= {"disabled"}
@@ -106,16 +106,24 @@ class WorkerRoutes:
         worker = self._changes.find(name)
         told: dict[str, object] = {"status": "ok", "worker_id": worker.id}
         if asked_to_drain():
-            if _prefers_async():
+            if self._is_async():
                 await self._drains.begin_removal(worker)
                 return self._accepted(worker, "worker drains; it goes with its last request")
             told["drained"] = await self._drains.remove(worker)
         else:
             await self._changes.remove(worker)
         log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
-        if _prefers_async():
+        if self._is_async():
             return self._accepted(worker, "worker removed")
         return reply(told, headers=etag(self._rooms.keeper.revision))
+
+    def _is_async(self) -> bool:
+        """Whether the client wants its answer before the change is done: where it says nothing,
+        sglang-router's and smg's do."""
+        wishes = _wishes()
+        if "respond-async" in wishes:
+            return True
+        return self._rooms.dialect == "sglang" and "wait" not in wishes
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
         def edit(state: State, _: Config) -> State:
@@ -125,23 +133,30 @@ class WorkerRoutes:
         return edit
 
     def _done(self, worker: Worker) -> Response:
-        record = self._records.one(worker)
         headers = etag(self._rooms.keeper.revision)
-        return reply({"status": "ok", "worker": record}, headers=headers)
+        told = {"status": "ok", **_naming(worker), "worker": self._records.one(worker)}
+        return reply(told, headers=headers)
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
-        location = f"/workers/{worker.id}"
         answer: dict[str, object] = {
             "status": "accepted",
-            "worker_id": worker.id,
-            "url": worker.url,
-            "location": location,
+            **_naming(worker),
             "message": message,
+            "worker": self._records.one(worker),
         }
         if ignored:
             answer["ignored"] = ignored
-        headers = {"Location": location, **etag(self._rooms.keeper.revision)}
+        headers = {"Location": _location(worker), **etag(self._rooms.keeper.revision)}
         return reply(answer, 202, headers)
+
+
+def _location(worker: Worker) -> str:
+    return f"/workers/{worker.id}"
+
+
+def _naming(worker: Worker) -> dict[str, object]:
+    """What smg's clients read at the top of every answer about a worker."""
+    return {"worker_id": worker.id, "url": worker.url, "location": _location(worker)}
 
 
 def _coded(view: View[Given]) -> View[Given]:
@@ -158,9 +173,10 @@ def _coded(view: View[Given]) -> View[Given]:
     return judged
 
 
-def _prefers_async() -> bool:
-    wishes = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
-    return "respond-async" in (wish.strip() for wish in wishes)
+def _wishes() -> set[str]:
+    """The preferences that the request names (RFC 7240), without their values."""
+    named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
+    return {wish.partition("=")[0].strip() for wish in named}
 
 
 def _entry(url: str, judged: WorkerBody) -> Desired:

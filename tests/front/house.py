@@ -156,8 +156,9 @@ def entry(url, **fields):
     return WorkerEntry(url=url, capabilities=fields.pop("capabilities", CAPABILITIES), **fields)
 
 
-def build_house(*entries, key="", folder=NO_FOLDER, **tables):
-    """Whoever runs its `desk` gives it a `folder` to write to."""
+def build_house(*entries, key="", folder=NO_FOLDER, rooms=None, **tables):
+    """Whoever runs its `desk` gives it a `folder` to write to; `rooms` has further fields of the
+    Rooms."""
     fleet = Fleet()
     config = Config(workers=entries, **{"admin": Admin(api_key=key), **tables})
     keeper = KeeperStandIn(fleet, config)
@@ -171,7 +172,7 @@ def build_house(*entries, key="", folder=NO_FOLDER, **tables):
         instruments=Instruments(fleet, lambda: (0, 0), {}),
         leaving=False,
     )
-    rooms = Rooms(
+    house.rooms = Rooms(
         fleet=fleet,
         keeper=house.keeper,
         prober=house.prober,
@@ -182,6 +183,7 @@ def build_house(*entries, key="", folder=NO_FOLDER, **tables):
         drains=house.drains,
         supervisors=lambda: [{"name": "door", "state": "running"}],
         leaving=lambda: house.leaving,
+        **(rooms or {}),
     )
-    house.app = create_app(rooms)
+    house.app = create_app(house.rooms)
     return house

@@ -54,8 +54,10 @@ def test_unknown_keys_are_named_in_order():
     assert refusal(judge_patch, {"disabled": True}) == "unsupported fields: disabled"
 
 
-def test_a_url_in_a_put_belongs_to_smg_alone():
-    assert refusal(switch, {"url": URL}) == "unsupported fields: url"
+def test_a_put_may_name_the_url_that_the_worker_has():
+    assert not switch({"url": URL}).in_background
+    assert switch({"url": URL}).switches == {}
+    assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2"})
     assert switch({"url": URL, "priority": 2}).in_background
     assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2", "priority": 2})
 

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from tests.front.house import NOW, A, B, build_house, entry
@@ -29,6 +31,54 @@ async def test_ready_and_health_follow_the_first_routable_worker(house):
         body = await answer.get_json()
         assert (answer.status_code, body["status"], body["routable_workers"]) == (200, word, 1)
         assert [record["url"] for record in body["workers"]] == [A, B]
+
+
+async def statuses(house):
+    client = house.client()
+    return [(await client.get(path)).status_code for path in ("/health", "/readiness", "/ready")]
+
+
+@pytest.mark.parametrize(("dialect", "status"), [("sglang", 200), ("omni", 503)])
+async def test_a_router_that_waits_for_its_first_worker_is_well_but_not_ready(dialect, status):
+    house = build_house(rooms={"dialect": dialect})
+    assert await statuses(house) == [status, 503, 503]
+    await house.client().post("/workers", json={"url": A})
+    house.fleet.apply([], NOW)
+    assert await statuses(house) == [503] * 3
+
+
+async def test_a_router_is_not_well_before_each_given_worker_was_probed():
+    house = build_house(entry(A), entry(B), rooms={"dialect": "sglang", "given": (A, B)})
+    house.healthy(A)
+    assert await statuses(house) == [503] * 3
+    told = await (await house.client().get("/ready")).get_json()
+    assert told["reason"] == "first_probes"
+    (worker,) = [worker for worker in house.fleet.workers if worker.url == B]
+    house.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
+    assert await statuses(house) == [503] * 3  # good so far, and not believed yet
+    house.healthy(B)
+    assert await statuses(house) == [200] * 3
+
+
+async def test_a_given_worker_whose_first_probe_is_bad_keeps_nobody_waiting():
+    house = build_house(entry(A), entry(B), rooms={"dialect": "sglang", "given": (A, B)})
+    house.healthy(A)
+    house.fleet.observe_probe(house.worker(B), status=None, error="refused", at=NOW, epoch=0)
+    assert await statuses(house) == [200] * 3
+
+
+async def test_a_given_worker_is_waited_for_no_longer_than_a_probe_takes():
+    rooms = {"dialect": "sglang", "given": (A, B), "started": time.monotonic() - 6}
+    house = build_house(entry(A), entry(B), rooms=rooms)
+    house.healthy(A)
+    assert await statuses(house) == [200] * 3
+
+
+@pytest.mark.parametrize("rooms", [{"given": (A, B)}, {"dialect": "sglang", "given": (A,)}])
+async def test_the_first_worker_opens_where_no_other_was_given_to_a_router(rooms):
+    house = build_house(entry(A), entry(B), rooms=rooms)
+    house.healthy(A)
+    assert await statuses(house) == [200] * 3
 
 
 async def test_health_tells_admission_and_voice_routing(house):

@@ -178,6 +178,42 @@ async def test_a_client_may_prefer_not_to_wait(house):
     assert house.worker(C).disabled
 
 
+async def test_every_answer_names_the_worker_at_the_top(house):
+    named = {"worker_id": ID_A, "url": A, "location": f"/workers/{ID_A}"}
+    await call(house, "DELETE", f"/workers/{A}")
+    for method, path, body in (
+        ("POST", "/workers", {"url": A}),
+        ("PUT", f"/workers/{ID_A}", {"disabled": False}),
+        ("PUT", f"/workers/{ID_A}", {"url": A}),
+        ("PATCH", f"/workers/{ID_A}", {"cost": 1}),
+    ):
+        status, told, _ = await call(house, method, path, body)
+        assert (status, {key: told[key] for key in named}) == (
+            202 if method == "PATCH" else 200, named,
+        )  # fmt: skip
+        assert told["worker"]["url"] == A
+
+
+async def test_another_url_in_a_put_is_refused_in_either_dialect(house):
+    status, said = await message(house, "PUT", f"/workers/{ID_A}", {"url": B})
+    assert (status, said) == (400, "url must stay the same; add a worker for another url")
+
+
+async def test_a_router_answers_at_once_unless_the_client_waits():
+    house = build_house(entry(A), rooms={"dialect": "sglang"})
+    status, told, headers = await call(house, "POST", "/workers", {"url": C})
+    assert (status, told["status"], told["url"]) == (202, "accepted", C)
+    assert headers["Location"] == told["location"]
+    assert house.prober.probed == []
+    assert (await call(house, "PUT", told["location"], {"url": C}))[0] == 202
+    assert (await call(house, "DELETE", told["location"]))[0] == 202
+    assert house.fleet.find(C) is None
+    waits = {"Prefer": "wait=5"}
+    assert (await call(house, "POST", "/workers", {"url": C}, **waits))[0] == 200
+    assert house.prober.probed == [C]
+    assert (await call(house, "DELETE", told["location"], **waits))[0] == 200
+
+
 @pytest.mark.parametrize("key", ["PUT", "PATCH"])
 async def test_smgs_put_and_patch_leave_notes(house, key):
     body = {"cost": 2.5} if key == "PATCH" else {"cost": 2.5, "url": A, "worker_type": "regular"}
