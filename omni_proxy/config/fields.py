@@ -14,6 +14,7 @@ from omni_proxy.config.url import normalize_url
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
 _PLACE: Final = re.compile(r"(\[[^\s\[\]/]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
+_HOST_NAME: Final = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _UNITS: Final = {
     "": 1,
     "b": 1,
@@ -66,6 +67,16 @@ def read_host(value: object) -> object:
     if isinstance(value, str) and value[:5].lower() == "unix:":
         return normalize_url(value, allow_unix=True)
     return read_address(value)
+
+
+def read_host_name(value: object) -> object:
+    """A name as in a Host field, without its port; in lower case, without a closing dot."""
+    if not isinstance(value, str):
+        return value
+    name = value.strip().lower().rstrip(".")
+    if not _HOST_NAME.fullmatch(name):
+        raise ValueError(f'"{value}" is no host name; write it without scheme, port and path')
+    return name
 
 
 def read_address(value: object) -> object:

@@ -15,6 +15,7 @@ from omni_proxy.config.fields import (
     read_endpoint,
     read_header_name,
     read_host,
+    read_host_name,
     read_listen,
     read_mode,
     read_network_url,
@@ -37,6 +38,7 @@ WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
 Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
 Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
 Listen = Annotated[str, Meta(extra={"read": read_listen})]
+HostName = Annotated[str, Meta(min_length=1, extra={"read": read_host_name})]
 HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
 Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
@@ -232,6 +234,9 @@ class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: Listen = ""
     # false: that listener asks for no key.
     listen_key: bool = True
+    # Host names under which control routes answer without a key, beside addresses and localhost:
+    # any other name may be a stranger's, pointed at us (DNS rebinding).
+    allowed_hosts: tuple[HostName, ...] = ()
     # One weight update at a time: the next one waits so long, then 503.
     lock_timeout_secs: Duration = 300.0
     # For a single worker to answer a control call.

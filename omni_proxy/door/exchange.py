@@ -8,6 +8,7 @@ head, broken bodies, and relayed 502 and 504; of nothing else, and never of a cl
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Coroutine
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
+from omni_proxy.wire.received import with_received
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection
@@ -237,7 +239,7 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     hurries = True
     try:
         lane = door.admin_front if conn.front_only else door.front
-        first = await ask(conn, mine, head, (lane, head.lines + hint_lines(head.hints), body))
+        first = await ask(conn, mine, head, (lane, _lines_for_front(conn, head), body))
         del body
         if conn.held_bytes:
             conn.let_go()
@@ -251,6 +253,13 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
         ) from None
     finally:
         conn.pump.front_exchanges -= hurries
+
+
+def _lines_for_front(conn: Connection, head: RequestHead) -> bytes:
+    client = conn.client
+    lines = head.lines + hint_lines(head.hints)
+    local = client.sock.family == socket.AF_UNIX
+    return with_received(lines, head.host, secure=client.secure, local=local)
 
 
 def _refuse_unknown(head: RequestHead) -> None:

@@ -3,7 +3,7 @@
 Invariant: a route that is added and forgotten here is closed. A request for a route that doesn't
 exist learns that without a key. With [admin] listen all that is closed answers there alone
 (/metrics aside, which is scraped where the rest is); by which listener a request came says its
-Host, for that is the door's own word.
+Host, for that is the door's own word. Where no key is asked, `browsers` judges.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import hmac
 from quart import Request, request
 
 from omni_proxy.config.schema import Admin
+from omni_proxy.front.browsers import SAFE_METHODS, Caller
 from omni_proxy.routing.table import WrongMethod, match
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.wire.errors import Refusal
 
-SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 OPEN_PATHS = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate",
@@ -51,7 +51,15 @@ class KeyCheck:
 
     def presented(self) -> bool:
         """Whether the present request may see what only key holders see."""
-        return not self.key or self._trusted_place() or _matches(_bearer(request), self.key)
+        if self.key and _matches(_bearer(request), self.key):
+            return True
+        return self._asks_no_key() and self._caller().known_host()
+
+    def _asks_no_key(self) -> bool:
+        return not self.key or self._trusted_place()
+
+    def _caller(self) -> Caller:
+        return Caller(request, self._keeper.config)
 
     def _trusted_place(self) -> bool:
         """Whether it came by a listener that asks for no key."""
@@ -60,20 +68,24 @@ class KeyCheck:
 
     async def before_request(self) -> None:
         """Raises Refusal 401 where a due key is missing or malformed, 403 where it is wrong, where
-        the route answers on the other listener alone, and where another site's page asks."""
+        the route answers on the other listener alone, and what `browsers` raises."""
         admin = self._keeper.config.admin
         unknown = request.routing_exception is not None
         if unknown:
             _tell_model_traffic(request)
             return
-        if not needs_key(request.method, request.path, admin):
-            return
-        if admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
-            elsewhere = "this route answers on the [admin] listen address only"
+        closed = needs_key(request.method, request.path, admin)
+        elsewhere = "this route answers on the [admin] listen address only"
+        if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
             raise Refusal(403, elsewhere, "admin_listener_only", detail=elsewhere)
-        if not self.key or self._trusted_place():
-            _refuse_other_sites(request)
-            return
+        if self._asks_no_key():
+            # A key that is right needs no more: no foreign page can send it.
+            if not self.key or not _matches(_bearer(request), self.key):
+                self._caller().refuse_unless_trusted()
+        elif closed:
+            self._refuse_without_key()
+
+    def _refuse_without_key(self) -> None:
         given = _bearer(request)
         if not given:
             wanted = "Admin API key required: Authorization: Bearer <key>"
@@ -83,18 +95,6 @@ class KeyCheck:
         if not _matches(given, self.key):
             wrong = "Invalid admin API key"
             raise Refusal(403, wrong, "admin_key_invalid", detail=wrong)
-
-
-def _refuse_other_sites(of: Request) -> None:
-    """Raises Refusal 403 for what a page of somebody else's has a browser change here.
-
-    Where no key is asked the browser's place in the network would be the page's. A page cannot
-    write this header, and whoever is no browser does not send it.
-    """
-    site = of.headers.get("Sec-Fetch-Site", "none")
-    if of.method not in SAFE_METHODS and site not in ("none", "same-origin"):
-        elsewhere = "a page of another site may change nothing here: set [admin] api_key"
-        raise Refusal(403, elsewhere, "cross_site", detail=elsewhere)
 
 
 def _tell_model_traffic(of: Request) -> None:

@@ -25,7 +25,9 @@ NOT_PASSED_ON = frozenset(
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
         "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
         "content-type", "accept-encoding", "remote-addr", "expect",
-        "x-omni-weight-version", "x-omni-min-weight-epoch",
+        "x-omni-weight-version", "x-omni-min-weight-epoch", "x-omni-received",
+        # Of a page that was judged here: to a worker any page of ours would be a stranger's.
+        "origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user",
     )
 )  # fmt: skip
 HINT_PREFIX = "x-sglang-omni-route-"

@@ -26,7 +26,7 @@ def schema_keys(kind, prefix=""):
 
 def written_keys(table, prefix=""):
     for key, value in table.items():
-        inner = value[0] if isinstance(value, list) else value
+        inner = value[0] if isinstance(value, list) and value else value
         if isinstance(inner, dict) and prefix + key != "launch.env":
             yield from written_keys(inner, f"{prefix}{key}.")
         else:

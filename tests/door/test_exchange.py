@@ -78,3 +78,19 @@ def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(by_hand):
 def test_for_a_path_of_the_control_routes_he_may_go_on(by_hand, path):
     door = by_hand()
     assert heard(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_the_control_routes_hear_how_a_request_came_from_us_alone(by_hand, front):
+    door = by_hand()
+    door.door.front = FrontLane(door.door.pump, front.getsockname(), "front")
+    door.client(
+        b"GET /config HTTP/1.1\r\nhost: evil.example:1\r\n"
+        b"X-Omni-Received: unix http localhost\r\nx-omni-received: tcp http localhost\r\n\r\n"
+    )
+    near, _ = front.accept()
+    with near:
+        fields = near.recv(65536).lower().split(b"\r\n")
+        told = [line for line in fields if line.startswith(b"x-omni-received")]
+        assert len(told) == 1
+        assert told[0].endswith(b" http evil.example:1")
+    door.door.front.close()

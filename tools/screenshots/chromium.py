@@ -176,7 +176,7 @@ def _patience(what: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def chromium(path: str) -> AsyncIterator[Page]:
+async def chromium(path: str, *more_flags: str) -> AsyncIterator[Page]:
     """A fresh profile in a folder of its own; both are gone at the end."""
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
@@ -185,7 +185,7 @@ async def chromium(path: str) -> AsyncIterator[Page]:
     for end in (to_read, from_write):
         os.close(end)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = [*FLAGS, f"--user-data-dir={profile}"]
+        flags = [*FLAGS, *more_flags, f"--user-data-dir={profile}"]
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # it refuses to start as root with one
         shell = f'exec "$0" "$@" 3<&{theirs[0]} 4>&{theirs[1]}'

@@ -1,0 +1,121 @@
+"""Pages of other origins in a real browser, before the real program without a key."""
+
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.promises.fleet_program import program, put, record, toml, workers
+from tools.screenshots.chromium import chromium, find_chromium
+
+CHROMIUM = find_chromium()
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
+# Both lead here: what a stranger's name server can do to a browser.
+STRANGER, REBOUND = "evil.example", "rebound.example"
+NAMES = f"--host-resolver-rules=MAP {STRANGER} 127.0.0.1, MAP {REBOUND} 127.0.0.1"
+# What a page can send anywhere without asking first, then what it has to ask for.
+ATTACKS = """(async () => {
+  const simple = { mode: "no-cors", method: "POST", headers: { "content-type": "text/plain" } };
+  const told = async (path, options) => {
+    try { return (await fetch(BASE + path, options)).status; } catch { return "refused"; }
+  };
+  const image = (path) => new Promise((done) => {
+    const it = new Image();
+    it.onload = it.onerror = done;
+    it.src = BASE + path;
+  });
+  const form = (path, field) => new Promise((done) => {
+    const frame = document.createElement("iframe");
+    frame.name = "frame" + Math.random();
+    document.documentElement.append(frame);
+    frame.onload = done;
+    const it = document.createElement("form");
+    it.method = "POST";
+    it.enctype = "text/plain";
+    it.target = frame.name;
+    it.action = BASE + path;
+    const input = document.createElement("input");
+    input.name = field;
+    it.append(input);
+    document.documentElement.append(it);
+    it.submit();
+  });
+  await told("workers", { ...simple, body: '{"url": "http://127.0.0.1:9"}' });
+  await told("reload", simple);
+  await told("pause_generation", simple);
+  await told("remove_worker?url=" + WORKER, simple);
+  await told("flush_cache", { mode: "no-cors" });
+  await image("flush_cache");
+  await image("v1/rl/engine/release_memory_occupation?selector=x!%3Dy");
+  await form("workers", '{"url": "http://127.0.0.1:9", "model": "');
+  return [
+    await told("workers", { method: "POST", headers: { "content-type": "application/json" },
+                            body: '{"url": "http://127.0.0.1:9"}' }),
+    await told("workers/" + encodeURIComponent(WORKER), { method: "DELETE" }),
+    await told("config"),
+    await told("status"),
+  ];
+})()"""
+
+
+@pytest.fixture
+async def page():
+    async with chromium(CHROMIUM, NAMES) as page:
+        yield page
+
+
+@asynccontextmanager
+async def house(tmp_path, **settings):
+    """(the program, its worker)"""
+    file = tmp_path / "proxy.toml"
+    async with workers("w") as fleet:
+        put(file, toml(fleet, **settings))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            yield running, fleet[0]
+
+
+def under(name, url, path=""):
+    return str(url.copy_with(host=name).join(path))
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1", "localhost", REBOUND])
+async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
+    async with house(tmp_path) as (running, worker):
+        before = await running.told("/status")
+        await page.visit(worker.url.replace("127.0.0.1", STRANGER))
+        base = under(target, running.client.base_url, "/")
+        outcome = await page.tell(
+            f"(() => {{ const BASE = {json.dumps(base)}, WORKER = {json.dumps(worker.url)};"
+            f" return {ATTACKS}; }})()"
+        )
+        assert outcome == ["refused"] * 4
+        told = await running.told("/workers")
+        assert [each["url"] for each in told["workers"]] == [worker.url]
+        assert record(told, worker)["held_by"] == []
+        after = await running.told("/status")
+        assert after["revision"] == before["revision"]
+        assert after["last_reload"] == before["last_reload"]
+        assert worker.requests == 0  # probes are GET /health
+
+
+async def test_a_name_that_leads_here_says_in_words_what_to_set(page, tmp_path):
+    async with house(tmp_path) as (running, _):
+        await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
+        await page.until("!document.querySelector('#locked').hidden")
+        told = await page.text("#locked")
+        assert f"add '{REBOUND}' to [admin] allowed_hosts" in told
+        assert "its key" not in told
+        assert await page.tell("fetch('/config').then((answer) => answer.status)") == 403
+
+
+async def test_an_allowed_name_serves_the_dashboard(page, tmp_path):
+    allowed = f"[admin]\nallowed_hosts = ['{REBOUND}']\n"
+    async with house(tmp_path, more=allowed) as (running, worker):
+        await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
+        await page.until("document.querySelector('#state').innerText.includes('Serving')")
+        put_it = f"""fetch("/workers/" + encodeURIComponent({json.dumps(worker.url)}), {{
+            method: "PUT", headers: {{ "Content-Type": "application/json" }},
+            body: '{{"disabled": true}}' }}).then((answer) => answer.status)"""
+        assert await page.tell(put_it) == 200
+        assert record(await running.told("/workers"), worker)["disabled"]
