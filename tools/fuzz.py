@@ -39,16 +39,12 @@ def read_head(data: bytes) -> None:
     again = judge(head.lines + b"host: worker\r\n" + framing + b"\r\n")
     _same(again.lines, head.lines)
     templates = RequestTemplates()
-    for _ in range(2):
+    for _ in range(3):  # the second time it is learnt
         known = templates.judge(raw[:end])
-        _same(sorted(_spelled(known.lines)), sorted(_spelled(head.lines)))
+        _same(known.lines, head.lines)
         _same((known.length, known.target), (head.length, head.target))
     stamped = RequestTemplates(Stamps("replace", b"x-request-id")).judge(raw[:end])
     judge(stamped.lines + b"host: worker\r\n\r\n")
-
-
-def _spelled(lines: bytes) -> list[bytes]:
-    return lines.replace(b": ", b":").split(b"\r\n")
 
 
 def read_chunks(data: bytes) -> None:

@@ -33,8 +33,9 @@ from omni_proxy.door.usual import Usuals
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
+from omni_proxy.wire.answer_template import AnswerTemplates
 from omni_proxy.wire.stamps import Stamps
-from omni_proxy.wire.template import AnswerTemplates, RequestTemplates
+from omni_proxy.wire.template import RequestTemplates
 
 _log = logging.getLogger(__name__)
 

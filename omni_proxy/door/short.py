@@ -23,8 +23,8 @@ from omni_proxy.door.upstream import PIECE_BYTES
 from omni_proxy.door.usual import Usual
 from omni_proxy.routing.inspect import Need, need_of
 from omni_proxy.routing.keys import routing_key
+from omni_proxy.wire.answer_template import NO_ANSWER
 from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.template import NO_ANSWER
 
 if TYPE_CHECKING:
     from omni_proxy.door.connection import Connection

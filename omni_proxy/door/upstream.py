@@ -19,7 +19,7 @@ from omni_proxy.door.task import Owner, Task
 from omni_proxy.door.tls import Handshake, TlsConn
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.trust import client_context, reason_of
-from omni_proxy.wire.template import NO_ANSWER
+from omni_proxy.wire.answer_template import NO_ANSWER
 
 IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
 PIECE_BYTES: Final = 16384

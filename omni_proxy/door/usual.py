@@ -6,10 +6,13 @@ route may have it.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from omni_proxy.routing.inspect import is_json
 from omni_proxy.routing.table import ANYWHERE, Route, WrongMethod, match
+from omni_proxy.wire.caching import LruCache
 from omni_proxy.wire.head import RequestHead
 from omni_proxy.wire.spelling import Spelling
 from omni_proxy.wire.template import TEMPLATES
@@ -22,17 +25,24 @@ class Usual:
 
     def __init__(self, head: RequestHead, spelling: Spelling, route: Route, source: Usuals) -> None:
         own_id = head.request_id if spelling.id_at < 0 else b""
-        self.head = msgspec.structs.replace(head, lines=spelling.lines, length=0, request_id=own_id)
+        self.head = msgspec.structs.replace(head, lines=spelling.first, length=0, request_id=own_id)
         self.spelling = spelling
         self.route = route
         self.source = source
+
+
+class _Never:
+    """In the place of a Usual: requests that are spelled so go the long way."""
+
+
+_NEVER: Final = _Never()
 
 
 class Usuals:
     """What is known of the heads that many connections have in common, under one configuration."""
 
     def __init__(self) -> None:
-        self._known: dict[Spelling, Usual | None] = {}
+        self._known: LruCache[Spelling, Usual | _Never] = LruCache(TEMPLATES)
 
     def of(self, head: RequestHead) -> Usual | None:
         """For the requests that are spelled like this one; None where they can't go the short
@@ -40,11 +50,11 @@ class Usuals:
         spelling = head.spelling
         if spelling is None:
             return None
-        if spelling not in self._known:
-            if len(self._known) >= TEMPLATES:
-                self._known.clear()
-            self._known[spelling] = self._made(head, spelling)
-        return self._known[spelling]
+        known = self._known.get(spelling)
+        if known is None:
+            known = self._made(head, spelling) or _NEVER
+            self._known.put(spelling, known)
+        return known if isinstance(known, Usual) else None
 
     def _made(self, head: RequestHead, spelling: Spelling) -> Usual | None:
         if not spelling.counted:

@@ -29,14 +29,19 @@ HINTS = {
 }
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
-# Fields that end at us (RFC 9110 7.6.1) or are written anew; the last group is read and passed on.
+# Fields that end at us (RFC 9110 7.6.1) or are written anew.
+_ENDING = (
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+    b"proxy-connection", b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade", b"host",
+    b"content-length", b"expect", *HINTS,
+)  # fmt: skip
+REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
+# Read and passed on.
+_PASSED = (b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key")
+# Of all other fields only the syntax is judged.
+READ_FIELDS = frozenset((*_ENDING, *_PASSED))
 _OURS = re.compile(
-    rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-authorization|proxy-connection|te"
-    rb"|trailers?|transfer-encoding|upgrade|host|content-length|expect"
-    rb"|x-sglang-omni-route-(?:model|stream|capabilities|worker)"
-    rb"|x-omni-(?:weight-version|min-weight-epoch))"
-    rb"|(content-type|x-sglang-omni-request-id|x-request-id|x-correlation-id"
-    rb"|idempotency-key|sec-websocket-key))[ \t]*:[ \t]*([^\r\n]*)"
+    rb"\r\n(?i:(%b)|(%b))[ \t]*:[ \t]*([^\r\n]*)" % (b"|".join(_ENDING), b"|".join(_PASSED))
 )
 # Stricter than llhttp, which takes several spaces, RTSP and fragments (RFC 9112 3).
 _REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
@@ -46,7 +51,6 @@ _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]*)(.*)")
 _PORT = rb"(?:[0-9]{0,4}|[0-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::" + _PORT + rb")?\Z")
 _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
-_REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
 PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 
@@ -253,7 +257,7 @@ def _host(fields: _Fields, *, optional: bool) -> bytes:
 
 
 def _request_id(fields: _Fields) -> bytes:
-    return next((fields[name][0] for name in _REQUEST_ID_FIELDS if fields.get(name, [b""])[0]), b"")
+    return next((fields[name][0] for name in REQUEST_ID_FIELDS if fields.get(name, [b""])[0]), b"")
 
 
 def _origin_form(target: bytes, method: bytes, host: bytes) -> bytes:

@@ -1,71 +1,57 @@
-"""How a client writes its heads: what stays the same, and where the fields stand that vary.
+"""How a client writes its heads: what stays the same, and where the values stand that vary.
 
-Pure. Invariant: two heads with the same spelling and well-formed values differ in nothing but those
-values.
+Pure. Invariant: two heads that one spelling fills differ in nothing but those values, each of which
+is well-formed; what is filled has every field in the client's order.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import msgspec
 
 _CRLF: Final = b"\r\n"
-# Of a value that is split out: what it may hold, and how much of it.
-VISIBLE: Final = bytes(range(0x21, 0x7F))
-VALUE_BYTES: Final = 128
-VARYING: Final = re.compile(
-    rb"\r\n([Cc]ontent-[Ll]ength|[Xx]-[Rr]equest-[Ii][Dd]|[Tt]raceparent): ?"
-    rb"([!-~]{1,128})(?=\r\n)"
-)
+# What a value that varies must not hold: where its field goes on unread (RFC 9110 5.5), and where
+# it may be the request's id, of which spaces at its ends would be no part. There are few of them,
+# for their number is what looking for them costs.
+CONTROLS: Final = bytes(range(0x09)) + bytes(range(0x0A, 0x20)) + b"\x7f"
+CONTROLS_AND_SPACES: Final = CONTROLS + b"\t "
+# In their place where the value is the content-length.
+COUNT: Final = b""
+
+Step = tuple[bytes, bytes, bytes, bytes | None]
 
 
 class Spelling(msgspec.Struct, gc=False, eq=False):
-    """How one client writes a head that is known, between the values that vary.
+    """How a head that is known is written, between the values that vary.
 
     Each step to a value is what stays the same since the last one (with its line end), the field's
-    name as it is written, with its colon, and how its line begins when it goes on; that is empty
-    for the content-length, which is written anew. `last` is what follows the last value, without
-    the blank line.
+    name as it is written, with its colon, the bytes that the value must not hold, and what goes on
+    behind it; that is None for a field that ends here, such as the content-length, which is written
+    anew. `last` is what follows the last value, without the blank line.
     """
 
-    lines: bytes  # as in RequestHead, without the fields that vary
-    steps: tuple[tuple[bytes, bytes, bytes], ...]
+    first: bytes  # of the lines as they go on, until the first value in them
+    steps: tuple[Step, ...]
     last: bytes
     counted: bool  # the content-length is among them
     id_at: int  # where the request's id is among the parts; -1: it is none of the values
 
-    def filled(self, head: bytes, length: bytes) -> list[bytes] | None:
+    def filled(self, head: bytes, length: bytes | None) -> list[bytes] | None:
         """The lines, in parts, of a head without its blank line, as they go on. None where it is
-        not written like this, its content-length is not `length`, or a value is not plainly
-        well-formed."""
-        parts = [self.lines]
-        for before, name, line in self.steps:
+        not written like this, its content-length is not `length`, or a value is empty or not
+        plainly well-formed."""
+        parts = [self.first]
+        for before, name, forbidden, after in self.steps:
             same, _, head = head.partition(name)
             if same != before:
                 return None
             value, _, head = head.partition(_CRLF)
-            if not line:
+            if not forbidden:
                 if value != length:
                     return None
-            elif 0 < len(value) <= VALUE_BYTES and not value.translate(None, VISIBLE):
-                parts += line, value, _CRLF
-            else:
+            elif not value or value.translate(None, forbidden) != value:
                 return None
+            elif after is not None:
+                parts += value, after
         return parts if head == self.last else None
-
-
-def spelling_of(head: bytes, lines: bytes) -> Spelling:
-    """Of one whole head; `lines` as `Spelling` has them."""
-    steps: list[tuple[bytes, bytes, bytes]] = []
-    at, id_at, counted = 0, -1, False
-    for found in VARYING.finditer(head):
-        name, begins = found[1].lower(), found.start(1)
-        if name == b"x-request-id":
-            id_at = 3 * (len(steps) - counted) + 2
-        line = b"" if name == b"content-length" else found[1] + b": "
-        counted |= not line
-        steps.append((head[at:begins], head[begins : found.start(2)], line))
-        at = found.end() + 2
-    return Spelling(lines, tuple(steps), head[at:-4], counted, id_at)

@@ -19,6 +19,10 @@ _CLAIMS: Final = re.compile(
     rb"(?i)(?<=\r\n)(?:x[-_]forwarded[-_][^:\r\n]*|forwarded|x[-_]real[-_]ip)(?=:)"
 )
 
+_PROTO: Final = b"x-forwarded-proto"
+_HOST: Final = b"x-forwarded-host"
+_READ: Final = frozenset((_PROTO, _HOST))
+
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
@@ -33,6 +37,10 @@ class Stamps:
     def __bool__(self) -> bool:
         return self.forwarded != "off" or bool(self.id_name)
 
+    def read_fields(self) -> frozenset[bytes]:
+        """The fields whose values `prepare` reads, in lower case, but for that of the id."""
+        return _READ if self.forwarded != "off" else frozenset()
+
     def prepare(self, head: RequestHead, *, secure: bool) -> None:
         """The part that does not vary, written into `head`."""
         if self.id_name:
@@ -43,9 +51,9 @@ class Stamps:
             claims = {found[0].lower() for found in _CLAIMS.finditer(head.lines)}
             if claims:
                 head.lines = drop_fields(head.lines, frozenset(claims))
-        if not field_of(head.lines, b"x-forwarded-proto"):
+        if not field_of(head.lines, _PROTO):
             head.lines += b"x-forwarded-proto: %b\r\n" % (b"https" if secure else b"http")
-        if head.host and not field_of(head.lines, b"x-forwarded-host"):
+        if head.host and not field_of(head.lines, _HOST):
             head.lines += b"x-forwarded-host: %b\r\n" % head.host
         head.lines += b"via: %b %b\r\n" % (b"1.0" if head.http_1_0 else b"1.1", VIA_NAME)
 

@@ -1,7 +1,8 @@
 """A door whose clients and workers are told step by step what to do, with the short way or without.
 
 Every socket is a Unix one, where what was sent has come: so a turn waits for nothing, and the same
-steps give the same course. `seen` is all that they came to, but for the order of a head's fields.
+steps give the same course. `seen` is all that they came to, but for the order of fields in an
+answer.
 """
 
 import contextlib
@@ -317,7 +318,7 @@ class World(ByHand):
                 (alike(each.came) if whole or not each.slow else len(each.came), each.end)
                 for each in self.clients
             ],
-            "workers": [(end.name, alike(end.came), end.end) for end in self.lines],
+            "workers": [(end.name, end.came, end.end) for end in self.lines],
             "fleet": [_of(worker) for worker in self.fleet.workers],
             "idle": {worker.url: len(lane.idle) for worker, lane in door._lanes.items()},
             "phases": sorted(self.phases),

@@ -28,6 +28,47 @@ def test_a_request_like_the_last_and_an_answer_like_the_last_never_meet_the_coro
     assert world.log[-1]["outcome"] == "completed"
 
 
+UNIQUE = [
+    b"traceparent", b"X-Amzn-Trace-Id", b"CF-Ray", b"idempotency-key", b"baggage", b"x-request-id",
+    b"x-session-id", b"authorization", b"x-never-heard-of",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNIQUE)
+@pytest.mark.parametrize("config", ["", "[routing]\nsticky_sessions = true\n"])
+def test_a_field_that_is_new_in_every_request_goes_the_short_way(listeners, name, config):
+    def script(world, client):
+        for number in range(8):
+            world.began = 0 if number == 3 else world.began
+            world.ask(client, spelled(fields=(b"%b: 00-%d" % (name, number), b"accept: a/b")))
+            world.answer(WHOLE)
+        assert b"%b: 00-7\r\naccept: a/b\r\n" % name in b"".join(end.came for end in world.lines)
+
+    assert taken(both(listeners, script, config)) == (5, 0)
+
+
+HOSTILE_FIELDS = [
+    b"x-new: 1\r\n folded", b"x-new: 1\nx: 2", b"x-new: 1\0", b"x-new : 1", b"x-new: \x01",
+    b"x-new", b": 1", b"x-new: 1\r\nconnection: close", b"x-new: 1\r\nconnection: x-new",
+    b"x-new: 1\r\ntransfer-encoding: chunked", b"x-new: 1\r\ncontent-length: 15",
+    b"x-new: 1\r\nx-new: 2", b"X-New: 1", b"x-new:", b"x-new:  1", b"x-new: 1\r\nhost: other",
+    b"x-new: \xe9", b"x-new: x-new: 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HOSTILE_FIELDS)
+def test_what_stands_in_the_place_of_a_field_that_varies_is_judged(listeners, field):
+    def script(world, client):
+        for number in range(5):
+            world.ask(client, spelled(fields=(b"x-new: %d" % number, b"accept: a/b")))
+            world.answer(WHOLE)
+        for each in (field, field, field):
+            world.ask(client, spelled(fields=(each, b"accept: a/b")))
+            world.answer(WHOLE)
+
+    both(listeners, script)
+
+
 @pytest.mark.parametrize("size", [4095, 4096, 16000])
 def test_bodies_that_come_whole_may_be_large(listeners, size):
     text = bytes(b"1" * size)

@@ -1,6 +1,7 @@
 """The short way against the long one: the same steps, told to a door of each, come to the same."""
 
 import contextlib
+import itertools
 import socket
 
 import pytest
@@ -75,6 +76,7 @@ FIELDS = st.sampled_from(
         (b"x-sglang-omni-route-stream: true",),
         (b"x-session-id: me",),
         (b"traceparent: 00-ab",),
+        (b"traceparent: 1", b"TRACEPARENT: 2"),
         (b"x-request-id: again",),
         (b"transfer-encoding: chunked",),
         (b"content-length: 3",),
@@ -153,15 +155,19 @@ def configured(server, routing):
 class Course:
     """Does the steps in one world, and keeps what each came to."""
 
-    def __init__(self, world, server, routing, *, ids):
+    def __init__(self, world, server, routing, *, ids, traced):
         self.world, self.server, self.routing = world, server, routing
         self.ids = ids  # whether its clients give them
+        self.traces = itertools.count() if traced else None  # a field that is new in every request
         self.seen = []
 
     def go(self, slow, steps):
         for at, warm in enumerate((6, 2, 0)):
             like = spelled(request_id=b"warm" if self.ids else b"")
             self.world.come(slow=slow and at == 0, warm=warm, like=like)
+        for who in (0, 1) if self.traces else ():
+            for _ in range(4):
+                self.exchange(who, (b"warm", b'{"messages": []}'), (WHOLE,))
         self.keep("warm")
         for step in steps:
             getattr(self, step[0])(*step[1:])
@@ -185,7 +191,8 @@ class Course:
 
     def like(self, who, request):
         request_id, body = request
-        told = spelled(request_id=request_id if self.ids else b"", body=body)
+        fields = () if self.traces is None else (b"CF-Ray: %d-abc" % next(self.traces), b"a: b")
+        told = spelled(request_id=request_id if self.ids else b"", body=body, fields=fields)
         self.world.ask(self.world.clients[who], told)
 
     def exchange(self, who, request, plan):
@@ -264,13 +271,13 @@ def listeners(tmp_path):
 
 
 def course(listeners, told, *, short):
-    (server, routing), (slow, at_once, ids), steps = told
+    (server, routing), (slow, at_once, ids, traced), steps = told
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conn, "LATE_AT_MOST", 1 if at_once else conn.LATE_AT_MOST)
         patch.setenv("KEY_OF_A_WORKER", "secret")
         made = World(patch, listeners, configured(server, routing), short=short)
         with made.at_work() as world:
-            made = Course(world, server, routing, ids=ids)
+            made = Course(world, server, routing, ids=ids, traced=traced)
             made.go(slow, steps)
             assert not world.door.pump.tasks
             assert world.door.in_flight == 0
@@ -282,7 +289,7 @@ def course(listeners, told, *, short):
 @given(
     st.tuples(
         st.tuples(SERVER, ROUTING),
-        st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
         st.lists(STEPS, min_size=4, max_size=20),
     )
 )

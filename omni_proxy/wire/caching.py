@@ -1,0 +1,64 @@
+"""Bounded tables for what peers send again and again.
+
+Invariant: no table holds more than its bound, and one more entry costs the least recently used one,
+never the whole table. `Doorkeeper` keeps what is seen only once out of such a table.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LruCache(Generic[K, V]):
+    """At most `most` entries; the least recently used one goes first."""
+
+    __slots__ = ("_entries", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """The entry, used now; None where there is none."""
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: K, value: V) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._most:
+            self._entries.popitem(last=False)
+
+
+class Doorkeeper:
+    """Tells whether a key was seen before, among the last `most` that were new.
+
+    It keeps hashes only: equal ones of two keys cost one entry too early, and nothing else.
+    """
+
+    __slots__ = ("_most", "_seen")
+
+    def __init__(self, most: int) -> None:
+        self._seen: dict[int, None] = {}
+        self._most = most
+
+    def admits(self, key: Hashable) -> bool:
+        """False the first time; True the second time, which is forgotten then."""
+        hashed = hash(key)
+        if hashed in self._seen:
+            del self._seen[hashed]
+            return True
+        if len(self._seen) >= self._most:
+            del self._seen[next(iter(self._seen))]
+        self._seen[hashed] = None
+        return False
