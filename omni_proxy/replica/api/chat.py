@@ -1,7 +1,8 @@
 """POST /v1/chat/completions (api-server.md 1.3).
 
-Invariant: null is the same as absent; what a body says that nobody here knows (`n`, `tools`,
-`stream_options`, ...) is ignored. Errors are `{"detail"}`, or an event once a stream has begun.
+Invariant: null is the same as absent; what a body says that nobody here knows is ignored, unless it
+changes what the answer is: then it is refused by its name. Errors are `{"detail"}`, or an event
+once a stream has begun.
 """
 
 from __future__ import annotations
@@ -12,13 +13,26 @@ from msgspec import Struct
 from quart import Response
 from quart_trio import QuartTrio
 
+from omni_proxy.replica.api.answer_format import schema_of
 from omni_proxy.replica.api.chat_answer import ChatAsk, ChatDeltas, completion
+from omni_proxy.replica.api.choices import count_of, repeated
 from omni_proxy.replica.api.errors import Refused, reply
 from omni_proxy.replica.api.fields import json_body, read, value_error
-from omni_proxy.replica.api.lowering import Common, Count, Whole, new_id, sampling_of, stops_of
+from omni_proxy.replica.api.logprobs import top_of
+from omni_proxy.replica.api.lowering import (
+    Common,
+    Count,
+    Whole,
+    check_biases,
+    new_id,
+    sampling_of,
+    stops_of,
+)
 from omni_proxy.replica.api.media import MediaReader, refuse
 from omni_proxy.replica.api.served import Served
+from omni_proxy.replica.api.several import complete_all, ids_of, source_of
 from omni_proxy.replica.api.sse import EventStream, stream_response
+from omni_proxy.replica.api.unserved import refuse_tools, refuse_unserved
 from omni_proxy.replica.pipeline.requests import GenerateRequest
 
 MODALITIES = ("text", "audio")
@@ -40,6 +54,8 @@ class ChatMessage(Struct):
 class ChatBody(Common, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     audios: list[str] | None = None
@@ -61,22 +77,33 @@ class ChatRoutes:
         body = read(ChatBody, given)
         if not (body.messages or body.audios or body.images or body.videos):
             raise value_error("messages must not be empty", given)
-        ask = self._ask(body)
-        request = await self._lower(body, ask)
+        refuse_unserved(given)
+        refuse_tools(given)
+        count = count_of(body.n)
+        top = top_of(body.logprobs, body.top_logprobs)
+        check_biases(body, self._served)
+        ask = self._ask(body, logprobs=top is not None)
+        schema = await schema_of(self._served, body.response_format)
+        request = await self._lower(body, ask, top, schema)
+        return await self._answer(ask, repeated(request, count))
+
+    async def _answer(self, ask: ChatAsk, requests: list[GenerateRequest]) -> Response:
         served = self._served
+        ids = ids_of(ask.request_id, len(requests))
         timing = served.meters.timed(served.model_name)
-        if body.stream:
-            generation = served.client.generate(request, ask.request_id)
+        if requests[0].stream:
+            source = source_of(served.client, requests, ids)
+            shape = ChatDeltas(ask, ids)
             cut = served.cut_failed_streams
-            return stream_response(EventStream(generation, ChatDeltas(ask), timing, cut=cut))
+            return stream_response(EventStream(source, shape, timing, cut=cut))
         try:
-            result = await served.client.completion(request, ask.request_id)
+            results = await complete_all(served.client, requests, ids)
             timing.ended()
         finally:
             timing.left()
-        return reply(completion(ask, result))
+        return reply(completion(ask, results))
 
-    def _ask(self, body: ChatBody) -> ChatAsk:
+    def _ask(self, body: ChatBody, *, logprobs: bool) -> ChatAsk:
         """Raises Refused 400 for an unknown modality or a format of audio that cannot be made.
 
         Audio that was asked for and that no stage makes is left out: the answer is text then.
@@ -97,9 +124,12 @@ class ChatRoutes:
             modalities=modalities,
             audio_format=audio_format,
             stops=stops_of(body.stop),
+            logprobs=logprobs,
         )
 
-    async def _lower(self, body: ChatBody, ask: ChatAsk) -> GenerateRequest:
+    async def _lower(
+        self, body: ChatBody, ask: ChatAsk, top: int | None, schema: str | None
+    ) -> GenerateRequest:
         if body.videos:
             refuse("video", "videos")
         reader = MediaReader(self._served)
@@ -111,7 +141,7 @@ class ChatRoutes:
         return GenerateRequest(
             prompt=messages,
             model=body.model,
-            sampling=sampling_of(body, limit, logprobs=False),
+            sampling=sampling_of(body, limit, top=top, schema=schema),
             stream=bool(body.stream),
             output_modalities=ask.modalities,
             task="chat",

@@ -1,7 +1,8 @@
 """Chat answers out of chunks and results: the shapes of api-server.md 1.3, and no I/O.
 
 Invariant: keys without a value are left out, save `finish_reason`; the finish event comes last and
-alone carries `usage`; text and audio never share a delta; nothing behind a stop string gets out.
+alone carries `usage` (of several choices the very last one's); text and audio never share a delta;
+nothing behind a stop string gets out.
 """
 
 from __future__ import annotations
@@ -12,22 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from omni_proxy.replica.api.choices import usage_of, usage_of_all
+from omni_proxy.replica.api.logprobs import ToldTokens, chat_logprobs, required
 from omni_proxy.replica.api.speaking import encode
 from omni_proxy.replica.api.sse import Event
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk
 from omni_proxy.replica.text.stops import StopStrings
-
-USAGE_KEYS = ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details")
-
-
-def usage_of(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The OpenAI keys of a pipeline's usage; None is not known."""
-    if usage is None:
-        return None
-    told = {key: usage[key] for key in USAGE_KEYS if usage.get(key) is not None}
-    if "total_tokens" not in told and {"prompt_tokens", "completion_tokens"} <= told.keys():
-        told["total_tokens"] = told["prompt_tokens"] + told["completion_tokens"]
-    return told
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -48,6 +39,7 @@ class ChatAsk:
     modalities: tuple[str, ...] = ("text",)
     audio_format: str = "wav"
     stops: tuple[str, ...] = ()
+    logprobs: bool = False
     created_unix_secs: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -67,8 +59,18 @@ class ChatAsk:
         return {"id": f"audio-{self.request_id}", "data": data}
 
 
-def completion(ask: ChatAsk, result: CompletionResult) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+def completion(ask: ChatAsk, results: Sequence[CompletionResult]) -> dict[str, Any]:
+    """The body of an answer that is not streamed; several results are several choices.
+
+    Raises RequestFailed 501 where log probabilities were asked for and are not there.
+    """
+    choices = [_choice(ask, index, result) for index, result in enumerate(results)]
+    usages = [result.usage for result in results]
+    usage = usage_of(usages[0]) if len(usages) == 1 else usage_of_all(usages, len(usages))
+    return ask.head("chat.completion") | {"choices": choices, "usage": usage}
+
+
+def _choice(ask: ChatAsk, index: int, result: CompletionResult) -> dict[str, Any]:
     text = cut_at_stop(result.text, ask.stops)
     message: dict[str, Any] = {"role": "assistant"}
     audio = ask.audio(result.audio, result.sample_rate)
@@ -76,48 +78,87 @@ def completion(ask: ChatAsk, result: CompletionResult) -> dict[str, Any]:
         message["content"] = text
     if audio is not None:
         message["audio"] = audio | {"transcript": text or None}
-    choice = {"index": 0, "message": message, "finish_reason": result.finish_reason or "stop"}
-    return ask.head("chat.completion") | {"choices": [choice], "usage": usage_of(result.usage)}
+    choice: dict[str, Any] = {"index": index, "message": message}
+    if ask.logprobs:
+        items = required(result.logprobs, bool(text))
+        choice["logprobs"] = chat_logprobs(ToldTokens().feed(items, text))
+    return choice | {"finish_reason": result.finish_reason or "stop"}
 
 
 class ChatDeltas:
-    """One streamed answer's state: which events a chunk becomes."""
+    """One streamed answer's state: which events a chunk becomes.
 
-    def __init__(self, ask: ChatAsk) -> None:
+    `ids` are those of the requests whose chunks come, one for each choice in its order.
+    """
+
+    def __init__(self, ask: ChatAsk, ids: Sequence[str]) -> None:
         self._ask = ask
-        self._stops = StopStrings(ask.stops)
-        self._began = False
+        self._choices = {each: _ChoiceDeltas(ask, index) for index, each in enumerate(ids)}
+        self._usages: dict[str, dict[str, Any] | None] = {}
 
     def feed(self, chunk: GenerateChunk) -> Iterator[Event]:
-        payloads = list(self._payloads(chunk))
-        for payload in payloads:
-            yield self._delta(payload)
-        if chunk.terminal:
-            yield self._finish(chunk)
-        elif not payloads and not self._began:
-            yield self._delta({})
+        """Raises RequestFailed 501 where log probabilities were asked for and are not there."""
+        for choice in self._choices[chunk.request_id].feed(chunk):
+            yield (
+                self._ask.head("chat.completion.chunk")
+                | {"choices": [choice]}
+                | (self._usage(chunk) if choice["finish_reason"] else {})
+            )
 
-    def _payloads(self, chunk: GenerateChunk) -> Iterator[dict[str, Any]]:
+    def _usage(self, chunk: GenerateChunk) -> dict[str, Any]:
+        """What the last of all finish events tells; nothing with the others."""
+        self._usages[chunk.request_id] = chunk.usage
+        if len(self._usages) < len(self._choices):
+            return {}
+        usages = [self._usages[each] for each in self._choices]
+        usage = usage_of(usages[0]) if len(usages) == 1 else usage_of_all(usages, len(usages))
+        return {} if usage is None else {"usage": usage}
+
+
+class _ChoiceDeltas:
+    """The same of one choice, which is all that its events have of their own."""
+
+    def __init__(self, ask: ChatAsk, index: int) -> None:
+        self._ask = ask
+        self._index = index
+        self._stops = StopStrings(ask.stops)
+        self._told = ToldTokens()
+        self._began = False
+
+    def feed(self, chunk: GenerateChunk) -> Iterator[dict[str, Any]]:
+        payloads = list(self._payloads(chunk))
+        for payload, logprobs in payloads:
+            yield self._delta(payload, logprobs)
+        if chunk.terminal:
+            yield self._choice({}, chunk.finish_reason or "stop")
+        elif not payloads and not self._began:
+            yield self._delta({}, None)
+
+    def _payloads(self, chunk: GenerateChunk) -> Iterator[tuple[dict[str, Any], Any]]:
         if "text" in self._ask.modalities:
             text = self._stops.feed(chunk.text)
             if chunk.terminal:
                 text += self._stops.flush()
-            if text:
-                yield {"content": text}
+            told = self._logprobs(chunk, text)
+            if text or told:
+                yield {"content": text}, told
         audio = self._ask.audio(chunk.audio, chunk.sample_rate)
         if audio is not None:
-            yield {"audio": audio}
+            yield {"audio": audio}, None
 
-    def _delta(self, payload: dict[str, Any]) -> Event:
+    def _logprobs(self, chunk: GenerateChunk, text: str) -> dict[str, Any] | None:
+        if not self._ask.logprobs:
+            return None
+        items = self._told.feed(required(chunk.logprobs, bool(chunk.text)), text)
+        return chat_logprobs(items) if items else None
+
+    def _delta(self, payload: dict[str, Any], logprobs: Any) -> dict[str, Any]:
         role = {} if self._began else {"role": "assistant"}
         self._began = True
-        return self._event(role | payload, None)
+        return self._choice(role | payload, None, logprobs)
 
-    def _event(self, delta: dict[str, Any], finish_reason: str | None) -> Event:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        return self._ask.head("chat.completion.chunk") | {"choices": [choice]}
-
-    def _finish(self, chunk: GenerateChunk) -> Event:
-        finish = self._event({}, chunk.finish_reason or "stop")
-        usage = usage_of(chunk.usage)
-        return finish if usage is None else finish | {"usage": usage}
+    def _choice(
+        self, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        told = {} if logprobs is None else {"logprobs": logprobs}
+        return {"index": self._index, "delta": delta} | told | {"finish_reason": finish_reason}

@@ -15,7 +15,7 @@ from msgspec import Struct
 from quart import Response
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.completions import total_usage
+from omni_proxy.replica.api.choices import usage_of_all
 from omni_proxy.replica.api.errors import CLIENT_ERRORS, Refused, enveloped, reply
 from omni_proxy.replica.api.fields import read_body
 from omni_proxy.replica.api.lowering import Whole, new_id
@@ -58,7 +58,7 @@ class EmbeddingRoutes:
             }
             for index, result in enumerate(results)
         ]
-        usage = total_usage(result.usage for result in results) or {}
+        usage = usage_of_all([result.usage for result in results]) or {}
         return reply(
             {
                 "object": "list",

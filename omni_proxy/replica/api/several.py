@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import trio
 
 from omni_proxy.replica.api.errors import CLIENT_ERRORS, ClientError
+from omni_proxy.replica.api.sse import Source
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk, GenerateRequest
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ async def complete_all(
     if failures:
         raise failures[0]
     return [results[request_id] for request_id in ids]
+
+
+def source_of(client: Client, requests: Sequence[GenerateRequest], ids: Sequence[str]) -> Source:
+    """Their chunks as they come."""
+    generations = [client.generate(*each) for each in zip(requests, ids, strict=True)]
+    return generations[0] if len(generations) == 1 else Braid(generations)
 
 
 class Braid:

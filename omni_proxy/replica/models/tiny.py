@@ -62,6 +62,9 @@ class TinyTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]
 
+    def control_name(self, token_id: int) -> str | None:
+        return self._controls.names.get(token_id)
+
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 

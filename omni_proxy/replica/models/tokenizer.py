@@ -34,6 +34,9 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token adds to the text: b"" for a control token."""
 
+    def control_name(self, token_id: int) -> str | None:
+        """Return what the control token is called; None for a token that is text."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the whole text; bytes that are no UTF-8 become U+FFFD."""
 
@@ -82,10 +85,11 @@ def byte_letters() -> dict[str, int]:
 class Controls:
     """The control tokens, found in a text by their names."""
 
-    __slots__ = ("_cut", "ids")
+    __slots__ = ("_cut", "ids", "names")
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids
+        self.names = {token_id: name for name, token_id in ids.items()}
         longest_first = sorted(ids, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None
 
@@ -135,6 +139,9 @@ class BytePairTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]
+
+    def control_name(self, token_id: int) -> str | None:
+        return self._controls.names.get(token_id)
 
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")

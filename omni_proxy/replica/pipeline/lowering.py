@@ -16,6 +16,11 @@ _OPTIONAL = (
     "repetition_penalty",
     "seed",
     "max_new_tokens",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "json_schema",
 )
 
 

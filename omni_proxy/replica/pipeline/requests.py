@@ -45,7 +45,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen; None leaves it to the stage."""
+    """How tokens are chosen; None leaves it to the stage.
+
+    `top_logprobs` also has every token that is told of spelled; `logit_bias` has token ids as text
+    for its keys, as JSON has; `json_schema` is the text of a schema that the answer must fit.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -58,6 +62,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     ignore_eos: bool = False
+    top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,12 @@ def prompt_of(payload: StagePayload, fit: Fit, now_s: float) -> Prompt:
         sampling = sampling_of(request.params, fit.stage)
     except SamplingError as error:
         raise PromptFault(str(error)) from error
+    for token in sampling.logit_bias:
+        if token >= fit.vocabulary:
+            raise PromptFault(
+                f"logit_bias: token {token} is out of vocabulary: the model's tokens are 0 to "
+                f"{fit.vocabulary - 1}"
+            )
     return Prompt(
         request_id=payload.request_id,
         token_ids=tokens,

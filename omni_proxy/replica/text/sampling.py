@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ NARROW = 512
 MOST_STOPS = 256  # each is looked for after every token
 # Below this temperature logits would overflow, and the likeliest token is drawn anyway.
 COLD = 1e-5
+MOST_LOGPROBS = 20  # OpenAI's bound
+MOST_BIASES = 1024
+MOST_DIGITS = 10
 
 
 class SamplingError(ValueError):
@@ -29,7 +32,12 @@ class SamplingError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What one caller asks for. `top_k` below 1 means all; `max_new_tokens` None means the rest."""
+    """What one caller asks for. `top_k` below 1 means all; `max_new_tokens` None means the rest.
+
+    `top_logprobs` asks for so many likeliest tokens beside each chosen one, and for the spelling of
+    all of them. `logit_bias` is added to the logits of token ids. `json_schema` is a JSON schema as
+    text; "" leaves the answer free.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,6 +50,18 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: bool = False
     ignore_eos: bool = False
+    top_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: str = ""
+
+    @property
+    def shaped(self) -> bool:
+        """Is a logit to be changed by more than penalty and temperature, before it is chosen?"""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.logit_bias or self.json_schema
+        )
 
     @property
     def greedy(self) -> bool:
@@ -119,6 +139,28 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def biases_of(name: str, value: Any) -> dict[int, float]:
+    """Token ids with their biases; ids may be texts, as keys of JSON are. Raises SamplingError."""
+    if not isinstance(value, Mapping):
+        raise SamplingError(f"{name} must be an object of token ids and numbers, not {value!r:.40}")
+    if len(value) > MOST_BIASES:
+        raise SamplingError(f"{name} holds {len(value)} tokens; at most {MOST_BIASES} are taken")
+    check = _number(lambda bias: -100 <= bias <= 100, "within -100 and 100")
+    found = {}
+    for key, bias in value.items():
+        text = str(key)
+        if not (text.isascii() and text.isdigit() and len(text) < MOST_DIGITS):
+            raise SamplingError(f"{name}: each key must be a token id, not {key!r:.40}")
+        found[int(text)] = check(f"{name}.{text}", bias)
+    return found
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SamplingError(f"{name} must be a string, not {value!r:.40}")
+    return value
+
+
 _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "temperature": _number(lambda value: value >= 0, "of at least 0"),
     "top_p": _number(lambda value: 0 < value <= 1, "above 0 and at most 1"),
@@ -131,18 +173,30 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _ids,
     "logprobs": _flag,
     "ignore_eos": _flag,
+    "top_logprobs": _integer(0, MOST_LOGPROBS, f"within 0 and {MOST_LOGPROBS}"),
+    "presence_penalty": _number(lambda value: -2 <= value <= 2, "within -2 and 2"),
+    "frequency_penalty": _number(lambda value: -2 <= value <= 2, "within -2 and 2"),
+    "logit_bias": biases_of,
+    "json_schema": _text,
 }
 
 
 class Chooser:
-    """Chooses one request's tokens, in their order."""
+    """Chooses one request's tokens, in their order.
 
-    __slots__ = ("_generator", "_sampling")
+    `likeliest` holds, where `top_logprobs` asks for them, the best tokens of the last choice with
+    their log probabilities. `complete`: no token can follow the last one.
+    """
+
+    __slots__ = ("_generator", "_sampling", "likeliest")
+
+    complete = False
 
     def __init__(self, sampling: Sampling) -> None:
         import torch
 
         self._sampling = sampling
+        self.likeliest: list[tuple[float, int]] = []
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
@@ -153,10 +207,11 @@ class Chooser:
         """Return the token that follows `tokens` and, where asked for, its log probability.
 
         `logits` is [vocabulary] and stays as it is. The log probability is the token's in the
-        distribution after penalty and temperature, before anything was filtered away.
+        distribution after penalties, bias, constraint and temperature, before anything was
+        filtered away by top-k, top-p or min-p.
         """
         wanted = self._sampling
-        logits = penalised(logits.float(), tokens, wanted.repetition_penalty)
+        logits = self._shaped(logits.float(), tokens)
         if wanted.greedy:
             token = int(logits.argmax())
         else:
@@ -164,7 +219,16 @@ class Chooser:
             token = self._draw(logits)
         if not wanted.logprobs:
             return token, None
-        return token, float(logits[token] - logits.logsumexp(-1))
+        shares = logits.logsumexp(-1)
+        if wanted.top_logprobs:
+            best, ids = logits.topk(min(wanted.top_logprobs, len(logits)))
+            told = zip((best - shares).tolist(), ids.tolist(), strict=True)
+            self.likeliest = [each for each in told if math.isfinite(each[0])]
+        return token, float(logits[token] - shares)
+
+    def _shaped(self, logits: Tensor, tokens: Iterable[int]) -> Tensor:
+        """The logits that tokens are chosen from, in new memory where they change."""
+        return penalised(logits, tokens, self._sampling.repetition_penalty)
 
     def _draw(self, logits: Tensor) -> int:
         """Draw by a race: every token gets a random handicap of its own, and the best one wins.

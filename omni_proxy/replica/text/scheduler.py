@@ -35,12 +35,15 @@ from omni_proxy.replica.pipeline.messages import (
 )
 from omni_proxy.replica.pipeline.stage import Record, record_nothing
 from omni_proxy.replica.text.admin import AdminFunction, PauseMode, answer, own_functions
+from omni_proxy.replica.text.compiling import Compiled, Compiling
+from omni_proxy.replica.text.constraint import Constraints
 from omni_proxy.replica.text.meters import Meters
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.prompt import Fit, Prompt, PromptFault, prompt_of
 from omni_proxy.replica.text.roster import Limits, Roster
+from omni_proxy.replica.text.sampling import SamplingError
 from omni_proxy.replica.text.sequence import Sequence, usage
-from omni_proxy.replica.text.slow import Post, SlowFunction, SlowOperations, StepDone
+from omni_proxy.replica.text.slow import SlowFunction, SlowOperations, StepDone
 from omni_proxy.replica.text.worker import ModelWorker
 
 log = logging.getLogger(__name__)
@@ -86,11 +89,12 @@ class TextScheduler:
         self._limits = limits
         self._fit = Fit(stage_name, min(worker.context, limits.max_total_tokens), worker.vocabulary)
         self._embeds: deque[Prompt] = deque()
+        self._compiling = Compiling(stage_name, Constraints(worker.tokenizer))
         self._clock = clock
         self._meters = Meters(told_s=clock())
         self.admin_actions: dict[str, AdminFunction] = own_functions(self)
         self._slow = SlowOperations(stage_name, clock)
-        self._post: Post = queue.SimpleQueue[StepDone]().put
+        self._post: Callable[[StepDone | Compiled], None] = queue.SimpleQueue[Any]().put
         self.sync_facts: Callable[[], dict[str, Any]] = dict
         self.at_end: list[Callable[[], None]] = []
         self.info = {
@@ -98,13 +102,15 @@ class TextScheduler:
             "context": self._fit.max_tokens,
             "max_running": limits.max_running,
             "max_total_tokens": limits.max_total_tokens,
+            "vocabulary": worker.vocabulary,
+            "json_schemas": True,
         }
 
     def run(self, inbox: queue.SimpleQueue[In], emit: Emit) -> None:
         """Serve until Shutdown; what is held then gets no answer."""
         self.emit = emit
         # In a queue of the stage's messages these are the only ones that are its own.
-        self._post = cast("Post", inbox.put)
+        self._post = cast("Callable[[StepDone | Compiled], None]", inbox.put)
         try:
             while self._drain(inbox):
                 self.step()
@@ -172,7 +178,7 @@ class TextScheduler:
         """Does a pause, or an operation that goes on, forbid every step?"""
         return self.paused or self._slow.halting
 
-    def take(self, message: In | StepDone) -> None:
+    def take(self, message: In | StepDone | Compiled) -> None:
         """Act on one message between two steps; one that is not for a text stage is ignored."""
         match message:
             case Submit(payload):
@@ -185,6 +191,8 @@ class TextScheduler:
                 self.emit(answer(message, self._stage, self.admin_actions))
             case StepDone():
                 self._take_done(message)
+            case Compiled():
+                self._constrained(message)
             case _:
                 pass
 
@@ -201,25 +209,41 @@ class TextScheduler:
         try:
             if request_id in self.active_ids():
                 raise PromptFault(f"Request {request_id} already exists")
-            prompt = prompt_of(payload, self._fit, self._clock())
-            if prompt.embedded:
-                self._embeds.append(prompt)
-            else:
-                self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer))
+            self._enqueue(prompt_of(payload, self._fit, self._clock()))
         except PromptFault as fault:
             self.emit(Failed(request_id, self._stage, str(fault), fault.kind))
             return
         except Exception as error:  # no request may end the loop that all others live on
             log.exception("stage %s could not take a request", self._stage)
             self._fail(request_id, error)
+
+    def _enqueue(self, prompt: Prompt) -> None:
+        if prompt.sampling.json_schema:
+            self._compiling.begin(prompt, self._post)
             return
+        if prompt.embedded:
+            self._embeds.append(prompt)
+        else:
+            self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer))
+        self._built(prompt.request_id)
+
+    def _constrained(self, done: Compiled) -> None:
+        """The constraint of a request is there: it waits for its turn from now on."""
+        prompt, made = done.prompt, self._compiling.take(done)
+        if isinstance(made, Exception):
+            self._fail(prompt.request_id, made)
+        elif made is not None:
+            self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer, made))
+            self._built(prompt.request_id)
+
+    def _built(self, request_id: str) -> None:
         self.record("scheduler_request_build_end", request_id, {})
         self.record("scheduler_queue_enter", request_id, {"waiting": len(self.roster.waiting)})
 
     def active_ids(self) -> list[str]:
         """Ids of all requests that have had no answer yet."""
         sequences = [sequence.request_id for sequence in self.roster]
-        return sequences + [prompt.request_id for prompt in self._embeds]
+        return sequences + [prompt.request_id for prompt in self._embeds] + self._compiling.ids
 
     def _forget(self, request_id: str) -> int:
         sequence = self.roster.find(request_id)
@@ -228,7 +252,7 @@ class TextScheduler:
             return 1
         before = len(self._embeds)
         self._embeds = deque(each for each in self._embeds if each.request_id != request_id)
-        return before - len(self._embeds)
+        return before - len(self._embeds) + self._compiling.forget(request_id)
 
     # What an operation may do
 
@@ -251,6 +275,7 @@ class TextScheduler:
         dropped = self.active_ids()
         self.roster.clear()
         self._embeds.clear()
+        self._compiling.clear()
         self._meters.aborted += len(dropped)
         for request_id in dropped:
             self.emit(Failed(request_id, self._stage, DROPPED, "dropped"))
@@ -279,13 +304,17 @@ class TextScheduler:
         try:
             yield
         except Exception as error:  # a model may raise anything; the loop must live on
-            log.exception("stage %s failed a batch", self._stage)
+            if not isinstance(error, SamplingError):
+                log.exception("stage %s failed a batch", self._stage)
             for sequence in sequences:
                 if sequence in self.roster.running:
                     self.roster.remove(sequence)
                     self._fail(sequence.request_id, error)
 
     def _fail(self, request_id: str, error: Exception) -> None:
+        if isinstance(error, SamplingError):  # what was asked for cannot be
+            self.emit(Failed(request_id, self._stage, str(error), "caller"))
+            return
         self.emit(Failed(request_id, self._stage, f"{type(error).__name__}: {error}", "server"))
 
     def _embed(self, prompt: Prompt) -> None:
@@ -350,7 +379,7 @@ class TextScheduler:
 
     def tell_stats(self) -> None:
         values = self._meters.gauges(self.roster, self._limits.max_total_tokens)
-        values["num_waiting_reqs"] += len(self._embeds)
+        values["num_waiting_reqs"] += len(self._embeds) + len(self._compiling)
         values["gen_throughput"] = self._meters.throughput(self._clock())
         values["paused"] = float(self.paused)
         self.emit(StageStats(self._stage, values))

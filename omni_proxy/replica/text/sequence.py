@@ -13,17 +13,23 @@ from torch import Tensor
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Part
 from omni_proxy.replica.models.tokenizer import Tokenizer, Utf8Stream
+from omni_proxy.replica.text.constraint import Constraint
 from omni_proxy.replica.text.prompt import Prompt
-from omni_proxy.replica.text.sampling import Chooser
+from omni_proxy.replica.text.shaping import chooser_of
 from omni_proxy.replica.text.stops import StopStrings
 
 FinishReason = Literal["stop", "length"]
 
 
 class Sequence:
-    """`begun` counts how often its computation was started: once, and after each retraction."""
+    """`begun` counts how often its computation was started: once, and after each retraction.
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    `constraint` is that of the prompt's schema, where it has one.
+    """
+
+    def __init__(
+        self, prompt: Prompt, tokenizer: Tokenizer, constraint: Constraint | None = None
+    ) -> None:
         self.prompt = prompt
         self.tokens = list(prompt.token_ids)
         self.kv: SequenceKV | None = None
@@ -33,7 +39,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self._stop_hit: str | int | None = None
         self._tokenizer = tokenizer
-        self._chooser = Chooser(prompt.sampling)
+        self._chooser = chooser_of(prompt.sampling, constraint)
         self._characters = Utf8Stream()
         self._stops = StopStrings(prompt.sampling.stop)
         self._text: list[str] = []
@@ -77,10 +83,24 @@ class Sequence:
         self.tokens.append(token)
         self._unsent += 1
         if logprob is not None:
-            self._logprobs.append([logprob, token, None])
+            self._logprobs.append(self._told(logprob, token))
         text = self._released_by(token)
         self._text.append(text)
         return text
+
+    def _told(self, logprob: float, token: int) -> list[Any]:
+        """[log probability, id, spelling], and the likeliest tokens alike; no spelling unasked.
+
+        A token is spelled in bytes, a control token by its name in a list.
+        """
+        if self.prompt.sampling.top_logprobs is None:
+            return [logprob, token, None]
+        likeliest = [[share, each, self._spelled(each)] for share, each in self._chooser.likeliest]
+        return [logprob, token, self._spelled(token), likeliest]
+
+    def _spelled(self, token: int) -> bytes | list[str]:
+        name = self._tokenizer.control_name(token)
+        return self._tokenizer.token_bytes(token) if name is None else [name]
 
     def _released_by(self, token: int) -> str:
         sampling = self.prompt.sampling
@@ -89,8 +109,10 @@ class Sequence:
             self.finish_reason, self._stop_hit = "stop", token
             return self._rest()
         text = self._stops.feed(self._characters.feed(self._tokenizer.token_bytes(token)))
-        if self._stops.hit is None and self.completion_tokens >= self.prompt.max_new_tokens:
-            self.finish_reason = "length"
+        complete = self._chooser.complete  # what comes after it could only be the model's end
+        full = self.completion_tokens >= self.prompt.max_new_tokens
+        if self._stops.hit is None and (complete or full):
+            self.finish_reason = "stop" if complete else "length"
             text += self._rest()
         if self._stops.hit is not None:
             self.finish_reason, self._stop_hit = "stop", self._stops.hit

@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, In, Out
+from omni_proxy.replica.text.compiling import Compiled
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow import PeerFault, StepDone
 from omni_proxy.replica.text.stage import (
@@ -66,7 +67,7 @@ class FollowerScheduler(TextScheduler):
         self._vote = cast("Any", emit)
         super().run(inbox, tell)
 
-    def take(self, message: In | StepDone) -> None:
+    def take(self, message: In | StepDone | Compiled) -> None:
         match message:
             case Admin(action=action, payload=payload) if action == STEP:
                 self._mirror.apply(payload["kv"])

@@ -21,6 +21,7 @@ from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, Llama, Part
 from omni_proxy.replica.models.text_model import TextModel
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, In, Out
+from omni_proxy.replica.text.compiling import Compiled
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow import StepDone
 from omni_proxy.replica.text.stage import TextSettings, bounds_of, with_weight_operations
@@ -35,7 +36,7 @@ from omni_proxy.replica.tp.sharded import ShardedLlama
 
 FOLLOWER = "omni_proxy.replica.tp.follower:build"
 
-FromElsewhere = StepDone | FromRank | Overdue | RankLost
+FromElsewhere = StepDone | Compiled | FromRank | Overdue | RankLost
 
 
 def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:

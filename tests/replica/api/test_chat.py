@@ -103,9 +103,35 @@ async def test_per_stage_and_talker_parameters_reach_the_stage(world):
     assert "talker_top_p" not in world.heard.params
 
 
-async def test_unknown_fields_are_ignored(world):
-    body = await world.chat_json(n=3, tools=[{}], stream_options={"include_usage": True}, user="u")
+async def test_fields_that_change_nothing_are_ignored(world):
+    hints = {"tools": [{}], "tool_choice": "auto", "stream_options": {}, "user": "u", "store": True}
+    assert (await world.chat(**hints)).status_code == 200
+    asked = {"n": None, "logprobs": False, "response_format": {"type": "text"}, "min_tokens": 0}
+    body = await world.chat_json(**asked)
     assert len(body["choices"]) == 1
+    assert "logprobs" not in body["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0}, {"n": 129}, {"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 1},
+        {"logit_bias": {"one": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": 100.5}},
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_object"}},  # no stage here can do that
+        {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
+        {"function_call": {"name": "f"}}, {"guided_json": {}, "regex": "a"}, {"min_tokens": 1},
+        {"chat_template": "x"},
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_would_change_the_answer_and_cannot_be_is_refused_by_name(world, wrong, stream):
+    answer = await world.chat(stream=stream, **wrong)
+    told = (await answer.get_json())["detail"]
+    assert answer.status_code == 400, told
+    assert any(told.startswith(name) for name in wrong), told
 
 
 async def test_only_role_and_content_of_a_message_go_on(world):
