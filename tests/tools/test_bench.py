@@ -49,6 +49,32 @@ def a_server_that_says(answer: bytes) -> Iterator[int]:
             thread.join()
 
 
+@contextmanager
+def a_server_that_keeps(values: list[bytes]) -> Iterator[int]:
+    """What the trace ids of one connection's requests were; each gets its own body back."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client, client.makefile("rb") as came:
+                while line := came.readline():
+                    name, _, value = line.rstrip().partition(b": ")
+                    if name == b"x-amzn-trace-id":
+                        values.append(value)
+                    elif name == b"content-length":
+                        size = int(value)
+                    elif not name:
+                        told = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
+                        client.sendall(told + came.read(size))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            thread.join()
+
+
 def load(*arguments: object) -> dict[str, object]:
     argv = [str(build("load")), *map(str, arguments)]
     told = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
@@ -62,6 +88,15 @@ def test_every_request_of_a_bounded_load_gets_its_own_answer(workers: list[int])
     seen = load("unary", workers[0], 4, 0, 20_000, 1_200)
     assert (seen["errors"], seen["whole"], seen["units"]) == (0, 1_200, 1_200)
     assert seen["reconnects"] == 0
+
+
+@needs_cc
+def test_a_field_may_be_new_in_every_request() -> None:
+    values: list[bytes] = []
+    with a_server_that_keeps(values) as port:
+        assert load("unique", port, 1, 0, 20_000, 600)["errors"] == 0
+    assert len(values) == len(set(values)) == 600
+    assert {len(value) for value in values} == {len(values[0])}
 
 
 @needs_cc

@@ -18,6 +18,7 @@ what is measured:
   unary, stream, all  CPU per request and per streamed event, and latency, beside peers
   tls                 the same with TLS listeners
   memory              bytes of each of 10,000 idle connections and of 2,000 slow streams
+  fields              a header field that is new in every request, beside none
   front               how long GET /workers takes beside 32 busy clients
   processes           requests a second of two door processes, beside one
   goals               all of it in one run, with the goals beside the figures
@@ -35,7 +36,7 @@ def _arguments() -> argparse.Namespace:
         epilog=WHAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = [*CPU_BENCHES, "memory", "front", "processes", "goals", "profile"]
+    kinds = [*CPU_BENCHES, "memory", "fields", "front", "processes", "goals", "profile"]
     parser.add_argument("what", choices=kinds)
     parser.add_argument(
         "profiled", nargs="?", choices=list(runs.PROFILED), help="of profile; unary"
@@ -85,6 +86,7 @@ OTHERS = {"--replica": _replica, "--weights": _weights}
 KINDS = {
     **dict.fromkeys(CPU_BENCHES, runs.paired),
     "memory": runs.memory,
+    "fields": runs.fields,
     "front": runs.front,
     "processes": runs.processes,
     "goals": runs.goals,

@@ -6,11 +6,12 @@ row, and the others are measured all the same.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from tools.bench import crowd, policies, report, scale
 from tools.bench.borrowed import NotInstalled
+from tools.bench.fields import new_field
 from tools.bench.front import front_waits
 from tools.bench.legs import LOADS, QUICK, LegError, Load, fake_worker
 from tools.bench.paired import Loads, measure
@@ -82,6 +83,7 @@ def measure_goals(how: Measuring) -> Found:
         "memory per connection": _memory,
         f"{PROCESSES} processes": _processes,
         "control requests under load": _front,
+        "a field that is new in each request": _new_field,
     }
     for name, part in parts.items():
         print(f"{name}:", file=sys.stderr)
@@ -234,3 +236,14 @@ def _front(how: Measuring, found: Found) -> None:
     figure = f"{waits.p99_ms:.1f} ms"
     found.rows.append(Row(what, figure, "<= 50 ms", "", waits.p99_ms <= 50, beside))
     found.facts[what] = waits.p99_ms
+
+
+def _new_field(how: Measuring, found: Found) -> None:
+    # Its bar is nearer to 1 than single rounds are to each other.
+    costs = new_field(how.ours(), 3 * how.rounds, how.secs)
+    found.faults += costs.faults
+    what = "CPU per small POST with a field new in each, by without"
+    row = _ratio_row(what, costs.ratios, 1.05)
+    beside = f"{median(costs.with_field):.1f} and {median(costs.without):.1f} us"
+    found.rows.append(replace(row, beside=beside))
+    found.facts[what] = costs.ratios

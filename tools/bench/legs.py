@@ -32,7 +32,7 @@ class LegError(Exception):
 @dataclass(frozen=True, slots=True)
 class Load:
     name: str
-    mode: str  # unary | stream | idle
+    mode: str  # unary | unique | stream | idle
     connections: int
     gap_ms: int = 0
     also_bare: bool = False  # measured without a proxy too, to tell what a proxy adds

@@ -1,11 +1,13 @@
 /* The load generator of the bench: closed loop, one thread, to 127.0.0.1 only.
  *
  *   load unary  PORT CONNECTIONS WARM_MS MS [REQUESTS]
+ *   load unique PORT CONNECTIONS WARM_MS MS [REQUESTS]
  *   load stream PORT STREAMS     WARM_MS MS GAP_MS
  *   load idle   PORT CONNECTIONS WARM_MS MS
  *
  * unary: each connection sends the next request when its answer is whole, taking turns through 499
- * heads and bodies of different lengths; ends after MS or REQUESTS. stream: each connection asks for
+ * heads and bodies of different lengths; ends after MS or REQUESTS. unique: the same, and a field of
+ * each head has a value that no other request has. stream: each connection asks for
  * one SSE answer with an event each GAP_MS, starts are spread evenly over the gap. idle: each
  * connection asks once, 64 at a time, and then rests; the window starts WARM_MS after the last answer.
  * Prints "open" when the window starts (after WARM_MS), "shut" when it ends and, after what is still
@@ -28,8 +30,9 @@
 enum { VARIANTS = 499, MAX_CONNS = 16384, MAX_MS = 60000, BATCH = 256, TEXT_BYTES = 2048,
        MAX_ERRORS = 1000, LATE_MS = 5000, RAMP_MS = 300, AT_ONCE = 64, CROWD_MS = 40000 };
 #define MS UINT64_C(1000000)
+#define UNIQUE "x-amzn-trace-id: Root=1-67891233-"
 
-struct request { char *text; size_t len; char name[32]; };
+struct request { char *text, *unique; size_t len; char name[32]; };
 struct samples { float *us; size_t len, room; };
 
 struct conn {
@@ -43,7 +46,7 @@ struct conn {
     char text[TEXT_BYTES];
 };
 
-static struct { int stream, idle, port, conns; long warm_ms, ms, gap_ms, max_requests, events; } want;
+static struct { int stream, idle, unique, port, conns; long warm_ms, ms, gap_ms, max_requests, events; } want;
 static struct request requests[VARIANTS];
 static struct conn *conns;
 static int poller, starter, open_window, shut, busy_conns, started;
@@ -101,12 +104,14 @@ static void write_requests(void)
             "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:%d\r\naccept: application/json\r\n"
             "accept-encoding: gzip, deflate\r\nuser-agent: omni-proxy-bench/1\r\n"
             "content-type: application/json\r\nauthorization: Bearer bench\r\nx-stainless-lang: python\r\n"
-            "x-request-id: req-%08x%.*s\r\ncontent-length: %d\r\n\r\n", want.port,
+            "%sx-request-id: req-%08x%.*s\r\ncontent-length: %d\r\n\r\n", want.port,
+            want.unique ? UNIQUE "000000000000000000000000\r\n" : "",
             (unsigned)i * 40503u, i % 9, "-retried", body_len);
         r->text = malloc(r->len + (size_t)body_len);
         if (!r->text) { perror("malloc"); exit(1); }
         memcpy(r->text, head, r->len);
         memcpy(r->text + r->len, body, (size_t)body_len);
+        r->unique = want.unique ? strstr(head, UNIQUE) - head + r->text + sizeof UNIQUE - 1 : NULL;
         r->len += (size_t)body_len;
     }
 }
@@ -152,6 +157,10 @@ static void ask(struct conn *c)
     reply_reset(&c->reply);
     c->busy = 1;
     busy_conns++;
+    if (want.unique) {
+        char digits[25];
+        memcpy(c->request->unique, digits, (size_t)snprintf(digits, sizeof digits, "%024lx", asked));
+    }
     c->sent_at = clock_ns();
     /* A kilobyte on a connection that carries nothing else: it fits the socket's buffer. */
     if (send(c->fd, c->request->text, c->request->len, MSG_NOSIGNAL | MSG_DONTWAIT)
@@ -333,6 +342,7 @@ static int read_arguments(int argc, char **argv)
     if (argc < 6 || argc > 7) return 0;
     want.stream = !strcmp(argv[1], "stream");
     want.idle = !strcmp(argv[1], "idle");
+    want.unique = !strcmp(argv[1], "unique");
     want.port = atoi(argv[2]);
     want.conns = atoi(argv[3]);
     want.warm_ms = atol(argv[4]);
@@ -341,7 +351,8 @@ static int read_arguments(int argc, char **argv)
     else want.max_requests = last;
     /* A stream outlives the window by a fifth of a second: the rate must not fall inside it. */
     if (want.gap_ms > 0) want.events = (want.warm_ms + want.ms + 200) / want.gap_ms + 1;
-    return (want.stream ? want.gap_ms > 0 : want.idle ? !last : !strcmp(argv[1], "unary")) && last >= 0
+    return (want.stream ? want.gap_ms > 0 : want.idle ? !last : want.unique || !strcmp(argv[1], "unary"))
+        && last >= 0
         && want.port > 0 && want.port < 65536 && want.conns > 0 && want.conns <= MAX_CONNS
         && want.warm_ms >= 0 && want.ms > 0 && want.warm_ms + want.ms <= MAX_MS;
 }
@@ -350,7 +361,7 @@ int main(int argc, char **argv)
 {
     struct epoll_event batch[BATCH];
     if (!read_arguments(argc, argv)) {
-        fprintf(stderr, "usage: load unary PORT CONNECTIONS WARM_MS MS [REQUESTS]\n"
+        fprintf(stderr, "usage: load unary|unique PORT CONNECTIONS WARM_MS MS [REQUESTS]\n"
                         "       load stream PORT STREAMS WARM_MS MS GAP_MS\n"
                         "       load idle PORT CONNECTIONS WARM_MS MS\n"
                         "at most %d connections and %d ms\n", MAX_CONNS, MAX_MS);

@@ -13,6 +13,7 @@ from statistics import median
 
 from tools.bench import crowd, report, scale
 from tools.bench import goals as promises
+from tools.bench.fields import new_field
 from tools.bench.front import front_waits
 from tools.bench.legs import LOADS, QUICK, LegError, Load
 from tools.bench.paired import Loads, measure
@@ -165,6 +166,19 @@ def front(arguments: argparse.Namespace) -> int:
     ]
     print("\n".join(report.columns(rows)))
     return 0
+
+
+def fields(arguments: argparse.Namespace) -> int:
+    costs = new_field(_ours(arguments), arguments.rounds, arguments.secs)
+    _tell(report.machine())
+    print("\nCPU per small POST of 32 clients, us: median (lowest..highest)")
+    rows = [
+        ["with a field that is new in each", report.spread(costs.with_field)],
+        ["without", report.spread(costs.without)],
+        ["ratio within a round", report.spread(costs.ratios, 2)],
+    ]
+    print("\n".join(report.columns(rows)))
+    return _faulty(costs.faults)
 
 
 def processes(arguments: argparse.Namespace) -> int:

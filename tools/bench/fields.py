@@ -1,0 +1,42 @@
+"""What a header field costs that is new in every request: the proxy beside itself.
+
+32 clients, with the field and without; the two legs of a round ran within seconds of each other.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from tools.bench import report
+from tools.bench.legs import Load, fake_worker, run_leg
+from tools.bench.sides import Side
+
+WITHOUT = Load("without", "unary", 32)
+WITH = Load("with a new field in each", "unique", 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """CPU per request in us, one for each round; `ratios` are taken within a round."""
+
+    with_field: list[float]
+    without: list[float]
+    ratios: list[float]
+    faults: list[str]
+
+
+def new_field(side: Side, rounds: int, secs: float) -> Costs:
+    """Raises LegError, BuildError."""
+    told: list[report.Round] = []  # by the load's name
+    with fake_worker() as workers:
+        for number in range(rounds):
+            turn = (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT)
+            legs = {load.name: run_leg(side, load, workers, secs) for load in turn}
+            told.append(legs)
+            costs = ", ".join(f"{name} {leg.cpu_us:.1f} us" for name, leg in legs.items())
+            print(f"  round {number + 1}: {costs}", file=sys.stderr)
+    return Costs(
+        report.costs(told, WITH.name),
+        report.costs(told, WITHOUT.name),
+        report.ratios(told, WITH.name, WITHOUT.name),
+        report.faults({"fields": told}),
+    )
