@@ -45,6 +45,7 @@ from omni_proxy.watch.prober import Prober
 from omni_proxy.watch.progress import until_ready
 from omni_proxy.watch.reloader import Reloader
 from omni_proxy.watch.standing import HOLD
+from omni_proxy.watch.voice_list import VoiceList
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weights.desk import WeightDesk
 from omni_proxy.weights.journal_file import JournalFile, folder_for
@@ -100,6 +101,9 @@ class House:
         self.launcher = Launcher(fleet, keeper, self.prober)
         self.ejector = Ejector(fleet, keeper)
         self.drains = Drains(fleet, keeper)
+        kept = keeper.state.voices
+        self.door.voices.restore(kept.owner, kept.names)
+        self.voice_list = VoiceList(fleet, self.door.voices, keeper.remember_voices)
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
@@ -133,7 +137,14 @@ class House:
         self.front = Supervisor(
             "front", lambda told: serve(self._app(rooms), front_socket, task_status=told)
         )
-        self.supervisors = [
+        self.supervisors = self._supervised()
+        fleet.watch_health(_log_health)
+        keeper.prepare_with(self.doors.prepare)
+        keeper.subscribe(self._follow_config)
+
+    def _supervised(self) -> list[Supervisor]:
+        """In the order in which they start and are shown."""
+        return [
             Supervisor("access_log", lambda told: self.access_log.run(task_status=told)),
             Supervisor("route_log", lambda told: self.route_log.run(task_status=told)),
             self.front,
@@ -142,12 +153,10 @@ class House:
             Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
             Supervisor("ejector", lambda told: self.ejector.run(task_status=told)),
             Supervisor("drains", lambda told: self.drains.run(task_status=told)),
+            Supervisor("voice_list", lambda told: self.voice_list.run(task_status=told)),
             Supervisor("pulse", lambda told: self.instruments.pulse.run(task_status=told)),
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
         ]
-        fleet.watch_health(_log_health)
-        keeper.prepare_with(self.doors.prepare)
-        keeper.subscribe(self._follow_config)
 
     def _app(self, rooms: Rooms) -> QuartTrio:
         """It knows what is in flight at every door, and what it has answered holds there."""

@@ -28,11 +28,12 @@ from omni_proxy.config.fields import (
     read_host_name,
     read_listen,
     read_mode,
+    read_optional_url,
     read_size,
     read_worker_url,
 )
 from omni_proxy.config.flags import FLAGS
-from omni_proxy.config.supported import NOT_YET, toml
+from omni_proxy.config.toml_value import toml
 
 ROOT: Final = Path(__file__).parent.parent
 FILLERS: Final = {"or", "the", "default"}  # words around a bare list of choices
@@ -45,6 +46,7 @@ READ_AS: Final = {
     read_endpoint: "a path",
     read_header_name: "the name of a header, or empty",
     read_worker_url: "a base URL, or unix:PATH",
+    read_optional_url: "the URL of a worker, or empty",
     read_address: "an address or a name",
     read_host_name: "host names without ports",
     read_host: "an address or a name, or unix:PATH",
@@ -62,7 +64,6 @@ all of them is [config/example.toml](../config/example.toml), and
   nearest one named.
 * Every key is hot: save the file and it holds. SIGHUP and `POST /reload` do the same, nothing
   needs a restart, and a file that is refused changes nothing.
-* A key that is *not supported yet* takes what it says and nothing else.
 * A flag, where a key has one, wins over the file.
 """
 
@@ -128,9 +129,6 @@ def _row(
     meaning = said.get(full, "")
     if not _words(meaning) - _choices_of(key) - FILLERS:
         meaning = why.get(f"{struct.__name__}.{key.name}", meaning).removesuffix(".")
-    if full in NOT_YET:
-        today = ", ".join(f"`{toml(each)}`" for each in NOT_YET[full])
-        meaning = f"*Not supported yet, takes {today} alone:* {meaning}"
     flag = next((flag for flag, name in FLAGS.items() if name == full), "")
     if flag:
         meaning += f"; flag `{flag}`"

@@ -57,6 +57,10 @@ def read_worker_url(value: object) -> object:
     return normalize_url(value, allow_unix=True) if isinstance(value, str) else value
 
 
+def read_optional_url(value: object) -> object:
+    return read_worker_url(value) if value else value
+
+
 def read_network_url(value: object) -> object:
     """For sources other than FILE: sockets of this machine are FILE's to name."""
     return normalize_url(value, allow_unix=False) if isinstance(value, str) else value

@@ -13,7 +13,7 @@ import msgspec
 from omni_proxy.config.problem import ConfigError, Problem, shown
 from omni_proxy.config.rules import judge
 from omni_proxy.config.schema import Config, LaunchEntry
-from omni_proxy.config.supported import toml
+from omni_proxy.config.toml_value import toml
 from omni_proxy.config.url import normalize_url
 from omni_proxy.config.walk import walk
 

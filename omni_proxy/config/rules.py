@@ -1,4 +1,4 @@
-"""What no key can tell alone: URLs named twice, halves of a pair, features that are to come.
+"""What no key can tell alone: URLs named twice, halves of a pair, keys that contradict each other.
 
 Works on the tables as `walk` left them, so parts may be missing; what is there is right by type.
 """
@@ -8,8 +8,9 @@ from typing import Any
 
 from omni_proxy.config.problem import Path, shown
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.config.supported import not_yet
 from omni_proxy.config.walk import Finding
+
+VOICE_CAPABILITIES = ("speech", "audio_input")
 
 
 def judge(tables: Mapping[str, Any]) -> Iterator[Finding]:
@@ -21,11 +22,17 @@ def judge(tables: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _unusable_launch(entry, ("launch", index))
     yield from _said_twice(_launch_names(launch), "group name")
     yield from _said_twice(_worker_urls(tables.get("workers", []), launch), "worker URL")
-    for path, value in _leaves(tables, ()):
-        key = ".".join(step for step in path if isinstance(step, str))
-        reason = not_yet(key, value)
-        if reason:
-            yield path, reason, ""
+    yield from _unable_owner(tables)
+
+
+def _unable_owner(tables: Mapping[str, Any]) -> Iterator[Finding]:
+    owner = tables.get("routing", {}).get("voice_owner")
+    for entry in tables.get("workers", []):
+        if owner and entry.get("url") == owner and "capabilities" in entry:
+            missing = [name for name in VOICE_CAPABILITIES if name not in entry["capabilities"]]
+            if missing:
+                reason = f"{owner} lacks {' and '.join(missing)}, which keeping voices needs"
+                yield ("routing", "voice_owner"), reason, "add that to its capabilities"
 
 
 def _half_a_pair(server: Mapping[str, Any]) -> Iterator[Finding]:
@@ -105,14 +112,3 @@ def _said_twice(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Findin
         if text in first:
             yield path, f"duplicate {what} {text}", f"{shown(first[text])} has it already"
         first.setdefault(text, path)
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
-    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, (*path, index))
-    else:
-        yield path, value

@@ -19,6 +19,7 @@ from omni_proxy.config.fields import (
     read_listen,
     read_mode,
     read_network_url,
+    read_optional_url,
     read_size,
     read_worker_url,
 )
@@ -35,6 +36,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Name = Annotated[str, Meta(min_length=1)]
 Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
 WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
+OptionalWorkerUrl = Annotated[str, Meta(extra={"read": read_optional_url})]
 Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
 Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
 Listen = Annotated[str, Meta(extra={"read": read_listen})]
@@ -183,7 +185,7 @@ class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # What a worker serves that does not say so itself.
     model: str = ""
     # Uploaded voices live on one worker: this URL, or if empty whoever took the first.
-    voice_owner: str = ""
+    voice_owner: OptionalWorkerUrl = ""
     # So many failed tries of a worker in a row, over all requests, eject it; 0: this never does.
     max_worker_retries: Count = 3
     # Tries of one request in all; 0 and 1 are no retry.

@@ -1,8 +1,8 @@
 """What HTTP changed, kept as a TOML text of its own: the program never writes FILE.
 
-Four parts: workers added, switches set on workers that something else names, tombstones over such
-workers when they were deleted, and who is to be deleted once it is drained. Read as strictly as
-FILE: a broken text is refused whole.
+Five parts: workers added, switches set on workers that something else names, tombstones over such
+workers when they were deleted, who is to be deleted once it is drained, and the uploaded voices.
+Read as strictly as FILE: a broken text is refused whole.
 """
 
 from typing import Any, Final
@@ -12,7 +12,7 @@ import tomli_w
 from msgspec import Struct
 
 from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.schema import Capabilities, Count, NetworkUrl, Weight
+from omni_proxy.config.schema import Capabilities, Count, NetworkUrl, OptionalWorkerUrl, Weight
 from omni_proxy.config.source import decoded, refusal, tables
 from omni_proxy.config.walk import Finding, walk
 
@@ -48,11 +48,19 @@ class Switch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_inflight: Count | None = None
 
 
+class Voices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who keeps the uploaded voices, and their names; None while those are unknown."""
+
+    owner: OptionalWorkerUrl = ""
+    names: tuple[str, ...] | None = None
+
+
 class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: tuple[StateWorker, ...] = ()
     switches: dict[str, Switch] = {}
     # URL -> fingerprint of the entry that named it when it was deleted.
     tombstones: dict[str, str] = {}
+    voices: Voices = Voices()
     leaving: tuple[str, ...] = ()  # URLs of workers that drain, and go with their last request
 
 
@@ -71,6 +79,9 @@ def render_state(state: State) -> str:
     spelled["switches"] = {
         url: {key: value for key, value in switch.items() if value is not None}
         for url, switch in spelled["switches"].items()
+    }
+    spelled["voices"] = {
+        key: value for key, value in spelled["voices"].items() if value not in ("", None)
     }
     spelled["tombstones"] = {
         url: mark for url, mark in state.tombstones.items() if mark != FLAG_FINGERPRINT

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from msgspec import NODEFAULT, Struct, inspect
 
 from omni_proxy.config.problem import Path, did_you_mean, shown
-from omni_proxy.config.supported import toml
+from omni_proxy.config.toml_value import toml
 
 # Where, why, and what may help.
 Finding: TypeAlias = tuple[Path, str, str]

@@ -31,6 +31,7 @@ from omni_proxy.door.upload import too_much_held
 from omni_proxy.door.upstream import PIECE_BYTES, FrontLane, Lane, lane_to
 from omni_proxy.door.usual import Usuals
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
 from omni_proxy.wire.answer_template import AnswerTemplates
@@ -66,7 +67,7 @@ class Door:
         self.queue = Queue(self)
         self.holding = Holding(self)
         self.timers = Timers(self.pump)
-        self.voice_owner = ""
+        self.voices = VoiceRegistry()
         self.access_log: LineSink | None = None
         self.route_log: LineSink | None = None
         self.meters: Meters | None = None
@@ -82,8 +83,14 @@ class Door:
         fleet.watch_worker(self._follow_worker)
         fleet.watch_forgotten(lambda worker: self.policy.forget(worker))
 
+    @property
+    def voice_owner(self) -> str:
+        """The URL of the worker that keeps the uploaded voices, "" while none does."""
+        return self.voices.owner
+
     def _take(self, config: Config) -> None:
         self.config = config
+        self.voices.configure(config.routing.voice_owner)
         self.limits = limits_of(config)
         self._stamp(
             Stamps(config.server.forwarded, config.server.request_id_header.lower().encode())
@@ -274,9 +281,9 @@ class Door:
             if worker not in workers or not lane.suits(worker):
                 lane.close()
                 del self._lanes[worker]
-        if self.voice_owner and self.fleet.find(self.voice_owner) is None:
-            _log.warning("the worker that kept the uploaded voices is gone: %s", self.voice_owner)
-            self.voice_owner = ""
+        gone = self.voices.follow_fleet({worker.url for worker in workers})
+        if gone:
+            _log.warning("the worker that kept the uploaded voices was removed: %s", gone)
         self.holding.follow_fleet()
         self.queue.serve(changed=True)
 
@@ -285,8 +292,8 @@ class Door:
         self.queue.serve(changed=True)
 
     def keep_voices_at(self, worker: Worker) -> None:
-        """From now on it is the one that has the uploaded voices."""
-        self.voice_owner = worker.url
+        """It took an upload or a deletion: it has the uploaded voices from now on."""
+        self.voices.changed_at(worker.url)
         self.queue.serve(changed=True)
 
     def _sweep(self) -> None:

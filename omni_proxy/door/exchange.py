@@ -32,6 +32,7 @@ from omni_proxy.routing.keys import routing_key
 from omni_proxy.routing.large import LARGE_BYTES
 from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
+from omni_proxy.routing.voices import bind_to_owner
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
 from omni_proxy.wire.received import with_received
@@ -142,6 +143,8 @@ def _inspected(
     need = mine.need = known or inspect(route, body, head)
     if need.large:
         settle_large(conn.door.fleet, need)
+    if route.traffic != "generation":
+        bind_to_owner(conn.door.voices, route.traffic, need)
     mine.stream = need.stream
     if conn.door.policy.wants_key:
         need.key = routing_key(head.lines)
@@ -212,13 +215,13 @@ def _learn(conn: Connection, mine: Exchange, worker: Worker) -> None:
         report(conn, mine, worker, mine.error)
     elif mine.outcome == "completed" and mine.status < 500 and worker.machine.failed_tries:
         door.fleet.observe_good_answer(worker, mine.trial)
-    if route is not None and route.place is VOICE_OWNER and _kept_a_voice(mine):
+    if route is not None and route.place is VOICE_OWNER and _changed_voices(mine):
         door.keep_voices_at(worker)
 
 
-def _kept_a_voice(mine: Exchange) -> bool:
+def _changed_voices(mine: Exchange) -> bool:
     """From the first upload on its worker is the one that keeps the voices (omni-router.md 13)."""
-    return mine.method == "POST" and 200 <= mine.status < 300
+    return mine.method in ("POST", "DELETE") and 200 <= mine.status < 300
 
 
 async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool:

@@ -18,8 +18,8 @@ from omni_proxy.door.conn import Conn
 from omni_proxy.door.handshake import reach_worker
 from omni_proxy.door.task import EITHER, Expired, Gone, pause
 from omni_proxy.door.upstream import PIECE_BYTES
-from omni_proxy.routing.inspect import RequestFacts, inspect_session, names_voice
-from omni_proxy.routing.table import Place
+from omni_proxy.routing.inspect import RequestFacts, inspect_session
+from omni_proxy.routing.voices import bind_to_owner
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead
 from omni_proxy.wire.speech_events import SpeechEvents, is_application_code
@@ -89,8 +89,7 @@ class _Session:
         route = mine.route
         assert route is not None
         need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
-        if conn.door.voice_owner and need.body is not None and names_voice(need.body):
-            need.place = Place.VOICE_OWNER
+        bind_to_owner(conn.door.voices, route.traffic, need)
         worker, piece = await reach_worker(conn, mine, head)
         self.up.send(first)
         self.up.feed(piece)

@@ -12,6 +12,7 @@ import msgspec
 
 from omni_proxy.routing.inspect import is_json
 from omni_proxy.routing.table import ANYWHERE, Route, WrongMethod, match
+from omni_proxy.routing.voices import SPEECH_TRAFFIC
 from omni_proxy.wire.caching import LruCache
 from omni_proxy.wire.head import RequestHead
 from omni_proxy.wire.spelling import Spelling
@@ -65,6 +66,8 @@ class Usuals:
         except WrongMethod:
             return None
         if route is None or route.websocket or route.place is not ANYWHERE:
+            return None
+        if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
             return None
         special = head.hints or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not is_json(route, head):

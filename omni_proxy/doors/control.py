@@ -89,6 +89,8 @@ class Doors:
         self._emptied = trio.Event()
         self._dirty = trio.Event()
         fleet.watch(lambda: self._dirty.set())
+        door.voices.watch(lambda: self._dirty.set())
+        door.voices.watch_names(lambda: self._dirty.set())
         fleet.watch_forgotten(self._forgotten)
 
     @property

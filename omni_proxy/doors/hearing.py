@@ -53,6 +53,8 @@ class Hearing:
                 meters, recent = self.instruments.meters, self.instruments.recent
                 add(message, meters, recent, self.roster.find)
             case Failed() | Good() | TrialBegan() | TrialEnded() | KeptVoices():
+                if isinstance(message, KeptVoices):
+                    link.voice_changes += 1
                 worker = self.roster.find(message.serial)
                 if worker is not None:
                     self._hear_of(worker, link, message)

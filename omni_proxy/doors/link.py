@@ -50,6 +50,7 @@ class Link:
         self.stand: Stand | None = None
         self.trials: dict[tuple[int, int], int] = {}  # its number of a trial -> control's
         self.news: News | None = None  # the newest, whole
+        self.voice_changes = 0  # that it told of and that are in the registry
 
     @property
     def pid(self) -> int | None:

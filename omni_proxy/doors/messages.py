@@ -28,13 +28,22 @@ class Begin(Struct, frozen=True, tag=True):
     silent_secs: float
 
 
+class VoiceList(Struct, frozen=True):
+    """The registry of uploaded voices; `names` is None while they are unknown."""
+
+    owner: str
+    names: tuple[str, ...] | None
+
+
 class News(Struct, frozen=True, tag=True):
-    """How things stand; None where that is as it was. `doors`: the highest index in use."""
+    """How things stand; None where that is as it was. `doors`: the highest index in use.
+    `voice_changes`: how many KeptVoices of this process `voices` already takes into account."""
 
     revision: int
     rows: tuple[Row, ...] | None
     config: Config | None
-    owner: str
+    voices: VoiceList
+    voice_changes: int
     doors: int
 
 
@@ -96,6 +105,8 @@ class TrialEnded(Struct, frozen=True, tag=True):
 
 
 class KeptVoices(Struct, frozen=True, tag=True):
+    """A worker took an upload or a deletion of a voice."""
+
     serial: int
 
 

@@ -13,7 +13,7 @@ from msgspec import structs
 from omni_proxy.config.schema import Config
 from omni_proxy.doors.leases import Leases
 from omni_proxy.doors.link import Link
-from omni_proxy.doors.messages import News
+from omni_proxy.doors.messages import News, VoiceList
 from omni_proxy.doors.roster import Roster
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -21,13 +21,15 @@ from omni_proxy.fleet.snapshot import Row
 
 
 class Newsroom:
-    """`config` is what each door has to keep to; `owner` the URL of who keeps the voices."""
+    """`config` is what each door has to keep to."""
 
     def __init__(self, fleet: Fleet, roster: Roster) -> None:
         self.config: Config | None = None
         self._fleet = fleet
         self._roster = roster
         self._leases = Leases()
+        self._voices = VoiceList("", None)
+        self._names: frozenset[str] | None = None  # that `_voices` was made of
         self._revision = 0
 
     def tell_all(self, links: Sequence[Link], *, beat: bool = False) -> None:
@@ -43,10 +45,11 @@ class Newsroom:
             revision=self._revision + 1,
             rows=None if known and rows == known.rows else rows,
             config=None if known and self.config is known.config else self.config,
-            owner=self._roster.voice_owner,
+            voices=self._voice_list(),
+            voice_changes=link.voice_changes,
             doors=self._roster.doors,
         )
-        moved = known is None or (known.owner, known.doors) != (news.owner, news.doors)
+        moved = known is None or _beside_rows(known) != _beside_rows(news)
         if moved or news.rows is not None or news.config is not None or beat:
             self._revision += 1
             link.news = structs.replace(news, rows=rows, config=self.config)
@@ -66,6 +69,15 @@ class Newsroom:
             self._leases.taken(index, link.told + 1)
             self.tell_all([link], beat=True)
 
+    def _voice_list(self) -> VoiceList:
+        registry, known = self._roster.voices, self._voices
+        if registry.owner != known.owner or registry.names is not self._names:
+            names = registry.names
+            self._names = names
+            known = VoiceList(registry.owner, None if names is None else tuple(sorted(names)))
+            self._voices = known
+        return known
+
     def _rows_for(self, link: Link, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """A trial that nobody runs is blocked for all but the one that may begin it."""
         if not any(row.owes for row in rows):
@@ -79,3 +91,7 @@ class Newsroom:
 
     def _may(self, link: Link, row: Row) -> bool:
         return self._leases.holder(row.serial) == link.index
+
+
+def _beside_rows(news: News) -> tuple[object, ...]:
+    return news.voices, news.voice_changes, news.doors

@@ -183,10 +183,10 @@ class DoorHouse:
         self.revision = news.revision
         if news.config is not None:
             self._take_config(news.config)
-        self.door.voice_owner = news.owner or self.door.voice_owner
         self.fleet.reach(news.doors)
         if news.rows is not None:
             self.fleet.follow(news.rows, datetime.now(UTC))
+        self.door.follow_voices(news.voices, news.voice_changes)
 
     def _take_config(self, config: Config) -> None:
         server, door = config.server, self.door

@@ -11,6 +11,7 @@ from omni_proxy.doors.board import Board, cell_of
 from omni_proxy.doors.shared_door import DOOR_CELL
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.snapshot import Row, row_of
+from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 
 
@@ -37,8 +38,8 @@ class Roster:
         return self._board
 
     @property
-    def voice_owner(self) -> str:
-        return self._door.voice_owner
+    def voices(self) -> VoiceRegistry:
+        return self._door.voices
 
     def in_flight_at(self, index: int) -> int:
         return self._board.row(index)[DOOR_CELL] if self._board is not None else 0

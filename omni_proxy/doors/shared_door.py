@@ -17,7 +17,7 @@ from omni_proxy.door.task import Owner, Task
 from omni_proxy.door.upstream import FrontLane
 from omni_proxy.doors.board import Cells, fence
 from omni_proxy.doors.following import Counted, FollowingFleet, Tell
-from omni_proxy.doors.messages import Begin, KeptVoices
+from omni_proxy.doors.messages import Begin, KeptVoices, VoiceList
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sessions, Sticky
@@ -35,6 +35,7 @@ class SharedDoor(Door):
         self._tell = tell
         self._own = self._others = 0
         self._bounded = False
+        self._voice_changes = 0
         self._following = fleet
         self._sessions: Sessions | None = None
         super().__init__(fleet, config, front_socket=begin.front_socket, below=randrange)
@@ -78,9 +79,16 @@ class SharedDoor(Door):
             policy.remember_in(self._sessions, routing)
         return policy
 
+    def follow_voices(self, voices: VoiceList, changes: int) -> None:
+        """What control knows; nothing while a change of ours is still on its way there."""
+        if changes == self._voice_changes:
+            self.voices.follow(voices.owner, voices.names)
+            self.queue.serve(changed=True)
+
     def keep_voices_at(self, worker: Worker) -> None:
         super().keep_voices_at(worker)
         if isinstance(worker, Counted):
+            self._voice_changes += 1
             self._tell(KeptVoices(worker.serial))
 
 

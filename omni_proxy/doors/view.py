@@ -15,6 +15,7 @@ from omni_proxy.door.core import SHOWN_CONNECTIONS
 from omni_proxy.doors.control import Doors
 from omni_proxy.doors.messages import Stand
 from omni_proxy.doors.seat import Seat
+from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect import Need
 from omni_proxy.routing.policies import Policy
@@ -55,8 +56,8 @@ class View:
         return self._door.draining
 
     @property
-    def voice_owner(self) -> str:
-        return self._door.voice_owner
+    def voices(self) -> VoiceRegistry:
+        return self._door.voices
 
     @property
     def load(self) -> tuple[int, int]:

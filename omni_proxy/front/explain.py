@@ -11,6 +11,7 @@ from omni_proxy.routing.inspect import RequestFacts, inspect
 from omni_proxy.routing.keys import routing_key
 from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.table import WrongMethod, match
+from omni_proxy.routing.voices import bind_to_owner
 from omni_proxy.wire.head import HINTS
 
 DEFAULT_PATH = "/v1/chat/completions"
@@ -35,9 +36,10 @@ class ExplainRoutes:
         if need.large:
             settle_large(self._rooms.fleet, need)
         door = self._rooms.door
+        bind_to_owner(door.voices, route.traffic, need)
         if door.policy.wants_key:
             need.key = routing_key(_lines())
-        return reply(explain(self._rooms.fleet, need, door.policy, door.voice_owner))
+        return reply(explain(self._rooms.fleet, need, door.policy, door.voices.owner))
 
 
 def _lines() -> bytes:

@@ -90,16 +90,15 @@ class PoolRoutes:
         return any(worker is not None and _is_unjudged(worker) for worker in found)
 
     def _voice_routing(self) -> dict[str, object]:
-        """The door notes the owner at the first upload; the voices themselves it doesn't count."""
-        rooms = self._rooms
-        owner = rooms.fleet.find(rooms.door.voice_owner)
+        voices = self._rooms.door.voices
+        owner = self._rooms.fleet.find(voices.owner)
         return {
             "owner_worker_id": owner.id if owner else None,
-            "owner_url": owner.url if owner else None,
+            "owner_url": voices.owner or None,
             "owner_routable": owner.routable if owner else False,
-            "registry_state": "ready" if owner else "unassigned",
-            "uploaded_voice_count": 0,
-            "last_refresh_error": None,
+            "registry_state": voices.state,
+            "uploaded_voice_count": len(voices.names or ()),
+            "last_refresh_error": voices.refresh_error or None,
         }
 
     async def status(self) -> Response:

@@ -186,7 +186,7 @@ def inspect_session(route: Route, first: str | bytes, facts: Facts) -> Need:
     else:
         payload = _picked_from(fields)
         need = _read(route, payload)
-        if _has_reference(payload):
+        if has_reference(payload):
             need.mask |= AUDIO
     need.stream = True
     if facts.hints:
@@ -203,13 +203,6 @@ def _session_fields(first: str | bytes) -> dict[str, Any] | None:
         return None
     session = message.get("session")
     return session if isinstance(session, dict) else message
-
-
-def names_voice(payload: Payload) -> bool:
-    """Whether it asks for a voice that may be an uploaded one (omni-router.md 13)."""
-    voice = payload.voice or payload.speaker
-    named = isinstance(voice, str) and voice.lower() != "default"
-    return named and not _has_reference(payload)
 
 
 def _bad(message: str, code: str = "invalid_request") -> Refusal:
@@ -254,7 +247,7 @@ def _read_speech(route: Route, payload: Payload, need: Need) -> None:
         _read_batch(payload, need)
     if route.traffic == "speech_http" and payload.stream_format == "sse":
         need.mask |= STREAMING
-    if route.traffic.startswith("speech") and _has_reference(payload):
+    if route.traffic.startswith("speech") and has_reference(payload):
         need.mask |= AUDIO
 
 
@@ -294,7 +287,8 @@ def _parts(messages: object) -> int:
     return mask
 
 
-def _has_reference(payload: Payload) -> bool:
+def has_reference(payload: Payload) -> bool:
+    """Whether it brings a voice to imitate with it."""
     if _present(payload.ref_audio):
         return True
     references = payload.references if isinstance(payload.references, list) else []

@@ -28,7 +28,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired, settle
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import State
+from omni_proxy.config.state import State, Voices
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.watch.freeze import Freeze
@@ -156,6 +156,14 @@ class Keeper:
                 if not self.freeze.on or not self._moves_workers(self.config, state):
                     return await self._change("api", self.config, state)
             await self.freeze.over_within(waits_until - trio.current_time())
+
+    async def remember_voices(self, voices: Voices) -> None:
+        """Keep what is known of uploaded voices: no setting, so the revision stays."""
+        if voices == self.state.voices and not self.state_error:
+            return
+        async with self._lock:
+            self.state = replace(self.state, voices=voices)
+            await self._kept.keep(self.state_file, self.state)
 
     @asynccontextmanager
     async def _alone(self, *, at_once: bool = False) -> AsyncIterator[None]:

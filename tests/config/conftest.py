@@ -6,7 +6,6 @@ from msgspec import inspect
 
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
-from omni_proxy.config.supported import NOT_YET
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
@@ -20,15 +19,12 @@ SPELLED = {
     "admin.listen": PLACES,
     "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
     "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
+    "routing.voice_owner": st.just("") | NAMES.map(lambda name: f"http://{name}.voices:80"),
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
 }
 
 
 def values(kind, key):
-    if key in NOT_YET:
-        one = st.sampled_from(NOT_YET[key])
-        many = isinstance(kind, inspect.VarTupleType)
-        return st.lists(one, unique=True).map(tuple) if many else one
     if key in SPELLED:
         return SPELLED[key]
     if isinstance(kind, inspect.Metadata):

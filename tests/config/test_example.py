@@ -2,12 +2,10 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from msgspec import NODEFAULT, inspect
 
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.supported import NOT_YET
 
 TEXT = (Path(__file__).parents[2] / "config" / "example.toml").read_text()
 # The same file with every key in force that stands there behind a `#`.
@@ -47,13 +45,6 @@ def test_the_example_names_every_key_and_no_other():
 
 def test_the_keys_behind_a_mark_show_values_that_load():
     assert len(parse(WHOLE).workers) == 1
-
-
-@pytest.mark.parametrize("key", [key for key, today in NOT_YET.items() if len(today) == 1])
-def test_a_key_that_is_to_come_is_marked_so(key):
-    name = key.rpartition(".")[2]
-    lines = re.findall(rf"^(?:# )?{name} = .*", TEXT, flags=re.MULTILINE)
-    assert any("not supported yet" in line for line in lines)
 
 
 def test_every_line_with_a_key_says_what_it_does():

@@ -137,7 +137,7 @@ async def test_a_config_with_references_needs_audio_input():
 async def test_an_uploaded_voice_stays_with_the_worker_that_keeps_it():
     one, two = Worker(narrate), Worker(narrate)
     async with running(one, two) as setting:
-        setting.door.voice_owner = two.url
+        setting.door.voices.changed_at(two.url)
         config = {"type": "session.config", "session": {"voice": "Ada"}}
         for _ in range(2):
             async with setting.client() as client:

@@ -10,7 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.doors import sessions
 from omni_proxy.doors.board import Board
 from omni_proxy.doors.channel import Channel
-from omni_proxy.doors.messages import Begin, Forget, News, ToControl, ToDoor
+from omni_proxy.doors.messages import Begin, Forget, News, ToControl, ToDoor, VoiceList
 from omni_proxy.doors.process import DoorHouse
 from omni_proxy.fleet.snapshot import row_of
 from tests.fleet.entries import entry, fleet_of
@@ -30,7 +30,7 @@ async def house(logging_as_it_was, nursery):
     assert await door.hear() == [begin]
     fleet = fleet_of(entry("a"), entry("b"))
     rows = tuple(row_of(worker, serial) for serial, worker in enumerate(fleet.workers, start=1))
-    yield DoorHouse(begin, News(1, rows, parse(""), "", 1), door)
+    yield DoorHouse(begin, News(1, rows, parse(""), VoiceList("", None), 0, 1), door)
     control.close()
     door.close()
 

@@ -16,6 +16,7 @@ from omni_proxy.config.overlay import desired
 from omni_proxy.config.schema import Admin, Config, Routing, WorkerEntry
 from omni_proxy.config.state import State
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.front.app import create_app
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.observe.instruments import Instruments
@@ -102,7 +103,7 @@ class DoorStandIn:
     def __init__(self):
         self.policy = build(Routing(), lambda _: 0, 0.0)
         self.draining = False
-        self.voice_owner = ""
+        self.voices = VoiceRegistry()
         self.door_rows = []
         self.watched = Watchdog()
 

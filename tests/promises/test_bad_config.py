@@ -25,9 +25,8 @@ BAD_ENDS = {
         "[[workers]]\nurl = 'http://169.254.169.254'", "workers[1].url", "link-local", "",
     ),
     "no toml": ("[routing\npolicy = 'random'", "", "", ""),
-    "not yet": (
-        "[routing]\nvoice_owner = 'http://127.0.0.1:9'",
-        "routing.voice_owner", "not supported yet", "",
+    "no URL": (
+        "[routing]\nvoice_owner = 'localhost'", "routing.voice_owner", "scheme", "",
     ),
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,17 @@ from omni_proxy.door.pump import Pump
 from omni_proxy.doors import sessions
 from omni_proxy.doors.board import Board
 from omni_proxy.doors.link import Link
-from omni_proxy.doors.messages import Begin, Drain, Failed, Forget, Listen, News, Stand, Tally
+from omni_proxy.doors.messages import (
+    Begin,
+    Drain,
+    Failed,
+    Forget,
+    Listen,
+    News,
+    Stand,
+    Tally,
+    VoiceList,
+)
 from omni_proxy.doors.port import Port
 from omni_proxy.fleet.snapshot import row_of
 from tests.fleet.entries import entry, fleet_of
@@ -43,7 +53,7 @@ class Control:
 
     def news(self, **changes) -> None:
         rows = tuple(row_of(worker, n) for n, worker in enumerate(self.fleet.workers, start=1))
-        known = News(1, rows, self.config, "", 1)
+        known = News(1, rows, self.config, VoiceList("", None), 0, 1)
         self.link.tell(msgspec.structs.replace(known, **changes))
 
     async def begin(self, nursery) -> None:

@@ -5,7 +5,6 @@ import msgspec
 import pytest
 
 from omni_proxy.config import schema
-from omni_proxy.config.supported import NOT_YET
 from tests.tree import ROOT
 from tools import configuration_page
 from tools.configuration_page import PAGE, main, page
@@ -47,11 +46,6 @@ def test_every_key_has_a_row_and_every_row_a_meaning():
     told = rows()
     assert set(told) == set(keys(schema.Config))
     assert [key for key, row in told.items() if not all(row)] == []
-
-
-def test_exactly_what_is_not_supported_yet_says_so():
-    said = {key for key, (_, _, meaning) in rows().items() if "*Not supported yet, " in meaning}
-    assert said == set(NOT_YET)
 
 
 @pytest.mark.parametrize(

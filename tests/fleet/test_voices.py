@@ -1,0 +1,112 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.fleet.voices import VoiceRegistry
+
+A, B = "http://a:1", "http://b:1"
+
+
+def kept_at(owner, *names):
+    registry = VoiceRegistry()
+    registry.changed_at(owner)
+    if names:
+        assert registry.learn(registry.generation, names)
+    return registry
+
+
+def test_without_an_owner_nothing_is_pinned():
+    registry = VoiceRegistry()
+    assert not registry.pins(["bob"])
+    assert registry.state == "unassigned"
+
+
+def test_until_the_list_is_read_every_named_voice_is_pinned():
+    registry = kept_at(A)
+    assert registry.pins(["anybody"])
+    assert not registry.pins([])
+    assert registry.state == "pending"
+
+
+def test_afterwards_only_uploaded_voices_are():
+    registry = kept_at(A, "Bob")
+    assert (registry.pins(["bob"]), registry.pins(["ann"])) == (True, False)
+    assert registry.pins(["ann", "bob"])
+    assert registry.state == "ready"
+
+
+def test_a_list_that_was_asked_for_before_a_change_is_not_taken():
+    registry = kept_at(A, "bob")
+    asked = registry.generation
+    registry.changed_at(A)
+    assert not registry.learn(asked, ["bob"])
+    assert registry.names is None
+
+
+def test_a_failed_reading_keeps_what_was_known():
+    registry = kept_at(A, "bob")
+    registry.fail(registry.generation, "status=500")
+    assert registry.names == {"bob"}
+    assert (registry.state, registry.refresh_error) == ("degraded", "status=500")
+
+
+def test_the_configured_owner_wins_over_what_was_kept():
+    registry = VoiceRegistry()
+    registry.configure(A)
+    registry.restore(B, ["bob"])
+    assert (registry.owner, registry.names) == (A, None)
+    registry.restore(A, ["bob"])
+    assert registry.names == {"bob"}
+
+
+def test_an_owner_that_leaves_the_fleet_is_none_any_more():
+    registry = kept_at(A, "bob")
+    assert registry.follow_fleet({A, B}) == ""
+    assert registry.follow_fleet({B}) == A
+    assert (registry.owner, registry.names) == ("", None)
+
+
+def test_a_restored_owner_is_waited_for():
+    registry = VoiceRegistry()
+    registry.restore(A, ["bob"])
+    assert registry.follow_fleet({B}) == ""
+    assert registry.owner == A
+
+
+def test_a_configured_owner_stays_while_its_worker_is_away():
+    registry = VoiceRegistry()
+    registry.configure(A)
+    registry.follow_fleet({A})
+    assert registry.follow_fleet(set()) == ""
+    assert registry.owner == A
+
+
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), st.sampled_from([A, B])),
+        st.tuples(st.just("ask"), st.just("")),
+        st.tuples(st.just("hear"), st.sampled_from(["bob", "ann"])),
+        st.tuples(st.just("fleet"), st.sampled_from([A, B, A + B])),
+    )
+)
+
+
+@given(CHANGES)
+def test_no_list_outlives_the_change_that_came_after_its_question(changes):
+    registry, asked, told = VoiceRegistry(), None, []
+    registry.watch(lambda: told.append(registry.generation))
+    fresh = False  # nothing has changed since `asked`
+    for what, value in changes:
+        before = registry.generation
+        if what == "change":
+            registry.changed_at(value)
+        elif what == "ask":
+            asked, fresh = registry.generation, True
+        elif what == "fleet":
+            registry.follow_fleet({url for url in (A, B) if url in value})
+        elif asked is not None:
+            assert registry.learn(asked, [value]) == fresh
+            assert not fresh or registry.names == {value}
+        if registry.generation != before:
+            fresh = False
+            assert told[-1] == registry.generation
+            assert registry.names is None

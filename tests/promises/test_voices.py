@@ -1,0 +1,129 @@
+"""An uploaded voice is used where it is: on the worker that keeps it, also after a restart."""
+
+import json
+
+import pytest
+import trio
+
+from tests.promises.fakes import counted, fake_workers
+from tests.promises.fleet_program import program, put, routable, toml
+
+FORM = {"files": {"audio_sample": b"RIFF"}, "data": {"name": "Bob", "consent": "yes"}}
+
+
+class Voices:
+    """A worker's speech routes; `spoken` has the voices it was asked for."""
+
+    def __init__(self):
+        self.names, self.spoken = [], []
+
+    async def __call__(self, call):
+        method, target, _ = call.line.split()
+        if target == "/v1/audio/voices?names_only=true":
+            told = {"uploaded_voice_names": self.names}
+        elif target.startswith("/v1/audio/voices"):
+            if method == "POST":
+                self.names.append("Bob")
+            if method == "DELETE":
+                self.names.remove("Bob")
+            told = {"success": True}
+        elif not target.startswith("/v1/audio/speech"):
+            await call.send(counted(b"{}", status="404 Not Found"))
+            return
+        else:
+            body = json.loads(call.body)
+            self.spoken.append(body.get("voice"))
+            told = {"spoken": True}
+        await call.send(counted(json.dumps(told).encode(), "content-type: application/json"))
+
+
+@pytest.fixture
+async def pair():
+    voices = Voices(), Voices()
+    async with fake_workers(*voices) as fleet:
+        yield fleet, voices
+
+
+async def speak(running, voice, path="/v1/audio/speech", **fields):
+    answer = await running.client.post(path, json={"input": "x", "voice": voice, **fields})
+    assert answer.status_code == 200, answer.text
+
+
+async def ready(running, fleet):
+    await running.until("/workers", lambda told: routable(told) == {worker.url for worker in fleet})
+
+
+async def listed(running, count):
+    def holds(told):
+        routing = told["voice_routing"]
+        return routing["registry_state"] == "ready" and routing["uploaded_voice_count"] == count
+
+    return (await running.until("/health", holds))["voice_routing"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_an_uploaded_voice_is_asked_of_its_owner_alone_and_others_of_all(
+    tmp_path, pair, processes
+):
+    fleet, voices = pair
+    file = tmp_path / "proxy.toml"
+    put(file, toml(fleet, more=f"processes = {processes}\n"))
+    async with program("--config", file) as running:
+        await ready(running, fleet)
+        assert (await running.client.post("/v1/audio/voices", **FORM)).status_code == 200
+        owner = next(each for each in voices if each.names)
+        other = next(each for each in voices if not each.names)
+        await listed(running, 1)
+        for turn in range(4):
+            await speak(running, "Bob")
+            await speak(running, "bob", "/v1/audio/speech/batch", items=[{"input": str(turn)}])
+        assert other.spoken == []
+        with trio.fail_after(60):
+            while "alloy" not in other.spoken:
+                await speak(running, "alloy")
+                await trio.sleep(0.02)
+        assert "Bob" in owner.spoken
+
+        owned = (await running.told("/health"))["voice_routing"]["owner_url"]
+        assert voices[[worker.url for worker in fleet].index(owned)] is owner
+        answer = await running.client.request("DELETE", "/v1/audio/voices/Bob")
+        assert answer.status_code == 200
+        await listed(running, 0)
+
+    # What was learnt holds from the first moment of the next start on, before the owner is asked.
+    async with program("--config", file) as running:
+        told = (await running.told("/health"))["voice_routing"]
+        assert told["owner_url"] == owned
+
+
+async def test_the_list_survives_a_restart(tmp_path, pair):
+    fleet, voices = pair
+    file = tmp_path / "proxy.toml"
+    put(file, toml(fleet))
+    async with program("--config", file) as running:
+        await ready(running, fleet)
+        await running.client.post("/v1/audio/voices", **FORM)
+        await listed(running, 1)
+    other = next(each for each in voices if not each.names)
+    async with program("--config", file) as running:
+        await ready(running, fleet)
+        for _ in range(6):
+            await speak(running, "Bob")
+        assert other.spoken == []
+
+
+async def test_the_configured_owner_takes_the_uploads(tmp_path, pair):
+    fleet, voices = pair
+    file = tmp_path / "proxy.toml"
+    text = toml(fleet) + '[routing]\nvoice_owner = "{}"\n'
+    put(file, text.format(fleet[1].url))
+    async with program("--config", file) as running:
+        await ready(running, fleet)
+        await running.client.post("/v1/audio/voices", **FORM)
+        assert [each.names for each in voices] == [[], ["Bob"]]
+        await listed(running, 1)
+        put(file, text.format(fleet[0].url))
+        moved = await running.until(
+            "/health", lambda told: told["voice_routing"]["owner_url"] == fleet[0].url
+        )
+        assert moved["voice_routing"]["owner_routable"]

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.routing.inspect import AUDIO, Need, RequestFacts, decode, inspect
+from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, match
+from omni_proxy.routing.voices import bind_to_owner, named_voices
+
+OWNER = "http://a:1"
+
+
+def bound(path, fields, *names):
+    registry = VoiceRegistry()
+    registry.changed_at(OWNER)
+    registry.learn(registry.generation, names)
+    route = match("POST", path)
+    need = inspect(route, json.dumps(fields).encode(), RequestFacts(b"application/json"))
+    bind_to_owner(registry, route.traffic, need)
+    return need
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"voice": "Bob"}, ["bob"]),
+        ({"speaker": "Bob"}, ["bob"]),
+        ({"voice": "a", "speaker": "b"}, ["a"]),
+        ({"voice": "DEFAULT"}, []),
+        ({"voice": 3}, []),
+        ({"voice": ""}, []),
+        ({}, []),
+        ({"voice": "Bob", "ref_audio": "x"}, []),
+        ({"voice": "Bob", "references": [{"data": "x"}]}, []),
+        ({"voice": "Bob", "references": [{"text": "x"}]}, ["bob"]),
+        ({"voice": "Bob", "items": [{"input": "x"}, {"voice": "Ann"}]}, ["bob", "ann"]),
+        ({"voice": "Bob", "items": [{"ref_audio": "x"}]}, []),
+        ({"items": [{"input": "x"}, 4, None]}, []),
+    ],
+)
+def test_the_voices_that_a_body_names(fields, names):
+    assert list(named_voices(decode(json.dumps(fields).encode()))) == names
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/audio/speech/batch"])
+def test_an_uploaded_voice_binds_its_request_to_the_owner(path):
+    need = bound(path, {"input": "x", "voice": "Bob", "items": [{"input": "x"}]}, "bob")
+    assert need.place is VOICE_OWNER
+    assert need.mask & AUDIO
+
+
+@pytest.mark.parametrize("fields", [{"voice": "ann"}, {}, {"voice": "default"}])
+def test_any_other_goes_to_all(fields):
+    assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").place is ANYWHERE
+
+
+def test_a_chat_names_no_voice_that_counts():
+    assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").place is ANYWHERE
+
+
+def test_a_body_that_was_not_read_whole_goes_to_the_owner():
+    registry = VoiceRegistry()
+    need = Need(0)
+    bind_to_owner(registry, "speech_http", need)
+    assert need.place is ANYWHERE
+    registry.changed_at(OWNER)
+    bind_to_owner(registry, "speech_http", need)
+    assert need.place is VOICE_OWNER
+
+
+def test_a_session_that_tells_nothing_goes_to_any_worker():
+    registry = VoiceRegistry()
+    registry.changed_at(OWNER)
+    need = Need(0)
+    bind_to_owner(registry, "tts_websocket", need)
+    assert need.place is ANYWHERE
