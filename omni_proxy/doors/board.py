@@ -2,7 +2,7 @@
 
 Invariant: every cell has one writer, the process whose row it is in, so nothing is lost without any
 lock; a row passes to control when its process has ended. Row 0 is control's own; cell 0 of a row
-counts all of its process, the others one worker each, by its serial number.
+counts all of its process, the others one worker each; who has which `doors.cells` knows.
 """
 
 from __future__ import annotations
@@ -51,13 +51,8 @@ class Board:
         return self._cells[index * CELLS : (index + 1) * CELLS]
 
     def clear(self, index: int, upto: int) -> None:
-        """Its process has ended: what it had in flight is no more. `upto`: the highest serial."""
+        """Its process has ended: what it had in flight is no more. `upto`: the highest cell."""
         row = self.row(index)
-        for cell in range(min(upto, CELLS - 1) + 1):
+        for cell in range(upto + 1):
             if row[cell]:
                 row[cell] = 0
-
-
-def cell_of(serial: int) -> int:
-    """Serials go on for ever; whoever has cell 65536 steps onto the cell of a worker long gone."""
-    return (serial - 1) % (CELLS - 1) + 1

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Final
 
 from omni_proxy.config.overlay import Desired
-from omni_proxy.doors.board import Board, Cells, cell_of, fence
+from omni_proxy.doors.board import Board, Cells, fence
 from omni_proxy.doors.messages import Failed, Good, ToControl, TrialBegan, TrialEnded
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -32,9 +32,9 @@ class Counted(Worker):
 
     __slots__ = ("_own", "_row", "_total", "cell", "serial")
 
-    def __init__(self, entry: Desired, now: datetime, serial: int, row: Cells) -> None:
-        self.serial = serial
-        self.cell = cell_of(serial)
+    def __init__(self, entry: Desired, now: datetime, place: tuple[int, int], row: Cells) -> None:
+        """`place`: its serial number, its cell in each row."""
+        self.serial, self.cell = place
         self._row = row
         self._own = self._total = 0
         super().__init__(entry, now)
@@ -66,7 +66,7 @@ class FollowingFleet(Fleet):
         self._row = board.row(index)
         self._now = now
         self._tell = tell
-        self._serials: dict[str, int] = {}  # of the rows that are being followed
+        self._places: dict[str, tuple[int, int]] = {}  # of the rows that are being followed
         self._by_serial: dict[int, Counted] = {}
         self._begun: dict[Worker, int] = {}  # trials of ours that have not ended
         self._given: dict[Worker, int] = {}  # trials that it had been given by the newest row
@@ -85,7 +85,7 @@ class FollowingFleet(Fleet):
 
     def follow(self, rows: Sequence[Row], now: datetime) -> None:
         """Become what `rows` say, as one change: nobody is let go by half of it."""
-        self._serials = {row.entry.url: row.serial for row in rows}
+        self._places = {row.entry.url: (row.serial, row.cell) for row in rows}
         replaced = [url for url, worker in self._by_url.items() if self._other(url, worker)]
         moved = [self._put(row) for row in rows if row.entry.url not in replaced]
         if replaced:
@@ -103,10 +103,11 @@ class FollowingFleet(Fleet):
             self._changed()
 
     def _other(self, url: str, worker: Worker) -> bool:
-        return isinstance(worker, Counted) and self._serials.get(url) not in (None, worker.serial)
+        place = self._places.get(url)
+        return isinstance(worker, Counted) and place is not None and place[0] != worker.serial
 
     def _make(self, entry: Desired, now: datetime) -> Worker:
-        return Counted(entry, now, self._serials[entry.url], self._row)
+        return Counted(entry, now, self._places[entry.url], self._row)
 
     def _put(self, row: Row) -> bool:
         worker = self._by_url.get(row.entry.url)

@@ -1,13 +1,15 @@
 """The workers by number, and what all processes together have in flight with each.
 
-Invariant: a number belongs to one worker for ever. `in_flight` of control's workers is the sum over
-all rows of the board after each `recount`; what control's own door has there is in row 0.
+Invariant: a number belongs to one worker for ever, its cell of the board until it is gone.
+`in_flight` of control's workers is the sum over all rows of the board after each `recount`; what
+control's own door has there is in row 0.
 """
 
 from __future__ import annotations
 
 from omni_proxy.door.core import Door
-from omni_proxy.doors.board import Board, cell_of
+from omni_proxy.doors.board import CELLS, Board
+from omni_proxy.doors.cells import FreeCells
 from omni_proxy.doors.shared_door import DOOR_CELL
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.snapshot import Row, row_of
@@ -22,7 +24,8 @@ class Roster:
         self._fleet = fleet
         self._door = door
         self._board: Board | None = None
-        self._serials: dict[Worker, int] = {}
+        self._cells = FreeCells(CELLS - 1)  # cell 0 is no worker's
+        self._known: dict[Worker, tuple[int, int]] = {}  # serial, cell
         self._workers: dict[int, Worker] = {}
         self._elsewhere: dict[Worker, int] = {}
         self._made = 0
@@ -48,20 +51,29 @@ class Roster:
         return self._workers.get(serial)
 
     def serial(self, worker: Worker) -> int:
-        serial = self._serials.get(worker)
-        if serial is None:
-            self._made += 1
-            serial = self._serials[worker] = self._made
-            self._workers[serial] = worker
-        return serial
+        return self._place(worker)[0]
 
     def rows(self) -> tuple[Row, ...]:
-        return tuple(row_of(worker, self.serial(worker)) for worker in self._fleet.workers)
+        return tuple(row_of(worker, *self._place(worker)) for worker in self._fleet.workers)
+
+    def _place(self, worker: Worker) -> tuple[int, int]:
+        place = self._known.get(worker)
+        if place is None:
+            self._made += 1
+            place = self._known[worker] = self._made, self._cells.take(self._in_use)
+            self._workers[self._made] = worker
+        return place
+
+    def _in_use(self, cell: int) -> bool:
+        """A process still counts there for a worker that is gone."""
+        if self._board is None:
+            return False
+        return any(self._board.row(index)[cell] for index in range(self.doors + 1))
 
     def clear(self, index: int) -> None:
         """Its process has ended."""
         if self._board is not None:  # else it has never begun
-            self._board.clear(index, self._made)
+            self._board.clear(index, self._cells.highest)
         self.recount()
 
     def recount(self) -> None:
@@ -75,8 +87,7 @@ class Roster:
         self.in_flight = self._door.in_flight + sum(row[DOOR_CELL] for row in others)
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         here = set(self._fleet.workers)
-        for worker, serial in list(self._serials.items()):
-            cell = cell_of(serial)
+        for worker, (serial, cell) in list(self._known.items()):
             before = self._elsewhere.get(worker, 0)
             elsewhere = sum(row[cell] for row in others)
             own[cell] = worker.in_flight - before
@@ -85,11 +96,12 @@ class Roster:
                 worker.in_flight += elsewhere - before
                 worker.peak_in_flight = max(worker.peak_in_flight, worker.in_flight)
             if worker not in here and not worker.in_flight:
-                self._forget(worker, serial)
+                self._forget(worker, serial, cell)
 
-    def _forget(self, worker: Worker, serial: int) -> None:
+    def _forget(self, worker: Worker, serial: int, cell: int) -> None:
         """It was removed, and its last request has ended. One that a door sends it even now, not
         having heard of it, is counted nowhere."""
-        del self._serials[worker]
+        del self._known[worker]
         del self._workers[serial]
+        self._cells.give_back(cell)
         self._elsewhere.pop(worker, None)

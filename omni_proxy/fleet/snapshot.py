@@ -20,10 +20,12 @@ ELSEWHERE: Final = -1  # in `HealthMachine.trial`: somebody else's, or not for u
 
 
 class Row(Struct, frozen=True, array_like=True):
-    """`serial` tells two workers apart that had the same URL one after the other."""
+    """`serial` tells two workers apart that had the same URL one after the other; `cell` is where
+    its requests are counted."""
 
     entry: Desired
     serial: int
+    cell: int
     address: tuple[str, int] | str
     state: Health
     last_error: str | None
@@ -36,11 +38,12 @@ class Row(Struct, frozen=True, array_like=True):
     epoch: int
 
 
-def row_of(worker: Worker, serial: int) -> Row:
+def row_of(worker: Worker, serial: int, cell: int) -> Row:
     machine = worker.machine
     return Row(
         entry=entry_of(worker),
         serial=serial,
+        cell=cell,
         address=worker.address,
         state=machine.state,
         last_error=machine.last_error,

@@ -31,7 +31,7 @@ class Door:
 
 def rows(fleet, **changes):
     return [
-        structs.replace(row_of(worker, serial), **changes)
+        structs.replace(row_of(worker, serial, serial), **changes)
         for serial, worker in enumerate(fleet.workers, start=1)
     ]
 

@@ -29,7 +29,9 @@ async def house(logging_as_it_was, nursery):
     nursery.start_soon(control.pass_on)
     assert await door.hear() == [begin]
     fleet = fleet_of(entry("a"), entry("b"))
-    rows = tuple(row_of(worker, serial) for serial, worker in enumerate(fleet.workers, start=1))
+    rows = tuple(
+        row_of(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
+    )
     yield DoorHouse(begin, News(1, rows, parse(""), VoiceList("", None), 0, 1), door)
     control.close()
     door.close()

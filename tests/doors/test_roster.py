@@ -1,12 +1,18 @@
 import os
 import resource
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
 from omni_proxy.door.core import Door
+from omni_proxy.doors.board import Board
+from omni_proxy.doors.cells import FreeCells
+from omni_proxy.doors.following import FollowingFleet
 from omni_proxy.doors.roster import Roster
-from tests.fleet.entries import entry, fleet_of
+from tests.fleet.entries import NOW, entry, fleet_of
 
 
 @pytest.fixture
@@ -35,3 +41,88 @@ def test_a_door_that_could_never_begin_for_want_of_descriptors_can_be_buried(ros
     assert roster.in_flight_at(1) == 0
     roster.clear(1)
     assert roster.in_flight == 0
+
+
+@pytest.fixture(scope="module")
+def board():
+    return Board.made()
+
+
+def door_on(board, index):
+    return FollowingFleet(board, index, lambda: 0.0, lambda message: None)
+
+
+churn = st.lists(
+    st.tuples(
+        st.sampled_from(["come", "go", "take", "take", "leave", "die"]),
+        st.sampled_from(["a", "b", "c"]),
+        st.integers(1, 2),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(churn)
+def test_workers_that_come_and_go_never_share_a_count(board, steps):
+    """More of them than cells, one after the other: each request counts for its own worker."""
+    fleet = fleet_of(entry("stable"))
+    proxy = Door(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
+    roster = Roster(fleet, proxy)
+    roster._cells, roster._board, roster.doors = FreeCells(20), board, 2
+    doors = {index: door_on(board, index) for index in (1, 2)}
+    here, running = ["stable"], []  # of requests: the door, its worker
+    try:
+        for what, name, index in [("come", "a", 1), *steps]:
+            match what:
+                case "come" if name not in here:
+                    here.append(name)
+                case "go" if name in here:
+                    here.remove(name)
+                case "take":
+                    worker = doors[index].find(f"http://{name}:1") or doors[index].workers[0]
+                    if len(running) < 9:
+                        worker.in_flight += 1
+                        running.append((index, worker))
+                case "leave" if running:
+                    running.pop(index % len(running))[1].in_flight -= 1
+                case "die":
+                    roster.clear(index)
+                    running = [each for each in running if each[0] != index]
+                    doors[index] = door_on(board, index)
+            fleet.apply([entry(each) for each in here], NOW)
+            for door in doors.values():
+                door.reach(2)
+                door.follow(roster.rows(), NOW)
+            roster.recount()
+            known = {roster.serial(worker): worker for worker in fleet.workers}
+            wanted = Counter(worker.serial for _, worker in running)
+            assert {n: worker.in_flight for n, worker in known.items()} == {
+                n: wanted[n] for n in known
+            }
+            cells = [cell for _, cell in roster._known.values()]
+            assert len(set(cells)) == len(cells)
+    finally:
+        for _, worker in running:
+            worker.in_flight -= 1
+        proxy.pump._set.close()
+        os.close(proxy.pump._bell)
+
+
+def test_a_stable_worker_keeps_its_count_while_thousands_come_and_go(roster):
+    fleet = roster._fleet
+    roster._cells = FreeCells(8)
+    stable = fleet.workers[0]
+    own = {roster.rows()[0].cell}
+    door = door_on(roster.board, 1)
+    roster.doors = 1
+    for number in range(50):
+        fleet.apply([entry("any"), entry(f"w{number}")], NOW)
+        door.reach(1)
+        door.follow(roster.rows(), NOW)
+        door.find(f"http://w{number}:1").in_flight += 1
+        roster.recount()
+        assert (stable.in_flight, fleet.workers[1].in_flight) == (0, 1)
+        assert roster.rows()[1].cell not in own
+        door.find(f"http://w{number}:1").in_flight -= 1
+        roster.recount()

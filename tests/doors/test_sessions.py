@@ -16,7 +16,7 @@ def row():
 
 
 def world(row, count=4):
-    workers = {n: Counted(entry(f"w{n}"), NOW, n, row) for n in range(1, count + 1)}
+    workers = {n: Counted(entry(f"w{n}"), NOW, (n, n), row) for n in range(1, count + 1)}
     descriptor = made()
     doors = [SharedSessions(os.dup(descriptor), workers.get) for _ in range(2)]
     os.close(descriptor)

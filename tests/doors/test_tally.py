@@ -16,7 +16,7 @@ from tests.observe.ends import ended, refused, whole
 def fleets():
     """One process's, and that of a door beside it."""
     whole = fleet_of(entry("a"), entry("b"))
-    rows = [row_of(worker, serial) for serial, worker in enumerate(whole.workers, start=1)]
+    rows = [row_of(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)]
     follows = FollowingFleet(Board.made(), 1, lambda: 0.0, lambda message: None)
     follows.follow(rows, NOW)
     return whole, follows
@@ -110,7 +110,7 @@ def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
     mine = ended()
     mine.worker = follows.workers[0]
     gaps = door.gaps(mine)
-    follows.follow([row_of(whole.workers[1], 2)], NOW)
+    follows.follow([row_of(whole.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
     assert not door.taken().cells
 

@@ -25,15 +25,15 @@ def test_a_row_survives_the_way_and_makes_another_worker_the_same():
     worker.address = ("10.0.0.1", 5)
     one.hold(worker, "paused")
     one.versioned(worker, "step-7", 9)
-    row = sent(row_of(worker, 4))
-    assert row == row_of(worker, 4)
+    row = sent(row_of(worker, 4, 4))
+    assert row == row_of(worker, 4, 4)
     other = fleet_of(row.entry, healthy=False).workers[0]
     assert put(other, row)
     assert not put(other, row)
-    assert row_of(other, 4) == row
+    assert row_of(other, 4, 4) == row
     assert (other.routable, worker.routable) == (False, False)
     one.release(worker, "paused")
-    assert put(other, sent(row_of(worker, 4)))
+    assert put(other, sent(row_of(worker, 4, 4)))
     assert other.routable
 
 
@@ -42,19 +42,19 @@ def test_each_state_decides_as_it_does_where_it_was_judged(state):
     worker = fleet_of(entry("a")).workers[0]
     worker.machine.state = state
     other = fleet_of(entry("a")).workers[0]
-    put(other, sent(row_of(worker, 1)))
+    put(other, sent(row_of(worker, 1, 1)))
     assert other.routable is worker.routable is (state is Health.HEALTHY)
 
 
 def test_a_trial_that_runs_blocks_and_one_that_is_owed_does_not():
     fleet = fleet_of(entry("a"))
     worker = fleet.workers[0]
-    assert not row_of(worker, 1).blocked
+    assert not row_of(worker, 1, 1).blocked
     worker.machine.trial_owed = True
-    assert (row_of(worker, 1).owes, row_of(worker, 1).blocked) == (True, False)
+    assert (row_of(worker, 1, 1).owes, row_of(worker, 1, 1).blocked) == (True, False)
     trial = fleet.begin_trial(worker)
-    row = row_of(worker, 1)
+    row = row_of(worker, 1, 1)
     assert (row.owes, row.blocked, row.trials) == (True, True, 1)
     fleet.end_trial(worker, trial)
-    assert not row_of(worker, 1).blocked
+    assert not row_of(worker, 1, 1).blocked
     assert worker.machine.since == NOW

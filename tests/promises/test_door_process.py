@@ -52,7 +52,7 @@ class Control:
         self.address = self.listener.address
 
     def news(self, **changes) -> None:
-        rows = tuple(row_of(worker, n) for n, worker in enumerate(self.fleet.workers, start=1))
+        rows = tuple(row_of(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1))
         known = News(1, rows, self.config, VoiceList("", None), 0, 1)
         self.link.tell(msgspec.structs.replace(known, **changes))
 
