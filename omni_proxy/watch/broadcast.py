@@ -67,6 +67,7 @@ async def broadcast(workers: Iterable[Worker], call: Call) -> list[Outcome]:
 
 async def ask(worker: Worker, call: Call) -> Outcome:
     """One worker's outcome. Never raises for what the worker does."""
+    await trio.lowlevel.checkpoint()  # some faults come at once; callers ask again
     began = trio.current_time()
     status, body, error, content_type = None, b"", "ReadTimeout", ""
     detail = ""

@@ -40,6 +40,7 @@ class Ejector:
         task_status.started()
         while True:
             while self._ejected:
+                await trio.lowlevel.checkpoint()  # it may put back what it was given
                 await self._remove(self._ejected.pop(0))
             self._more = trio.Event()
             await self._more.wait()

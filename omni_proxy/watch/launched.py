@@ -116,6 +116,7 @@ class Launched:
         backoff = Backoff(chance)
         try:
             while not self.retired:
+                await trio.lowlevel.checkpoint()  # whatever fails at once below
                 self._called = trio.Event()
                 self._running = self.entry
                 await self._live()

@@ -20,7 +20,6 @@ from omni_proxy.config.state import State
 from omni_proxy.door.core import Door
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.watchdog import Watchdog
 from tests.promises.clients import Client, client_of
 from tests.promises.fakes import FakeWorker, Script, fake_workers
 
@@ -87,8 +86,6 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.machine.epoch)
     async with trio.open_nursery() as nursery:
-        watchdog = Watchdog()
-        await nursery.start(watchdog.run)
         door = Door(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
         await nursery.start(door.run)
         door.prepare(made)()
@@ -98,7 +95,6 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
         nursery.cancel_scope.cancel()
     assert door.pump.failures == 0, "a connection of the door broke on an unexpected error"
     assert opened.at_rest()
-    assert watchdog.stalls == 0, "the loop stood still: the stacks are in the log"
 
 
 @asynccontextmanager

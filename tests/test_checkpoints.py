@@ -1,0 +1,146 @@
+import ast
+from textwrap import dedent
+
+import pytest
+
+from tests.checkpoints import Tree
+from tests.tree import name_of, parsed, sources
+
+ENDS = "a round without a checkpoint is the last one"
+FEWER = "each round leaves less to do, or pauses"
+QUEUED = "it takes what is queued already, and the queue is bounded"
+# Loops that keep the rule in a way that can't be seen from the syntax; the reason for each.
+ALLOWED = {
+    "omni_proxy.door.ask.ask": "a second round at most: one idle connection may have broken",
+    "omni_proxy.door.connection.serve": "who is answered was read from or has paused; a refusal "
+    "counts turns",
+    "omni_proxy.door.connection.flush": ENDS,
+    "omni_proxy.door.exchange._by_worker": "bounded by the tries of a request",
+    "omni_proxy.door.handshake.reach_worker": "bounded by the tries of a request",
+    "omni_proxy.door.pump.run": "it gives trio its turn when that has a use for it",
+    "omni_proxy.door.tls._send_all": FEWER,
+    "omni_proxy.door.upload.pour": FEWER,
+    "omni_proxy.door.upload._flush": FEWER,
+    "omni_proxy.doors.channel.pass_on": "trio's `send` is a checkpoint",
+    "omni_proxy.doors.channel._send_first": "trio's `send` is a checkpoint",
+    "omni_proxy.doors.link._hear": ENDS,
+    "omni_proxy.doors.process._serve": ENDS,
+    "omni_proxy.replica.api.patient.begin": QUEUED,
+    "omni_proxy.replica.api.patient.__anext__": QUEUED,
+    "omni_proxy.replica.api.speech_socket._listen": "trio's `send` is a checkpoint",
+    "omni_proxy.replica.api.sse.__anext__": QUEUED,
+    "omni_proxy.replica.pipeline.process._read": ENDS,
+    "omni_proxy.watch.keeper.change": "taking the keeper's lock is a checkpoint",
+    "omni_proxy.watch.progress.until_ready": "`moved` waits for an event",
+    "omni_proxy.weights.sync._make_room": "`until_idle` waits for an event",
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    tree = Tree.of({name_of(path): parsed(path) for path in sources()})
+    return {
+        f"{name_of(path)}.{name}": f"{path}:{loop.lineno}"
+        for path in sources()
+        for name, loop in tree.quiet_loops(parsed(path))
+    }
+
+
+def test_no_loop_of_a_coroutine_may_spin_without_a_checkpoint(found):
+    """Add `await trio.lowlevel.checkpoint()` or a pause; or a reason to ALLOWED."""
+    assert not [f"{where} {name}" for name, where in found.items() if name not in ALLOWED]
+
+
+def test_what_is_allowed_is_there(found):
+    assert not ALLOWED.keys() - found.keys()
+
+
+def spins(code):
+    module = ast.parse(dedent(code))
+    return [name for name, _ in Tree.of({"m": module}).quiet_loops(module)]
+
+
+HELPERS = """
+    async def sure():
+        await trio.sleep(1)
+    async def maybe(self, event):
+        loop = self.loops.get(event)
+        while loop is not None:
+            await loop.finished.wait()
+            if loop.well:
+                return
+            loop = self.loops.get(event)
+"""
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "while not w.routable and find(url) is w:\n    await self.prober.maybe(w)",
+        "while not w.routable:\n    with trio.move_on_after(5):\n        await maybe(w)",
+        "while True:\n    await unknown()",
+        "while True:\n    if a:\n        await sure()",
+        "while True:\n    if a:\n        continue\n    await sure()",
+        "while True:\n    try:\n        await sure()\n    except OSError:\n        continue",
+        "while True:\n    try:\n        await sure()\n    except OSError:\n        pass",
+        "while True:\n    with suppress(OSError):\n        await sure()",
+        "while True:\n    for each in every:\n        await sure()",
+        "while True:\n    a and await sure()",
+        "while True:\n    b = [await sure() for c in d]",
+        "while True:\n    async with client:\n        pass",
+        "while a:\n    while b:\n        await sure()",
+        "while True:\n    match a:\n        case 1:\n            await sure()",
+        "while True:\n    async def later():\n        await sure()\n    await unknown()",
+        "while True:\n    if a.waits_for(b):\n        c()\n    await unknown()",
+    ],
+)
+def test_a_loop_that_may_spin_is_found(loop):
+    code = HELPERS + "    async def f():\n" + "\n".join(" " * 8 + x for x in loop.splitlines())
+    assert spins(code) == ["f"]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "while not w.routable:\n    await maybe(w)\n    await trio.sleep(1)",
+        "while True:\n    await sure()",
+        "while True:\n    await event.wait()",
+        "while True:\n    await pause",
+        "while True:\n    if conn.waits_for(up):\n        await pause\n    read()",
+        "while True:\n    if a:\n        await sure()\n    else:\n        return",
+        "while True:\n    try:\n        await sure()\n    except OSError:\n        break",
+        "while True:\n    try:\n        await pause\n    except Expired:\n        pass",
+        "while True:\n    try:\n        await maybe()\n    finally:\n        await sure()",
+        "while True:\n    with trio.move_on_after(1):\n        await sure()",
+        "while True:\n    async with trio.open_nursery() as n:\n        n.start_soon(f)",
+        "while True:\n    async with self._lock:\n        pass",
+        "while a:\n    a -= 1",
+        "while await sure():\n    pass",
+        "while True:\n    for _ in range(TIMES):\n        await sure()",
+        "while True:\n    while True:\n        await sure()\n        if a:\n            break",
+    ],
+)
+def test_a_loop_that_gives_turns_is_left_alone(loop):
+    code = HELPERS + "    async def f():\n" + "\n".join(" " * 8 + x for x in loop.splitlines())
+    assert spins(code) == []
+
+
+def test_a_method_of_the_same_class_is_looked_up_there():
+    code = """
+    class A:
+        async def step(self):
+            await trio.sleep(1)
+        async def run(self):
+            while True:
+                await self.step()
+    class B:
+        async def step(self):
+            pass
+        async def run(self):
+            while True:
+                await self.step()
+    async def of_some(thing):
+        while True:
+            await thing.step()
+    """
+    assert sorted(spins(code)) == ["of_some", "run"]
