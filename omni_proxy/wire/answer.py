@@ -25,9 +25,17 @@ from omni_proxy.wire.head import (
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 # A worker that nominates the length can't take it from the client.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
+# Of these fields of an answer only the proxy's own may reach a client (`door.account.diagnostics`,
+# `fleet.version`): a worker could claim to be another one, or to have other weights.
+DIAGNOSTICS = (
+    b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",
+    b"x-omni-attempts", b"x-omni-weight-version", b"x-omni-weight-version-end",
+    b"x-omni-weight-epoch", b"x-omni-weight-epoch-end",
+)  # fmt: skip
 _OURS = re.compile(
     rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-connection|te|trailer|upgrade"
-    rb"|transfer-encoding)|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
+    rb"|transfer-encoding|x-(?:%b))|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
+    % b"|".join(name.removeprefix(b"x-") for name in DIAGNOSTICS)
 )
 
 

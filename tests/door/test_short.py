@@ -4,7 +4,11 @@ import contextlib
 
 import pytest
 
+from omni_proxy.door.account import Exchange, diagnostics
+from omni_proxy.fleet.version import Version
+from omni_proxy.wire.answer import DIAGNOSTICS
 from tests.door.both_ways import WHOLE, answered, asked, both, listening, spelled
+from tests.fleet.entries import entry, fleet_of
 
 
 @pytest.fixture
@@ -78,6 +82,37 @@ def test_bodies_that_come_whole_may_be_large(listeners, size):
         world.answer(WHOLE[:-6].replace(b": 2", b": %d" % size) + b"\r\n\r\n" + text)
 
     assert taken(both(listeners, script)) == (1, 0)
+
+
+SPOOFED = b"".join(b"%b: spoofed\r\n" % name for name in DIAGNOSTICS)
+
+
+def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
+    spoofed = WHOLE.replace(b"content-type", SPOOFED + b"content-type")
+
+    def script(world, client):
+        for label in ("", "", "", "v1", "v1", "v1"):
+            if label:
+                world.fleet.versioned(world.fleet.workers[0], label, 0)
+                world.fleet.versioned(world.fleet.workers[1], label, 0)
+            world.ask(client, spelled())
+            world.answer(spoofed)
+
+    world = both(listeners, script)
+    assert world.began > world.handed_over
+    came = world.clients[0].came.lower()
+    assert b"spoofed" not in came
+    assert came.count(b"x-omni-weight-version: v1") == 3
+    assert came.count(b"x-sglang-omni-worker:") == came.count(b"http/1.1 200") == 12
+
+
+def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
+    worker = fleet_of(entry("a")).workers[0]
+    mine = Exchange(0.0, "test")
+    mine.worker, mine.attempts, mine.tried = worker, 2, [(worker, "503")]
+    lines = diagnostics(mine) + Version("a", 1).lines + Version("b", 2).end_lines(Version("a", 1))
+    written = {line.partition(b":")[0].lower() for line in lines.split(b"\r\n")[:-1]}
+    assert written == set(DIAGNOSTICS)
 
 
 def test_the_tokens_that_an_answer_tells_are_counted(listeners):

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.answer import Answer, Framing, Unchunker, UpstreamGarbage, find_answer_end
+from omni_proxy.wire.answer import (
+    DIAGNOSTICS,
+    Answer,
+    Framing,
+    Unchunker,
+    UpstreamGarbage,
+    find_answer_end,
+)
 from omni_proxy.wire.head import MAX_HEAD_BYTES
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -258,3 +265,15 @@ def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
     behind = b"HTTP/1.1 101 Switching\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
     with pytest.raises(UpstreamGarbage, match="after the end"):
         answer.feed(b"0\r\n\r\n" + behind)
+
+
+@pytest.mark.parametrize("name", DIAGNOSTICS)
+def test_what_only_the_proxy_may_tell_of_an_answer_is_dropped_from_a_workers(name):
+    told = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
+    answer = read(head(*told, b"content-length: 0"))
+    assert answer.lines == OK + b"a: 1\r\nb: 2\r\ncontent-length: 0\r\n"
+
+
+def test_fields_with_names_like_those_of_the_proxy_pass():
+    told = b"x-omni-instance: 1\r\nx-omni-weight: 2\r\nx-sglang-omni-worker-load: 3\r\n"
+    assert read(OK + told + b"\r\n").lines == OK + told
