@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import random
 import signal
@@ -54,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 BAD_CONFIGURATION = 2
 CANNOT_LISTEN = 1
+NEVER_READY = 1
 
 
 def run(startup: Startup) -> int:
@@ -197,15 +199,29 @@ class House:
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
             if self.door.entrances.held:
-                await until_ready(self.launcher.status, self.launcher.until_moved, _tell)
-                try:
-                    self.doors.open()
-                except OSError as error:
+                status = await self._open_when_ready()
+                if status:
                     root.cancel_scope.cancel()
-                    return self._cannot_listen(error)
-                for url in self.door.entrances.urls():
-                    _tell(f"serving on {url}")
+                    return status
         _log.info("omni-proxy has stopped")
+        return 0
+
+    async def _open_when_ready(self) -> int:
+        """Let clients in once the replicas of the command line are ready; the exit status where
+        that can't be."""
+        launch = self.keeper.startup.launch
+        longest = max(entry.ready_timeout_secs or math.inf for entry in launch)
+        launcher = self.launcher
+        failed = await until_ready(launcher.status, launcher.until_moved, _tell, longest)
+        if failed:
+            _tell(f"giving up: {failed}")
+            return NEVER_READY
+        try:
+            self.doors.open()
+        except OSError as error:
+            return self._cannot_listen(error)
+        for url in self.door.entrances.urls():
+            _tell(f"serving on {url}")
         return 0
 
     def _cannot_listen(self, error: OSError) -> int:

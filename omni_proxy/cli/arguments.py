@@ -129,8 +129,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     )
     replicas = parser.add_argument_group("replicas")
     add = replicas.add_argument
-    add("--dp-size", "--data-parallel-size", dest="data_parallel_size", metavar="N", type=_count,
-        default=1, help="how many replicas (default 1)")  # fmt: skip
+    add("--dp-size", "--dp", "--data-parallel-size", dest="data_parallel_size", metavar="N",
+        type=_count, default=1, help="how many replicas (default 1)")  # fmt: skip
     add("--model-path", metavar="MODEL", default="smollm2-135m",
         help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
     add("--engine", choices=engines,
@@ -139,8 +139,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
         help="start each replica with these words instead; {host}, {port}, {index} and {gpus} are "
         "filled in")  # fmt: skip
     add("--served-model-name", metavar="NAME", default="", help="the name that clients use")
-    add("--tp-size", "--tensor-parallel-size", dest="tensor_parallel_size", metavar="N",
-        type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip
+    add("--tp-size", "--tp", "--tensor-parallel-size", dest="tensor_parallel_size",
+        metavar="N", type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip
     add("--gpus-per-replica", metavar="N", type=int,
         help="slice of CUDA_VISIBLE_DEVICES for each (default: tp-size, with GPUs)")  # fmt: skip
     add("--worker-host", metavar="HOST", type=_address, default="127.0.0.1",

@@ -42,11 +42,15 @@ DEFAULTS: Final[dict[str, object]] = {
     "server.overload_status": 429,
 }
 LAST_PORT: Final = 65535
+VLLM_SHORT: Final = {"-dp": "--dp-size", "-tp": "--tp-size"}
 
 
 def main(argv: Sequence[str]) -> int:
     parser = launch_parser(tuple(ENGINES))
     arguments, engine_flags = parser.parse_known_args(argv)
+    if arguments.engine == "vllm" and (longer := _spelled_out(argv)) != list(argv):
+        argv = longer
+        arguments, engine_flags = parser.parse_known_args(argv)
     bare = argv.index("--") if "--" in argv else len(argv)
     if mistaken := routers_own([word for word in engine_flags if word in argv[:bare]]):
         parser.error("unrecognized arguments: " + " ".join(mistaken))
@@ -60,6 +64,13 @@ def main(argv: Sequence[str]) -> int:
         print(refusal, file=sys.stderr)
         return 2
     return start(startup)
+
+
+def _spelled_out(argv: Sequence[str]) -> list[str]:
+    """With vLLM's own short names of what is ours. No flags of the parser: other engines have
+    one-letter flags that these begin with."""
+    bare = argv.index("--") if "--" in argv else len(argv)
+    return [VLLM_SHORT.get(word, word) for word in argv[:bare]] + list(argv[bare:])
 
 
 def main_router(argv: Sequence[str]) -> int:

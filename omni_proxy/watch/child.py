@@ -106,6 +106,11 @@ class Child:
             return f"process ended with exit status {status}"
         return f"process ended with signal {signal.Signals(-status).name}"
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.returncode
+
     async def pass_on_output(self) -> None:
         """Say what it prints, line by line, until nobody can print any more."""
         assert self._process.stdout is not None

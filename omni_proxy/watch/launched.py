@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Final
 
 import trio
 
@@ -40,8 +42,18 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
+# Exit statuses of a command line that was refused (argparse, most shells' tools), of a program that
+# may not be run and of one that is not there.
+REFUSED_STATUSES: Final = (2, 126, 127)
+NOT_INSTALLED: Final = re.compile(r"\bnot installed\b|No module named|ModuleNotFoundError")
+
+
 class StartError(Exception):
-    """There is no process to stay with; trying again may help."""
+    """There is no process to stay with; trying again may help, unless it is `fatal`."""
+
+    def __init__(self, message: str, *, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
 
 
 class Launched:
@@ -66,6 +78,7 @@ class Launched:
         self._worker: Worker | None = None
         self._restarts = 0
         self._ending = ""  # why the present life failed
+        self._fatal = False  # that will be so at each further try, as far as can be told
         self._last_line = ""
         self._last_error: str | None = None
 
@@ -108,6 +121,7 @@ class Launched:
             "pid": self._pid,
             "state": self.state.value,
             "restarts": self._restarts,
+            "fatal": self._fatal,
             "last_error": self._last_error,
             "since": self._since.isoformat(),
         }
@@ -131,6 +145,7 @@ class Launched:
         """Start it and stay to its end; `_ending` tells why it failed, if it did."""
         self._enter(State.STARTING)
         self._ending = self._last_line = ""
+        self._fatal = False
         self._ready_at = float("inf")
         self._worker = None
         self._standing.hold(self.url)
@@ -138,6 +153,7 @@ class Launched:
             child = await self._start()
         except StartError as error:
             self._ending = self._last_error = str(error)
+            self._fatal = error.fatal
             self._standing.lost(self.url, self._ending)
             return
         self._pid = child.pid
@@ -150,6 +166,14 @@ class Launched:
             await child.stop()
         if self._ending:
             self._last_error = f"{self._ending}; last line: {self._last_line or '(none)'}"
+            self._fatal = self._is_fatal(child.status)
+
+    def _is_fatal(self, status: int | None) -> bool:
+        """Whether the life that ended so says that another one would end alike: its flags were
+        refused, or something that it needs is not installed."""
+        if self._ready_at != float("inf"):
+            return False
+        return status in REFUSED_STATUSES or bool(NOT_INSTALLED.search(self._last_line))
 
     async def _start(self) -> Child:
         entry, port = self._running, self._running.base_port + self._index
@@ -164,7 +188,9 @@ class Launched:
             reason = error.strerror or str(error)
             if error.filename is None:
                 reason = f"port {port} of {entry.host}: {reason}; end the other program"
-            raise StartError(f"cannot start `{entry.command[0]}`: {reason}") from error
+            told = f"cannot start `{entry.command[0]}`: {reason}"
+            fatal = isinstance(error, FileNotFoundError | PermissionError)
+            raise StartError(told, fatal=fatal and error.filename is not None) from error
         except TooFewGpus as error:
             raise StartError(f"cannot start `{entry.command[0]}`: {error}") from error
 

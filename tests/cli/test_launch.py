@@ -239,3 +239,20 @@ def test_without_a_file_failures_are_retried_and_overload_is_told_as_the_peers_d
         assert config.server.overload_status == 429
     assert filed.routing.retry_on == Config().routing.retry_on
     assert filed.server.overload_status == 503
+
+
+@pytest.mark.parametrize("words", ["--dp 3 --tp 2", "--dp-size 3 --tp-size 2", "-dp 3 -tp 2"])
+def test_engines_own_short_words_for_how_many_are_taken(started, words):
+    assert main(["--engine", "vllm", "--model-path", "org/m", *words.split()]) == 0
+    (entry,) = started[0].over(Config()).launch
+    assert entry.replicas == 3
+    assert entry.command[-2:] != ("-tp", "2")
+    assert entry.command[3:5] == ("--tensor-parallel-size", "2")
+
+
+def test_vllms_short_words_are_nobody_elses(started):
+    words = ["--engine", "llamacpp", "--model-path", "m.gguf", "-t", "4", "-tp", "2"]
+    assert main(words) == 0
+    assert started[0].launch[0].command[-4:] == ("-t", "4", "-tp", "2")
+    assert main(["--engine", "vllm", "--model-path", "org/m", "--", "-tp", "2"]) == 0
+    assert started[1].launch[0].command[-2:] == ("-tp", "2")

@@ -210,6 +210,42 @@ async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(wor
         assert await running.leave() == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (
+            "sh -c 'echo unrecognized arguments: --allow-auto-truncate >&2; exit 2'",
+            "exit status 2; last line: unrecognized arguments: --allow-auto-truncate",
+        ),
+        ("sh -c 'echo No module named sglang >&2; exit 1'", "No module named sglang"),
+        ("/nowhere/engine --port {port}", "cannot start `/nowhere/engine`: No such file"),
+    ],
+    ids=["refuses its flags", "not installed", "no such program"],
+)
+async def test_launch_ends_at_once_with_the_engines_words_where_no_try_can_succeed(
+    words, base_port, command, told
+):
+    async with starting(*words[:-1], command) as running:
+        with trio.fail_after(30):
+            assert await running.process.wait() == 1
+        await running.says(r"giving up: no replica can be started\n")
+        assert told in running.log
+        assert "; it is tried again" not in running.log
+        assert "serving on" not in running.log
+
+
+async def test_launch_ends_where_no_replica_is_ready_in_time(words, base_port):
+    more = ("--worker-startup-timeout-secs", "1")
+    async with starting(*words, *more) as running:  # no file says that one is ready
+        with trio.fail_after(30):
+            assert await running.process.wait() == 1
+        await running.says("giving up: no replica was ready within 1 s")
+        assert "not ready after 1 s: GET /health answered 503" in running.log
+        for port in (base_port, base_port + 1, base_port + 2):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+
+
 def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
     """The answer's text and the worker that gave it, by the client that everybody uses."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as client:

@@ -200,7 +200,28 @@ async def test_a_program_that_is_not_there_is_told_in_the_status(base_port):
     absent = LaunchEntry(command=("/nowhere/replica", "{port}"), base_port=base_port)
     async with running(absent) as house:
         await house.until_states("backing_off")
-        assert "`/nowhere/replica`: No such file" in house.launcher.status()[0]["last_error"]
+        (place,) = house.launcher.status()
+        assert "`/nowhere/replica`: No such file" in place["last_error"]
+        assert place["fatal"]
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "fatal"),
+    [
+        ("unrecognized arguments: --x", 2, True),
+        ("No module named sglang", 1, True),
+        ("error: not installed: torch; get it by pip", 1, True),
+        ("CUDA out of memory", 1, False),
+    ],
+)
+async def test_what_no_further_try_will_mend_is_called_fatal(base_port, says, status, fatal):
+    words = (sys.executable, "-c", f"print({says!r}); raise SystemExit({status})")
+    refuses = LaunchEntry(command=words, base_port=base_port, restart="never")
+    async with running(refuses) as house:
+        await house.until_states("stopped")
+        (place,) = house.launcher.status()
+        assert says in place["last_error"]
+        assert place["fatal"] is fatal
 
 
 async def test_a_taken_port_is_never_routed_to_and_tried_again(base_port):
