@@ -17,7 +17,7 @@ from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import Expired, pause
 from omni_proxy.door.upstream import PIECE_BYTES, Lane
 from omni_proxy.watch.descriptors import are_ours_to_blame
-from omni_proxy.wire.answer import Answer, UpstreamGarbage, find_answer_end
+from omni_proxy.wire.answer import Answer, UpstreamGarbage, check_interim, find_answer_end
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 JOIN_BYTES: Final = PIECE_BYTES  # what came in one read leaves in one send
 LENGTHS_TOLD: Final = 4096
+_BLANK: Final = b"\r\n\r\n"
 
 
 def _length_of(size: int) -> tuple[bytes, bytes]:
@@ -202,7 +203,7 @@ async def _answer_of(
     conn: Connection, head: RequestHead, lane: Lane, up: Conn, upload: Upload | None = None
 ) -> First:
     """Behind a request that was sent, but for the `upload` that still streams."""
-    buffer = b""
+    buffer, interim = b"", 0
     while True:
         if upload is not None and not up.speaks():  # not even where all that came was interim
             upload = None if await _pour(conn, upload, up) else upload
@@ -219,10 +220,13 @@ async def _answer_of(
             continue
         if not piece:
             raise _Broke("the worker closed without an answer", silent=not buffer)
-        found = _first_in(conn, head, lane, up, buffer + piece)
+        came = buffer + piece
+        found = _first_in(conn, head, lane, up, came)
         if isinstance(found, First):
             found.all_sent = upload is None and not up.late
             return found
+        interim += came.count(_BLANK, 0, len(came) - len(found))
+        check_interim(interim)
         buffer = found
 
 
@@ -237,6 +241,7 @@ def _first_in(
     conn: Connection, head: RequestHead, lane: Lane, up: Conn, came: bytes
 ) -> First | bytes:
     """The final answer in what came, or what is left of it behind the heads of interim ones."""
+    interim = 0
     while end := find_answer_end(came):
         answer = conn.door.answers.read(came[:end], to_head=head.method == b"HEAD")
         came = came[end:]
@@ -250,6 +255,8 @@ def _first_in(
             return First(lane, up, answer, came, bodiless)
         if answer.status == 101:
             raise UpstreamGarbage("an upgrade that nobody asked for")
+        interim += 1
+        check_interim(interim)
     return came
 
 

@@ -18,7 +18,7 @@ from omni_proxy.door.taking import take
 from omni_proxy.door.task import Expired
 from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.wire.answer import UpstreamGarbage, find_answer_end
+from omni_proxy.wire.answer import UpstreamGarbage, check_interim, find_answer_end
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, with_bearer
 from omni_proxy.wire.websocket import offer, offer_status
@@ -96,13 +96,15 @@ async def _open(
 
 async def _status(conn: Connection, up: Conn, nonce: bytes) -> tuple[int, bytes]:
     """What it answers, other 1xx skipped, and the bytes after that head."""
-    buffer = b""
+    buffer, heads = b"", 0
     while True:
         while end := find_answer_end(buffer):
             status = offer_status(buffer[:end], nonce)
             buffer = buffer[end:]
             if status == 101 or status >= 200:
                 return status, buffer
+            heads += 1
+            check_interim(heads)
         piece = await conn.more(up)
         if not piece:
             raise UpstreamGarbage("it closed without an answer to the handshake")

@@ -22,6 +22,8 @@ from omni_proxy.wire.head import (
     stays_open,
 )
 
+# Interim (1xx) heads before one answer: there is use for two or three, and each costs a turn.
+INTERIM_HEADS = 100
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 # A worker that nominates the length can't take it from the client.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
@@ -191,6 +193,12 @@ class Answer:
 
     def on_message_begin(self) -> None:
         self.excess = self.whole
+
+
+def check_interim(count: int) -> None:
+    """Raises UpstreamGarbage where so many interim heads before an answer are too many."""
+    if count > INTERIM_HEADS:
+        raise UpstreamGarbage(f"more than {INTERIM_HEADS} interim heads before the answer")
 
 
 def find_answer_end(buffer: bytes | bytearray) -> int:

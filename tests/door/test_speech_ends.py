@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import trio
 import trio.testing
@@ -46,6 +48,27 @@ async def test_what_a_refused_handshake_becomes(status, message, error_type, cod
         assert await setting.settled() == {"upstream_error": 1}
         assert setting.machine().consecutive_failures == failures
         assert setting.counts() == (0, 1)
+
+
+class Flooding(Worker):
+    """Answers a handshake with interim heads, for as long as somebody listens."""
+
+    async def _serve(self, stream):
+        await stream.receive_some()
+        with contextlib.suppress(trio.BrokenResourceError):
+            while True:
+                await stream.send_all(b"HTTP/1.1 102 Processing\r\n\r\n" * 30)
+
+
+async def test_a_worker_that_floods_interim_answers_is_given_up():
+    once = "[routing]\nmax_total_retries = 1\n"
+    async with running(Flooding(listen), config=once) as setting:
+        async with setting.client() as client:
+            await client.say(CONFIG)
+            assert (await client.error())["code"] == 502
+            await client.closed()
+            await client.close()
+        assert await setting.settled() == {"upstream_error": 1}
 
 
 async def test_a_worker_that_can_not_be_reached_is_passed_over_for_the_next():
