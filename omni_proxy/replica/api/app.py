@@ -22,6 +22,7 @@ from omni_proxy.replica.api import (
     health,
     info,
     metrics,
+    openapi,
     speech,
     speech_socket,
     top_keys,
@@ -50,6 +51,7 @@ ROUTES = (
     batch,
     voices,
     transcriptions,
+    openapi,
 )
 BODY_SECS = 600
 

@@ -1,0 +1,172 @@
+"""What each route is for, what it takes and in which family of errors it refuses; by endpoint.
+
+Invariant: bodies are the very Structs that the routes read, and fields that are read by hand come
+from the table that checks them, so that the description cannot say anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from omni_proxy.replica.api import admin, weights
+from omni_proxy.replica.api.admin import AdminRoute, Operation
+from omni_proxy.replica.api.chat import ChatBody
+from omni_proxy.replica.api.completions import CompletionBody
+from omni_proxy.replica.api.embeddings import EmbeddingBody
+from omni_proxy.replica.api.generate import RolloutBody
+from omni_proxy.replica.api.generate_native import NativeBody
+from omni_proxy.replica.api.speech_fields import KINDS
+from omni_proxy.replica.api.transcriptions import TranscriptionFields
+from omni_proxy.replica.profiling.routes import StartBody, StartEventsBody, StopBody
+
+JSON, FORM, TEXT = "application/json", "multipart/form-data", "text/plain"
+EVENTS = "text/event-stream"
+Schema = dict[str, Any]
+
+# What a hand-read field may hold, by the words that refuse any other value.
+_KINDS: Mapping[str, Schema] = {
+    "a string": {"type": "string"},
+    "true or false": {"type": "boolean"},
+    "a number": {"type": "number"},
+    "an integer": {"type": "integer"},
+    "an integer above 0": {"type": "integer", "minimum": 1},
+    "an integer of 0 or more": {"type": "integer", "minimum": 0},
+    "an object": {"type": "object"},
+    "a list of objects": {"type": "array", "items": {"type": "object"}},
+}
+_FILE: Schema = {"type": "string", "contentMediaType": "application/octet-stream"}
+_TEXT: Schema = {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """One endpoint. `bodies`: any of these; `body`: a schema of its own, of the media type `takes`.
+
+    `answers` are media types. `openai`: refusals have OpenAI's envelope, else `{"detail"}`.
+    `locked` needs the admin key, where one is set. `query` are the query's parameters.
+    """
+
+    summary: str
+    tag: str
+    bodies: tuple[type[Struct], ...] = ()
+    body: Schema | None = None
+    takes: str = JSON
+    body_needed: bool = True
+    answers: tuple[str, ...] = (JSON,)
+    openai: bool = False
+    locked: bool = False
+    query: tuple[str, ...] = ()
+
+
+def _speech() -> Schema:
+    fields = {name: _KINDS[kind.words] for name, kind in KINDS.items()}
+    return {"type": "object", "properties": fields, "required": ["input"]}
+
+
+def _batch() -> Schema:
+    own = _speech()
+    items = {"type": "array", "minItems": 1, "items": own}
+    return {"type": "object", "properties": {**own["properties"], "items": items},
+            "required": ["items"]}  # fmt: skip
+
+
+def _form(needed: Mapping[str, Schema], more: Mapping[str, Schema] = {}) -> Schema:
+    return {"type": "object", "properties": {**needed, **more}, "required": list(needed)}
+
+
+def _admin(route: AdminRoute, summary: str) -> Told:
+    return Told(
+        summary=summary,
+        tag="operations" if route in admin.ROUTES else "weights",
+        bodies=(route.body,),
+        body_needed=route.body_needed,
+        locked=True,
+    )
+
+
+_OPERATIONS = {
+    "pause_generation": "Compute nothing until it goes on",
+    "continue_generation": "Go on after a pause",
+    "update_weights_from_disk": "Read new weights from a disk and put them in place",
+    "read_weights_ahead": "Read a file of weights while it is being written",
+    "init_weights_update_group": "Join a trainer's group",
+    "destroy_weights_update_group": "Leave a trainer's group",
+    "update_weights_from_distributed": "Receive new weights over a group and put them in place",
+    "prepare_weights_update": "Be ready to receive new weights over a group",
+    "complete_weights_update": "Put in place what was received",
+    "begin_weight_update": "Gather updates from now on",
+    "end_weight_update": "Put in place what was gathered",
+    "weights_checker": "Hash, keep or compare the weights",
+    "update_weights_from_tensor": "Take new weights out of the body; 501 unless that is enabled",
+    "update_weight_version": "Name the version of the weights",
+}
+_CHAT, _SOUND, _INFO = "text", "audio", "information"
+_FACTS = Told(summary="What runs here, as SGLang's servers tell it", tag=_INFO)
+_LOAD = Told(summary="How busy it is", tag=_INFO)
+_STOP = Told(summary="End a profiling run", tag="profiling", bodies=(StopBody,), locked=True)
+_LISTENING = _form({"file": _FILE}, {"model": _TEXT, "response_format": _TEXT})
+
+TABLE: Mapping[str, Told] = {
+    "health": Told(summary="200 when all stages are ready, else 503", tag=_INFO),
+    "models": Told(summary="The one model", tag=_INFO),
+    "model": Told(summary="The model of that name, or 404", tag=_INFO, openai=True),
+    "get_model_info": _FACTS,
+    "server_info": _FACTS,
+    "get_server_info": _FACTS,
+    "v1_loads": _LOAD,
+    "get_loads": _LOAD,
+    "get_load": _LOAD,
+    "health_generate": Told(summary="Generate a token: 200, or 503 that says why not", tag=_INFO,
+                            answers=(TEXT,)),
+    "metrics": Told(summary="Metrics for Prometheus", tag=_INFO, answers=(TEXT,)),
+    "flush_cache": Told(summary="Empty the prefix cache", tag="operations", locked=True,
+                        answers=(TEXT,)),
+    "model_info": Told(summary="What every stage says of its model", tag="operations", locked=True),
+    "model_info_of": Told(summary="What some stages say of their model", tag="operations",
+                          bodies=(Operation,), locked=True),
+    "weights_checker_of_query": Told(summary="Hash the weights", tag="weights", locked=True,
+                                     query=("action",)),
+    "get_weights_by_name": Told(summary="The first rows of a tensor", tag="weights", locked=True,
+                                bodies=(weights.Look,), body_needed=False, openai=True,
+                                query=("name", "truncate_size")),
+    "chat": Told(summary="Answer a chat, whole or streamed", tag=_CHAT, bodies=(ChatBody,),
+                 answers=(JSON, EVENTS)),
+    "completions": Told(summary="Continue prompts, whole or streamed", tag=_CHAT, openai=True,
+                        bodies=(CompletionBody,), answers=(JSON, EVENTS)),
+    "embeddings": Told(summary="A vector for each input", tag=_CHAT, bodies=(EmbeddingBody,),
+                       openai=True),
+    "generate": Told(summary="Continue a prompt in a trainer's words, or in SGLang's", tag=_CHAT,
+                     bodies=(RolloutBody, NativeBody), answers=(JSON, EVENTS)),
+    "speech": Told(summary="Speak a text, as a file or streamed", tag=_SOUND, body=_speech(),
+                   openai=True, answers=("audio/wav", "audio/pcm", EVENTS)),
+    "speech_outcome": Told(summary="How a speech request ended", tag=_SOUND),
+    "speech_batch": Told(summary="Speak many texts", tag=_SOUND, body=_batch(), openai=True),
+    "voices": Told(summary="The voices", tag=_SOUND, openai=True, query=("names_only",)),
+    "voice_upload": Told(
+        summary="Keep a voice", tag=_SOUND, openai=True, takes=FORM,
+        body=_form({"audio_sample": _FILE, "name": _TEXT, "consent": _TEXT},
+                   {"ref_text": _TEXT, "speaker_description": _TEXT}),
+    ),
+    "voice_delete": Told(summary="Forget a voice", tag=_SOUND, openai=True),
+    "transcriptions": Told(summary="Write down what is spoken, whole or streamed", tag=_SOUND,
+                           bodies=(TranscriptionFields,), body=_form({"file": _FILE}), takes=FORM,
+                           answers=(JSON, TEXT, EVENTS)),
+    "translations": Told(summary="Refused: no model here translates", tag=_SOUND, openai=True,
+                         body=_LISTENING, takes=FORM),
+    "diarizations": Told(summary="Refused: no model here tells speakers apart", tag=_SOUND,
+                         body=_LISTENING, takes=FORM),
+    "start_profile": Told(summary="Record torch's trace, and events", tag="profiling",
+                          bodies=(StartBody,), locked=True),
+    "start_request_profile": Told(summary="Record events of requests", tag="profiling",
+                                  bodies=(StartEventsBody,), locked=True),
+    "stop_profile": _STOP,
+    "stop_request_profile": _STOP,
+    **{
+        route.action: _admin(route, _OPERATIONS[route.action])
+        for route in (*admin.ROUTES, *weights.ROUTES, weights.FROM_TENSOR, weights.NAME_VERSION)
+    },
+}  # fmt: skip
