@@ -24,6 +24,15 @@ class Drain(Struct, frozen=True):
     remove: bool = False
 
 
+class Paused(Struct, frozen=True):
+    """Why its engine stands still; `at` is an ISO time, and None is what nobody knows."""
+
+    at: str | None = None
+    by: str | None = None
+    path: str | None = None
+    mode: str | None = None
+
+
 class Row(Struct, frozen=True):
     """A worker; rates, errors and times are of the last minute."""
 
@@ -55,6 +64,7 @@ class Row(Struct, frozen=True):
     weight: int = 1
     drain: Drain | None = None
     launch: dict[str, Any] | None = None
+    paused: Paused | None = None
 
     @property
     def name(self) -> str:
@@ -123,6 +133,7 @@ class Feed(Struct, frozen=True):
     pid: int = 0
     uptime_secs: float = 0.0
     leaving: bool = False
+    reason: str | None = None  # why it is not ready, in one word
     metrics: bool = True
     config_file: str | None = None
     admission: Admission = Admission()

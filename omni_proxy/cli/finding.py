@@ -194,7 +194,8 @@ class Proxy:
 
         self.place = place
         # A command tells what came of a change, so it waits for the end of that (RFC 7240).
-        headers = [(b"user-agent", f"omni-proxy/{__version__}".encode()), (b"prefer", b"wait")]
+        agent = f"omni-proxy-cli/{__version__}".encode()
+        headers = [(b"user-agent", agent), (b"prefer", b"wait")]
         if place.key:
             headers.append((b"authorization", f"Bearer {place.key}".encode()))
         socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from omni_proxy.cli.feed import Feed, Point, Row
+from omni_proxy.cli.pauses import GO_ON, pause_words
 from omni_proxy.cli.tables import age, millis, moment, plain, without_noise
 
 SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
@@ -67,6 +68,8 @@ def _median_without(ordered: Sequence[float], at: int) -> float:
 
 def _verdict(row: Row, usual_ms: float | None, now: datetime | None) -> Verdict:
     state = state_of(row)
+    if row.paused is not None and row.drain is None and not row.disabled:
+        return Verdict(OUT, state, f"is {pause_words(row.paused, now)}; end it with: {GO_ON}")
     if not row.routable:
         said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
         said = plain(without_noise(said))
@@ -95,6 +98,10 @@ def state_of(row: Row) -> str:
         return plain(row.drain.state)
     if row.disabled:
         return "disabled"
+    if row.paused is not None or "paused" in row.held_by:
+        return "PAUSED"
+    if row.held_by == ("launch",) and row.launch:
+        return plain(row.launch.get("state", "launch")).replace("_", " ")
     if row.held_by:
         return plain(row.held_by[0])
     if row.trial:

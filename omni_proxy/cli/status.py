@@ -27,6 +27,7 @@ from omni_proxy.cli.judging import (
     reload_words,
     weight_words,
 )
+from omni_proxy.cli.pauses import pause_lines
 from omni_proxy.cli.rows import fleet_table
 from omni_proxy.cli.tables import (
     NOTHING,
@@ -111,6 +112,8 @@ def screen(feed: Feed, url: str, width: int = WIDTH, rows: int = ROWS) -> list[s
 def headline(feed: Feed, url: str, width: int) -> str:
     """Where there is too little room for all of it, the state has what there is."""
     state = "leaving" if feed.leaving else "ready" if feed.ready else "NOT READY"
+    if feed.reason == "paused":
+        state = "NOT READY: PAUSED"
     whole = f"omni-proxy {plain(feed.version)} at {plain(url)}: {state}"
     return whole if width_of(whole) <= width else f"{state}: {plain(url.rpartition('://')[2])}"
 
@@ -126,6 +129,13 @@ def _summary(feed: Feed, url: str, width: int) -> Iterator[str]:
     yield f"reload    {reload_words(feed.last_reload, now)}"
     if weights := weight_words(feed):
         yield f"weights   {weights}"
+    for line in paused_lines(feed):
+        yield f"PAUSED    {line}"
+
+
+def paused_lines(feed: Feed) -> Iterator[str]:
+    pauses = (row.paused for row in feed.fleet if row.paused is not None)
+    return pause_lines(pauses, len(feed.fleet), moment(feed.at))
 
 
 def stall_words(watched: Watched, now: datetime | None) -> str:
@@ -140,7 +150,7 @@ def fleet_words(fleet: Sequence[Row]) -> str:
         return "none: add one with omni-proxy workers add URL, or name it in the file"
     out: Counter[str] = Counter()
     for row in fleet:
-        if not row.routable:
+        if not row.routable or row.paused is not None:
             out["disabled" if row.disabled and row.drain is None else _why_out(row)] += 1
     taking = len(fleet) - out.total()
     words = [f"{taking} of {len(fleet)} take requests"]
@@ -150,6 +160,8 @@ def fleet_words(fleet: Sequence[Row]) -> str:
 def _why_out(row: Row) -> str:
     if row.drain is not None:
         return plain(row.drain.state)
+    if row.paused is not None:
+        return "PAUSED"
     if row.held_by:
         return f"held ({plain(row.held_by[0])})"
     return "on trial" if row.trial else plain(row.health)
@@ -180,9 +192,16 @@ def _remarks(feed: Feed, ordered: Sequence[Row], verdicts: dict[str, Verdict]) -
     if feed.watchdog.stalls:
         yield stall_words(feed.watchdog, moment(feed.at))
     for row in ordered:
-        verdict = verdicts[row.id]
-        if verdict.kind not in (WELL, LEAVING) or (verdict.kind == LEAVING and row.drain):
-            yield f"{plain(row.name)} {verdict.said}"
+        if _needs_a_look(row, verdicts[row.id]):
+            yield f"{plain(row.name)} {verdicts[row.id].said}"
     waiting = feed.admission.waiting
-    if waiting and not any(row.routable for row in feed.fleet):
+    if waiting and not any(row.routable and row.paused is None for row in feed.fleet):
         yield f"{waiting} requests wait for a worker that takes them"
+
+
+def _needs_a_look(row: Row, verdict: Verdict) -> bool:
+    if verdict.state == "PAUSED":  # that stands above, once for all of them
+        return False
+    return verdict.kind not in (WELL, LEAVING) or (
+        verdict.kind == LEAVING and row.drain is not None
+    )

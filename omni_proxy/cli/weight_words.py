@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from omni_proxy.cli.feed import Paused
 from omni_proxy.cli.finding import Told
 from omni_proxy.cli.judging import sync_words
+from omni_proxy.cli.pauses import pause_lines
 from omni_proxy.cli.tables import plain, table
 from omni_proxy.cli.versions import listed
 from omni_proxy.control.agreement import compare
@@ -22,9 +24,11 @@ HISTORY_SHOWN: Final = 5
 def _status(told: Told) -> list[str]:
     running = told["operation"]
     words = "nothing" if running is None else _running(running)
+    paused = told.get("paused") or {}
     rows = [
         (row["worker"], row["weight_version"] or "-", str(row["weight_epoch"]),
-         "yes" if row["routable"] else "no", ", ".join(row["held_by"]) or "-")
+         "yes" if row["routable"] else "no",
+         ", ".join(row["held_by"]) or ("PAUSED" if row["worker"] in paused else "-"))
         for row in told["workers"]
     ]  # fmt: skip
     lines = [
@@ -35,6 +39,10 @@ def _status(told: Told) -> list[str]:
     if sync := sync_words(told.get("sync")):
         lines.insert(1, f"sync: {sync}")
     lines += [f"uncertain: {url}: {reason}" for url, reason in told["uncertain"].items()]
+    if told["uncertain"]:
+        lines.append("bring them back, once their weights are verified: omni-proxy weights resolve")
+    pauses = [Paused(**each) for each in paused.values()]
+    lines += [f"PAUSED: {each}" for each in pause_lines(pauses, len(rows), datetime.now(UTC))]
     if told["journal"]["error"]:
         lines.append(f"journal: {told['journal']['error']}")
     for past in told["history"][-HISTORY_SHOWN:]:

@@ -31,9 +31,32 @@ class Begun(Struct, frozen=True, kw_only=True):
     step: str
 
 
+class Pause(Struct, frozen=True, kw_only=True):
+    """Why an engine stands still: `at` is an ISO time, `by` names the caller, `path` is its call.
+
+    `instance`: the process that was paused, where it names itself; another one runs.
+    """
+
+    at: str = ""
+    by: str = ""
+    path: str = ""
+    mode: str = ""
+    instance: str = ""
+
+    def in_words(self) -> str:
+        by = f" by {self.by}" if self.by else ""
+        since = f" since {self.at}" if self.at else ""
+        return f"paused{since}{by}" + (f" (POST {self.path})" if self.path else "")
+
+    def told(self) -> dict[str, str | None]:
+        """JSON-ready; null for what is not known."""
+        return {name: getattr(self, name) or None for name in ("at", "by", "path", "mode")}
+
+
 class Journal(Struct, frozen=True, kw_only=True):
     """`uncertain`: worker URL to reason; `paused`: URLs that are out until they continue.
 
+    `pauses`: worker URL to what has its engine stand still, whether it is held for that or not.
     `sync`: a grouped sync, which lasts longer than any one operation of it.
     """
 
@@ -42,10 +65,11 @@ class Journal(Struct, frozen=True, kw_only=True):
     sync: Begun | None = None
     uncertain: dict[str, str] = {}
     paused: tuple[str, ...] = ()
+    pauses: dict[str, Pause] = {}
 
     def __bool__(self) -> bool:
         under_way = self.begun is not None or self.sync is not None
-        return under_way or bool(self.uncertain or self.paused)
+        return under_way or bool(self.uncertain or self.paused or self.pauses)
 
     def at_start(self) -> dict[str, str]:
         """Who is uncertain when the program starts with this record, and why."""

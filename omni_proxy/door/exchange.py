@@ -35,6 +35,7 @@ from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
 from omni_proxy.routing.voices import bind_to_owner
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
+from omni_proxy.wire.peer import peer_field
 from omni_proxy.wire.received import with_received
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
 
 def _lines_for_front(conn: Connection, head: RequestHead) -> bytes:
     client = conn.client
-    lines = head.lines + hint_lines(head.hints)
+    lines = head.lines + hint_lines(head.hints) + peer_field(conn.peer)
     local = client.sock.family == socket.AF_UNIX
     return with_received(lines, head.host, secure=client.secure, local=local)
 

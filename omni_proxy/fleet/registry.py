@@ -100,6 +100,8 @@ class Fleet:
                 worker = self._make(entry, now)
                 added.append(worker)
             elif not worker.matches(entry):
+                if worker.disabled != entry.disabled:
+                    worker.switched_at = now
                 worker.configure(entry)
                 changed.append(worker)
             after[entry.url] = worker

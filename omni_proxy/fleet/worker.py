@@ -56,6 +56,7 @@ class Worker(_Hot):
         "model",
         "origin",
         "registered_at",
+        "switched_at",
         "tls_ca",
         "tls_verify",
         "url",
@@ -70,6 +71,7 @@ class Worker(_Hot):
         self.address: tuple[str, int] | str = dial_address(entry.url)
         self.machine = HealthMachine(now)
         self.registered_at = now
+        self.switched_at = now  # when `disabled` came to be what it is
         self.in_flight = 0
         self.peak_in_flight = 0
         self.holds: set[str] = set()

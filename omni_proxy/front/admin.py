@@ -28,7 +28,9 @@ from omni_proxy.front.models import passed_on
 from omni_proxy.front.replies import bad, body_bytes, reply
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.weights.work import AdminCall
+from omni_proxy.wire.peer import FIELD, host_of
 
+PEER = FIELD.decode()
 NO_TENSORS = {
     "error": {
         "message": "This weight update path is not yet implemented. Use /update_weights_from_disk "
@@ -156,5 +158,7 @@ def worker_headers(body: bytes) -> dict[str, str]:
 
 
 def caller() -> str:
-    """How to name who asks: what it calls itself."""
-    return request.headers.get("User-Agent", "")[:120]
+    """How to name who asks: what it calls itself, and its address."""
+    told = request.headers.get("User-Agent", "")[:120]
+    places = request.headers.getlist(PEER)
+    return f"{told} from {host_of(places[-1])}".strip() if places else told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quart_trio import QuartTrio
 
 from omni_proxy.front.admin import AdminRoutes
@@ -17,6 +19,7 @@ from omni_proxy.front.metrics import MetricsRoutes
 from omni_proxy.front.models import ModelRoutes
 from omni_proxy.front.openapi import OpenApiRoutes
 from omni_proxy.front.pool import PoolRoutes
+from omni_proxy.front.reasons import reasons
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import speak_json
 from omni_proxy.front.rl import RlRoutes
@@ -33,7 +36,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
     app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
     keys = KeyCheck(rooms.keeper)
-    records = Records(rooms.fleet, rooms.drains)
+    records = Records(rooms.fleet, rooms.drains, partial(reasons, rooms))
     chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
     speak_json(app)

@@ -75,9 +75,11 @@ class KeyCheck:
             _tell_model_traffic(request)
             return
         closed = needs_key(request.method, request.path, admin)
-        elsewhere = "this route answers on the [admin] listen address only"
         if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
-            raise Refusal(403, elsewhere, "admin_listener_only", detail=elsewhere)
+            elsewhere = f"this route answers on the [admin] listen address only: {admin.listen}"
+            raise Refusal(
+                403, elsewhere, "admin_listener_only", detail=elsewhere, listen=admin.listen
+            )
         if self._asks_no_key():
             # A key that is right needs no more: no foreign page can send it.
             if not self.key or not _matches(_bearer(request), self.key):

@@ -15,6 +15,7 @@ from omni_proxy import __version__
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
 from omni_proxy.front.auth import KeyCheck
+from omni_proxy.front.readiness import in_words, is_opening, unready
 from omni_proxy.front.records import Records
 from omni_proxy.front.replies import reply
 from omni_proxy.front.rooms import Rooms
@@ -25,12 +26,6 @@ PRIVATE = ("workers", "voice_routing")
 def _well(worker: Worker) -> bool:
     healthy = worker.machine.state is Health.HEALTHY
     return healthy and not worker.disabled and worker.holds <= WEIGHT_HOLDS
-
-
-def _is_unjudged(worker: Worker) -> bool:
-    """No probe of it has ended, or only good ones, and too few of them."""
-    machine = worker.machine
-    return machine.state is Health.UNKNOWN and not machine.consecutive_failures
 
 
 class PoolRoutes:
@@ -50,44 +45,22 @@ class PoolRoutes:
         return reply({"status": "alive"})
 
     async def ready(self) -> Response:
-        reason = self._unready()
+        reason = unready(self._rooms)
         summary = self._records.pool("not_ready" if reason else "ready")
         if reason:
             summary["reason"] = reason
+            summary["message"] = in_words(self._rooms, reason)
         return self._summary(summary, 503 if reason else 200)
-
-    def _unready(self) -> str:
-        """Why not, in one word; a leaving program has workers as good as before."""
-        if self._rooms.door.draining or self._rooms.leaving():
-            return "leaving"
-        if self._is_opening():
-            return "first_probes"
-        routable = any(worker.routable for worker in self._rooms.fleet.workers)
-        return "" if routable else "no_routable_worker"
 
     async def health(self) -> Response:
         fleet = self._rooms.fleet
-        well = any(_well(worker) for worker in fleet.workers) and not self._is_opening()
+        well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._rooms)
         # A router that engines are yet to register with is well: its fixtures wait for that.
         well |= self._rooms.dialect == "sglang" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")
         summary["admission"] = self._rooms.door.admission()
         summary["voice_routing"] = self._voice_routing()
         return self._summary(summary, 200 if well else 503)
-
-    def _is_opening(self) -> bool:
-        """Whether a worker of the command line is yet to be judged by its first probes.
-
-        Under sglang-router's dialect only, whose users take a 200 for "all given workers are in",
-        and for no longer than a probe may take.
-        """
-        rooms = self._rooms
-        if rooms.dialect != "sglang":
-            return False
-        if time.monotonic() - rooms.started > rooms.keeper.config.health.timeout_secs:
-            return False
-        found = (rooms.fleet.find(url) for url in rooms.given)
-        return any(worker is not None and _is_unjudged(worker) for worker in found)
 
     def _voice_routing(self) -> dict[str, object]:
         voices = self._rooms.door.voices
@@ -104,6 +77,7 @@ class PoolRoutes:
     async def status(self) -> Response:
         rooms = self._rooms
         keeper = rooms.keeper
+        reason = unready(rooms)
         return reply(
             {
                 "version": __version__,
@@ -116,6 +90,9 @@ class PoolRoutes:
                 "state_file": str(keeper.state_file) if keeper.state_file else None,
                 "state_error": keeper.state_error or None,
                 "last_reload": keeper.last_reload,
+                "ready": not reason,
+                "reason": reason or None,
+                "paused": {u: pause.told() for u, pause in rooms.desk.book.pauses().items()},
                 "supervisors": rooms.supervisors(),
                 "watchdog": rooms.door.watchdog(),
                 "door": rooms.door.status(),

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from omni_proxy import __version__
 from omni_proxy.control.sync_states import State
+from omni_proxy.front.readiness import unready
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.observe.families import counters, gauges, histograms, one, total
 from omni_proxy.observe.syncs import SyncMeters
@@ -17,8 +18,7 @@ from omni_proxy.observe.syncs import SyncMeters
 def of_program(rooms: Rooms) -> Iterator[Metric]:
     yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
     leaving = rooms.door.draining or rooms.leaving()
-    ready = not leaving and any(worker.routable for worker in rooms.fleet.workers)
-    yield one("ready", "1 while /ready says so", ready)
+    yield one("ready", "1 while /ready says so", not unready(rooms))
     yield one("leaving", "1 from the first sign of shutdown on", leaving)
     yield from _door(rooms)
     yield from _config(rooms)
@@ -106,6 +106,11 @@ def _weights(rooms: Rooms) -> Iterator[Metric]:
     yield one("weight_operations_waiting", "Operations that wait for their turn", desk.waiting)
     uncertain = len(desk.book.reasons)
     yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
+    pauses = desk.book.pauses()
+    yield one("workers_paused", "Workers whose engines somebody paused", len(pauses))
+    begun = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
+    text = "When its engine was paused; no sample while it is not"
+    yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), begun)
     yield from _syncs(desk.sync.life.session.state, desk.sync.life.meters)
 
 
@@ -141,6 +146,11 @@ def _itself(rooms: Rooms) -> Iterator[Metric]:
     yield from counters("log_lines_lost", text, ("log", "reason"), lost)
     restarts = [((str(row["name"]),), _number(row, "restarts")) for row in rooms.supervisors()]
     yield from counters("task_restarts", "Restarts of a task beside the door", ("task",), restarts)
+
+
+def _timestamp(at: str) -> float:
+    """0 where it is not known."""
+    return datetime.fromisoformat(at).timestamp() if at else 0
 
 
 def _number(facts: Mapping[str, object], key: str) -> float:

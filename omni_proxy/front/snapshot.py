@@ -12,10 +12,13 @@ from datetime import UTC, datetime
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.front.reasons import why_out
+from omni_proxy.front.readiness import unready
+from omni_proxy.front.reasons import Why, reasons
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.observe.recent import End, Point
+from omni_proxy.watch.drains import Drains
 from omni_proxy.wire.errors import to_json
 
 FRESH_SECS = 0.5
@@ -48,6 +51,8 @@ class Snapshots:
         rooms, keeper = self._rooms, self._rooms.keeper
         door, instruments = rooms.door, rooms.instruments
         leaving = door.draining or rooms.leaving()
+        reason = unready(rooms)
+        pauses, why = rooms.desk.book.pauses(), reasons(rooms)
         launch = rooms.launcher.status() if rooms.launcher else []
         places = {row["url"]: row for row in launch}
         now = time.time()
@@ -58,7 +63,8 @@ class Snapshots:
             "started_at": rooms.started_at.isoformat(),
             "uptime_secs": round(time.monotonic() - rooms.started, 3),
             "revision": keeper.revision,
-            "ready": not leaving and any(worker.routable for worker in rooms.fleet.workers),
+            "ready": not reason,
+            "reason": reason or None,
             "leaving": leaving,
             "metrics": keeper.config.server.metrics,
             "config_file": str(keeper.file) if keeper.file else None,
@@ -66,7 +72,11 @@ class Snapshots:
             "door": {**door.counts(), "loop_lag_ms": round(instruments.pulse.worst_secs * 1000, 2)},
             "policy": {"name": door.policy.name, **door.policy.facts()},
             "fleet": [
-                {**self._row(worker, now), "launch": places.get(worker.url)}
+                {
+                    **self._row(worker, now, why),
+                    "launch": places.get(worker.url),
+                    "paused": pauses[worker.url].told() if worker.url in pauses else None,
+                }
                 for worker in rooms.fleet.workers
             ],
             "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
@@ -77,8 +87,9 @@ class Snapshots:
             "weights": rooms.desk.status(),
         }
 
-    def _row(self, worker: Worker, now: float) -> dict[str, object]:
+    def _row(self, worker: Worker, now: float, why: Why) -> dict[str, object]:
         machine, instruments = worker.machine, self._rooms.instruments
+        state_since = _state_since(worker, self._rooms.drains)
         counted = self._rooms.keeper.config.server.metrics
         return {
             "id": worker.id,
@@ -90,8 +101,9 @@ class Snapshots:
             "disabled": worker.disabled,
             "trial": machine.on_trial,
             "held_by": sorted(worker.holds),
-            "why": why_out(worker, self._rooms.drains.secs_left),
+            "why": why(worker),
             "since": machine.since.isoformat(),
+            "state_since": state_since,
             "last_error": machine.last_error,
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
@@ -105,6 +117,21 @@ class Snapshots:
             "weight": worker.weight,
             "drain": self._rooms.drains.of(worker),
         }
+
+
+def _state_since(worker: Worker, drains: Drains) -> str | None:
+    """How long what a screen shows first has been so; None where nobody noted it.
+
+    A pause has a time of its own.
+    """
+    machine = worker.machine
+    if machine.state in (Health.DEAD, Health.UNHEALTHY):
+        since: datetime | None = machine.since
+    elif worker.disabled:
+        since = drains.state_since(worker) or worker.switched_at
+    else:
+        since = None if worker.holds else machine.since
+    return since.isoformat() if since else None
 
 
 def _point(point: Point) -> dict[str, object]:

@@ -43,7 +43,13 @@ class Drain:
     in_time: bool = False
     leaving: bool = False  # its removal is under way
     refused: str = ""  # why it could not be removed
+    ended: datetime | None = None
     over: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def state_since(self) -> datetime:
+        """When it came to its present state."""
+        return self.ended or self.since
 
     def told(self) -> dict[str, object]:
         late = self.state == OVERDUE and not self.worker.in_flight
@@ -86,6 +92,10 @@ class Drains:
         """How far it is, JSON-able; None for a worker that nobody drains."""
         drain = self._drains.get(worker)
         return drain.told() if drain else None
+
+    def state_since(self, worker: Worker) -> datetime | None:
+        drain = self._drains.get(worker)
+        return drain.state_since if drain else None
 
     def secs_left(self, worker: Worker) -> float | None:
         """Until its deadline; None where it has none."""
@@ -170,6 +180,6 @@ class Drains:
                 del self._drains[worker]
 
     def _end(self, drain: Drain, state: str) -> None:
-        drain.state = state
+        drain.state, drain.ended = state, datetime.now(UTC)
         drain.in_time |= state == DRAINED
         drain.over.set()

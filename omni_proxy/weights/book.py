@@ -13,8 +13,9 @@ from typing import Final
 
 import trio
 
-from omni_proxy.control.journal import Begun, Journal, UnreadableJournal
+from omni_proxy.control.journal import Begun, Journal, Pause, UnreadableJournal
 from omni_proxy.control.published import EVERYBODY, Due, Published
+from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weights.journal_file import JournalFile
@@ -40,12 +41,15 @@ class Book:
         self.reasons: dict[str, str] = {}
         self.paused: set[str] = set()
         self.stopped: set[str] = set()  # whose engines stand still, whether held for it or not
+        self._stale = trio.Event()  # the file says that an engine stands still which does not
+        self._pauses: dict[str, Pause] = {}  # what is known of why, of these and of `paused`
         self.readable = True
         self.error = ""
         self.published = file.read_published()
         try:
             journal = file.read()
             self.reasons, self.paused = journal.at_start(), set(journal.paused)
+            self.stopped, self._pauses = set(journal.pauses), dict(journal.pauses)
             if journal.sync is not None:
                 self.left_in_group, self.left_group = journal.sync.targets, journal.sync.operation
         except UnreadableJournal as error:
@@ -53,11 +57,12 @@ class Book:
             self._everybody = f"the journal {file.path} can't be read: {error}"
         for url, reason in self.reasons.items():
             _log.warning("Worker %s stays out of routing: %s", url, reason)
-        for url in self.paused:
+        for url in self.standing_still:
             _log.warning("Worker %s was paused, and stays so until it continues", url)
         fleet.watch_members(self._hold_to_it)
         fleet.watch_worker(self._hold_one)
         fleet.watch_forgotten(self._follow_restart)
+        fleet.watch_health(self._follow_process)
 
     @property
     def where(self) -> str:
@@ -73,6 +78,25 @@ class Book:
         """Whose engines somebody has paused, whatever [routing] makes of that: nobody else may
         have them go on."""
         return frozenset(self.paused | self.stopped)
+
+    def pauses(self) -> dict[str, Pause]:
+        """By URL, of the workers in the fleet whose engines stand still; in the fleet's order."""
+        still = self.standing_still
+        urls = [worker.url for worker in self._fleet.workers if worker.url in still]
+        return {url: self._pauses.get(url, Pause()) for url in urls}
+
+    def stand_still(self, url: str, pause: Pause) -> None:
+        """Its engine took a pause; the first one counts until it goes on."""
+        if url not in self.standing_still:
+            self._pauses.pop(url, None)
+        self.stopped.add(url)
+        self._pauses.setdefault(url, pause)
+
+    def run_again(self, urls: Iterable[str]) -> bool:
+        """Their engines generate; whether one of them was known to stand still."""
+        were = self.stopped & set(urls)
+        self.stopped -= were
+        return bool(were)
 
     async def settle_start(self) -> None:
         """Everybody who was to be found has been: from here on the record names them."""
@@ -125,6 +149,13 @@ class Book:
         async with self._writing:
             await self._try_to_write()
 
+    async def follow_restarts(self) -> None:
+        """Write down that engines run which were started anew, until it is cancelled."""
+        while True:
+            await self._stale.wait()
+            self._stale = trio.Event()
+            await self.keep()
+
     async def publish(self, due: Due, urls: Iterable[str] | None) -> Published:
         """The next epoch; it never goes back. `urls` are whom it was meant for, None for all."""
         known = {EVERYBODY, *(worker.url for worker in self._fleet.workers)}
@@ -171,8 +202,14 @@ class Book:
             self.note(error)
 
     async def _write(self, begun: Begun | None) -> None:
-        paused = tuple(sorted(self.paused))
-        journal = Journal(begun=begun, sync=self._sync, uncertain=dict(self.reasons), paused=paused)
+        still = {url: self._pauses.get(url, Pause()) for url in sorted(self.standing_still)}
+        journal = Journal(
+            begun=begun,
+            sync=self._sync,
+            uncertain=dict(self.reasons),
+            paused=tuple(sorted(self.paused)),
+            pauses=still,
+        )
         await trio.to_thread.run_sync(self._file.write, journal)
 
     async def _write_published(self) -> None:
@@ -184,7 +221,18 @@ class Book:
     def _follow_restart(self, worker: Worker) -> None:
         """One that has begun anew runs; a flush does not tell that."""
         if worker.weight_version is None:
-            self.stopped.discard(worker.url)
+            self._runs(worker.url)
+
+    def _follow_process(self, worker: Worker, before: Health) -> None:
+        """The one that was paused may have ended while this program did not run."""
+        pause = self._pauses.get(worker.url)
+        if pause is not None and pause.instance and worker.instance not in ("", pause.instance):
+            self._runs(worker.url)
+
+    def _runs(self, url: str) -> None:
+        if url in self.stopped:
+            self.stopped.discard(url)
+            self._stale.set()
 
     def _hold_to_it(self) -> None:
         for worker in self._fleet.workers:

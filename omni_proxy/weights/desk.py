@@ -72,6 +72,7 @@ class WeightDesk:
                 await self.sync.start(nursery)
                 self._tickets.nursery = nursery
                 self._labels.start(nursery)
+                nursery.start_soon(self.book.follow_restarts)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -97,6 +98,7 @@ class WeightDesk:
             "weight_version": self.book.published.label,
             "workers": [self._row(worker) for worker in self._fleet.workers],
             "uncertain": dict(self.book.reasons),
+            "paused": {url: pause.told() for url, pause in self.book.pauses().items()},
             "journal": {
                 "path": self.book.where,
                 "readable": self.book.readable,
@@ -267,8 +269,8 @@ class WeightDesk:
         return Operation(uuid4().hex, route, caller, now)
 
     def _runs_again(self, workers: list[Worker]) -> bool:
-        self.book.stopped -= {worker.url for worker in workers}
-        return self._go_on(workers)
+        ran = self.book.run_again(worker.url for worker in workers)
+        return self._go_on(workers) or ran
 
     def _go_on(self, workers: list[Worker]) -> bool:
         """They generate again; whom a pause is just being sent to stays as that will leave it.

@@ -17,7 +17,7 @@ import trio
 from omni_proxy.config.overlay import State, with_switched
 from omni_proxy.config.schema import Config
 from omni_proxy.control.agreement import Verdict
-from omni_proxy.control.journal import Begun
+from omni_proxy.control.journal import Begun, Pause
 from omni_proxy.control.operation import Fate, Left, Operation, Step, fates
 from omni_proxy.control.outcomes import Answer, WorkerAnswer, aggregate
 from omni_proxy.control.published import Due, Published
@@ -253,9 +253,19 @@ class Work:
             return
         for answer in answers:
             if answer.success:
-                self._book.stopped.add(answer.worker)
+                self._book.stand_still(answer.worker, self._pause_of(answer.worker))
                 if self._stays_held():
                     self._book.pause(answer.worker)
+
+    def _pause_of(self, url: str) -> Pause:
+        worker, mode = self._fleet.find(url), self._call.says("mode")
+        return Pause(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            by=self._call.caller,
+            path=self._route.path,
+            mode=mode if isinstance(mode, str) else "",
+            instance=worker.instance if worker is not None else "",
+        )
 
     def _let_go(self, workers: Sequence[Worker]) -> None:
         """Each back to the holds that it had, and "paused" beside where it is and should stay."""

@@ -47,7 +47,8 @@ def test_status_is_a_table_of_the_workers_and_what_runs(proxy, capsys):
         [B, "-", "0", "no", "uncertain,", "updating"],
     ]
     assert lines[5] == f"uncertain: {B}: it died"
-    assert lines[6] == "2026-11-21T10:00:00 /pause_generation 0.5 s: 200 ok"
+    assert lines[6].endswith(": omni-proxy weights resolve")
+    assert lines[7] == "2026-11-21T10:00:00 /pause_generation 0.5 s: 200 ok"
 
 
 def test_without_a_command_it_tells_how_they_stand(proxy, capsys):

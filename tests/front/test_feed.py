@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from omni_proxy.front import feed
-from omni_proxy.front.reasons import why_out
+from omni_proxy.front.reasons import reasons
 from tests.front.house import NOW, SCOPE, A, B, build_house, entry
 from tests.observe.ends import ended
 
@@ -151,7 +151,7 @@ async def test_readers_are_let_go_when_the_door_drains(house):
 
 
 def why(house, url=A):
-    return why_out(house.worker(url), house.drains.secs_left)
+    return reasons(house.rooms)(house.worker(url))
 
 
 def test_one_sentence_says_why_a_worker_gets_nothing(house):

@@ -74,7 +74,7 @@ async def test_somebody_on_call_sees_the_fleet_and_switches_workers(page, tmp_pa
         await shows(page, "#state", "Serving with all 2 workers")
         for worker in fleet:
             await shows(page, row(worker), address(worker), "takes requests")
-        await shows(page, "#alerts", "Nothing needs you")
+        await shows(page, "#alerts", "No problems")
 
         await push(page, one, SWITCH)
         await shows(page, row(one), "disabled", "Enable")
@@ -106,9 +106,52 @@ def ids(fleet):
     return [worker.url.replace(":", "%3A").replace("/", "%2F") for worker in fleet]
 
 
+async def test_a_paused_fleet_is_no_serving_fleet(page, tmp_path):
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
+        headers = {"User-Agent": "trainer-7"}
+        body = {"mode": "retract"}
+        await running.client.post("/pause_generation", json=body, headers=headers)
+        await shows(page, "#state", "Not ready: all workers are PAUSED")
+        ends_it = "omni-proxy weights continue"
+        told = ("PAUSED: 2 of 2 workers", "by trainer-7 from 127.0.0.1", "retract", ends_it)
+        await shows(page, "#alerts", *told)
+        await shows(page, row(fleet[0]), "PAUSED", "trainer-7")
+        assert (await running.client.get("/ready")).status_code == 503
+
+        await running.client.post("/continue_generation", json={})
+        await shows(page, "#state", "Serving with all 2 workers")
+        await shows(page, "#alerts", "No problems")
+
+
+async def test_for_how_long_it_is_switched_off_is_told_not_how_long_it_is_well(page, tmp_path):
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet):
+        later = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
+        await push(page, fleet[0], DRAIN)
+        await shows(page, row(fleet[0]), "drained for")
+        assert await page.tell(later)
+        await push(page, fleet[0], SWITCH)
+        await shows(page, row(fleet[0]), "takes requests")
+        assert not await page.tell(later)
+        await push(page, fleet[0], SWITCH)
+        await shows(page, row(fleet[0]), "disabled for")
+        assert await page.tell(later)
+
+
+async def test_on_the_port_for_model_traffic_it_says_where_it_is(page, tmp_path):
+    place = f"127.0.0.1:{free_port()}"
+    settings = f'[admin]\napi_key = "{KEY}"\nlisten = "{place}"\n'
+    async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings):
+        await shows(page, "#elsewhere", "The dashboard is on the admin listener", place)
+        assert await page.tell("document.querySelector('#locked').hidden")
+        there = await page.tell("document.querySelector('#elsewhere-how a').href")
+        assert there == f"http://{place}/dashboard"
+        await page.visit(there)
+        await shows(page, "#locked", "Enter the admin API key")
+
+
 async def test_a_worker_that_says_nothing_stands_out(page, tmp_path):
     async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
-        await shows(page, "#alerts", "Nothing needs you")
+        await shows(page, "#alerts", "No problems")
         alerts, badge, kind = await page.tell("""(() => {
             Object.assign(last.fleet[0], {silent_secs: 33, in_flight: 6});
             paint();
@@ -116,22 +159,22 @@ async def test_a_worker_that_says_nothing_stands_out(page, tmp_path):
             return [document.querySelector("#alerts").innerText, row.innerText, row.className];
         })()""")
         assert "is silent: 6 in flight, and nothing has come from it for 33 s" in alerts
-        assert "Nothing needs you" not in alerts
+        assert "No problems" not in alerts
         assert "silent for 33 s" in badge
         assert "warn" in kind
-        await shows(page, "#alerts", "Nothing needs you")
+        await shows(page, "#alerts", "No problems")
 
 
 async def test_a_worker_is_called_slow_once_it_has_answered_often_enough(page, tmp_path):
     async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
-        await shows(page, "#alerts", "Nothing needs you")
+        await shows(page, "#alerts", "No problems")
         few, enough = await page.tell("""[4, 5].map((answers) => {
             const took = (first_p50_ms) => ({first_p50_ms, first_p99_ms: first_p50_ms, answers});
             last.fleet.forEach((worker, at) => Object.assign(worker, took(at ? 10 : 900)));
             paint();
             return document.querySelector("#alerts").innerText;
         })""")
-        assert "Nothing needs you" in few
+        assert "No problems" in few
         assert "is slow" in enough
 
 
@@ -157,13 +200,13 @@ async def test_without_the_key_nothing_is_told(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings) as running:
         (one,) = fleet
         everything = "document.documentElement.outerHTML"
-        await shows(page, "#locked", "asks for its admin key")
+        await shows(page, "#locked", "Enter the admin API key")
         assert address(one) not in await page.tell(everything)
 
         await page.click("#key")
         await page.type("wrong")
         await page.press("Enter")
-        await shows(page, "#locked-why", "not its key")
+        await shows(page, "#locked-why", "Wrong key")
         assert address(one) not in await page.tell(everything)
 
         await page.click("#key")
@@ -179,7 +222,7 @@ async def test_without_the_key_nothing_is_told(page, tmp_path):
         await page.visit(url_of(running))
         await shows(page, row(one), "disabled")
         await page.click("#forget")
-        await shows(page, "#locked", "asks for its admin key")
+        await shows(page, "#locked", "Enter the admin API key")
         told = await page.tell(everything)
         assert (address(one) in told, KEY in told) == (False, False)
         assert await page.tell("sessionStorage.length") == 0

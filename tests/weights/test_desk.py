@@ -4,7 +4,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.schema import Admin, Routing, WeightSync
 from omni_proxy.control.journal import Journal
-from tests.front.house import A, B
+from tests.front.house import NOW, A, B
 from tests.rest import at_rest
 from tests.weights.desks import LOST, PAUSE, UPDATE, ask, call, held, house_with, journal, started
 
@@ -85,6 +85,53 @@ async def test_what_a_pause_leaves(engines, folder, nursery, choice, left):
     assert journal(folder).paused == ((A,) if left else ())
     await house.desk.submit(call("/continue_generation"))
     assert held(house) == [[], []]
+
+
+@pytest.mark.parametrize("choice", ["pass", "hold"])
+async def test_who_paused_what_and_when_is_told_until_it_goes_on_over_a_restart_too(
+    engines, folder, nursery, choice
+):
+    house = house_with(folder, routing=Routing(while_paused=choice))
+    await nursery.start(house.desk.run)
+    await house.desk.submit(call(PAUSE, {"mode": "retract"}, caller="trainer from 10.0.0.3"))
+    told = house.desk.status()["paused"]
+    assert set(told) == {A, B}
+    assert told[A]["at"]
+    assert {**told[A], "at": ""} == {
+        "at": "", "by": "trainer from 10.0.0.3", "path": PAUSE, "mode": "retract"
+    }  # fmt: skip
+
+    after = house_with(folder, routing=Routing(while_paused=choice))
+    assert after.desk.status()["paused"] == told
+    await nursery.start(after.desk.run)
+    await after.desk.submit(call(PAUSE, caller="another"))
+    assert after.desk.status()["paused"] == told  # who came first has stopped it
+    await after.desk.submit(call("/continue_generation"))
+    assert after.desk.status()["paused"] == {}
+    assert journal(folder) == Journal()
+
+
+async def test_a_pause_of_some_workers_is_told_of_those_alone(house, folder):
+    await house.desk.submit(call(PAUSE, chosen=frozenset((B,))))
+    assert list(house.desk.status()["paused"]) == [B]
+    assert list(journal(folder).pauses) == [B]
+
+
+async def test_an_engine_that_was_started_anew_while_nobody_looked_is_not_paused(
+    house, folder, nursery
+):
+    house.worker(A).instance = house.worker(B).instance = "first"
+    await house.desk.submit(call(PAUSE))
+    after = house_with(folder)
+    await nursery.start(after.desk.run)
+    for url, instance in ((A, "second"), (B, "first")):
+        after.worker(url).instance = instance
+        after.fleet.mark_dead(after.worker(url), NOW)
+        after.fleet.revive(after.worker(url), NOW)
+        after.healthy(url)
+    await at_rest()
+    assert list(after.desk.status()["paused"]) == [B]
+    assert list(journal(folder).pauses) == [B]
 
 
 async def test_a_worker_that_does_not_continue_stays_paused(engines, folder, nursery):

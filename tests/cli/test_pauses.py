@@ -1,0 +1,78 @@
+from omni_proxy.cli import main
+from omni_proxy.cli.feed import Paused, feed_of
+from omni_proxy.cli.judging import OUT, judge
+from omni_proxy.cli.pauses import pause_lines, pause_words
+from omni_proxy.cli.tables import moment
+from omni_proxy.cli.top.follower import Heard
+from omni_proxy.cli.top.frame import frame
+from omni_proxy.cli.top.view import View
+from tests.cli.feeds import AT, feed, row
+
+PAUSED = {
+    "at": "2026-11-21T18:48:00+00:00", "by": "trainer from 10.0.0.3",
+    "path": "/pause_generation", "mode": "retract",
+}  # fmt: skip
+WORDS = "paused for 12 min by trainer from 10.0.0.3 (/pause_generation, retract)"
+ALL = feed(row("a:1", paused=PAUSED), row("b:1", paused=PAUSED), ready=False, reason="paused")
+LINE = f"2 of 2 workers {WORDS}; end it with: omni-proxy weights continue"
+
+
+def test_a_pause_is_told_with_what_is_known_of_it():
+    assert pause_words(Paused(**PAUSED), moment(AT)) == WORDS
+    assert pause_words(Paused(), moment(AT)) == "paused"
+    assert pause_words(Paused(by="\x1b[2J"), None) == "paused by \\x1b[2J"
+
+
+def test_workers_that_share_a_pause_share_a_line():
+    pauses = [Paused(**PAUSED), Paused(**PAUSED), Paused()]
+    assert list(pause_lines(pauses, 4, moment(AT))) == [
+        f"2 of 4 workers {WORDS}; end it with: omni-proxy weights continue",
+        "1 of 4 workers paused; end it with: omni-proxy weights continue",
+    ]
+
+
+def test_status_says_that_all_is_paused_and_ends_with_1(proxy, capsys):
+    proxy.says["/feed"] = (200, ALL)
+    assert main(["status", "--url", proxy.url]) == 1
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert lines[0] == f"omni-proxy 0.1.0 at {proxy.url}: NOT READY: PAUSED"
+    assert "workers   0 of 2 take requests; 2 PAUSED" in lines
+    assert LINE in " ".join(said.split())
+    assert [line.split()[1] for line in lines if line.startswith(("a:1", "b:1"))] == ["PAUSED"] * 2
+
+
+def test_a_pause_of_some_is_told_of_a_proxy_that_is_ready(proxy, capsys):
+    proxy.says["/feed"] = (200, feed(row("a:1"), row("b:1", paused=PAUSED)))
+    assert main(["status", "--url", proxy.url]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 take requests; 1 PAUSED" in said
+    assert "1 of 2 workers paused for 12 min" in said
+
+
+def test_top_shows_it_above_the_fleet_and_beside_each_row():
+    view = View()
+    view.show(feed_of(ALL))
+    text = frame(view, Heard(feed_of(ALL), (), "", 0.0), "http://p:1", 200, 40).plain
+    assert LINE in text
+    assert text.count("PAUSED") >= 4
+
+
+def test_it_needs_a_look_before_all_else():
+    verdicts = judge(feed_of(ALL))
+    assert {(each.kind, each.state) for each in verdicts.values()} == {(OUT, "PAUSED")}
+
+
+def test_weights_status_names_it(proxy, capsys):
+    worker = {"worker": "http://a:1", "weight_version": "v", "weight_epoch": 1,
+              "routable": True, "held_by": []}  # fmt: skip
+    told = {
+        "operation": None, "waiting": [], "weight_epoch": 1, "weight_version": "v",
+        "workers": [worker], "uncertain": {}, "journal": {"error": None}, "history": [],
+        "paused": {"http://a:1": {**PAUSED, "at": None}},
+    }  # fmt: skip
+    proxy.says["/weights"] = (200, told)
+    assert main(["weights", "status", "--url", proxy.url]) == 0
+    said = capsys.readouterr().out
+    assert "PAUSED: 1 of 1 workers paused by trainer from 10.0.0.3" in said
+    assert "omni-proxy weights continue" in said
