@@ -265,7 +265,7 @@ def test_every_route_is_documented():
         for method in row.methods
     }
     for rule in build_house().app.url_map.iter_rules():
-        path = rule.rule.replace("<path:path>", "{path}")
+        path = rule.rule.replace("<path:path>", "{path}").replace("<path:model>", "{model}")
         path = re.sub(r"<[^>]+>", "{worker_id}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     assert served == set(documented_routes())

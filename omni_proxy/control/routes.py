@@ -2,6 +2,7 @@
 
 kind      turn and journal   out of routing as   afterwards
 read      no                 -                   -
+plain     no                 -                   -
 flush     no                 -                   what was cached is forgotten
 continue  no                 -                   "paused" ends where it succeeded
 pause     yes                paused              stays paused, where `while_paused` says so
@@ -20,6 +21,7 @@ class Kind(StrEnum):
     """What a route does to a worker."""
 
     READ = "read"
+    PLAIN = "plain"  # it changes nothing that routing or weights must know
     FLUSH = "flush"
     CONTINUE = "continue"
     PAUSE = "pause"
@@ -78,6 +80,8 @@ ROUTES: Final = (
     AdminRoute("/weights_checker", Kind.READ, _READ),
     AdminRoute("/get_weights_by_name", Kind.READ, _READ),
     AdminRoute("/flush_cache", Kind.FLUSH, _READ),
+    AdminRoute("/start_profile", Kind.PLAIN),
+    AdminRoute("/stop_profile", Kind.PLAIN),
     AdminRoute("/continue_generation", Kind.CONTINUE),
     AdminRoute("/pause_generation", Kind.PAUSE),
     AdminRoute(INIT, Kind.GROUP),
@@ -107,7 +111,7 @@ _PATHS: Final = frozenset(
         "/openapi.json", "/weights", "/weights/versions", "/v1/rl/workers",
     )
 )  # fmt: skip
-_BELOW: Final = ("/workers/", "/v1/rl/workers/", "/v1/rl/engine/")
+_BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/")
 
 
 def is_known(path: str) -> bool:

@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset(
         "/get_model_info", "/get_loads", "/openapi.json", "/dashboard",
     )
 )  # fmt: skip
-OPEN_PREFIX = "/workers/"
+OPEN_BELOW = ("/workers/", "/v1/models/")
 ON_BOTH = "/metrics"
 ADMIN_HOST = "admin"  # as `door.core` writes it
 
@@ -35,7 +35,7 @@ def needs_key(method: str, path: str, admin: Admin) -> bool:
         return True
     if path == "/metrics":
         return not admin.open_metrics
-    return path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX)
+    return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)
 
 
 class KeyCheck:

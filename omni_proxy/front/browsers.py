@@ -25,7 +25,8 @@ from omni_proxy.wire.received import FIELD, Received, read_received
 READING: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
-        "/workers", "/workers/<path:name>", "/list_workers", "/v1/models", "/server_info",
+        "/workers", "/workers/<path:name>", "/list_workers", "/v1/models",
+        "/v1/models/<path:model>", "/server_info",
         "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
         "/metrics", "/engine_metrics", "/feed", "/config", "/dashboard", "/openapi.json",
         "/weights", "/weights/versions", "/v1/rl/workers", "/v1/rl/workers/<path:name>",
@@ -36,7 +37,7 @@ READING: Final = frozenset(
 ANY_HOST: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/v1/models",
-        "/dashboard",
+        "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import trio
 from quart import Quart, Response, request
 
 from omni_proxy.fleet.health import Health
@@ -18,13 +19,14 @@ from omni_proxy.front.merged_metrics import CONTENT_TYPE, merge_metrics
 from omni_proxy.front.replies import reply
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.front.server_info import merge_server_info
-from omni_proxy.watch.broadcast import Outcome, ask, broadcast
+from omni_proxy.watch.broadcast import AT_ONCE, Outcome, ask, broadcast
 from omni_proxy.watch.calls import Call
+from omni_proxy.watch.engine_calls import ABSENT, flush_cache, generate_token
 from omni_proxy.wire.errors import Refusal
 
 GENERATE_SECS = 20.0  # a health check that generates waits behind what is generated already
 METRICS_BYTES = 8 * 1024 * 1024
-ABSENT = (404, 405, 501)
+INFO_SECS = 15.0  # what tells facts may be slower than a probe
 
 
 class EngineRoutes:
@@ -44,10 +46,10 @@ class EngineRoutes:
         rule("/engine_metrics", "engine_metrics", self.metrics)
 
     async def health_generate(self) -> Response:
-        """Some routable worker really generates; the idlest is asked first."""
+        """Some routable worker really generates a token; the least loaded is asked first."""
         reasons = {}
         for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
-            found = await self._first_of(worker, ("/health_generate", "/health"), GENERATE_SECS)
+            found = await generate_token(worker, _credentials(), GENERATE_SECS)
             if found.ok:
                 return reply({"status": "ok", "worker": worker.url})
             reasons[worker.url] = found.why
@@ -89,8 +91,7 @@ class EngineRoutes:
         alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
         if urls is not None and not alive:
             raise Refusal(404, "the selector matches no live worker", "no_workers_match")
-        call = Call("POST", "/flush_cache", timeout_secs=self._secs, headers=_credentials())
-        found = await broadcast(alive, call)
+        found = await self._flushed(alive)
         flushed = [outcome for outcome in found if outcome.ok]
         for outcome in flushed:
             self._rooms.fleet.forgotten(outcome.worker)
@@ -107,6 +108,21 @@ class EngineRoutes:
         }
         return reply(answer, 200 if all_did else 502)
 
+    async def _flushed(self, workers: Sequence[Worker]) -> list[Outcome]:
+        """The outcome of each, in their order."""
+        headers = _credentials()
+        found: dict[Worker, Outcome] = {}
+
+        async def one(worker: Worker) -> None:
+            async with room:
+                found[worker] = await flush_cache(worker, headers, self._secs)
+
+        room = trio.CapacityLimiter(AT_ONCE)
+        async with trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(one, worker)
+        return [found[worker] for worker in workers]
+
     async def metrics(self) -> Response:
         workers = self._alive()
         call = Call("GET", "/metrics", timeout_secs=self._secs, max_bytes=METRICS_BYTES)
@@ -115,7 +131,8 @@ class EngineRoutes:
 
     @property
     def _secs(self) -> float:
-        return self._rooms.keeper.config.health.timeout_secs
+        """An engine may take seconds over its first answer, long after its probes are quick."""
+        return max(INFO_SECS, self._rooms.keeper.config.health.timeout_secs)
 
     def _routable(self) -> list[Worker]:
         """Raises Refusal 503 when there is none."""
@@ -130,13 +147,11 @@ class EngineRoutes:
     def _get(self, target: str) -> Call:
         return Call("GET", target, timeout_secs=self._secs, headers=_credentials())
 
-    async def _first_of(
-        self, worker: Worker, targets: Sequence[str], secs: float | None = None
-    ) -> Outcome:
+    async def _first_of(self, worker: Worker, targets: Sequence[str]) -> Outcome:
         """The first of these routes that the worker has."""
         found = None
         for target in targets:
-            call = Call("GET", target, timeout_secs=secs or self._secs, headers=_credentials())
+            call = Call("GET", target, timeout_secs=self._secs, headers=_credentials())
             found = await ask(worker, call)
             if found.status not in ABSENT:
                 break

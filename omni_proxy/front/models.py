@@ -1,4 +1,4 @@
-"""GET /v1/models: the lists of all routable workers as one (omni-router.md 6).
+"""GET /v1/models and one of them: the lists of all routable workers as one (omni-router.md 6).
 
 Invariant: one worker's broken, slow or huge reply costs its own cards and nothing else; asking
 changes no health, no counter and no in-flight count.
@@ -18,6 +18,7 @@ from omni_proxy.watch.calls import Call
 from omni_proxy.wire.errors import Refusal
 
 LIST_BYTES = 4 * 1024 * 1024
+LIST_SECS = 5.0  # an engine may take longer over its list than over a probe
 INVALID = "invalid models payload"
 # Written anew for each worker, or ours alone (omni-router.md 10).
 NOT_PASSED_ON = frozenset(
@@ -41,8 +42,26 @@ class ModelRoutes:
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/v1/models", "models", self.all)
+        app.add_url_rule("/v1/models/<path:model>", "model", self.one)
 
     async def all(self) -> Response:
+        merged, answers = await self._merged()
+        if merged:
+            return reply({"object": "list", "data": merged})
+        return _nothing(answers)
+
+    async def one(self, model: str) -> Response:
+        """The card out of the merged list. Raises Refusal 404 for a model that nobody serves."""
+        merged, answers = await self._merged()
+        for card in merged:
+            if card.get("id") == model:
+                return reply(card)
+        if not merged and answers:
+            return _nothing(answers)
+        raise Refusal(404, f"the model {model!r} does not exist", "model_not_found")
+
+    async def _merged(self) -> tuple[Cards, dict[str, str]]:
+        """The cards of all routable workers, and why those told none that did not."""
         workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
         if not workers:
             raise Refusal(503, "no routable upstream", "no_routable_worker")
@@ -50,15 +69,13 @@ class ModelRoutes:
             "GET",
             _target(request.query_string),
             headers=passed_on(request.headers),
-            timeout_secs=self._rooms.keeper.config.health.timeout_secs,
+            timeout_secs=max(LIST_SECS, self._rooms.keeper.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )
         found = await broadcast(workers, call)
         answers = {outcome.worker.url: _cards_of(outcome) for outcome in found}
         merged = merge(cards for cards in answers.values() if isinstance(cards, list))
-        if merged:
-            return reply({"object": "list", "data": merged})
-        return _nothing({url: why for url, why in answers.items() if isinstance(why, str)})
+        return merged, {url: why for url, why in answers.items() if isinstance(why, str)}
 
 
 def merge(lists: Iterable[Cards]) -> Cards:

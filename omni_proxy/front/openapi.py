@@ -28,6 +28,7 @@ ABOUT = (
 )
 KEY = "`[admin] api_key` of the configuration. Where none is set, every route is open."
 PLACES = {
+    "model": "the id of a model",
     "worker_id": "the worker's URL, encoded as one segment, or its id",
     "path": "a path of the engine; it may have more segments",
 }

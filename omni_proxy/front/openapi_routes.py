@@ -142,6 +142,8 @@ def _program() -> Iterator[Route]:
 
 def _others() -> Iterator[Route]:
     yield Route("get", "/v1/models", "the models of all workers", {200: "Models"}, (502, 503))
+    says = "one model of that list"
+    yield Route("get", "/v1/models/{model}", says, {200: "Fields"}, (404, 502, 503))
     yield Route(
         "post",
         "/add_worker",

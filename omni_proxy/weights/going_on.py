@@ -13,13 +13,11 @@ from typing import Final
 
 from omni_proxy.control.routes import CONTINUE
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.watch.broadcast import ask
 from omni_proxy.watch.calls import Call
+from omni_proxy.watch.engine_calls import ABSENT, flush_cache
 from omni_proxy.weights.calling import call_all
 
 LIMIT_SECS: Final = 30.0
-FLUSH: Final = Call("POST", "/flush_cache", timeout_secs=LIMIT_SECS)
-ABSENT: Final = (404, 405, 501)
 
 
 async def go_on(
@@ -33,5 +31,5 @@ async def go_on(
 
 async def forgets(worker: Worker) -> bool:
     """Whether what it had cached is gone, by its own word; who has no such route has no cache."""
-    outcome = await ask(worker, FLUSH)
+    outcome = await flush_cache(worker, {}, LIMIT_SECS)
     return outcome.ok or outcome.status in ABSENT

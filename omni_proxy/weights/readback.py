@@ -15,8 +15,8 @@ from omni_proxy.watch.calls import Call
 from omni_proxy.weights.calling import ANSWER_BYTES, call_all
 
 LABEL_SECS = 30.0
-# The second needs no key and is what older engines have.
-LABEL_PATHS = ("/model_info", "/get_model_info")
+# The second needs no key and is what older engines have; the third is vLLM's.
+LABEL_PATHS = ("/model_info", "/get_model_info", "/weight_info")
 CHECKSUM = b'{"action": "checksum"}'
 
 

@@ -14,7 +14,8 @@ POST /workers  PUT /workers/<path:name>  PATCH /workers/<path:name>  DELETE /wor
 POST /workers/<path:name>/drain  POST /add_worker  POST /remove_worker  POST /reload  POST /explain
 GET /flush_cache  POST /flush_cache  POST /weights/resolve  POST /weight_update_journal/resolve
 POST /weights/rollback  POST /model_info  GET /weights_checker  POST /weights_checker
-GET /get_weights_by_name  POST /get_weights_by_name  POST /continue_generation
+GET /get_weights_by_name  POST /get_weights_by_name  POST /start_profile  POST /stop_profile
+POST /continue_generation
 POST /pause_generation  POST /init_weights_update_group  POST /prepare_weights_update
 POST /complete_weights_update  POST /destroy_weights_update_group  POST /begin_weight_update
 POST /end_weight_update  POST /update_weights_from_disk  POST /update_weights_from_distributed

@@ -160,9 +160,11 @@ async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_
     assert "status=500" in told["error"]["message"]
 
 
-async def test_a_worker_without_that_route_is_asked_for_its_health(house, engines):
+async def test_a_worker_without_that_route_is_asked_for_a_token(house, engines):
     house.healthy(A)
     engines.tell(A, "/health", {"status": "ok"})
+    assert (await got(house, "/health_generate"))[0] == 503
+    engines.tell(A, "/v1/completions", {"choices": []})
     assert (await got(house, "/health_generate"))[0] == 200
 
 

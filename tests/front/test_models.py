@@ -156,3 +156,27 @@ async def test_asking_leaves_no_trace_on_the_worker(house, replies):
     before = house.worker().record()
     await listed(house)
     assert house.worker().record() == before
+
+
+async def test_one_model_is_the_record_of_the_merged_list(house, replies):
+    house.healthy(A, B)
+    replies[A] = cards({"id": "org/m", "owned_by": "a"})
+    replies[B] = httpx.ConnectError("refused")
+    answer = await house.client().get("/v1/models/org/m")
+    assert (answer.status_code, await answer.get_json()) == (
+        200, {"id": "org/m", "owned_by": "a"},
+    )  # fmt: skip
+
+
+async def test_a_model_that_nobody_serves_is_a_404(house, replies):
+    house.healthy(A)
+    replies[A] = cards({"id": "m"})
+    answer = await house.client().get("/v1/models/n")
+    told = await answer.get_json()
+    assert (answer.status_code, told["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_without_any_list_one_model_is_a_502(house, replies):
+    house.healthy(A)
+    replies[A] = httpx.ConnectError("refused")
+    assert (await house.client().get("/v1/models/m")).status_code == 502

@@ -19,7 +19,11 @@ def operations():
 def test_it_describes_every_route_of_the_front_and_nothing_else():
     served = set()
     for rule in build_house().app.url_map.iter_rules():
-        path = rule.rule.replace("<path:path>", "{path}").replace("<path:name>", "{worker_id}")
+        path = (
+            rule.rule.replace("<path:path>", "{path}")
+            .replace("<path:model>", "{model}")
+            .replace("<path:name>", "{worker_id}")
+        )
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     assert {(method, path) for method, path, _ in operations()} == served
 

@@ -31,3 +31,12 @@ async def test_checksums_are_asked_for_as_the_contract_says(engines, folder):
         assert (request.method, request.url.path) == ("POST", "/weights_checker")
         assert request.content == b'{"action": "checksum"}'
         assert request.headers["content-type"] == "application/json"
+
+
+async def test_vllm_tells_its_label_at_a_route_of_its_own(engines, folder):
+    house = house_with(folder)
+    for path in ("/model_info", "/get_model_info"):
+        engines.tell(A, path, {}, status=404)
+    engines.tell(A, "/weight_info", {"weight_version": "step-7"})
+    labels = await labels_of(house.fleet.workers, {})
+    assert list(labels.values()) == ["step-7", "v1"]
