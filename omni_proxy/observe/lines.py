@@ -1,8 +1,8 @@
 """A sink of whole lines, such as the access log and the route log: best effort, never in the way.
 
 Invariant: `write` neither waits nor raises. What can't be written in time is dropped and counted; a
-file that can't be opened costs lines, never a request. The file is opened anew for each flush, so
-that it may be rotated or deleted at any moment.
+file that can't be opened costs lines, never a request. The file is opened anew for each flush, and
+its folder is made where there is none, so that both may be moved or deleted at any moment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class LineLog:
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._filled = trio.Event()
-        self._prepared = ""  # the target whose folder was made
         self._complained_at = float("-inf")
         self._thread = trio.CapacityLimiter(1)
         self.dropped = 0  # lines that did not fit
@@ -85,12 +84,10 @@ class LineLog:
         target = self._target
         if target == OFF:
             return
-        make_folder = target != self._prepared
-        self._prepared = target
         try:
             # Abandoned when a pipe behind stdout is full: nobody waits for its reader at the end.
             await trio.to_thread.run_sync(
-                _put, target, blob, make_folder, limiter=self._thread, abandon_on_cancel=True
+                _put, target, blob, limiter=self._thread, abandon_on_cancel=True
             )
         except (OSError, ValueError) as error:  # ValueError: stdout was closed
             self.failed += lines
@@ -103,14 +100,17 @@ class LineLog:
             log.warning("cannot write to %s: %s (%d lines lost)", target, error, self.failed)
 
 
-def _put(target: str, blob: bytes, make_folder: bool) -> None:
+def _put(target: str, blob: bytes) -> None:
     if target == STDOUT:
         if blob:
             sys.stdout.buffer.write(blob)
             sys.stdout.buffer.flush()
         return
     path = Path(target)
-    if make_folder:
+    try:
+        file = path.open("ab")
+    except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+        file = path.open("ab")
+    with file:
         file.write(blob)

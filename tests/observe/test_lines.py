@@ -1,4 +1,5 @@
 import logging
+import shutil
 import sys
 
 import pytest
@@ -51,21 +52,38 @@ async def test_a_rotated_file_is_opened_anew(tmp_path):
     assert path.read_bytes() == b"two\n"
 
 
-async def test_a_deleted_folder_costs_lines_and_one_complaint(tmp_path, caplog):
+async def test_a_deleted_folder_is_made_again_and_costs_no_line(tmp_path):
+    path = tmp_path / "logs" / "of today" / "route.log"
+    log = LineLog(str(path))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(log.run)
+        for line in (b"one", b"two"):
+            shutil.rmtree(tmp_path / "logs")
+            log.write(line)
+            await until(lambda: path.exists() and path.read_bytes() == line + b"\n")  # noqa: B023
+        nursery.cancel_scope.cancel()
+    assert log.failed == 0
+
+
+async def test_a_folder_that_cannot_be_made_costs_lines_and_one_complaint_until_it_can(
+    tmp_path, caplog
+):
     folder = tmp_path / "logs"
-    log = LineLog(str(folder / "route.log"))
+    folder.write_text("a file where a folder should be")
+    path = folder / "route.log"
+    log = LineLog(str(path))
     with caplog.at_level(logging.WARNING):
         async with trio.open_nursery() as nursery:
             await nursery.start(log.run)
-            (folder / "route.log").unlink()
-            folder.rmdir()
             for count in (1, 2):
                 log.write(b"lost")
                 await until(lambda: log.failed == count)  # noqa: B023
+            folder.unlink()
+            log.write(b"kept")
+            await until(lambda: path.exists() and path.read_bytes() == b"kept\n")
             nursery.cancel_scope.cancel()
     assert log.failed == 2
     assert len(caplog.records) == 1
-    assert not folder.exists()
 
 
 async def test_what_does_not_fit_is_dropped_and_counted(tmp_path, monkeypatch):
