@@ -7,6 +7,8 @@ one read. Signals meant for the whole group are left to that process.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import resource
@@ -106,6 +108,26 @@ def _serve(connection: socket.socket) -> None:
         work.take(orders.decode(line))
 
 
+class Handed:
+    """A descriptor that came beside an order. It is closed once: by whoever took it, or by `close`
+    where nobody did. The two may come from different threads."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._held = [descriptor]
+
+    def take(self) -> int:
+        """The taker closes it. Raises OSError where it was taken or closed."""
+        try:
+            return self._held.pop()
+        except IndexError:
+            raise OSError(errno.EBADF, "the order that it belonged to is over") from None
+
+    def close(self) -> None:
+        while self._held:
+            with contextlib.suppress(IndexError):  # taken in this moment
+                os.close(self._held.pop())
+
+
 class _Told:
     """What goes up; without a parent there is nothing left to do."""
 
@@ -149,11 +171,11 @@ class _Work:
             case _:
                 shared = isinstance(order, Arm | Send) and order.block is not None
                 # Here, in the order of the lines: so descriptors and orders stay together.
-                arguments = (order, self._wire.descriptors.popleft() if shared else None)
+                arguments = (order, Handed(self._wire.descriptors.popleft()) if shared else None)
                 name = f"weights-{type(order).__name__.lower()}"
                 threading.Thread(target=self._run, args=arguments, name=name, daemon=True).start()
 
-    def _run(self, order: Numbered, descriptor: int | None) -> None:
+    def _run(self, order: Numbered, descriptor: Handed | None) -> None:
         reply = Reply(order.number)
         underway: Underway[LocalReceived] | Underway[Sent] | None = None
         try:
@@ -162,12 +184,15 @@ class _Work:
             reply.error, reply.dropped = str(error), error.group_dropped
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             reply.error, reply.dropped = f"{type(error).__name__}: {error}", True
+        finally:
+            if descriptor is not None:
+                descriptor.close()
         self._told.tell(reply)
         if underway is not None:
             self._follow(order.number, underway)
 
     def _obey(
-        self, order: Numbered, descriptor: int | None, found: dict[str, int]
+        self, order: Numbered, descriptor: Handed | None, found: dict[str, int]
     ) -> Underway[LocalReceived] | Underway[Sent] | None:
         match order:
             case Init(rendezvous=rendezvous):
@@ -195,17 +220,17 @@ class _Work:
             raise GroupError("this process is rank 0 of no group")
         return self._sender
 
-    def _send(self, order: Send, descriptor: int | None) -> Underway[Sent]:
+    def _send(self, order: Send, descriptor: Handed | None) -> Underway[Sent]:
         if order.place is not None:
             return self._led().send(order.plans, order.place)
         assert order.block is not None
         assert descriptor is not None
-        block = self._shared(order.block, descriptor)
+        block = self._shared(order.block, descriptor.take())
         wanted = Order(order.plans)
         parts = [block[each.offset : each.offset + each.nbytes] for each in wanted.whole.messages]
         return self._led().broadcast(wanted, parts)
 
-    def _arm(self, order: Arm, descriptor: int | None) -> Underway[LocalReceived]:
+    def _arm(self, order: Arm, descriptor: Handed | None) -> Underway[LocalReceived]:
         place = order.place
         starts = place.starts if place is not None else None
 
@@ -214,7 +239,7 @@ class _Work:
                 return file_block(place, order.plans)(whole)
             assert order.block is not None
             assert descriptor is not None
-            return self._shared(order.block, descriptor)
+            return self._shared(order.block, descriptor.take())
 
         wanted = Order(order.plans, order.digests, starts, block)
         return self._groups.arm(order.group_name, wanted, ready_secs=order.ready_secs)
