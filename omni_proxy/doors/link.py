@@ -103,12 +103,17 @@ class Link:
                 await self._hear(hear)
                 nursery.cancel_scope.cancel()
         finally:
-            self.over, self.listening = True, False
-            self._channel.close()
-            self._moved.set()
+            self.end()
             with trio.CancelScope(shield=True):
                 status = await self._gone()
         return _told(status)
+
+    def end(self) -> None:
+        """Nothing is told or heard any more, also where it was never started."""
+        self.over, self.listening = True, False
+        self._theirs.close()
+        self._channel.close()
+        self._moved.set()
 
     async def _hear(self, hear: Hear) -> None:
         while heard := await self._channel.hear():

@@ -70,6 +70,7 @@ class Seat:
         except OSError as error:
             return _not_started(error)
         finally:
+            link.end()
             ended(self, link)
 
 
