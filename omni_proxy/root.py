@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -98,8 +99,13 @@ class House:
         self.keeper = keeper
         self.access_log = LineLog(config.server.access_log)
         self.route_log = LineLog(config.server.route_log)
-        self.door = Door(fleet, config, front_socket=str(front_socket), below=random.randrange)
+        proxy_id = secrets.token_hex(16)
+        self.door = Door(
+            fleet, config,
+            front_socket=str(front_socket), below=random.randrange, proxy_id=proxy_id,
+        )  # fmt: skip
         self.prober = Prober(fleet, keeper, jitter=random.random)
+        self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, keeper, self.prober)
         self.ejector = Ejector(fleet, keeper)
         self.drains = Drains(fleet, keeper)
@@ -134,6 +140,7 @@ class House:
             leaving=lambda: self.leaving,
             dialect=keeper.startup.dialect,
             given=keeper.startup.flag_urls,
+            proxy_id=proxy_id,
         )
         # A QuartTrio can be served once only, so a restarted front gets a new one.
         self.front = Supervisor(

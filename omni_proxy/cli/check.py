@@ -8,6 +8,7 @@ from omni_proxy.cli.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.watch.keeper import read_file
+from omni_proxy.watch.own_address import judge_workers
 from omni_proxy.watch.trust import judge_files
 
 
@@ -16,6 +17,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = read_file(arguments.file)
         judge_files(config, str(arguments.file))
+        judge_workers(config, (), str(arguments.file))
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))

@@ -47,8 +47,11 @@ ADMIN_HOST = "admin"  # the Host of requests that came by the [admin] listener: 
 class Door:
     """What every connection shares. `front` is the lane to the control routes."""
 
-    def __init__(self, fleet: Fleet, config: Config, *, front_socket: str, below: Below) -> None:
+    def __init__(
+        self, fleet: Fleet, config: Config, *, front_socket: str, below: Below, proxy_id: str = ""
+    ) -> None:
         self.pump = Pump()
+        self.proxy_id = proxy_id.encode()  # see `wire.hops`
         self.fleet = fleet
         # The front tells them apart by the Host, which nobody but we can write.
         self.front: FrontLane = FrontLane(self.pump, front_socket, "front")
@@ -73,7 +76,7 @@ class Door:
         self.meters: Meters | None = None
         self.below = below  # chance, for policies and for pauses
         self.stamps: Stamps | None = None
-        self.requests = (RequestTemplates(), RequestTemplates())  # plain, and over TLS
+        self.requests = self._templates(None)
         self.answers = AnswerTemplates()
         self._lanes: dict[Worker, Lane] = {}
         self.entrances = Entrances(self)
@@ -159,10 +162,14 @@ class Door:
         wanted = stamps or None
         if wanted != self.stamps:
             self.stamps = wanted
-            self.requests = (
-                RequestTemplates(wanted),
-                RequestTemplates(wanted, secure=True),
-            )
+            self.requests = self._templates(wanted)
+
+    def _templates(self, stamps: Stamps | None) -> tuple[RequestTemplates, RequestTemplates]:
+        """For what comes plain, and over TLS."""
+        return (
+            RequestTemplates(stamps, proxy_id=self.proxy_id),
+            RequestTemplates(stamps, secure=True, proxy_id=self.proxy_id),
+        )
 
     def has_slot(self) -> bool:
         bound = self.config.server.max_inflight
@@ -288,6 +295,10 @@ class Door:
         self.queue.serve(changed=True)
 
     def _follow_worker(self, worker: Worker) -> None:
+        lane = self._lanes.get(worker)
+        if lane is not None and not lane.suits(worker):
+            lane.close()
+            del self._lanes[worker]
         self.holding.follow(worker)
         self.queue.serve(changed=True)
 

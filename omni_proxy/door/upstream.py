@@ -28,7 +28,7 @@ PIECE_BYTES: Final = 16384
 class Lane:
     """The way to one upstream: a worker, or the front on its Unix socket."""
 
-    __slots__ = ("_address", "closed", "host_line", "idle", "pump", "usual", "worker")
+    __slots__ = ("_address", "closed", "hop_line", "host_line", "idle", "pump", "usual", "worker")
 
     to_front = False
 
@@ -37,6 +37,7 @@ class Lane:
         self._address = address
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
+        self.hop_line = b""  # the part of it that says that we were here, see `wire.hops`
         self.idle: list[Conn] = []  # last in, first out: the rest may grow old and go
         self.closed = False
         self.usual = NO_ANSWER  # how the worker writes its answers
@@ -60,7 +61,7 @@ class Lane:
 
     def suits(self, worker: Worker) -> bool:
         """Whether it is still the way, as the worker is configured now."""
-        return True
+        return self.hop_line == worker.hop_line
 
     def give_back(self, conn: Conn) -> None:
         """Keep a connection whose last answer has ended cleanly."""
@@ -127,7 +128,8 @@ class TlsLane(Lane):
         self._session: ssl.SSLSession | None = None  # of `_context`
 
     def suits(self, worker: Worker) -> bool:
-        return (self.ca, self.verify) == (worker.tls_ca, worker.tls_verify)
+        same = (self.ca, self.verify) == (worker.tls_ca, worker.tls_verify)
+        return same and super().suits(worker)
 
     async def dial(self, task: Task) -> Conn:
         """With its handshake; the task's clock bounds both. Raises OSError."""
@@ -164,6 +166,8 @@ def lane_to(pump: Pump, worker: Worker) -> Lane:
     """A new one, for what its URL says."""
     lane = _lane_to(pump, worker)
     lane.worker = worker
+    lane.hop_line = worker.hop_line
+    lane.host_line += worker.hop_line
     return lane
 
 

@@ -69,7 +69,9 @@ class Usuals:
             return None
         if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
             return None
-        special = head.hints or head.upgrade or head.expects_continue or head.http_1_0
+        special = (
+            head.hints or head.origin or head.upgrade or head.expects_continue or head.http_1_0
+        )
         if special or not head.keep_alive or not is_json(route, head):
             return None
         return Usual(head, spelling, route, self)

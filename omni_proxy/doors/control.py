@@ -273,7 +273,7 @@ class Doors:
     def _begin(self, link: Link) -> None:
         if self._sessions is None:
             self._sessions = sessions.made()
-        begin = Begin(link.index, self._front_socket, SILENT_SECS)
+        begin = Begin(link.index, self._front_socket, SILENT_SECS, self.door.proxy_id.decode())
         link.tell_begin(begin, self.roster.board.descriptor, self._sessions)
         self._news.tell_all([link])
 

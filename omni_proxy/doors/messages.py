@@ -26,6 +26,7 @@ class Begin(Struct, frozen=True, tag=True):
     index: int
     front_socket: str
     silent_secs: float
+    proxy_id: str = ""
 
 
 class VoiceList(Struct, frozen=True):

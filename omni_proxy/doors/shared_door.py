@@ -38,7 +38,10 @@ class SharedDoor(Door):
         self._voice_changes = 0
         self._following = fleet
         self._sessions: Sessions | None = None
-        super().__init__(fleet, config, front_socket=begin.front_socket, below=randrange)
+        super().__init__(
+            fleet, config,
+            front_socket=begin.front_socket, below=randrange, proxy_id=begin.proxy_id,
+        )  # fmt: skip
         self.front = self.control = ControlLane(self.pump, begin)
         self.port_elsewhere = True
 

@@ -225,6 +225,12 @@ class Fleet:
             worker.version = version
             self._changed(worker)
 
+    def marked(self, worker: Worker, hop_line: bytes) -> None:
+        """What its requests carry from now on, so that they are known where they come back."""
+        if hop_line != worker.hop_line:
+            worker.hop_line = hop_line
+            self._changed(worker)
+
     def counts(self) -> dict[str, int]:
         workers = self._by_url.values()
         states = [worker.machine.state for worker in workers]

@@ -36,6 +36,7 @@ class Row(Struct, frozen=True, array_like=True):
     holds: tuple[str, ...]
     label: str | None
     epoch: int
+    hop_line: bytes = b""
 
 
 def row_of(worker: Worker, serial: int, cell: int) -> Row:
@@ -54,6 +55,7 @@ def row_of(worker: Worker, serial: int, cell: int) -> Row:
         holds=tuple(sorted(worker.holds)),
         label=worker.version.label,
         epoch=worker.version.epoch,
+        hop_line=worker.hop_line,
     )
 
 
@@ -63,9 +65,10 @@ def entry_of(worker: Worker) -> Desired:
 
 
 def put(worker: Worker, row: Row) -> bool:
-    """All of it but the entry and the trial; whether that can alter a pick."""
+    """All of it but the entry and the trial; whether that can alter a pick or a request."""
     machine = worker.machine
-    before = (machine.state, machine.trial_owed, worker.holds, worker.version)
+    before = (machine.state, machine.trial_owed, worker.holds, worker.version, worker.hop_line)
+    worker.hop_line = row.hop_line
     worker.address = row.address
     worker.holds = set(row.holds)
     if (worker.version.label, worker.version.epoch) != (row.label, row.epoch):
@@ -74,4 +77,5 @@ def put(worker: Worker, row: Row) -> bool:
     machine.last_error = row.last_error
     machine.failed_tries = int(row.failed)
     machine.trial_owed = row.owes
-    return before != (machine.state, machine.trial_owed, worker.holds, worker.version)
+    now = (machine.state, machine.trial_owed, worker.holds, worker.version, worker.hop_line)
+    return before != now

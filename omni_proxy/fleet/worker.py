@@ -49,6 +49,7 @@ class Worker(_Hot):
         "display_id",
         "health_body",
         "holds",
+        "hop_line",
         "id",
         "instance",
         "mask",
@@ -77,6 +78,7 @@ class Worker(_Hot):
         self.holds: set[str] = set()
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
+        self.hop_line = b""  # in requests to one that is a proxy itself, see `wire.hops`
         self.version: Version = UNKNOWN  # of its weights
         self.counts = none_yet()  # see `fleet.traffic`
         self.configure(entry)

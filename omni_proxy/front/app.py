@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.front.admin import AdminRoutes
@@ -28,6 +29,8 @@ from omni_proxy.front.scaling import ScalingRoutes
 from omni_proxy.front.versions import VersionRoutes
 from omni_proxy.front.weights import WeightRoutes
 from omni_proxy.front.workers import WorkerRoutes
+from omni_proxy.watch.calls import came_by
+from omni_proxy.wire.hops import HOP_FIELD, PROXY_FIELD
 
 
 def create_app(rooms: Rooms) -> QuartTrio:
@@ -39,6 +42,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
     records = Records(rooms.fleet, rooms.drains, partial(reasons, rooms))
     chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
+    _pass_hops_on(app, rooms.proxy_id)
     speak_json(app)
     for routes in (
         PoolRoutes(rooms, keys, records),
@@ -60,3 +64,18 @@ def create_app(rooms: Rooms) -> QuartTrio:
     ):
         routes.mount(app)
     return app
+
+
+def _pass_hops_on(app: QuartTrio, proxy_id: str) -> None:
+    """Say who answers, and let what is asked of workers carry the marks of the request."""
+
+    async def note() -> None:
+        came_by.set(", ".join(request.headers.getlist(HOP_FIELD)))
+
+    async def sign(response: Response) -> Response:
+        if proxy_id:
+            response.headers[PROXY_FIELD] = proxy_id
+        return response
+
+    app.before_request(note)
+    app.after_request(sign)

@@ -6,7 +6,7 @@ is a Refusal, and then nothing was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import unquote
 
 import trio
@@ -20,7 +20,8 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.replies import bad
 from omni_proxy.front.revisions import if_match, refuse_mismatch
 from omni_proxy.front.rooms import Rooms
-from omni_proxy.watch.resolver import RefusedAddress, resolve
+from omni_proxy.watch.own_address import REASON, bound, is_own
+from omni_proxy.watch.resolver import Address, RefusedAddress, addresses
 from omni_proxy.wire.errors import Refusal
 
 Edit = Callable[[State, Config], State]
@@ -84,11 +85,18 @@ class Changes:
         place = dial_address(url)
         with trio.move_on_after(self._rooms.keeper.config.health.timeout_secs):
             try:
-                await resolve(*place) if not isinstance(place, str) else None
+                if not isinstance(place, str):
+                    self._refuse_own(await addresses(*place))
             except RefusedAddress as refused:
                 raise bad(f"url: {refused}", "worker_url_refused") from None
             except OSError:
                 return
+
+    def _refuse_own(self, found: Iterable[Address]) -> None:
+        """Raises Refusal 400 for an address that we listen on."""
+        listeners = bound(self._rooms.door.addresses())
+        if any(is_own(address, listeners) for address in found):
+            raise _told(400, f"url {REASON}", "worker_url_refused")
 
 
 def _told(status: int, message: str, code: str) -> Refusal:

@@ -55,6 +55,7 @@ class ScalingRoutes:
         url = judged_url(named)
         if self._rooms.fleet.find(url):
             raise _known_already()
+        await self._changes.refuse_bad_name(url)
         entry = api_entry(url, request.args.get("model", ""))
         await self._until_healthy(entry, _wait_secs())
         try:

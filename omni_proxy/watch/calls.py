@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -18,10 +19,14 @@ from omni_proxy import __version__
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.trust import client_context
+from omni_proxy.wire.hops import HOP_FIELD
 
 # A kept connection can be closed by the worker in the moment we reuse it, which would count as a
 # failed probe; a fresh one also tells whether the worker still accepts.
 _LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=0)
+
+# The marks on the request that is being answered: what is asked of workers for it carries them on.
+came_by: ContextVar[str] = ContextVar("came_by", default="")
 
 
 def trusted(worker: Worker) -> ssl.SSLContext | None:
@@ -97,6 +102,7 @@ def build(
     """The call at a literal address of the worker's, under the worker's own name."""
     base = httpx.URL("http://localhost" if worker.url.startswith("unix:") else worker.url)
     own = {"host": base.netloc.decode("ascii"), **call.headers, **_credentials(worker)}
+    own |= _hops(worker, call.headers)
     extensions = {"sni_hostname": base.host} if base.scheme == "https" else {}
     if not isinstance(address, str):
         base = base.copy_with(host=address[0])
@@ -105,6 +111,14 @@ def build(
     return client.build_request(
         call.method, url, headers=own, content=content, extensions=extensions
     )
+
+
+def _hops(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
+    """The marks of the proxies before us and ours, where the worker is a proxy (`wire.hops`)."""
+    before = headers.get(HOP_FIELD) or came_by.get()
+    own = worker.hop_line.decode("ascii").partition(": ")[2].strip()
+    marks = ", ".join(mark for mark in (before, own) if mark)
+    return {HOP_FIELD: marks} if own else {}
 
 
 def _credentials(worker: Worker) -> dict[str, str]:

@@ -32,6 +32,7 @@ from omni_proxy.config.state import State, Voices
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.watch.freeze import Freeze
+from omni_proxy.watch.own_address import judge_workers
 from omni_proxy.watch.state_file import StateFile, state_at, state_path
 from omni_proxy.watch.trust import judge_files, signature
 
@@ -79,6 +80,7 @@ class Keeper:
         self.read_as = signature(self.file) if self.file else None  # FILE, as it is read here
         self.config = startup.over(read_file(self.file))
         judge_files(self.config, str(self.file or ""))
+        judge_workers(self.config, startup.flag_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = state_at(self.state_file)
         self._kept = StateFile(self.state_file, self.state)
@@ -124,6 +126,8 @@ class Keeper:
             try:
                 new = self.startup.over(await trio.to_thread.run_sync(read_file, self.file))
                 await trio.to_thread.run_sync(judge_files, new, str(self.file or ""))
+                urls = self.startup.flag_urls
+                await trio.to_thread.run_sync(judge_workers, new, urls, str(self.file or ""))
             except ConfigError as error:
                 return self._refused(source, error)
             new = self._without_waiting(new)

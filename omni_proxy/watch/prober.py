@@ -29,6 +29,7 @@ from omni_proxy.watch.descriptors import are_ours_to_blame
 from omni_proxy.watch.keeper import Keeper
 from omni_proxy.watch.pace import Pace
 from omni_proxy.watch.resolver import RefusedAddress, addresses
+from omni_proxy.wire.hops import PROXY_FIELD, hop_line
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class _Answer:
     status: int
     body: bytes | None
     instance: str  # what the field of that name says
+    proxy_id: str  # of one that is an omni-proxy itself
 
 
 class Prober:
@@ -71,6 +73,7 @@ class Prober:
         self._loops: dict[Worker, _Loop] = {}
         self._slots = trio.CapacityLimiter(PROBES_AT_ONCE)
         self._pace = Pace()
+        self.proxy_id = ""  # ours, see `wire.hops`
         # Who may be slow, or say that it is busy, and is well all the same: its weights change.
         self.spares: Callable[[Worker], bool] = lambda _: False
         fleet.watch_members(self._follow_fleet)
@@ -171,6 +174,8 @@ class Prober:
                 status = answer.status
                 worker.health_body = _parsed(answer.body)
                 error = None if 200 <= status < 300 else _fault(status, answer.body)
+                if self._is_proxy(worker, answer.proxy_id):
+                    error = "this worker leads to this proxy itself: remove it"
                 if error is None:
                     self._compare(worker, loop, answer.instance)
             except _FAULTS as failure:
@@ -190,6 +195,11 @@ class Prober:
         loop.finished.set()
         loop.finished = trio.Event()
         return scope.cancelled_caught
+
+    def _is_proxy(self, worker: Worker, proxy_id: str) -> bool:
+        """Whether it is this one; any other proxy gets its requests with our mark."""
+        self._fleet.marked(worker, hop_line(self.proxy_id) if proxy_id and self.proxy_id else b"")
+        return bool(proxy_id) and proxy_id == self.proxy_id
 
     def _compare(self, worker: Worker, loop: _Loop, instance: str) -> None:
         """Whether the process that answers is the one of the last good probe."""
@@ -236,7 +246,12 @@ async def _get(client: httpx.AsyncClient, request: httpx.Request) -> _Answer:
     response = await client.send(request, stream=True)
     try:
         body = await read_bounded(response, BODY_BYTES)
-        return _Answer(response.status_code, body, response.headers.get(INSTANCE_FIELD, ""))
+        return _Answer(
+            response.status_code,
+            body,
+            response.headers.get(INSTANCE_FIELD, ""),
+            response.headers.get(PROXY_FIELD, ""),
+        )
     finally:
         await response.aclose()
 

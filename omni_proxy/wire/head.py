@@ -37,7 +37,10 @@ _ENDING = (
 )  # fmt: skip
 REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
 # Read and passed on.
-_PASSED = (b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key")
+_PASSED = (
+    b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
+    b"x-omni-hop",
+)  # fmt: skip
 # Of all other fields only the syntax is judged.
 READ_FIELDS = frozenset((*_ENDING, *_PASSED))
 _OURS = re.compile(
@@ -71,6 +74,7 @@ class RequestHead(msgspec.Struct, gc=False):
     websocket_key: bytes = b""
     idempotency_key: bool = False
     hints: dict[bytes, bytes] = {}
+    origin: bytes = b""
     words: tuple[str, str, str] = ("", "", "")  # method, target and path as text
     spelling: Spelling | None = None  # how it was written, where that is remembered
 
@@ -154,6 +158,7 @@ def judge(head: bytes) -> RequestHead:
         websocket_key=_first(fields, b"sec-websocket-key"),
         idempotency_key=b"idempotency-key" in fields,
         hints=_hints(fields),
+        origin=_first(fields, b"origin"),
         words=_words(method, target),
     )
 

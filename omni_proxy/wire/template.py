@@ -15,6 +15,7 @@ from typing import Final
 
 from omni_proxy.wire.caching import Doorkeeper, LruCache
 from omni_proxy.wire.head import READ_FIELDS, REQUEST_ID_FIELDS, RequestHead, judge
+from omni_proxy.wire.hops import refuse_loop
 from omni_proxy.wire.learning import CRLF, LENGTH_NAME, learnt, name_of
 from omni_proxy.wire.spelling import Spelling
 from omni_proxy.wire.stamps import Stamps
@@ -36,9 +37,12 @@ Judge = Callable[[bytes], RequestHead]
 class RequestTemplates:
     """`judge` as `wire.head.judge`, remembered, and stamped for what came over TLS or not."""
 
-    def __init__(self, stamps: Stamps | None = None, *, secure: bool = False) -> None:
+    def __init__(
+        self, stamps: Stamps | None = None, *, secure: bool = False, proxy_id: bytes = b""
+    ) -> None:
         self._stamps = stamps
         self._secure = secure
+        self._proxy_id = proxy_id
         self._read = READ_FIELDS - _ANY_VALUE
         self._ids = frozenset(REQUEST_ID_FIELDS)
         if stamps is not None:
@@ -86,6 +90,7 @@ class RequestTemplates:
         self._last = template
 
     def _judge(self, head: bytes) -> RequestHead:
+        refuse_loop(head, self._proxy_id)  # a hit has the same marks as a head that was let in
         found = judge(head)
         if self._stamps is not None:
             self._stamps.prepare(found, secure=self._secure)
@@ -146,6 +151,7 @@ class _Template:
             known.websocket_key,
             known.idempotency_key,
             known.hints,
+            known.origin,
             known.words,
             spelling,
         )

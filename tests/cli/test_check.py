@@ -63,3 +63,11 @@ def test_a_file_that_cannot_be_read_is_refused(file, capsys):
     assert main(["check", "--json", str(file)]) == 2
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem["reason"] == "cannot be read: No such file or directory"
+
+
+def test_a_worker_that_is_the_proxy_itself_is_refused(file, capsys):
+    file.write_text('[server]\nport = 30000\n[[workers]]\nurl = "http://localhost:30000"\n')
+    for words in (["check", str(file)], ["--config", str(file)]):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert f'{file}: workers[0].url: "http://localhost:30000" is an address of this' in told

@@ -134,7 +134,7 @@ async def test_a_name_that_leads_to_a_refused_address_is_refused(house, monkeypa
     async def leads_astray(host, port):
         raise RefusedAddress(f"{host}: link-local address 169.254.0.1 is not allowed")
 
-    monkeypatch.setattr(changes, "resolve", leads_astray)
+    monkeypatch.setattr(changes, "addresses", leads_astray)
     status, said = await message(house, "POST", "/workers", {"url": "http://sly.example:1"})
     assert (status, "169.254.0.1" in said) == (400, True)
     assert house.keeper.revision == 1
@@ -144,7 +144,7 @@ async def test_a_name_that_nobody_knows_yet_is_kept(house, monkeypatch):
     async def knows_nothing(host, port):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(changes, "resolve", knows_nothing)
+    monkeypatch.setattr(changes, "addresses", knows_nothing)
     status, body, _ = await call(house, "POST", "/workers", {"url": "http://later.example:1"})
     assert (status, body["worker"]["url"]) == (200, "http://later.example:1")
 
