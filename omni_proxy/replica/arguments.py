@@ -45,6 +45,12 @@ def serve_parser() -> argparse.ArgumentParser:
     llama = parser.add_argument_group("engine llamacpp")
     llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
     llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
+    llama.add_argument(
+        "--embeddings",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve /v1/embeddings too; without it prompts are read a quarter faster",
+    )
     return parser
 
 

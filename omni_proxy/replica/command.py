@@ -97,6 +97,7 @@ def _serve_llamacpp(arguments: argparse.Namespace) -> int:
             threads=arguments.threads,
             parallel=arguments.parallel,
             context=arguments.context,
+            embeddings=arguments.embeddings,
             log_level=arguments.log_level,
         )
     )

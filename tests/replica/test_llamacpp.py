@@ -72,6 +72,13 @@ def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
     assert answer["choices"][0]["message"]["content"].strip()
     assert answer["usage"]["completion_tokens"] <= QUESTION["max_tokens"]
 
+    asked = {"model": MODEL, "input": ["a cat sat on the mat", "the sea"]}
+    vectors = [
+        each["embedding"] for each in client.post("/v1/embeddings", json=asked).json()["data"]
+    ]
+    assert [len(vector) for vector in vectors] == [576, 576]
+    assert [round(sum(x * x for x in vector), 3) for vector in vectors] == [1, 1]
+
     with client.stream("POST", "/v1/chat/completions", json=QUESTION | {"stream": True}) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
@@ -81,6 +88,21 @@ def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
 
     replica.process.send_signal(signal.SIGTERM)
     assert replica.process.wait(30) == 0
+
+
+def test_it_serves_choices_log_probabilities_biases_and_schemas(replica):
+    def chat(**more):
+        return replica.client.post("/v1/chat/completions", json=QUESTION | more).json()["choices"]
+
+    assert [choice["index"] for choice in chat(n=2)] == [0, 1]
+    content = chat(logprobs=True, top_logprobs=2)[0]["logprobs"]["content"]
+    assert len(content[0]["top_logprobs"]) == 2
+    assert chat(logit_bias={"100": 100}) != chat()
+    named = {"name": "c", "schema": {"enum": ["red", "blue"]}}
+    told = chat(response_format={"type": "json_schema", "json_schema": named})
+    assert told[0]["message"]["content"] in ('"red"', '"blue"')
+    wrong = QUESTION | {"response_format": {"type": "xml"}}
+    assert replica.client.post("/v1/chat/completions", json=wrong).status_code == 400
 
 
 def test_a_stream_cut_by_sigterm_has_no_clean_end(replica):

@@ -32,7 +32,7 @@ def test_serving_gets_what_the_arguments_say(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     argv = "--port 31005 --threads 2 --parallel 3 --context 512 --model-name chat --cache /c"
-    command.main([*LLAMACPP, *argv.split()])
+    command.main([*LLAMACPP, *argv.split(), "--no-embeddings"])
     assert served == [
         llamacpp.Serving(
             model_path=Path("/c") / MODELS["smollm2-135m"].file,
@@ -42,6 +42,7 @@ def test_serving_gets_what_the_arguments_say(monkeypatch):
             threads=2,
             parallel=3,
             context=512,
+            embeddings=False,
             log_level="info",
         )
     ]
