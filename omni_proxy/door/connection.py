@@ -35,8 +35,8 @@ class Connection(Task):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
     __slots__ = (
-        "begun", "closing", "comments", "deadline", "door", "exchange", "held_bytes", "introduced",
-        "peer", "rest", "short", "turn_at", "upload", "upstream",
+        "begun", "closing", "comments", "deadline", "door", "exchange", "head_bytes", "held_bytes",
+        "introduced", "peer", "rest", "short", "turn_at", "upload", "upstream",
     )  # fmt: skip
 
     client: Conn
@@ -57,7 +57,8 @@ class Connection(Task):
         self.comments: Comments | None = None  # where a stream is awaited, and they are asked for
         self.short: ShortWay | None = None  # from the first request on that it could do
         self.begun: Begun | None = None  # what it hands over
-        self.held_bytes = 0  # of the bodies that all connections hold, ours
+        self.head_bytes = 0  # of the present request
+        self.held_bytes = 0  # of the requests that all connections hold, ours
         self.introduced = self.front_only or not door.config.server.proxy_protocol
 
     def counts_as_gone(self, mask: int) -> bool:
@@ -137,6 +138,7 @@ class Connection(Task):
 
     def _judged(self, raw: bytes) -> RequestHead:
         """Raises Refusal. From here on what is spelled like it may go the short way."""
+        self.head_bytes = len(raw)
         head = self.door.requests[self.client.secure].judge(raw)
         usuals = None if self.front_only else self.door.usuals
         usual = usuals.of(head) if usuals is not None else None
@@ -196,6 +198,13 @@ class Connection(Task):
         mine.bytes_in = length
         mine.body_at = self.pump.now
         return body
+
+    def hold(self, size: int) -> None:
+        """So many bytes of the present request stay in memory. Raises Refusal 503."""
+        door = self.door
+        door.check_room(size)
+        door.held_bytes += size
+        self.held_bytes += size
 
     def let_go(self) -> None:
         """The bodies that were held for the present exchange are needed no more."""

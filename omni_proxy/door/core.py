@@ -60,7 +60,7 @@ class Door:
         self.in_flight = 0
         self.peak_in_flight = 0
         self.rejected = 0
-        self.held_bytes = 0  # of request bodies, see door.upload
+        self.held_bytes = 0  # of requests, see door.upload
         self.port_elsewhere = False  # others open the sockets that we listen on
         self.accepted = 0
         self.failed_handshakes = 0  # of TLS
@@ -198,9 +198,9 @@ class Door:
             mine.admitted = False
             self.in_flight -= 1
 
-    def check_room(self, body_bytes: int) -> None:
-        """Raises Refusal 503 where so much more of bodies may not be held."""
-        if self.held_bytes + body_bytes > self.limits.held:
+    def check_room(self, size: int) -> None:
+        """Raises Refusal 503 where so many bytes more of requests may not be held."""
+        if self.held_bytes + size > self.limits.held:
             self.rejected += 1
             raise too_much_held()
 

@@ -83,7 +83,9 @@ def go_on(conn: Connection, begun: Begun) -> Coroutine[Any, Any, bool]:
 
 
 async def _when_admitted(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
+    conn.hold(conn.head_bytes + len(conn.rest))
     await conn.door.queue.for_slot(conn, mine, unread=bool(head.length))
+    conn.let_go()
     return await _admitted(conn, mine, head)
 
 
@@ -91,6 +93,7 @@ def _admitted(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[
     body = conn.body_at_hand(mine, head, conn.door.limits.max_body)
     if body is None:
         return _when_read(conn, mine, head)
+    conn.hold(conn.head_bytes + len(body))
     return _inspected(conn, mine, head, body)
 
 
@@ -202,7 +205,7 @@ async def _by_worker(
     del body, way
     if conn.held_bytes:
         conn.let_go()
-    need.body = None  # nobody is picked any more: a long answer shall not hold a large body
+    need.body = None  # which holds it, too; nobody is picked any more
     keep = await relay(conn, mine, head, first)
     if mine.outcome != "completed" or worker.machine.failed_tries or route.place is not ANYWHERE:
         _learn(conn, mine, worker)
@@ -236,6 +239,8 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
         upload = await _begun(conn, mine, head, limit)
         await upload.hold_all()
         body = upload.take()
+    elif body:
+        conn.hold(len(body))
     if door.stamps is not None:
         mine.request_id = head.request_id or new_id()
         stamp(door.stamps, mine, head)

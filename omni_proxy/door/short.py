@@ -137,8 +137,11 @@ class ShortWay:
         if door.policy.wants_key:
             need.key = routing_key(b"".join(parts))
         mine = self._accounts(need, size)
-        if not door.count_in(mine):
+        held = door.held_bytes + len(piece)
+        if held > door.limits.held or not door.count_in(mine):
             return False
+        door.held_bytes = held
+        self.conn.held_bytes = len(piece)
         request_id = parts[spelling.id_at] if spelling.id_at > 0 else usual.head.request_id
         mine.request_id = request_id or id_for(need)
         self.asked = mine
@@ -247,6 +250,8 @@ class ShortWay:
         self.asked = None
         self.awaits = client
         self._piece = b""
+        door.held_bytes -= conn.held_bytes
+        conn.held_bytes = 0
         conn.phase = "idle"
         conn.due = now + door.limits.client_idle
         try:

@@ -90,7 +90,10 @@ class _Session:
         assert route is not None
         need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
         bind_to_owner(conn.door.voices, route.traffic, need)
+        conn.hold(len(first))
         worker, piece = await reach_worker(conn, mine, head)
+        conn.let_go()
+        need.body = None
         self.up.send(first)
         self.up.feed(piece)
         try:

@@ -24,6 +24,7 @@ PIECE_BYTES: Final = 262144
 CHUNKED_PIECE_BYTES: Final = 16384  # of the smallest chunks 10 ms of work
 LARGE_CHUNKS_PIECE_BYTES: Final = 65536  # where they were large so far
 LARGE_CHUNK_BYTES: Final = 1024
+SMALL_PIECE_BYTES: Final = 4096
 CHUNKS_PER_READ: Final = 16  # take as long as a read
 
 
@@ -44,7 +45,7 @@ class Upload:
         self.held_bytes = 0
         self._conn = conn
         self._mine = mine
-        self._held: list[bytes] = []
+        self._held: list[bytes | bytearray] = []
         self._left = head.length  # of a counted body
         self._reader = ChunkedBody(limit) if head.length == CHUNKED else None
         self._piece_bytes = CHUNKED_PIECE_BYTES if self._reader is not None else PIECE_BYTES
@@ -73,7 +74,8 @@ class Upload:
     def take(self) -> bytes:
         """What is held; it is the caller's now."""
         held, self._held = self._held, []
-        return held[0] if len(held) == 1 else b"".join(held)
+        whole = held[0] if len(held) == 1 else b"".join(held)
+        return bytes(whole)
 
     def begin(self, lines: bytes) -> bytes:
         """The head with our framing. From here on what is held can be poured only."""
@@ -128,11 +130,19 @@ class Upload:
 
     def _hold(self, payload: bytes) -> None:
         if payload:
-            self._conn.door.check_room(len(payload))
-            self._conn.door.held_bytes += len(payload)
-            self._conn.held_bytes += len(payload)
+            self._conn.hold(len(payload))
             self.held_bytes += len(payload)
-            self._held.append(payload)
+            self._keep(payload)
+
+    def _keep(self, payload: bytes) -> None:
+        """Small pieces together: each of its own would take many times its length."""
+        held = self._held
+        if len(payload) >= SMALL_PIECE_BYTES:
+            held.append(payload)
+        elif held and isinstance(held[-1], bytearray):
+            held[-1] += payload
+        else:
+            held.append(bytearray(payload))
 
     async def _read(self) -> bytes:
         conn = self._conn

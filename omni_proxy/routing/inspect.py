@@ -17,6 +17,18 @@ import msgspec
 from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
 from omni_proxy.routing.form import form_fields
 from omni_proxy.routing.large import LARGE_BYTES, read_top
+from omni_proxy.routing.payload import (
+    MAX_REQUEST_ID_CHARS,
+    UNSAID,
+    ObjectsIn,
+    Payload,
+    decode,
+    elements_in,
+    payload_of,
+    present,
+    starts,
+    text_in,
+)
 from omni_proxy.routing.table import ALWAYS_JSON, ANYWHERE, FORM, JSON, NAMED, Place, Route
 from omni_proxy.routing.wanted import Wanted, wanted_by
 from omni_proxy.wire.errors import Refusal
@@ -24,11 +36,12 @@ from omni_proxy.wire.errors import Refusal
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
     BIT[name] for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
 )
-_PART = {
+_KINDS: dict[str | None, int] = {
     "image": IMAGE, "image_url": IMAGE, "input_image": IMAGE,
     "audio": AUDIO, "audio_url": AUDIO, "input_audio": AUDIO,
     "video": VIDEO, "video_url": VIDEO, "input_video": VIDEO,
 }  # fmt: skip
+_SPELLED = {f'"{kind}"'.encode(): bit for kind, bit in _KINDS.items()}
 
 
 class Facts(Protocol):
@@ -38,6 +51,13 @@ class Facts(Protocol):
     def content_type(self) -> bytes: ...
     @property
     def hints(self) -> dict[bytes, bytes]: ...
+
+
+class Referring(Protocol):
+    """A body of speech, or an item of one."""
+
+    ref_audio: msgspec.Raw
+    references: msgspec.Raw
 
 
 @dataclass(slots=True)
@@ -57,7 +77,7 @@ class Need(msgspec.Struct, gc=False):
     request_id: str = ""
     place: Place = ANYWHERE
     worker: str = ""  # id or URL, for Place.NAMED
-    body: Payload | None = None  # the decoded body, for policies that read the prompt
+    body: Payload | None = None  # its fields, for policies that read the prompt
     key: str = ""  # what keeps a client with its worker, for policies that want it
     version: Wanted | None = None  # which weights it accepts; None: any
     large: str = ""  # the traffic class of a body that was too large to be read whole
@@ -68,42 +88,47 @@ class Need(msgspec.Struct, gc=False):
         return names_in(self.mask)
 
 
-class Payload(msgspec.Struct, gc=False):
-    """The fields of a body that routing looks at; everything else is skipped undecoded."""
-
-    model: Any = None
-    stream: Any = None
-    stream_format: Any = None
-    request_id: Any = None
-    messages: Any = None
-    prompt: Any = None
-    text: Any = None
-    input_ids: msgspec.Raw = msgspec.Raw()  # as it is spelled: that does for a prefix
-    modalities: Any = None
-    output_modalities: Any = None
-    audio: Any = None
-    image: Any = None
-    images: Any = None
-    audios: Any = None
-    audio_inputs: Any = None
-    video: Any = None
-    videos: Any = None
-    ref_audio: Any = None
-    references: Any = None
-    voice: Any = None
-    speaker: Any = None
-    items: Any = None
-
-
 MAX_MODEL_CHARS = 1024
 _MEDIA = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
 }  # fmt: skip
 _media_values = attrgetter(*_MEDIA)
-_NO_MEDIA = (None,) * len(_MEDIA)
-_decode = msgspec.json.Decoder(Payload).decode
-_FIELDS = Payload.__struct_fields__
+_NO_MEDIA = (UNSAID,) * len(_MEDIA)
+
+
+class _UsualPart(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _UsualMessage(msgspec.Struct, gc=False):
+    """As nearly all are: texts, or parts that are objects with a type."""
+
+    content: str | list[_UsualPart] | None = None
+
+
+class _Part(msgspec.Struct, gc=False):
+    """Of any message's content; and a message, which is read alike."""
+
+    type: msgspec.Raw = UNSAID
+    content: msgspec.Raw = UNSAID
+
+
+class _Reference(msgspec.Struct, gc=False):
+    audio_path: msgspec.Raw = UNSAID
+    ref_audio: msgspec.Raw = UNSAID
+    audio: msgspec.Raw = UNSAID
+    data: msgspec.Raw = UNSAID
+
+
+class _Item(msgspec.Struct, gc=False):
+    model: msgspec.Raw = UNSAID
+
+
+_decode_messages = msgspec.json.Decoder(list[_UsualMessage]).decode
+_parts_in = ObjectsIn(_Part, least=len('{"type":"image"}'))
+_references_in = ObjectsIn(_Reference, least=len('{"data":1}'))
+_items_in = ObjectsIn(_Item, least=len('{"model":"m"}'))
 
 
 def inspect(route: Route, body: bytes, facts: Facts) -> Need:
@@ -148,33 +173,14 @@ def by_hints(route: Route, facts: Facts, model: str | None = None) -> Need:
 def _large(route: Route, body: bytes) -> Need:
     top = read_top(body)
     need = _read(route, Payload(
-        model=top.model, stream=top.stream, stream_format=top.stream_format,
-        request_id=top.request_id, input_ids=msgspec.Raw(top.beginning),
+        model=text_in(top.model), stream=bytes(top.stream) == b"true",
+        stream_format=msgspec.Raw(bytes(top.stream_format)),
+        request_id=text_in(top.request_id), input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
         need.mask |= AUDIO  # a voice reference is what makes such a body large
     need.large = route.traffic
     return need
-
-
-def decode(body: bytes) -> Payload:
-    """Raises Refusal 400. Takes what Python's own JSON reader takes (NaN, UTF-16), as workers
-    do."""
-    try:
-        return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise _bad("invalid JSON body", "invalid_json") from None
-    if not isinstance(value, dict):
-        raise _bad("JSON request body must be an object", "invalid_json")
-    return _picked_from(value)
-
-
-def _picked_from(value: dict[str, Any]) -> Payload:
-    return Payload(**{name: value[name] for name in _FIELDS if name in value})
 
 
 def inspect_session(route: Route, first: str | bytes, facts: Facts) -> Need:
@@ -184,7 +190,7 @@ def inspect_session(route: Route, first: str | bytes, facts: Facts) -> Need:
     if fields is None:
         need = Need(route.mask)
     else:
-        payload = _picked_from(fields)
+        payload = payload_of(fields)
         need = _read(route, payload)
         if has_reference(payload):
             need.mask |= AUDIO
@@ -216,26 +222,20 @@ def is_json(route: Route, facts: Facts) -> bool:
     return told == b"application/json" or b"json" in told.lower()
 
 
-def _present(value: object) -> bool:
-    """Not null, not false, not empty; a number counts even when it is 0."""
-    if isinstance(value, bool):
-        return value
-    return bool(value) or isinstance(value, int | float)
-
-
 def _read(route: Route, payload: Payload) -> Need:
     model, mask, stream = payload.model, route.mask, payload.stream is True
-    if type(model) is not str or not model.isascii() or not 0 < len(model) <= MAX_MODEL_CHARS:
-        model = _named(model)
-    request_id = payload.request_id
-    if request_id is None or not isinstance(request_id, str):
-        request_id = ""
+    if model is None or not model.isascii() or not 0 < len(model) <= MAX_MODEL_CHARS:
+        model, payload.model = _named(model), None
+    request_id = payload.request_id or ""
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        request_id, payload.request_id = "", None
     if stream:
         mask |= STREAMING
     if _media_values(payload) != _NO_MEDIA:  # hardly any body
         mask |= _media(payload)
-    if payload.messages:
-        mask |= _parts(payload.messages)
+    spelled = bytes(payload.messages)
+    if spelled.rfind(b"[") > 0:  # else there is no list of parts
+        mask |= _parts(payload.messages, spelled)
     need = Need(mask, model, stream, request_id, route.place, "", payload)
     if route.traffic != "generation":
         _read_speech(route, payload, need)
@@ -245,18 +245,18 @@ def _read(route: Route, payload: Payload) -> Need:
 def _read_speech(route: Route, payload: Payload, need: Need) -> None:
     if route.traffic == "speech_batch":
         _read_batch(payload, need)
-    if route.traffic == "speech_http" and payload.stream_format == "sse":
+    if route.traffic == "speech_http" and text_in(payload.stream_format) == "sse":
         need.mask |= STREAMING
     if route.traffic.startswith("speech") and has_reference(payload):
         need.mask |= AUDIO
 
 
-def _named(model: object) -> str | None:
+def _named(model: str | None) -> str | None:
     """A model's name. JSON can spell lone surrogates, which no log and no answer could hold.
 
     Nobody serves a name of such a length, and it would be told in every one of them: it is cut.
     """
-    if not isinstance(model, str) or not model:
+    if not model:
         return None
     model = model[:MAX_MODEL_CHARS]
     return model if model.isascii() else model.encode("utf-8", "replace").decode()
@@ -265,47 +265,54 @@ def _named(model: object) -> str | None:
 def _media(payload: Payload) -> int:
     mask = 0
     for bit, value in zip(_MEDIA.values(), _media_values(payload), strict=True):
-        if bit and _present(value):
+        if bit and present(value):
             mask |= bit
     for wanted in (payload.modalities, payload.output_modalities):
-        if isinstance(wanted, list) and "audio" in wanted:
+        if any(text_in(kind) == "audio" for kind in elements_in(wanted)):
             mask |= AUDIO_OUT
     return mask
 
 
-def _parts(messages: object) -> int:
+def _parts(messages: msgspec.Raw, spelled: bytes) -> int:
     mask = 0
-    if not isinstance(messages, list):
+    if b'"type"' not in spelled and b"\\u00" not in spelled:
         return mask
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            for part in content:
-                if isinstance(part, dict):
-                    kind = part.get("type")
-                    mask |= _PART.get(kind, 0) if isinstance(kind, str) else 0
+    try:
+        usual = _decode_messages(messages)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _odd_parts(messages)
+    for message in usual:
+        if type(message.content) is list:
+            for part in message.content:
+                mask |= _KINDS.get(part.type, 0)
     return mask
 
 
-def has_reference(payload: Payload) -> bool:
+def _odd_parts(messages: msgspec.Raw) -> int:
+    mask = 0
+    for message in _parts_in(messages):
+        if starts(message.content, b"["):
+            for part in _parts_in(message.content):
+                kind = bytes(part.type)
+                mask |= _SPELLED.get(kind, 0)
+                if b"\\" in kind:
+                    mask |= _KINDS.get(text_in(part.type), 0)
+    return mask
+
+
+def has_reference(payload: Referring) -> bool:
     """Whether it brings a voice to imitate with it."""
-    if _present(payload.ref_audio):
-        return True
-    references = payload.references if isinstance(payload.references, list) else []
-    return any(
-        isinstance(reference, dict)
-        and any(
-            _present(reference.get(key)) for key in ("audio_path", "ref_audio", "audio", "data")
-        )
-        for reference in references
-    )
+    return present(payload.ref_audio) or any(
+        present(each.audio_path) or present(each.ref_audio)
+        or present(each.audio) or present(each.data)
+        for each in _references_in(payload.references)
+    )  # fmt: skip
 
 
 def _read_batch(payload: Payload, need: Need) -> None:
     if need.stream:
         raise _bad("stream is not supported for batch speech requests")
-    items = payload.items if isinstance(payload.items, list) else []
-    models = {_named(item.get("model")) or need.model for item in items if isinstance(item, dict)}
+    models = {_named(text_in(item.model)) or need.model for item in _items_in(payload.items)}
     if len(models) > 1:
         raise _bad("speech batch items must resolve to one model for router forwarding")
     if models:

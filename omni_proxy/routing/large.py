@@ -7,7 +7,7 @@ Invariant: the time is that of one walk over the bytes, the memory does not grow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,10 +25,10 @@ _UNSAID = msgspec.Raw()
 class Top(msgspec.Struct):
     """The fields that are read; texts stay as they are spelled, which does for a prefix."""
 
-    model: Any = None
-    stream: Any = None
-    stream_format: Any = None
-    request_id: Any = None
+    model: msgspec.Raw = _UNSAID
+    stream: msgspec.Raw = _UNSAID
+    stream_format: msgspec.Raw = _UNSAID
+    request_id: msgspec.Raw = _UNSAID
     messages: msgspec.Raw = _UNSAID
     prompt: msgspec.Raw = _UNSAID
     text: msgspec.Raw = _UNSAID

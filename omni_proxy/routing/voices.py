@@ -7,14 +7,36 @@ does one for `default`. Of a body that was not read whole nobody knows: it goes 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+
+import msgspec
 
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.inspect import AUDIO, Need, Payload, has_reference
+from omni_proxy.routing.inspect import AUDIO, Need, has_reference
+from omni_proxy.routing.payload import (
+    UNSAID,
+    ObjectsIn,
+    Payload,
+    is_list,
+    present,
+    starts,
+    text_in,
+    value_in,
+)
 from omni_proxy.routing.table import VOICE_OWNER
 
 SPEECH_TRAFFIC = frozenset(("speech_http", "speech_batch", "tts_websocket"))
-_ITEM_FIELDS = ("voice", "speaker", "ref_audio", "references")
+
+
+class _Item(msgspec.Struct, gc=False):
+    """Of a batch."""
+
+    voice: msgspec.Raw = UNSAID
+    speaker: msgspec.Raw = UNSAID
+    ref_audio: msgspec.Raw = UNSAID
+    references: msgspec.Raw = UNSAID
+
+
+_items_in = ObjectsIn(_Item, least=len('{"voice":"v"}'))
 
 
 def bind_to_owner(registry: VoiceRegistry, traffic: str, need: Need) -> None:
@@ -31,19 +53,23 @@ def bind_to_owner(registry: VoiceRegistry, traffic: str, need: Need) -> None:
 
 def named_voices(payload: Payload) -> Iterator[str]:
     """Lower-case names of voices that may be uploaded ones, those of a batch's items too."""
-    items = payload.items if isinstance(payload.items, list) else []
-    if not items:
+    if not (is_list(payload.items) and present(payload.items)):
         yield from _named(payload, payload)
-    for item in items:
-        if isinstance(item, dict):
-            fields = {name: item[name] for name in _ITEM_FIELDS if name in item}
-            yield from _named(Payload(**fields), payload)
+    for item in _items_in(payload.items):
+        yield from _named(item, payload)
 
 
-def _named(payload: Payload, default: Payload) -> Iterator[str]:
+def _named(item: _Item | Payload, default: Payload) -> Iterator[str]:
     """An item's fields win over the defaults of its batch."""
-    if has_reference(payload) or (payload is not default and has_reference(default)):
+    if has_reference(item) or (item is not default and has_reference(default)):
         return
-    voice: Any = payload.voice or payload.speaker or default.voice or default.speaker
-    if isinstance(voice, str) and voice.lower() != "default":
-        yield voice.lower()
+    for voice in (item.voice, item.speaker, default.voice, default.speaker):
+        if not present(voice):
+            continue
+        name = text_in(voice)
+        if name is None and (is_list(voice) or starts(voice, b"{") or value_in(voice)):
+            return  # the first that says something says nothing of use
+        if name is not None:
+            if name.lower() != "default":
+                yield name.lower()
+            return

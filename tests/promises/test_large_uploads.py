@@ -185,7 +185,7 @@ async def test_what_is_held_of_all_bodies_is_bounded():
         answer = await second.answer()
         assert (answer.status, answer.one("retry-after")) == (503, "1")
         assert b'"reason":"max_held_bytes"' in answer.body
-        async with opened.client() as small:  # what came with its head is not in it
+        async with opened.client() as small:  # there is room for what is small
             await small.send(post())
             assert (await small.answer()).status == 200
         await first.send(body[-10:])

@@ -11,7 +11,8 @@ from omni_proxy.fleet.capabilities import BIT, mask_of
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import WEIGHT_HOLDS
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect import Need, Payload
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.payload import payload_of
 from omni_proxy.routing.pick import able, choose, kept_back, nobody, reasons_against
 from omni_proxy.routing.policies import build
 from omni_proxy.routing.table import Place
@@ -139,7 +140,7 @@ def test_a_tried_worker_is_taken_again_only_when_nobody_else_is_left(rows, need,
 def test_under_every_policy_the_next_try_is_at_another_worker(name):
     fleet = fleet_of(entry("a"), entry("b"), entry("c"))
     made = build(Routing(policy=name), random.randrange, 0.0)
-    need = Need(CHAT, body=Payload(prompt="the same beginning " * 9), key="k")
+    need = Need(CHAT, body=payload_of({"prompt": "the same beginning " * 9}), key="k")
     for spare in fleet.workers * 2:
         tried = {worker for worker in fleet.workers if worker is not spare}
         assert choose(fleet, need, made, tried=tried) is spare

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.inspect import AUDIO, Need, RequestFacts, decode, inspect
+from omni_proxy.routing.inspect import AUDIO, Need, RequestFacts, inspect
+from omni_proxy.routing.payload import decode
 from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, match
 from omni_proxy.routing.voices import bind_to_owner, named_voices
 
@@ -28,6 +29,10 @@ def bound(path, fields, *names):
         ({"voice": "a", "speaker": "b"}, ["a"]),
         ({"voice": "DEFAULT"}, []),
         ({"voice": 3}, []),
+        ({"voice": [1], "speaker": "b"}, []),
+        ({"voice": 0, "speaker": "b"}, ["b"]),
+        ({"voice": float("nan"), "speaker": "NaN"}, []),
+        ({"speed": float("nan"), "speaker": "NaN"}, ["nan"]),
         ({"voice": ""}, []),
         ({}, []),
         ({"voice": "Bob", "ref_audio": "x"}, []),

@@ -20,7 +20,8 @@ from omni_proxy.config.overlay import Desired
 from omni_proxy.config.schema import CacheAware as Rules
 from omni_proxy.config.schema import Routing
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import Need, Payload
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.payload import payload_of
 from omni_proxy.routing.policies.cache import CacheAware
 from omni_proxy.routing.prefix_tree import PrefixTree
 
@@ -107,7 +108,7 @@ def need(text: str) -> Need:
     messages = [
         {"role": "system", "content": text[:half]}, {"role": "user", "content": text[half:]},
     ]  # fmt: skip
-    return Need(0, body=Payload(messages=messages))
+    return Need(0, body=payload_of({"messages": messages}))
 
 
 def report_policy(characters: int) -> None:

@@ -6,7 +6,8 @@ import string
 from omni_proxy.config.schema import CacheAware, Routing
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing import policies
-from omni_proxy.routing.inspect import Need, Payload
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.payload import payload_of
 from tests.fleet.entries import NOW, entry
 
 NEED = Need(0)
@@ -26,7 +27,7 @@ def weighing(*weights):
 
 
 def chat(text, model=None, key=""):
-    body = Payload(messages=[{"role": "user", "content": text}])
+    body = payload_of({"messages": [{"role": "user", "content": text}]})
     return Need(0, model=model, body=body, key=key)
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect import Need, Payload
+from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.payload import Payload
 from tests.routing.policies.chats import (
     FALLBACKS,
     LONG,
