@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import Refusal
 
 FAILED = "one or more workers failed admin request"
@@ -19,6 +20,8 @@ FAILED = "one or more workers failed admin request"
 CHANGED = ("weights were updated", "weights updated,", "weights are damaged")
 NOT_FLUSHED = "not flushed"
 WHY_CHARS = 512
+MAX_ANSWER_VALUES = 300_000  # of one worker, which may name every tensor: some 60 ms to read
+MAX_TEXT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +110,15 @@ def refused(refusal: Refusal) -> Answer:
 
 
 def parsed(raw: bytes) -> object:
-    """A body as JSON, else as text."""
+    """A body as JSON, else as text; of one with too many values for either, the beginning."""
     try:
-        value: object = json.loads(raw) if raw else ""
+        value = read_json(raw, MAX_ANSWER_VALUES) if raw else ""
         if b"\\u" not in raw:
             return value
         # JSON can spell half a character, which could be written down nowhere.
         return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except TooManyValues:
+        return raw[:MAX_TEXT_BYTES].decode("utf-8", "replace")
     except (ValueError, RecursionError):
         return raw.decode("utf-8", "replace")
 

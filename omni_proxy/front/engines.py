@@ -61,9 +61,10 @@ class EngineRoutes:
         reasons = {}
         for worker in self._routable():
             found = await self._first_of(worker, ("/get_model_info", "/model_info"))
-            if found.ok:
-                return Response(found.body, 200, content_type="application/json")
-            reasons[worker.url] = found.why
+            told = found.parsed() if found.ok else None
+            if isinstance(told, dict):  # written anew: a number that is none is spelled as null
+                return reply(told)
+            reasons[worker.url] = "no JSON object" if found.ok else found.why
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
@@ -75,7 +76,7 @@ class EngineRoutes:
         again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
         found = [again.get(outcome.worker, outcome) for outcome in found]
         holding = self._rooms.desk.holding
-        merged = merge_server_info(found, holding.shelf.has_path)
+        merged = await merge_server_info(found, holding.shelf.has_path)
         if merged is None:
             raise _nothing("server_info", {o.worker.url: o.why for o in found})
         merged["tp_size"] = holding.ranks_behind(merged["tp_size"])
@@ -83,7 +84,7 @@ class EngineRoutes:
 
     async def loads(self) -> Response:
         found = await broadcast(self._alive(), self._get("/v1/loads"))
-        return reply(loads_answer(found))
+        return reply(await loads_answer(found))
 
     async def flush_cache(self) -> Response:
         """200 when all that are meant flushed, 502 when one did not; what they had is forgotten."""

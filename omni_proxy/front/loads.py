@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
+import trio
+
 from omni_proxy import __version__
 from omni_proxy.watch.broadcast import Outcome
 
@@ -16,13 +18,19 @@ _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",
     "num_used_tokens", "max_total_num_tokens", "max_running_requests",
 )  # fmt: skip
+MAX_RANKS = 1000  # of one engine
+MAX_RECORDS = 10_000  # in an answer, beside one per worker: some 3 MB
 LARGEST = 1e300
 _RATES = ("token_usage", "gen_throughput", "cache_hit_rate", "utilization")
 
 
-def loads_answer(outcomes: Iterable[Outcome]) -> dict[str, object]:
+async def loads_answer(outcomes: Iterable[Outcome]) -> dict[str, object]:
+    """Others have their turn between two workers."""
     asked = list(outcomes)
-    records = [record for outcome in asked for record in _records(outcome)]
+    records: list[dict[str, object]] = []
+    for outcome in asked:
+        await trio.lowlevel.checkpoint()
+        records += _records(outcome, MAX_RECORDS - len(records))
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": f"omni-proxy-{__version__}",
@@ -36,11 +44,14 @@ def loads_answer(outcomes: Iterable[Outcome]) -> dict[str, object]:
     }
 
 
-def _records(outcome: Outcome) -> list[dict[str, object]]:
-    """One per data-parallel rank of the engine; one of our own counting where it tells nothing."""
+def _records(outcome: Outcome, room: int) -> list[dict[str, object]]:
+    """One per data-parallel rank of the engine; one of our own counting where it tells nothing,
+    or of more ranks than there is `room` for."""
     told = outcome.parsed() if outcome.ok else None
     ranks = told.get("loads") if isinstance(told, dict) else None
-    found = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+    if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, room):
+        ranks = []
+    found = [rank for rank in ranks if isinstance(rank, dict)]
     return [_record(outcome, rank, index) for index, rank in enumerate(found or [{}])]
 
 
@@ -52,7 +63,7 @@ def _record(outcome: Outcome, told: Mapping[str, object], index: int) -> dict[st
     record: dict[str, object] = {
         "worker": outcome.worker.url,
         "worker_type": "regular",
-        "dp_rank": told.get("dp_rank", index),
+        "dp_rank": rank if isinstance(rank := told.get("dp_rank"), int) else index,
         "source": "engine" if told else "proxy",
     }
     for name in _COUNTS:

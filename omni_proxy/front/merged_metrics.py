@@ -6,16 +6,17 @@ Invariant: a worker whose text can't be read costs its own samples only, and sho
 
 from __future__ import annotations
 
+import io
 import math
-import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, TextIO, cast
 
 import trio
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_fd_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -24,12 +25,11 @@ from omni_proxy.watch.broadcast import Outcome
 UP: Final = "omni_proxy_engine_metrics_up"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TOTAL: Final = "_total"
-# The reader and the writer we use give every counter a name that ends in `_total`, and the writer
-# gives some types endings of their own. The workers' names stay: a counter of another name is
-# read and written without a type, as are types that this format does not have.
-_OTHER_COUNTER: Final = re.compile(
-    rf"^([ \t]*#[ \t]+TYPE[ \t]+(?!\S*{TOTAL}[ \t])\S+[ \t]+)counter[ \t\r]*$", re.MULTILINE
-)
+# Of one worker; past one of these its text counts as unreadable. The reader we use takes time by
+# the square of a line's length.
+MAX_FAMILIES: Final = 1000
+MAX_LINE_CHARS: Final = 8192
+READ_SECS: Final = 2.0  # of CPU: 50,000 samples
 _KEPT_TYPES: Final = ("counter", "gauge", "histogram", "summary")
 
 
@@ -76,8 +76,7 @@ def _families(outcome: Outcome) -> list[Metric] | None:
     if not outcome.ok:
         return None
     try:
-        text = _OTHER_COUNTER.sub(r"\1unknown", outcome.body.decode())
-        found = list(text_string_to_metric_families(text))
+        found = _read(outcome.body.decode())
     except (ValueError, KeyError, IndexError, TypeError):  # what its parser raises for junk
         return None
     for family in found:
@@ -85,6 +84,39 @@ def _families(outcome: Outcome) -> list[Metric] | None:
             family.type = "unknown"
     times = [float(s.timestamp or 0) for family in found for s in family.samples]
     return found if all(map(math.isfinite, times)) else None  # no such time can be written
+
+
+def _read(text: str) -> list[Metric]:
+    """Raises ValueError past a bound, and what the reader raises."""
+    found, names = [], set()
+    for family in text_fd_to_metric_families(cast("TextIO", _lines(text))):
+        names.add(family.name)
+        if len(names) > MAX_FAMILIES:
+            raise ValueError(f"more than {MAX_FAMILIES} families")
+        found.append(family)
+    return found
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines with single blanks in their comments. Raises ValueError past a bound.
+
+    The reader and the writer give every counter a name that ends in `_total`, and the writer gives
+    some types endings of their own. The workers' names stay: a counter of another name is read and
+    written without a type, as are types that this format does not have.
+    """
+    until = time.thread_time() + READ_SECS
+    for line in io.StringIO(text):
+        if len(line) > MAX_LINE_CHARS:
+            raise ValueError(f"a line of more than {MAX_LINE_CHARS} characters")
+        if time.thread_time() > until:
+            raise ValueError(f"more than can be read in {READ_SECS:g} s")
+        if line.lstrip()[:1] != "#":
+            yield line
+            continue
+        words = line.split(None, 3)
+        if words[1:2] == ["TYPE"] and words[3:] and words[3].strip() == "counter":
+            words[3] = "counter" if words[2].endswith(TOTAL) else "unknown"
+        yield " ".join(words)
 
 
 def _labelled(family: Metric, worker: str) -> Iterable[Sample]:

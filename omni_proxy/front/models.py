@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
+import trio
 from quart import Quart, Response, request
 
 from omni_proxy.front.replies import reply
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.watch.broadcast import Outcome, broadcast
 from omni_proxy.watch.calls import Call
+from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import Refusal
 
-LIST_BYTES = 4 * 1024 * 1024
+LIST_BYTES = 4 * 1024 * 1024  # of one worker
 LIST_SECS = 5.0  # an engine may take longer over its list than over a probe
+ALL_LISTS_BYTES = 4 * LIST_BYTES  # an answer of that size is written in 40 ms
+MAX_CARDS = 1000  # of one worker
 INVALID = "invalid models payload"
+TOO_MANY = f"more than {MAX_CARDS} models"
 # Written anew for each worker, or ours alone (omni-router.md 10).
 NOT_PASSED_ON = frozenset(
     (
@@ -72,19 +77,27 @@ class ModelRoutes:
             timeout_secs=max(LIST_SECS, self._rooms.keeper.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )
-        found = await broadcast(workers, call)
-        answers = {outcome.worker.url: _cards_of(outcome) for outcome in found}
-        merged = merge(cards for cards in answers.values() if isinstance(cards, list))
-        return merged, {url: why for url, why in answers.items() if isinstance(why, str)}
+        return await merge(await broadcast(workers, call))
 
 
-def merge(lists: Iterable[Cards]) -> Cards:
-    """One card per model; the first worker that has it is believed."""
+async def merge(outcomes: Iterable[Outcome]) -> tuple[Cards, dict[str, str]]:
+    """One card per model, and why some workers, by URL, gave none.
+
+    The first worker that has a model is believed. Others have their turn between two workers.
+    """
     cards: dict[str, dict[str, object]] = {}
-    for found in lists:
+    reasons: dict[str, str] = {}
+    left = ALL_LISTS_BYTES
+    for outcome in outcomes:
+        await trio.lowlevel.checkpoint()
+        left -= len(outcome.body)
+        found = _cards_of(outcome) if left >= 0 else "the other workers' lists are too long"
+        if isinstance(found, str):
+            reasons[outcome.worker.url] = found
+            continue
         for card in found:
             cards.setdefault(_key(card), card)
-    return list(cards.values())
+    return list(cards.values()), reasons
 
 
 def _key(card: Mapping[str, object]) -> str:
@@ -108,14 +121,16 @@ def _cards(body: bytes | None) -> Cards | str:
     if body is None:
         return INVALID
     try:
-        payload = json.loads(body)
-    except RecursionError:
+        payload = read_json(body)
+    except TooManyValues:
         return INVALID
     except ValueError:
         return "JSONDecodeError"
     found = payload.get("data") if isinstance(payload, dict) else None
     if not isinstance(found, list):
         return INVALID
+    if len(found) > MAX_CARDS:
+        return TOO_MANY
     return [card for card in found if isinstance(card, dict)]
 
 

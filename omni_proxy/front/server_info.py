@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import trio
+
 from omni_proxy.control.layout import ranks_in
 from omni_proxy.watch.broadcast import Outcome
 
+MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
 # Of one worker that has it the client has to know: it asks for more care, never for less.
 CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
@@ -21,21 +24,23 @@ PATHS = ("model_path", "tokenizer_path")
 OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
 
 
-def merge_server_info(
+async def merge_server_info(
     outcomes: Iterable[Outcome], is_ours: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any] | None:
     """None where nobody told anything. `workers` holds each one's own answer.
 
-    `is_ours(path)`: it is one of a version that we keep; the model's name takes its place.
+    Others have their turn between two fields. `is_ours(path)`: it is one of a version that we
+    keep; the model's name takes its place.
     """
     asked = list(outcomes)
-    told = {o.worker.url: info for o in asked if isinstance(info := o.parsed(), dict) and o.ok}
+    told = await _told(asked)
     if not told:
         return None
     infos = [_without(info, is_ours) for info in told.values()]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         if name not in OWN:
+            await trio.lowlevel.checkpoint()
             merged[name] = _merged(name, infos)
     for name in PATHS:
         merged.setdefault(name, merged.get("served_model_name"))
@@ -46,6 +51,17 @@ def merge_server_info(
         for o in asked
     ]
     return merged
+
+
+async def _told(asked: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
+    """By URL, what those say that say it within the bound."""
+    told = {}
+    for outcome in asked:
+        await trio.lowlevel.checkpoint()
+        info = outcome.parsed() if outcome.ok else None
+        if isinstance(info, dict) and len(info) <= MAX_FIELDS:
+            told[outcome.worker.url] = info
+    return told
 
 
 def _without(info: Mapping[str, Any], is_ours: Callable[[str], bool]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ too much costs its own outcome and nobody else's. No health, no counter changes 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import trio
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.calls import Call, build, open_client, read_bounded
+from omni_proxy.wire.bounded_json import read_json
 
 AT_ONCE = 64  # connections of one broadcast; the others wait for a free one
 _FAULTS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
@@ -42,10 +42,10 @@ class Outcome:
         return self.error or f"status={self.status}"
 
     def parsed(self) -> object:
-        """The body as JSON, None where it is none."""
+        """The body as JSON, None where it is none, or has more values than are read at once."""
         try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):
+            return read_json(self.body)
+        except ValueError:
             return None
 
 

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.control.outcomes import FAILED, WorkerAnswer, aggregate, parsed, refused
+from omni_proxy.control.outcomes import (
+    FAILED,
+    MAX_ANSWER_VALUES,
+    MAX_TEXT_BYTES,
+    WorkerAnswer,
+    aggregate,
+    parsed,
+    refused,
+)
 from omni_proxy.wire.errors import Refusal
 
 BODIES = st.sampled_from(
@@ -108,3 +116,8 @@ def test_a_body_is_json_or_text(raw):
 )
 def test_a_refusal_tells_whether_anything_was_changed(status, body, unchanged):
     assert WorkerAnswer("http://a", status, body).unchanged is unchanged
+
+
+def test_of_an_answer_with_too_many_values_the_beginning_is_shown_as_text():
+    raw = b"[" + b"{}," * MAX_ANSWER_VALUES + b"{}]"
+    assert parsed(raw) == raw[:MAX_TEXT_BYTES].decode()

@@ -1,8 +1,17 @@
+import json
+import time
+
 import httpx
 import pytest
 
 from omni_proxy.config.schema import WeightSync
+from omni_proxy.front.loads import MAX_RANKS, MAX_RECORDS, loads_answer
+from omni_proxy.front.merged_metrics import READ_SECS
+from omni_proxy.watch.broadcast import Outcome
+from omni_proxy.wire.bounded_json import MAX_VALUES
 from tests.front.house import A, B, build_house, entry
+
+RANKS = json.dumps({"loads": [{"dp_rank": 0}] * MAX_RANKS}).encode()
 
 
 async def got(house, path, method="get", **headers):
@@ -81,6 +90,42 @@ async def test_model_info_is_the_first_routable_workers_own(house, engines):
     engines.tell(B, "/model_info", {"model_path": "m", "weight_version": "7"})
     assert await got(house, "/get_model_info") == (200, {"model_path": "m", "weight_version": "7"})
     assert [r.url.path for r in engines.asked][-2:] == ["/get_model_info", "/model_info"]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"{", b"[1]", b"[" * 90_000, b'{"x": [' + b"{}," * MAX_VALUES + b"{}]}"]
+)
+async def test_model_info_is_json_whatever_a_worker_says(house, engines, junk):
+    house.healthy(A, B)
+    engines.tell(A, "/get_model_info", junk)
+    engines.tell(B, "/get_model_info", b'{"model_path": "m", "x": NaN, "y": -Infinity}')
+    told = {"model_path": "m", "x": None, "y": None}
+    assert await got(house, "/get_model_info") == (200, told)
+    engines.tell(B, "/get_model_info", junk)
+    status, told = await got(house, "/get_model_info")
+    assert (status, told["details"]) == (502, {A: "no JSON object", B: "no JSON object"})
+
+
+@pytest.mark.parametrize("ranks", [MAX_RANKS + 1, MAX_VALUES])
+@pytest.mark.parametrize("rank", [b"{}", b'{"dp_rank": 0}'])
+async def test_of_an_engine_with_too_many_ranks_our_own_count_is_told(house, engines, ranks, rank):
+    engines.tell(A, "/v1/loads", b'{"loads": [' + b",".join([rank] * ranks) + b"]}")
+    engines.tell(B, "/v1/loads", {"loads": [{"dp_rank": 7}]})
+    _, told = await got(house, "/get_loads")
+    assert [(each["worker"], each["dp_rank"]) for each in told["loads"]] == [(A, 0), (B, 7)]
+
+
+async def test_all_engines_together_fill_no_more_than_one_bounded_answer(house):
+    engines = 2 * MAX_RECORDS // MAX_RANKS
+    told = [Outcome(house.worker(), 200, RANKS, "", 0.0)] * engines
+    answer = await loads_answer(told)
+    assert len(answer["loads"]) == MAX_RECORDS + engines // 2
+
+
+async def test_a_rank_that_is_no_number_is_not_passed_on(house, engines):
+    engines.tell(A, "/v1/loads", {"loads": [{"dp_rank": {"much": [1] * 1000}, "x": 1}]})
+    _, told = await got(house, "/get_loads")
+    assert told["loads"][0]["dp_rank"] == 0
 
 
 async def test_loads_speak_both_dialects(house, engines):
@@ -207,6 +252,31 @@ async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice
     declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(declared) == len(set(declared))
     assert "# TYPE both_total counter" in lines
+
+
+BLANKS = b" " * 900_000
+HOSTILE = {
+    "blanks": b"f" + b" " * 7_000_000 + b"# TYPE" + BLANKS,
+    "blanks in a comment": b"# TYPE" + BLANKS + b"a gauge",
+    "blanks in many comments": (b"# TYPE" + b" " * 8000 + b"a gauge\n") * 900,
+    "blanks before a value": b"a" + BLANKS + b"1",
+    "families": b"".join(b"a%d 1\n" % number for number in range(200_000)),
+    "typed families": b"".join(b"# TYPE a%d gauge\n" % number for number in range(200_000)),
+    "labels": b"a{" + b",".join(b'b%d=""' % number for number in range(100_000)) + b"} 1",
+    "backslashes": b'a{b="' + b"\\\\" * 400_000 + b'"} 1',
+    "short lines": b"a 1\n" * 2_000_000,
+    "many labels": (b"a{" + b",".join(b'b%d=""' % n for n in range(800)) + b"} 1\n") * 1000,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+async def test_metrics_that_are_made_to_take_long_end_soon(house, engines, text):
+    engines.tell(A, "/metrics", text)
+    engines.tell(B, "/metrics", b"x 1\n")
+    began = time.process_time()
+    told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
+    assert time.process_time() - began < 3 * READ_SECS
+    assert f'x{{worker="{B}"}} 1.0' in told
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="', b"x 1 inf\n"])

@@ -5,8 +5,10 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import Health
-from omni_proxy.front.models import LIST_BYTES
+from omni_proxy.front.models import ALL_LISTS_BYTES, LIST_BYTES, MAX_CARDS, merge
 from omni_proxy.watch import broadcast
+from omni_proxy.watch.broadcast import Outcome
+from omni_proxy.wire.bounded_json import MAX_VALUES
 from tests.front.house import A, B, build_house, entry
 
 
@@ -180,3 +182,27 @@ async def test_without_any_list_one_model_is_a_502(house, replies):
     house.healthy(A)
     replies[A] = httpx.ConnectError("refused")
     assert (await house.client().get("/v1/models/m")).status_code == 502
+
+
+@pytest.mark.parametrize("count", [MAX_CARDS + 1, MAX_VALUES])
+@pytest.mark.parametrize("card", [b"{}", b'{"x":1}', b'{"id":"m"}'])
+async def test_a_list_with_too_many_cards_costs_that_workers_cards_only(
+    house, replies, count, card
+):
+    house.healthy(A, B)
+    many = b'{"data": [' + b",".join([card] * count) + b"]}"
+    replies[A], replies[B] = sent(many), cards({"id": "n"})
+    assert await listed(house) == (200, {"object": "list", "data": [{"id": "n"}]})
+    replies[A], replies[B] = sent(many), sent(b"", 500)
+    status, told = await listed(house)
+    why = "more than 1000 models" if count * card.count(b"{") < 2000 else "invalid models payload"
+    assert (status, told["error"]["details"][A]) == (502, why)
+
+
+async def test_lists_that_are_too_long_together_are_left_out(house):
+    card = json.dumps({"data": [{"id": "m", "text": "x" * (LIST_BYTES - 100)}]}).encode()
+    outcome = Outcome(house.worker(A), 200, card, "", 0.0)
+    other = Outcome(house.worker(B), 200, card, "", 0.0)
+    merged, reasons = await merge([outcome] * (ALL_LISTS_BYTES // len(card)) + [other])
+    assert [card["id"] for card in merged] == ["m"]
+    assert reasons == {B: "the other workers' lists are too long"}

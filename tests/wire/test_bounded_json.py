@@ -1,0 +1,43 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.wire.bounded_json import MAX_VALUES, TooManyValues, read_json, values_at_most
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+def values_in(value) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(1 + values_in(each) for each in value.values())
+    return 1 + (sum(map(values_in, value)) if isinstance(value, list) else 0)
+
+
+@given(value=JSON)
+def test_it_reads_what_json_reads_and_never_counts_too_few_values(value):
+    raw = json.dumps(value).encode()
+    assert read_json(raw) == value
+    assert values_at_most(raw) >= values_in(value)
+
+
+@pytest.mark.parametrize("piece", [b"{},", b"[],", b"0,", b'{"a":', b"[", b'"a":0,'])
+def test_what_has_too_many_values_is_not_read(piece):
+    with pytest.raises(TooManyValues):
+        read_json(piece * (MAX_VALUES + 1))
+
+
+def test_one_long_string_is_one_value():
+    raw = json.dumps("a" * 10 * MAX_VALUES).encode()
+    assert len(read_json(raw, 2)) == 10 * MAX_VALUES
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[" * 90_000, b"\xff", b"NaNa"])
+def test_what_is_no_json_is_a_value_error(raw):
+    with pytest.raises(ValueError, match=r"."):
+        read_json(raw)
