@@ -68,6 +68,8 @@ def run(startup: Startup) -> int:
         print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
         return BAD_CONFIGURATION
     configure(keeper.config.server.log_level, keeper.config.server.log_format)
+    for line in startup.warnings:
+        _log.warning("%s", line)
     raise_limit()
     with private_folder() as private:
         return trio.run(House(keeper, fleet, private).run)

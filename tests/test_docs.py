@@ -204,7 +204,7 @@ def test_the_flags_that_are_said_to_be_the_same_are_flags():
     for flag in flags:
         assert flag in launch_parser(tuple(ENGINES))._option_string_actions
     ours = re.findall(r"^\| `--[^|]*\| `(--[\w-]+)", MIGRATION, re.MULTILINE)
-    assert len(ours) > 3
+    assert len(ours) > 1
     for flag in ours:
         assert flag in launch_parser(tuple(ENGINES))._option_string_actions
 

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy import __version__
+from omni_proxy.cli.peer_flags import add_mapped, add_without_effect
 from omni_proxy.cli.strangers import Parser
 from omni_proxy.config.fields import read_address
 from omni_proxy.config.flags import ALIASES, FLAGS
 
-_EPILOG: Final = """\
+USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
+ABOUT: Final = "One process in front of complete inference replicas."
+COMMANDS: Final = """\
 commands:
-  omni-proxy [serve] ...     run the proxy (this page)
+  omni-proxy [serve] ...     run the proxy: --config FILE, or --worker-urls URL ...
   omni-proxy check FILE      say whether FILE would load; binds nothing
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
@@ -30,13 +33,16 @@ commands that ask a running proxy (--url URL or --config FILE):
   omni-proxy logs --follow   its access log, fit to be read
   omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
   omni-proxy completion bash what makes your shell complete all this (also zsh, fish)
-
+"""
+EXAMPLES: Final = """\
 examples:
   omni-proxy --config config/example.toml
   omni-proxy --worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000 --policy least_request
   omni-proxy --config proxy.toml --port 8080 --log-level debug
   omni-proxy check proxy.toml --json
-
+"""
+_EPILOG: Final = f"""\
+{EXAMPLES}
 A flag wins over the configuration file, also when the file is read again. SIGHUP, a change of the
 file or POST /reload read it again; SIGTERM drains, a second one cuts.
 """
@@ -93,10 +99,18 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
 }
 
 
+def short_help() -> str:
+    """For who types the program's name alone."""
+    return (
+        f"usage: {USAGE}\n\n{ABOUT}\n\n{COMMANDS}\n{EXAMPLES}\nomni-proxy --help lists the flags.\n"
+    )
+
+
 def serve_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="omni-proxy",
-        description="One process in front of complete inference replicas.",
+        usage=USAGE,
+        description=f"{ABOUT}\n\n{COMMANDS}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         # A prefix that works today breaks on the day a second flag begins with it.
@@ -109,12 +123,14 @@ def serve_parser() -> argparse.ArgumentParser:
 def router_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="omni-proxy launch-router",
+        usage="omni-proxy launch-router [--worker-urls URL ...] [FLAGS]",
         description="Route to workers that run already; the policy is cache_aware by default.",
         epilog=_ROUTER_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_serving(parser, policy="cache_aware")
+    add_without_effect(parser, "")
     _add_verbose(parser, "--verbose")
     return parser
 
@@ -122,6 +138,7 @@ def router_parser() -> argparse.ArgumentParser:
 def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="omni-proxy launch",
+        usage="omni-proxy launch [--model-path MODEL] [--dp-size N] [FLAGS] [-- ENGINE FLAGS]",
         description="Start replicas, wait until they are ready, and route to them.",
         epilog=_LAUNCH_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -147,9 +164,10 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
         help="where they listen")  # fmt: skip
     add("--worker-base-port", "--router-dp-worker-base-port", metavar="PORT", type=_count,
         default=31000, help="free ports are looked for from here on (default 31000)")  # fmt: skip
-    add("--worker-startup-timeout-secs", metavar="SECS", type=float, default=300.0,
-        help="until a replica is ready (default 300)")  # fmt: skip
+    add("--worker-startup-timeout-secs", "--router-worker-startup-timeout-secs", metavar="SECS",
+        type=float, default=300.0, help="until a replica is ready (default 300)")  # fmt: skip
     _add_serving(parser, prefix="--router-", policy="cache_aware")
+    add_without_effect(parser, "--router-")
     _add_verbose(parser, "--router-verbose")  # without the prefix it is the engine's
     return parser
 
@@ -202,11 +220,12 @@ def _add_serving(
         metavar, text = _HELP[flag]
         if flag == "--policy":
             text = text.replace(policy, f"{policy} (default)")
-        names = [flag, *([ALIASES[flag]] if flag in ALIASES else [])]
+        names = [flag, *ALIASES.get(flag, ())]
         if prefix:
             names += [prefix + name.removeprefix("--") for name in names]
         # Absent flags leave no trace: what is in the namespace under a key was asked for.
         parser.add_argument(*names, dest=key, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    add_mapped(parser, prefix)
 
 
 def check_parser() -> argparse.ArgumentParser:

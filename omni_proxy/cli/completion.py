@@ -84,13 +84,16 @@ def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
             below = [page for each in action.choices for page in _pages(each, action.choices[each])]
             yield from (replace(page, name=f"{name} {page.name}") for page in below)
             flags += (flag for flag in below[0].flags if "--help" not in flag.names)
+        if action.help == argparse.SUPPRESS:
+            continue
         if action.option_strings:
             flags.append(_flag(action))
         elif action.choices:
             words += map(str, action.choices)
         else:
             files = files or _is_file(action)
-    yield Page(name, made.description or "", tuple(flags), tuple(words), files)
+    about = (made.description or "").partition("\n")[0]
+    yield Page(name, about, tuple(flags), tuple(words), files)
 
 
 def _flag(action: argparse.Action) -> Flag:

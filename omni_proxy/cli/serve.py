@@ -9,14 +9,18 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from omni_proxy.cli.arguments import serve_parser
+from omni_proxy.cli.arguments import serve_parser, short_help
 from omni_proxy.cli.one_file import be_a_group
-from omni_proxy.config.flags import FLAGS, Startup, worker_urls
+from omni_proxy.cli.peer_flags import overrides, warnings
+from omni_proxy.config.flags import Startup, worker_urls
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
 
 
 def main(argv: Sequence[str]) -> int:
+    if not argv:
+        sys.stderr.write(short_help())
+        return 2
     parser = serve_parser()
     arguments = parser.parse_args(argv)
     if arguments.config is None and not arguments.worker_urls:
@@ -47,11 +51,11 @@ def startup_of(
     arguments: Namespace, environment_key: str, launch: tuple[LaunchEntry, ...] = ()
 ) -> Startup:
     """Raises ConfigError for worker URLs that can't be."""
-    given = vars(arguments)
     return Startup(
         config_path=arguments.config,
-        overrides={key: given[key] for key in FLAGS.values() if key in given},
+        overrides=overrides(arguments),
         flag_urls=worker_urls(arguments.worker_urls),
         admin_key=environment_key,
         launch=launch,
+        warnings=warnings(arguments),
     )

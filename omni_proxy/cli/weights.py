@@ -23,6 +23,7 @@ from omni_proxy.cli.finding import (
 )
 from omni_proxy.cli.fleet_changes import Refused, accepted
 from omni_proxy.cli.meanwhile import agrees, answered
+from omni_proxy.cli.strangers import Parser
 from omni_proxy.cli.tables import plain
 from omni_proxy.cli.versions import called, meant, question
 from omni_proxy.cli.weight_words import SHOWN, answered_words, compared
@@ -47,7 +48,7 @@ HISTORYSHOWN: Final = 5
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="omni-proxy weights",
         description="Look at the weights of a running proxy's workers, and operate on them.",
         allow_abbrev=False,

@@ -24,6 +24,7 @@ from omni_proxy.cli.finding import (
     with_command,
 )
 from omni_proxy.cli.fleet_changes import Refused, accepted, change, find, path_of, records
+from omni_proxy.cli.strangers import Parser
 from omni_proxy.cli.tables import NOTHING, age, moment, plain, table, without_noise
 from omni_proxy.config.capabilities import CAPABILITIES
 
@@ -57,7 +58,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="omni-proxy workers",
         description="Look at the workers of a running proxy, and change them.",
         epilog=_EPILOG,

@@ -45,18 +45,22 @@ FLAGS: Final = {
     "--tls-key": "server.tls_key",
 }
 # The same flags by the names that later routers gave them.
-ALIASES: Final = {
-    "--max-worker-retries": "--cb-failure-threshold",
-    "--max-total-retries": "--retry-max-retries",
-    "--max-inflight": "--max-concurrent-requests",
-    "--eviction-interval": "--eviction-interval-secs",
-    "--tls-cert": "--tls-cert-path",
-    "--tls-key": "--tls-key-path",
+ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "--max-worker-retries": ("--cb-failure-threshold",),
+    "--max-total-retries": ("--retry-max-retries",),
+    "--max-inflight": ("--max-concurrent-requests",),
+    "--cache-threshold": ("--cache-match-threshold",),
+    "--eviction-interval": ("--eviction-interval-secs",),
+    "--tls-cert": ("--tls-cert-path",),
+    "--tls-key": ("--tls-key-path",),
 }
 # What they say for what a key says in another word.
 _MEANT: Final = {
     ("server.log_level", "warn"): "warning",
     ("server.max_inflight", "-1"): "0",
+    ("routing.policy", "consistent_hash"): "consistent_hashing",
+    ("routing.policy", "least_load"): "least_request",
+    ("routing.policy", "passthrough"): "round_robin",
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
@@ -79,6 +83,8 @@ class Startup:
     # Replicas that the command line asks for, beside those of FILE.
     launch: tuple[LaunchEntry, ...] = ()
     dialect: Dialect = "omni"
+    # What was taken and has no effect, to be said in the log.
+    warnings: tuple[str, ...] = ()
 
     def over(self, config: Config) -> Config:
         """The configuration that runs when FILE says `config`. Raises ConfigError."""

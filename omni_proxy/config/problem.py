@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -54,6 +54,9 @@ def shown(path: Path) -> str:
     return text
 
 
+CUTOFF: Final = 0.7  # the share of letters in common; with fewer the likeness is chance
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name.lower(), list(known), n=1)
+    nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=CUTOFF)
     return f"did you mean `{nearest[0]}`?" if nearest else ""

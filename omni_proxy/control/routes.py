@@ -114,6 +114,11 @@ _PATHS: Final = frozenset(
 _BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/")
 
 
+def paths() -> frozenset[str]:
+    """Those of the front that are spelled out."""
+    return TOPPED | _PATHS
+
+
 def is_known(path: str) -> bool:
     """Whether the front has a route for it, whatever the method; `path` is decoded."""
     path = "/" + path.lstrip("/")  # so the front reads it

@@ -11,6 +11,7 @@ import json
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
+from omni_proxy.front.near_paths import near_path
 from omni_proxy.wire.errors import Refusal, to_json
 
 
@@ -59,6 +60,8 @@ async def _failed(error: HTTPException) -> Response:
     status = error.code or 500
     code = error.name.lower().replace(" ", "_")
     message = f"{error.name}: {request.method} {_as_asked()}" if status < 500 else error.name
+    if status == 404 and (near := near_path(_as_asked())):
+        message += f"; did you mean {near}?"
     refusal = Refusal(status, message, code, detail=error.name)
     if isinstance(error, MethodNotAllowed):
         refusal.with_headers(("Allow", ", ".join(sorted(error.valid_methods or ()))))

@@ -95,6 +95,7 @@ _VOICE = Route(
     mask_of(["speech"]), BodyKind.OPAQUE, Place.VOICE_OWNER,
 )  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
+PATHS = tuple(_EXACT)  # those that are spelled out
 
 
 class WrongMethod(Exception):

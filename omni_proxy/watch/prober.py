@@ -260,7 +260,9 @@ def _tell_if_not_up(worker: Worker, error: str | None, health: HealthConfig) -> 
     """At the first failed probe of one that was not up so far: the thresholds say it much later."""
     machine = worker.machine
     waits = machine.state is Health.UNKNOWN and machine.consecutive_failures == 1
-    if error is not None and waits and LAUNCH_HOLD not in worker.holds:
+    # Of what we launch, its launch tells; before it has taken hold of the worker, too.
+    launched = worker.origin == "launch" or LAUNCH_HOLD in worker.holds
+    if error is not None and waits and not launched:
         every = f"it is asked again every {health.interval_secs:g} s"
         _log.warning("Worker %s is not up yet: %s; %s", worker.url, error, every)
 

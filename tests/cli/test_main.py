@@ -105,7 +105,38 @@ def test_the_environments_key_is_handed_on(started, monkeypatch):
 
 
 def test_without_file_and_workers_there_is_nothing_to_serve(refused):
-    assert "--config FILE" in refused()
+    assert "--config FILE" in refused("--port", "1")
+
+
+@pytest.mark.parametrize("words", [[], ["serve"]])
+def test_the_programs_name_alone_tells_its_commands(refused, words):
+    said = refused(*words)
+    assert said.startswith("usage: omni-proxy [COMMAND] [FLAGS]\n")
+    assert "omni-proxy launch " in said
+    assert len(said.splitlines()) < 30
+
+
+@pytest.mark.parametrize(
+    "words", [["--prot", "1"], ["launch-router", "--prot"], ["launch", "--dp"]]
+)
+def test_a_refusal_is_short(refused, words):
+    said = refused(*words).splitlines()
+    assert said[0].startswith("usage: omni-proxy ")
+    assert len(said) <= 3
+
+
+def test_help_begins_with_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert said.index("omni-proxy launch-router") < said.index("--worker-urls [URL ...]")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["workers", "drian", "a"], "drain"), (["weights", "paus"], "pause")]
+)
+def test_a_near_miss_of_a_command_below_another_is_told_what_was_meant(refused, words, meant):
+    assert refused(*words).splitlines()[-1] == f"  did you mean `{meant}`?"
 
 
 def test_a_file_that_is_not_there_is_refused(refused, tmp_path):

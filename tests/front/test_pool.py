@@ -185,4 +185,6 @@ async def test_a_dead_worker_is_counted_as_such(house):
 
 async def test_a_path_that_is_nearly_one_of_ours_is_told_as_it_came():
     told = await (await build_house().client().post("//v1/chat/completions")).get_json()
-    assert told["error"]["message"] == "Not Found: POST //v1/chat/completions"
+    assert told["error"]["message"] == (
+        "Not Found: POST //v1/chat/completions; did you mean /v1/chat/completions?"
+    )

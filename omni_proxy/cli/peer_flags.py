@@ -1,0 +1,303 @@
+"""The flags of sglang-router, smg and vllm-router that differ from ours, and what becomes of each.
+
+Contract: a command line that works there starts here as well, unless it asks for what is not
+served: what a key of ours means is set, a setting of something that works otherwise here is taken
+with one warning, and what would change who serves a request is refused, with what to use instead.
+Source: `RouterArgs` of sglang-router 0.3.2 and smg 1.13, the help of vllm-router 0.1.17.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+PAGE: Final = "docs/migration.md"
+_SWITCHED: Final = "switch:"  # before the key of a flag in `SWITCHES`, in a namespace
+
+# Set a key of ours, with the value that follows.
+VALUED: Final = {
+    "--header-read-timeout-secs": "server.timeouts.client_head_secs",
+    "--idle-connection-timeout-secs": "server.timeouts.client_idle_secs",
+    "--max-idle-secs": "routing.sticky_idle_secs",
+    "--prefix-hash-load-factor": "routing.prefix_hash.load_factor",
+    "--shutdown-grace-period-secs": "server.drain_timeout_secs",
+    "--sse-keepalive-secs": "server.sse_keepalive_secs",
+    "--sticky-key-idle-secs": "routing.sticky_idle_secs",
+    "--stream-body-stall-timeout-secs": "server.timeouts.idle_secs",
+}
+# Set a key of ours to this value.
+SWITCHES: Final[dict[str, tuple[str, object]]] = {
+    "--disable-circuit-breaker": ("routing.max_worker_retries", 0),
+    "--disable-retries": ("routing.max_total_retries", 1),
+    "--log-json": ("server.log_format", "json"),
+    "--routing-key-override": ("routing.sticky_sessions", True),
+    "--sticky-sessions": ("routing.sticky_sessions", True),
+}
+
+_Names = tuple[str, ...]
+# Why a setting has no effect here; names that take no value, one, and any number of values.
+_TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
+    (
+        "another worker is tried at once, and the same ones after 50 ms, doubling to 1 s",
+        (),
+        (
+            "--retry-initial-backoff-ms", "--retry-max-backoff-ms", "--retry-backoff-multiplier",
+            "--retry-jitter-factor",
+        ),
+        (),
+    ),
+    (
+        "an ejected worker is probed at once, and one trial request brings it back",
+        (),
+        ("--cb-success-threshold", "--cb-timeout-duration-secs", "--cb-window-duration-secs"),
+        (),
+    ),
+    (
+        "a worker that is still starting gets requests as soon as its probes are good",
+        (),
+        (
+            "--worker-startup-timeout-secs", "--worker-startup-check-interval",
+            "--worker-startup-delay",
+        ),
+        (),
+    ),
+    (
+        "requests in flight are bounded (--max-concurrent-requests), their rate is not",
+        (),
+        ("--rate-limit-tokens-per-second",),
+        (),
+    ),
+    (
+        "workers are always probed, at --health-check-endpoint, and come back by their probes",
+        (
+            "--disable-health-check", "--remove-unhealthy-workers",
+            "--no-remove-unhealthy-workers", "--worker-auto-recovery",
+            "--no-worker-auto-recovery",
+        ),
+        ("--worker-stall-secs", "--worker-wedge-secs", "--worker-stale-secs"),
+        (),
+    ),
+    ("a request goes to the workers of its model without it", ("--enable-igw",), (), ()),
+    (
+        "/v1/rl is always served; [admin] worker_timeout_secs bounds a call",
+        ("--enable-rl",),
+        ("--rl-control-timeout-secs", "--rl-fanout-concurrency"),
+        (),
+    ),
+    (
+        "prompts are compared as text, and the engines tokenize, template and parse",
+        (
+            "--disable-tokenizer-autoload", "--tokenizer-cache-enable-l0",
+            "--tokenizer-cache-enable-l1",
+        ),
+        (
+            "--model-path", "--tokenizer-path", "--chat-template", "--reasoning-parser",
+            "--tool-call-parser", "--parser", "--tokenizer-cache-l0-max-entries",
+            "--tokenizer-cache-l0-max-memory", "--tokenizer-cache-l1-max-memory",
+            "--prefix-token-count", "--block-size",
+        ),
+        (),
+    ),
+    (
+        "load is what is in flight here at each worker, and engines are not asked for theirs",
+        (
+            "--disable-load-monitoring", "--worker-overload-protection",
+            "--disable-worker-overload-protection", "--worker-overload-shed",
+        ),
+        (
+            "--load-monitor-interval", "--power-of-two-load-metric",
+            "--least-load-kv-pressure-weight", "--least-load-default-throughput",
+            "--least-load-mean-prefill-tokens", "--least-load-max-waiting-requests",
+            "--balance-token-usage-threshold", "--overload-token-usage-threshold",
+            "--worker-overload-waiting-requests", "--worker-overload-token-usage",
+            "--prefix-hash-balance-abs-threshold",
+        ),
+        (),
+    ),
+    (
+        "the policy has no such setting; [routing.cache_aware] has those that there are",
+        (),
+        (
+            "--assignment-mode", "--bucket-adjust-interval-secs", "--cache-index",
+            "--cache-ttl-secs", "--kv-index", "--overlap-decay", "--selection-policy",
+            "--selection-temperature", "--selection-accounting-ttl-ms", "--worker-warmup-secs",
+            "--worker-warmup-share", "--worker-warmup-blocks", "--worker-warmup-thin-ratio",
+            "--worker-warmup-divert-every",
+        ),
+        ("--cache-boundaries",),
+    ),
+    (
+        "workers are spoken to by HTTP/1.1, over connections that are kept for 30 s",
+        ("--upstream-http2",),
+        ("--upstream-pool-idle-timeout-secs", "--max-buffered-request-bytes"),
+        (),
+    ),
+    (
+        "no origin is treated otherwise than another; a gateway in front may do that",
+        (),
+        (),
+        ("--cors-allowed-origins",),
+    ),
+    (
+        "X-SMG-Routing-Key, X-Session-Id, Authorization, X-Forwarded-For and Cookie name a "
+        "session, the first that is there",
+        (),
+        (),
+        ("--routing-key-headers",),
+    ),
+    ("the buckets of /metrics are fixed", (), (), ("--prometheus-duration-buckets",)),
+    (
+        "there are no such queues here",
+        (),
+        ("--job-queue-capacity", "--job-queue-concurrency", "--max-background-responses"),
+        (),
+    ),
+)  # fmt: skip
+WITHOUT_EFFECT: Final[dict[str, tuple[str, str | int | None]]] = {
+    name: (why, nargs)
+    for why, *by_nargs in _TUNING
+    for names, nargs in zip(by_nargs, (0, None, "*"), strict=True)
+    for name in names
+}
+
+# What is not served here, by the beginning of its flags; a name that ends with "-" is a family.
+_MISSING: Final[tuple[tuple[str, _Names], ...]] = (
+    (
+        "prefill and decode on different workers are not served; name workers that do both",
+        (
+            "--pd-", "--vllm-pd-disaggregation", "--epd-disaggregation", "--prefill",
+            "--prefill-", "--decode", "--decode-", "--encode", "--encode-", "--mini-lb",
+            "--kv-connector", "--kv-connector-", "--kv-engine-id-", "--vllm-discovery-address",
+        ),
+    ),
+    (
+        "Kubernetes and discovery files are not watched; let engines register by "
+        "POST /add_worker?url=URL, or write [[workers]] into a file that is read as it changes",
+        (
+            "--service-discovery", "--service-discovery-", "--selector", "--router-selector",
+            "--discovery-", "--model-id-from",
+        ),
+    ),
+    (
+        "ranks of one engine are not told apart; let the engine spread its requests, or start "
+        "an engine for each rank and name them all",
+        ("--dp-aware", "--dp-minimum-", "--intra-node-data-parallel-size"),
+    ),
+    (
+        "responses and conversations are not kept, /v1/responses is not served",
+        (
+            "--history-", "--oracle-", "--postgres-", "--redis-", "--schema-config",
+            "--storage-",
+        ),
+    ),
+    ("tools are not called here; the client calls them", ("--mcp-",)),
+    ("no middleware runs here; put it into a gateway in front", ("--enable-wasm", "--wasm-")),
+    (
+        "proxies share no state; run several behind a balancer that knows GET /ready",
+        ("--enable-mesh", "--mesh-"),
+    ),
+    (
+        "clients are not told apart; --admin-api-key guards changes, and a gateway in front may "
+        "guard model traffic",
+        ("--control-plane-", "--jwt-", "--tenant-", "--trust-tenant-header"),
+    ),
+    (
+        "no spans are sent; traceparent is passed on, and [server] access_log has each request",
+        ("--enable-trace", "--otlp-"),
+    ),
+    (
+        "requests have no priorities; those that wait go in as they came",
+        ("--priority-scheduler-", "--enable-program-scheduling", "--program-scheduling-"),
+    ),
+    (
+        "KV events are not read; --policy cache_aware infers what is cached from what was sent",
+        ("--kv-penalty-", "--kv-aware-", "--kv-event-", "--router-temperature"),
+    ),
+    (
+        "workers speak HTTP only, and media reach them as they came",
+        ("--multimodal-", "--mm-", "--rdma-", "--log-mm-timing", "--zmq-"),
+    ),
+    ("GET /live and /ready answer on the port that serves", ("--health-check-port",)),
+    ("a model has the name that its workers give it", ("--model-alias",)),
+    (
+        "no certificate is shown to workers; api_key_env in [[workers]] names a key for them",
+        ("--client-cert-path", "--client-key-path"),
+    ),
+    ("memory is not profiled here", ("--jemalloc-",)),
+)  # fmt: skip
+MISSING: Final = {name: why for why, names in _MISSING for name in names}
+
+
+class _NoEffect(argparse.Action):
+    """Notes that the flag was there."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        noted: dict[str, None] = getattr(namespace, "without_effect", {})
+        namespace.without_effect = noted | {option_string or "": None}
+
+
+def add_mapped(parser: argparse.ArgumentParser, prefix: str) -> None:
+    """Those that set a key of ours; `prefix` as where an engine may have the same ones, or ""."""
+    for flag, key in VALUED.items():
+        parser.add_argument(
+            *_named(flag, prefix), dest=key, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+    for flag, (key, value) in SWITCHES.items():
+        parser.add_argument(
+            *_named(flag, prefix), dest=_SWITCHED + key, action="store_const", const=value,
+            default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+        )  # fmt: skip
+
+
+def overrides(arguments: argparse.Namespace) -> dict[str, object]:
+    """The keys that flags set, ours and theirs; a switch wins over a value for the same key."""
+    given = {name: value for name, value in vars(arguments).items() if "." in name}
+    switched = {name: given.pop(name) for name in list(given) if name.startswith(_SWITCHED)}
+    return given | {name.removeprefix(_SWITCHED): value for name, value in switched.items()}
+
+
+def add_without_effect(parser: argparse.ArgumentParser, prefix: str) -> None:
+    """Those that are taken and change nothing; with a prefix only under it: what has none is the
+    engine's."""
+    known = set(parser._option_string_actions)
+    for flag, (_, nargs) in WITHOUT_EFFECT.items():
+        name = prefix + flag.removeprefix("--") if prefix else flag
+        if name not in known:
+            parser.add_argument(
+                name, dest="without_effect", action=_NoEffect, nargs=nargs,
+                default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+            )  # fmt: skip
+
+
+def _named(flag: str, prefix: str) -> list[str]:
+    return [flag, prefix + flag.removeprefix("--")] if prefix else [flag]
+
+
+def warnings(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """One for each flag that was taken and changes nothing."""
+    noted: Iterable[str] = getattr(arguments, "without_effect", {})
+    return tuple(
+        f"{flag} has no effect here: {WITHOUT_EFFECT[plain(flag)][0]} ({PAGE})" for flag in noted
+    )
+
+
+def plain(flag: str) -> str:
+    """As the router itself has it, where the launcher of replicas has it under a prefix."""
+    bare = flag.replace("--router-", "--", 1)
+    return flag if flag in MISSING or bare == flag else bare
+
+
+def why_missing(flag: str) -> str:
+    """Why it is refused, and what to use; "" where it is no flag of theirs."""
+    flag = plain(flag)
+    if flag in MISSING:
+        return MISSING[flag]
+    families = (name for name in MISSING if name.endswith("-") and flag.startswith(name))
+    return next((MISSING[name] for name in families), "")

@@ -1,0 +1,187 @@
+import logging
+from pathlib import Path
+
+import pytest
+
+from omni_proxy import root
+from omni_proxy.cli import launch
+from omni_proxy.cli.arguments import launch_parser, router_parser
+from omni_proxy.cli.engines import ENGINES
+from omni_proxy.cli.launch import main, main_router
+from omni_proxy.cli.peer_flags import MISSING, SWITCHES, VALUED, WITHOUT_EFFECT, why_missing
+from omni_proxy.cli.strangers import THEIRS, nearest_flag
+from omni_proxy.config.schema import Config
+
+MIGRATION = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+# All that sglang-router 0.3.2, smg 1.13 and vllm-router 0.1.17 take.
+PEERS = (Path(__file__).parent / "peer_flags.txt").read_text().split()
+
+
+def flags_of(parser):
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    kept = []
+    monkeypatch.setattr(launch, "start", lambda startup: kept.append(startup) or 0)
+    monkeypatch.setattr(launch, "visible", lambda environ: [])
+    return kept
+
+
+@pytest.mark.parametrize("flag", PEERS)
+def test_every_flag_of_the_peers_is_taken_or_has_an_answer(flag):
+    assert flag in flags_of(router_parser()) or flag in THEIRS or why_missing(flag)
+
+
+def test_no_flag_is_both_taken_and_refused():
+    taken = flags_of(router_parser())
+    assert not [flag for flag in taken if why_missing(flag) or flag in THEIRS]
+    assert not set(VALUED) & set(WITHOUT_EFFECT)
+
+
+def test_a_command_line_of_sglang_router_starts_with_a_warning_for_each_idle_flag(started):
+    words = (
+        "--worker-urls http://127.0.0.1:1 --policy cache_aware --retry-max-retries 3 "
+        "--retry-initial-backoff-ms 10 --retry-max-backoff-ms 100 --retry-backoff-multiplier 2 "
+        "--retry-jitter-factor 0 --cb-failure-threshold 2 --cb-success-threshold 2 "
+        "--cb-timeout-duration-secs 3 --cb-window-duration-secs 10 --disable-retries "
+        "--rate-limit-tokens-per-second -1 --worker-startup-timeout-secs 30 "
+        "--worker-startup-check-interval 1 --worker-startup-check-interval 2 --enable-igw "
+        "--disable-health-check --model-path org/m --tokenizer-path t --reasoning-parser qwen3 "
+        "--prometheus-duration-buckets 1 2 3 --log-level warn"
+    )
+    assert main_router(words.split()) == 0
+    (startup,) = started
+    routing = startup.over(Config()).routing
+    assert (routing.max_total_retries, routing.max_worker_retries) == (1, 2)
+    idle = [line.partition(" has no effect here: ")[0] for line in startup.warnings]
+    assert idle == [
+        "--retry-initial-backoff-ms", "--retry-max-backoff-ms", "--retry-backoff-multiplier",
+        "--retry-jitter-factor", "--cb-success-threshold", "--cb-timeout-duration-secs",
+        "--cb-window-duration-secs", "--rate-limit-tokens-per-second",
+        "--worker-startup-timeout-secs", "--worker-startup-check-interval", "--enable-igw",
+        "--disable-health-check", "--model-path", "--tokenizer-path", "--reasoning-parser",
+        "--prometheus-duration-buckets",
+    ]  # fmt: skip
+
+
+def test_a_switch_wins_over_a_number_in_either_order(started):
+    switch, number = ["--disable-retries"], ["--retry-max-retries", "5"]
+    assert main_router(switch + number) == main_router(number + switch) == 0
+    assert [each.over(Config()).routing.max_total_retries for each in started] == [1, 1]
+
+
+def test_flags_that_mean_a_key_of_ours_set_it(started):
+    words = (
+        "--shutdown-grace-period-secs 7 --sse-keepalive-secs 8 --max-idle-secs 9 --sticky-sessions "
+        "--disable-circuit-breaker --log-json --header-read-timeout-secs 6 "
+        "--prefix-hash-load-factor 2 --cache-match-threshold 0.4 --policy least_load"
+    )
+    assert main_router(words.split()) == 0
+    config = started[0].over(Config())
+    assert (config.server.drain_timeout_secs, config.server.sse_keepalive_secs) == (7, 8)
+    assert (config.routing.sticky_idle_secs, config.routing.sticky_sessions) == (9, True)
+    assert (config.routing.max_worker_retries, config.server.log_format) == (0, "json")
+    assert config.server.timeouts.client_head_secs == 6
+    assert config.routing.prefix_hash.load_factor == 2
+    assert config.routing.cache_aware.cache_threshold == 0.4
+    assert config.routing.policy == "least_request"
+    assert started[0].warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("consistent_hash", "consistent_hashing"), ("passthrough", "round_robin")],
+)
+def test_other_names_of_policies_are_taken(started, name, policy):
+    main_router(["--policy", name])
+    assert started[0].over(Config()).routing.policy == policy
+
+
+def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
+    words = (
+        "--engine sglang --model-path org/m --router-disable-retries --router-cb-success-threshold "
+        "2 --router-worker-startup-timeout-secs 60 --tokenizer-path t --reasoning-parser qwen3"
+    )
+    assert main(words.split()) == 0
+    (startup,) = started
+    assert startup.over(Config()).routing.max_total_retries == 1
+    assert [line.split()[0] for line in startup.warnings] == ["--router-cb-success-threshold"]
+    (entry,) = startup.launch
+    assert entry.ready_timeout_secs == 60
+    assert entry.command[-4:] == ("--tokenizer-path", "t", "--reasoning-parser", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pd-disaggregation --prefill http://a:1 9000 --decode http://b:1",
+        "--service-discovery --selector app=x",
+        "--history-backend redis",
+        "--dp-aware",
+    ],
+)
+def test_what_is_not_served_is_refused_with_what_to_use_instead(started, capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        main_router(words.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    for flag in (word for word in words.split() if word.startswith("--")):
+        assert why_missing(flag) in said
+    assert "did you mean" not in said
+    assert said.startswith("usage: omni-proxy launch-router")
+    assert len(said.splitlines()) == 3
+
+
+def test_a_family_is_told_by_its_beginning():
+    assert why_missing("--postgres-pool-max") == why_missing("--history-backend") != ""
+    assert why_missing("--router-service-discovery") == why_missing("--service-discovery") != ""
+    assert why_missing("--port") == why_missing("--decoder") == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--prot", "--port"),
+        ("--worker-url", "--worker-urls"),
+        ("--max_tree_size", "--max-tree-size"),
+        ("--health-timeout-secs", "--health-check-timeout-secs"),
+        ("--decode", ""),
+        ("--tokenizer-path", ""),
+        ("--worker-startup-delay", ""),
+        ("--worker-startup-timeout-secs", ""),
+        ("--zzz", ""),
+    ],
+)
+def test_only_a_near_flag_is_suggested(flag, meant):
+    known = [
+        name
+        for name in flags_of(router_parser()) - set(WITHOUT_EFFECT)
+        if not name.startswith("--worker-startup")
+    ]
+    assert nearest_flag(flag, known) == meant
+
+
+def test_flags_that_change_nothing_stand_in_no_help(capsys):
+    for parser in (router_parser(), launch_parser(tuple(ENGINES))):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--help"])
+        said = capsys.readouterr().out
+        assert "==SUPPRESS==" not in said
+        assert "jitter" not in said
+
+
+def test_each_warning_is_in_the_log(started, monkeypatch, caplog):
+    main_router(["--enable-igw", "--port", "0"])
+    monkeypatch.setattr(root.trio, "run", lambda run: 0)
+    monkeypatch.setattr(root, "configure", lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        assert root.run(started[0]) == 0
+    assert [record.message for record in caplog.records] == list(started[0].warnings)
+
+
+@pytest.mark.parametrize("flag", [*WITHOUT_EFFECT, *MISSING, *VALUED, *SWITCHES])
+def test_the_page_for_those_who_come_from_there_has_the_flag(flag):
+    named = f"{flag}…" if flag.endswith("-") else flag
+    assert f"`{named}`" in MIGRATION
