@@ -14,7 +14,10 @@ ENV PATH=/opt/omni-proxy/bin:$PATH
 RUN useradd --system omni-proxy && install -d -o omni-proxy /etc/omni-proxy
 USER omni-proxy
 EXPOSE 30000
-HEALTHCHECK CMD omni-proxy status --config /etc/omni-proxy/proxy.toml >/dev/null
+# /live: a restart mends neither workers that are down nor a mistake in the file. For another [server] port set
+# HEALTH_PORT.
+ENV HEALTH_PORT=30000
+HEALTHCHECK CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen('http://127.0.0.1:%s/live' % os.environ['HEALTH_PORT'], timeout=3)"]
 # No shell in between: SIGTERM must reach the proxy, which then drains (docker stop --time 130).
 ENTRYPOINT ["omni-proxy"]
 CMD ["--config", "/etc/omni-proxy/proxy.toml"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from omni_proxy import __version__
+from omni_proxy.cli.salvage import salvaged
 from omni_proxy.cli.secure import (
     NO_PAPERS,
     Papers,
@@ -26,7 +28,7 @@ from omni_proxy.cli.secure import (
     papers_of,
     tls_trouble,
 )
-from omni_proxy.cli.tables import without_noise
+from omni_proxy.cli.tables import plain, without_noise
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.watch.keeper import read_file
@@ -116,7 +118,13 @@ def with_command(argv: Sequence[str], default: str) -> list[str]:
 
 def place_of(arguments: argparse.Namespace) -> Place:
     """Raises CannotAsk."""
-    config, papers = config_of(arguments), papers_of(arguments)
+    papers = papers_of(arguments)
+    config, broken = file_of(arguments)
+    if broken:
+        print(
+            f"warning: {plain(broken)}; the running proxy keeps its configuration",
+            file=sys.stderr,
+        )
     if config is not None:
         url = _url_of(config, arguments.config)
         _require_papers(config, url, arguments.config, papers)
@@ -148,14 +156,25 @@ def _require_papers(config: Config, url: str, file: Path, papers: Papers) -> Non
         )
 
 
-def config_of(arguments: argparse.Namespace) -> Config | None:
-    """What --config FILE says, where it is there. Raises CannotAsk."""
-    if not arguments.config:
-        return None
+def file_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
+    """What --config FILE says, where it is there, and why the proxy would refuse it, "" if not.
+
+    Of a broken file what is needed to find the proxy, which goes on with what it had. Raises
+    CannotAsk.
+    """
+    file: Path | None = arguments.config
+    if not file:
+        return None, ""
     try:
-        return read_file(arguments.config)
+        return read_file(file), ""
     except ConfigError as refusal:
-        raise CannotAsk(str(refusal)) from None
+        first, *more = str(refusal).splitlines()
+        count = f" (and {len(more)} more: omni-proxy check {file})" if more else ""
+        try:
+            return salvaged(file.read_bytes(), refusal), f"{first}{count}"
+        except (OSError, ConfigError):
+            message = f"{refusal}\nmend it, or name the running proxy with --url URL"
+            raise CannotAsk(message) from None
 
 
 def _url_of(config: Config, file: Path) -> str:

@@ -18,7 +18,7 @@ from omni_proxy.cli.finding import (
     Place,
     Proxy,
     add_place,
-    config_of,
+    file_of,
     place_of,
 )
 from omni_proxy.cli.log_lines import as_it_is, pretty
@@ -90,7 +90,8 @@ def log_file(arguments: argparse.Namespace) -> Path:
     """Where the proxy writes: from its FILE, or asked of it. Raises CannotAsk, NoLog."""
     key = "route_log" if arguments.route else "access_log"
     folder = Path()
-    if (config := config_of(arguments)) is not None:
+    config, broken = file_of(arguments)
+    if config is not None and not broken:
         target = str(getattr(config.server, key))
     else:
         target, folder = _asked(place_of(arguments), key)
