@@ -65,9 +65,9 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
             head.lines = answer.lines = b""
             await _go_on(conn, mine, first, shape)
     except UpstreamGarbage as garbage:
-        return await _break(conn, mine, answer, shape, f"RemoteProtocolError: {garbage}")
+        return await _break(conn, mine, first, shape, f"RemoteProtocolError: {garbage}")
     except Expired as expired:
-        return await _cut_late(conn, mine, answer, shape, str(expired))
+        return await _cut_late(conn, mine, first, shape, str(expired))
     mine.end("completed", "")
     conn.upstream = conn.comments = None
     if answer.keep_alive and first.all_sent and not answer.excess and answer.whole:
@@ -119,21 +119,21 @@ def _pieces(
     idle, deadline, keeps_tail = conn.door.limits.idle, conn.deadline, conn.door.keeps_tail
     gaps = _gaps(conn, mine)
     late, before, longest = gaps.late, mine.first_at, 0.0
-    count, size, tail = mine.pieces, mine.bytes_out, mine.tail
+    count, size, tail, piece = mine.pieces, mine.bytes_out, mine.tail, first.piece
     try:
         while not answer.whole:
             if conn.waits_for(up):
                 yield
             try:
-                piece = up.read(PIECE_BYTES)
+                came = up.read(PIECE_BYTES)
             except OSError as error:
                 raise UpstreamGarbage(error.strerror or "reset") from None
-            if piece is None:
+            if came is None:
                 continue
-            if not piece:
+            if not came:
                 yield from _say_end(conn, answer, shape)
                 return
-            piece = answer.feed(piece)
+            piece = answer.feed(came)
             now = pump.now
             if before:
                 gap = now - before
@@ -157,6 +157,7 @@ def _pieces(
                 client.put(piece)
     finally:
         mine.longest_gap, mine.pieces, mine.bytes_out, mine.tail = longest, count, size, tail
+        first.piece = piece  # where it broke, the last one that went on
 
 
 class _Unwanted:
@@ -227,13 +228,13 @@ async def _rest(conn: Connection, view: memoryview) -> None:
 
 
 async def _cut_late(
-    conn: Connection, mine: Exchange, answer: Answer, shape: Shape | None, phase: str
+    conn: Connection, mine: Exchange, first: First, shape: Shape | None, phase: str
 ) -> bool:
     if phase == "client":
         mine.end("client_stalled", "client", "the client stopped reading", phase="client")
         conn.client.close(reset=True)
         return False
-    return await _break(conn, mine, answer, shape, _overdue(conn, mine, phase))
+    return await _break(conn, mine, first, shape, _overdue(conn, mine, phase))
 
 
 def _overdue(conn: Connection, mine: Exchange, phase: str) -> str:
@@ -245,14 +246,19 @@ def _overdue(conn: Connection, mine: Exchange, phase: str) -> str:
 
 
 async def _break(
-    conn: Connection, mine: Exchange, answer: Answer, shape: Shape | None, why: str
+    conn: Connection, mine: Exchange, first: First, shape: Shape | None, why: str
 ) -> bool:
-    """The answer can't be finished: say so where the format has a place for it, then cut."""
+    """The answer can't be finished: say so where the format has a place for it, then cut.
+
+    In a framing of ours there always is one; in the worker's own chunks, between two of them.
+    """
+    answer = first.answer
     mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
-    framed = answer.framing is CHUNKED and answer.stands_between_chunks()
-    begun = conn.comments is not None and conn.comments.begun
+    has_place = shape is not None or (
+        answer.framing is CHUNKED and answer.stands_between_chunks(first.piece)
+    )
     conn.client.send_late()
-    if answer.sse and (framed or answer.framing is CLOSE or begun) and not conn.client.late:
+    if answer.sse and has_place and not conn.client.late:
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         raw = shape is not None and not shape.ends
         with contextlib.suppress(OSError):

@@ -25,6 +25,7 @@ from omni_proxy.wire.head import (
 # Interim (1xx) heads before one answer: there is use for two or three, and each costs a turn.
 INTERIM_HEADS = 100
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
+_CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
 # A worker that nominates the length can't take it from the client.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
 # Of these fields of an answer only the proxy's own may reach a client (`door.account.diagnostics`,
@@ -61,7 +62,7 @@ class Answer:
     """One answer, fed piece by piece after its head. Also llhttp's listener."""
 
     __slots__ = (
-        "excess", "framing", "keep_alive", "lines", "parser", "remaining", "sse",
+        "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining", "sse",
         "status", "whole",
     )  # fmt: skip
 
@@ -75,6 +76,7 @@ class Answer:
         self.sse = False
         self.whole = False
         self.excess = False
+        self.refused = b""  # the piece of a chunked body that broke its framing
 
     def read_head(self, head: bytes, *, to_head: bool) -> None:
         """Take one whole head; `to_head` says that the request was a HEAD.
@@ -153,8 +155,10 @@ class Answer:
             except httptools.HttpParserUpgrade:  # another answer stands behind this one
                 self.excess = True
             except httptools.HttpParserError as error:
+                self.refused = piece
                 raise UpstreamGarbage(str(error)) from None
             if self.excess:
+                self.refused = piece
                 raise UpstreamGarbage("bytes after the end of the answer")
             if self.whole:
                 return self._without_stray_lines(piece)
@@ -175,12 +179,20 @@ class Answer:
             return piece[:end]
         return piece
 
-    def stands_between_chunks(self) -> bool:
-        """Whether what was fed so far ends with a chunk. Asked once: nothing can be fed after it.
+    def stands_between_chunks(self, last: bytes) -> bool:
+        """Whether what was accepted so far, whose last piece is `last`, ends with a chunk. Asked
+        once: nothing can be fed after it.
 
-        llhttp would tell of each chunk, which costs every event a tenth; so it is tried.
+        llhttp would tell of each chunk, which costs every event a tenth; so it is tried. Where a
+        piece was refused it can't be: it is believed then if `last` ends with a whole chunk, and
+        the refused piece would be refused behind one.
         """
-        if self.parser is None or self.whole:
+        if self.parser is None:
+            return False
+        if self.refused:
+            ended = not last or _ends_with_chunk(last)
+            return ended and _is_refused_behind_a_chunk(self.refused)
+        if self.whole:
             return False
         try:
             self.parser.feed_data(LAST_CHUNK)
@@ -199,6 +211,39 @@ def check_interim(count: int) -> None:
     """Raises UpstreamGarbage where so many interim heads before an answer are too many."""
     if count > INTERIM_HEADS:
         raise UpstreamGarbage(f"more than {INTERIM_HEADS} interim heads before the answer")
+
+
+def _ends_with_chunk(piece: bytes) -> bool:
+    """Whether a piece ends with a whole chunk. What it begins with isn't known: so the first line
+    counts from which on it reads as chunks."""
+    for found in _CHUNK_SIZE.finditer(piece):
+        ended = _walks_to_its_end(piece, found)
+        if ended is not None:
+            return ended
+    return False
+
+
+def _walks_to_its_end(piece: bytes, size: re.Match[bytes]) -> bool | None:
+    """From a size line on: None where no chunk stands there."""
+    at: re.Match[bytes] | None = size
+    while at is not None:
+        end = at.end() + int(at[1], 16)
+        if piece[end : end + 2] != b"\r\n":
+            return False if at is not size or end + 2 > len(piece) else None
+        if end + 2 == len(piece):
+            return True
+        at = _CHUNK_SIZE.match(piece, end + 2)
+    return False
+
+
+def _is_refused_behind_a_chunk(piece: bytes) -> bool:
+    other = Answer()
+    other.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
+    try:
+        other.feed(piece)
+    except UpstreamGarbage:
+        return True
+    return False
 
 
 def find_answer_end(buffer: bytes | bytearray) -> int:

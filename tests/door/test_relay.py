@@ -2,8 +2,11 @@
 
 import contextlib
 import socket
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.door.by_hand import STREAMED, ByHand, chat, heard
 
@@ -69,6 +72,92 @@ def test_an_error_event_stands_behind_all_that_came_before_the_fault(by_hand):
     assert end == "closed"
 
 
+BREAKS = {
+    "no size": b"zz\r\nnot a chunk\r\n",
+    "a chunk longer than its size": b"5\r\nhelloXX\r\n",
+    "bytes behind the end": b"0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
+}
+
+
+def broken_stream(by_hand, asked, *pieces):
+    """All that the client hears of a stream of these pieces, and how it ends; the body alone."""
+    client = by_hand.client(asked)
+    worker = by_hand.worker()
+    by_hand.tell(worker, SSE)
+    for piece in pieces:
+        by_hand.tell(worker, piece)
+    came, end = heard(client)
+    return came.partition(b"\r\n\r\n")[2], end
+
+
+def only_chunk(body):
+    size, _, rest = body.partition(b"\r\n")
+    assert len(rest) == int(size, 16) + 2
+    assert rest.endswith(b"\r\n")
+    return rest[:-2]
+
+
+@pytest.mark.parametrize("garbage", BREAKS.values(), ids=BREAKS)
+@pytest.mark.parametrize("before", [(), (EVENT,), (EVENT, EVENT + EVENT)], ids=len)
+def test_a_stream_that_turns_to_garbage_ends_with_an_error_event_and_a_cut(
+    by_hand, garbage, before
+):
+    body, end = broken_stream(by_hand, STREAMED, *before, garbage)
+    assert body.startswith(b"".join(before))
+    event = only_chunk(body.removeprefix(b"".join(before)))
+    assert event.startswith(b"\n\ndata: {")  # behind what may be half an event
+    assert FAILED in event
+    assert event.endswith(b"\n\n")
+    assert end == "closed"
+    assert by_hand.log[-1]["outcome"] == "stream_error"
+    assert by_hand.fleet.workers[0].machine.consecutive_failures == 1
+
+
+@pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n", b"d\r", b"d"])
+def test_no_error_event_is_put_into_half_a_chunk(by_hand, half):
+    body, end = broken_stream(by_hand, STREAMED, EVENT, half, b"\0\r\r\r" + b"x" * 20)
+    assert (body, end) == (EVENT + half, "closed")
+
+
+@pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n"])
+def test_a_client_that_gets_no_chunks_has_a_place_for_it_at_any_time(by_hand, half):
+    body, end = broken_stream(by_hand, OLD, EVENT, half, b"\0\r\r\r" + b"x" * 20)
+    told = b"data: hello\n\n" + half[3:]
+    assert body.startswith(told + b"\n\ndata: {")
+    assert FAILED in body
+    assert end == "closed"
+
+
+def test_no_error_event_is_put_into_an_answer_that_is_no_stream(by_hand):
+    client = by_hand.client(chat())
+    worker = by_hand.worker()
+    by_hand.tell(worker, b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    by_hand.tell(worker, b"5\r\nhello\r\n")
+    by_hand.tell(worker, b"xyz")
+    came, end = heard(client)
+    assert came.endswith(b"\r\n\r\n5\r\nhello\r\n")
+    assert end == "closed"
+
+
+CHUNKS = st.lists(st.sampled_from([b"a", b"data: x\n\n", b"data: x\r\n\r\n", b"5\r\n"]), max_size=6)
+
+
+@settings(max_examples=40)
+@given(CHUNKS, st.lists(st.integers(0, 80), max_size=5), st.sampled_from([*BREAKS.values()]))
+def test_whatever_was_relayed_is_followed_by_one_whole_chunk_or_by_nothing(payloads, cuts, garbage):
+    stream = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in payloads)
+    bounds = sorted({0, len(stream), *(at for at in cuts if at < len(stream))})
+    pieces = [stream[a:b] for a, b in pairwise(bounds)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ByHand(patch)) as made:
+        body, end = broken_stream(made, STREAMED, *pieces, garbage)
+    assert end == "closed"
+    assert body.startswith(stream)
+    behind = body.removeprefix(stream)
+    last = b"%x\r\n%b\r\n" % (len(payloads[-1]), payloads[-1]) if payloads else b""
+    if behind or not pieces or pieces[-1].endswith(last):
+        assert FAILED in only_chunk(behind)
+
+
 def test_no_error_event_is_put_into_what_a_client_has_not_read(by_hand):
     client = by_hand.client(STREAMED)
     worker = by_hand.worker()
@@ -128,3 +217,25 @@ def test_a_client_that_stays_stuck_is_cut_at_its_own_clock(by_hand):
     by_hand.wait(by_hand.door.limits.idle + 1)
     assert (by_hand.log[-1]["outcome"], by_hand.log[-1]["ended_by"]) == ("client_stalled", "client")
     assert drained(by_hand, client)[1] != "open"
+
+
+@pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n"])
+@pytest.mark.parametrize("how", [b"", b"\0\r\r\r" + b"x" * 20], ids=["closes", "garbage"])
+def test_no_error_event_is_put_into_half_a_chunk_behind_a_comment_of_ours(monkeypatch, half, how):
+    config = "[server]\nsse_keepalive_secs = 5\n"
+    with contextlib.closing(ByHand(monkeypatch, config)) as by_hand:
+        client = by_hand.client(STREAMED)
+        worker = by_hand.worker()
+        by_hand.wait(6)
+        by_hand.tell(worker, SSE + EVENT)
+        by_hand.tell(worker, half)
+        if how:
+            by_hand.tell(worker, how)
+        else:
+            worker.close()
+            by_hand.turn()
+        came, end = heard(client)
+    assert came.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b": keep-alive\n\n" in came
+    assert came.endswith(EVENT + half)
+    assert end == "closed"

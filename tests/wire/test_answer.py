@@ -211,14 +211,40 @@ def test_it_is_known_whether_an_event_can_follow(fed, between):
     answer = read(CHUNKED)
     if fed:
         answer.feed(fed)
-    assert answer.stands_between_chunks() is between
+    assert answer.stands_between_chunks(fed) is between
 
 
-def test_behind_broken_chunks_nothing_can_follow():
+@pytest.mark.parametrize(
+    ("before", "refused", "between"),
+    [
+        ([], b"xyz", True),
+        ([], b"5\r\nhello\r\nxyz", True),
+        ([b"5\r\nhello\r\n"], b"zz\r\nnot a chunk\r\n", True),
+        ([b"5\r\nhello\r\n"], b"5\r\nhelloXX\r\n", True),
+        ([b"5\r\nhello\r\n"], b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n", True),
+        ([b"5;a=b\r\nhello\r\n5\r\nhel", b"lo\r\nb\r\nhello hello\r\n"], b"\r\n", True),
+        ([b"5\r\nhello\r\n5\r\nhe"], b"lolX", False),
+        ([b"5\r\nhel"], b"loX", False),
+        ([b"5\r\nhello"], b"XX\r\n", False),
+        ([b"5\r\nhello\r"], b"X", False),
+        ([b"5\r\nhello\r\n1"], b"xyz", False),
+        ([b"5\r\nhello\r\n5\r\n"], b"hello\r\r", False),
+        ([b"c\r\n", b"5\r\nhello\r\n"], b"5\r\n\r\r", False),  # its twelve bytes
+        ([b"c\r\n5\r\nhello\r\n"], b"5\r\nhelloX", False),  # with two bytes to come
+        ([b"3\r\n5\r\n\r\n"], b"xyz", True),  # whose payload looks like a size
+        ([b"ff\r\n" + b"x" * 200, b"x" * 50 + b"ff\r\nx\r\n5\r\nhello\r\n"], b"xyz", True),
+        ([b"5\r\nhel", b"lo\r\n"], b"xyz", False),  # not known: a larger chunk
+    ],
+)
+def test_behind_a_piece_that_was_refused_an_event_can_follow_a_whole_chunk(
+    before, refused, between
+):
     answer = read(CHUNKED)
+    for piece in before:
+        answer.feed(piece)
     with pytest.raises(UpstreamGarbage):
-        answer.feed(b"5\r\nhello\r\nxyz")
-    assert not answer.stands_between_chunks()
+        answer.feed(refused)
+    assert answer.stands_between_chunks(before[-1] if before else b"") is between
 
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=20), max_size=5)
