@@ -49,7 +49,7 @@ class Doorkeeper:
     __slots__ = ("_most", "_seen")
 
     def __init__(self, most: int) -> None:
-        self._seen: dict[int, None] = {}
+        self._seen: OrderedDict[int, None] = OrderedDict()
         self._most = most
 
     def admits(self, key: Hashable) -> bool:
@@ -59,6 +59,6 @@ class Doorkeeper:
             del self._seen[hashed]
             return True
         if len(self._seen) >= self._most:
-            del self._seen[next(iter(self._seen))]
+            self._seen.popitem(last=False)
         self._seen[hashed] = None
         return False
