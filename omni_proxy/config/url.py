@@ -7,6 +7,7 @@ address it got through `refused_address`.
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from typing import Final
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -44,6 +45,10 @@ _CARRIERS: Final = tuple(
         ("2002::/16", 80),
     )
 )
+_NAT64_LOCAL: Final = ipaddress.IPv6Network("64:ff9b:1::/48")  # RFC 8215
+_TEREDO: Final = ipaddress.IPv6Network("2001::/32")  # RFC 4380
+_ISATAP: Final = (0x00005EFE, 0x02005EFE)  # RFC 5214: the interface identifier's first half
+_IPV4: Final = 0xFFFFFFFF
 _MAX_UNIX_PATH_BYTES: Final = 107  # sun_path of Linux, less its closing zero
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
@@ -95,10 +100,28 @@ def _refused(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | No
     if any(address in network for network in _METADATA):
         return f"cloud metadata address {address} is not allowed"
     if isinstance(address, ipaddress.IPv6Address):
-        for network, shift in _CARRIERS:
-            if address in network:
-                return _refused(ipaddress.IPv4Address(int(address) >> shift & 0xFFFFFFFF))
+        return next(filter(None, map(_refused, _carried(address))), None)
     return None
+
+
+def _carried(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
+    """Every IPv4 address that a network could read out of this one, and deliver to."""
+    bits = int(address)
+    found = [bits >> shift & _IPV4 for network, shift in _CARRIERS if address in network]
+    if address in _NAT64_LOCAL:
+        found += _nat64(bits)
+    if address in _TEREDO:
+        found += [bits >> 64 & _IPV4, ~bits & _IPV4]  # the server, and the client, inverted
+    if bits >> 32 & _IPV4 in _ISATAP:
+        found.append(bits & _IPV4)
+    return map(ipaddress.IPv4Address, found)
+
+
+def _nat64(bits: int) -> list[int]:
+    """As RFC 6052 2.2 has it for prefixes of 96, 64, 56 and 48 bits: which one is in use here
+    nobody can tell. Bits 64 to 71 are no part of it."""
+    joined = (bits >> 64 & 0xFFFF) << 56 | bits & 0xFFFFFFFFFFFFFF  # without them, from bit 48 on
+    return [bits & _IPV4, bits >> 24 & _IPV4, joined >> 32 & _IPV4, joined >> 40 & _IPV4]
 
 
 def _split(text: str) -> SplitResult:
