@@ -29,6 +29,7 @@ from omni_proxy.config.fields import (
     read_listen,
     read_mode,
     read_optional_url,
+    read_origin,
     read_size,
     read_worker_url,
 )
@@ -48,6 +49,7 @@ READ_AS: Final = {
     read_worker_url: "a base URL, or unix:PATH",
     read_optional_url: "the URL of a worker, or empty",
     read_address: "an address or a name",
+    read_origin: "origins of pages",
     read_host_name: "host names without ports",
     read_host: "an address or a name, or unix:PATH",
     read_listen: "host:port, or unix:PATH",

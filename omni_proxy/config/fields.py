@@ -15,6 +15,9 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
 _PLACE: Final = re.compile(r"(\[[^\s\[\]/]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
 _HOST_NAME: Final = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
+_ORIGIN: Final = re.compile(
+    r"(?!https?://[^/]*:(?:80|443)\Z)[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?"
+)
 _UNITS: Final = {
     "": 1,
     "b": 1,
@@ -81,6 +84,16 @@ def read_host_name(value: object) -> object:
     if not _HOST_NAME.fullmatch(name):
         raise ValueError(f'"{value}" is no host name; write it without scheme, port and path')
     return name
+
+
+def read_origin(value: object) -> object:
+    """As a browser writes it: scheme, host, and a port that is not the scheme's own; or "*"."""
+    if not isinstance(value, str) or value == "*":
+        return value
+    origin = value.strip().lower()
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f'"{value}" is no origin; write "*" or one such as "https://app.example"')
+    return origin
 
 
 def read_address(value: object) -> object:

@@ -20,6 +20,7 @@ from omni_proxy.config.fields import (
     read_mode,
     read_network_url,
     read_optional_url,
+    read_origin,
     read_size,
     read_worker_url,
 )
@@ -40,6 +41,7 @@ OptionalWorkerUrl = Annotated[str, Meta(extra={"read": read_optional_url})]
 Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
 Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
 Listen = Annotated[str, Meta(extra={"read": read_listen})]
+WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": read_origin})]
 HostName = Annotated[str, Meta(min_length=1, extra={"read": read_host_name})]
 HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
 Mode = Annotated[str, Meta(extra={"read": read_mode})]
@@ -118,6 +120,9 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     proxy_protocol: bool = False
     # A comment for whoever waits for a stream that has not begun: so often, 0 is never.
     sse_keepalive_secs: Duration = 0.0
+    # Browsers' origins that may call model routes and read what is open, without credentials; "*"
+    # is any. Nothing that changes something is ever open to them.
+    cors_allow_origins: tuple[WebOrigin, ...] = ("*",)
     # After SIGTERM: what is in flight gets so long, then it is cut.
     drain_timeout_secs: Duration = 120.0
     # Head start for balancers that poll /ready: it is off so long before draining begins.

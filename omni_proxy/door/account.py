@@ -44,7 +44,7 @@ class Exchange:
 
     __slots__ = (
         "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "connect_secs",
-        "dialled_at", "ended_at", "ended_by", "error", "first_at", "head_at", "id_line",
+        "cors", "dialled_at", "ended_at", "ended_by", "error", "first_at", "head_at", "id_line",
         "idempotency_key", "last_worker", "longest_gap", "method", "need", "outcome", "own_secs",
         "phase", "pieces", "policy", "queued_secs", "relayed", "request_id", "route", "started_at",
         "status", "stream", "tail", "target", "trial", "tried", "version", "wait_at", "worker",
@@ -59,6 +59,7 @@ class Exchange:
         self.method = "-"  # until the head could be read
         self.target = "-"
         self.request_id = b""  # as in a head: text costs two conversions
+        self.cors = b""  # fields that let a page of another origin read the answer
         self.id_line = b""  # the field that carries it in heads, where one was asked for
         self.idempotency_key = False
         self.route: Route | None = None

@@ -108,7 +108,7 @@ class Comments:
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
         return (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n"
-            b"%b%b%b\r\n" % (told, self._mine.id_line, framing)
+            b"%b%b%b%b\r\n" % (told, self._mine.id_line, self._mine.cors, framing)
         )
 
     def goes_on_with(self, first: First) -> bool:

@@ -35,6 +35,7 @@ from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies import Below, Policy, build
 from omni_proxy.wire.answer_template import AnswerTemplates
+from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.stamps import Stamps
 from omni_proxy.wire.template import RequestTemplates
 
@@ -98,6 +99,8 @@ class Door:
         self._stamp(
             Stamps(config.server.forwarded, config.server.request_id_header.lower().encode())
         )
+        named = filter(None, (config.server.request_id_header,))
+        self.cors = Cors(config.server.cors_allow_origins, named)
         self.half_close_aborts = config.server.half_close == "abort"
         self.access_json = config.server.log_format == "json"
         self.keeps_tail = config.server.metrics and config.server.usage_metrics

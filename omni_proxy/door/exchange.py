@@ -19,6 +19,7 @@ from omni_proxy.door import speech
 from omni_proxy.door.account import Exchange, id_for, new_id, report, stamp
 from omni_proxy.door.ask import Asked, Begun, TryFailed, ask
 from omni_proxy.door.comments import Comments
+from omni_proxy.door.preflight import answer_preflight, is_preflight, refuse_foreign_socket
 from omni_proxy.door.refusing import linger
 from omni_proxy.door.relay import relay
 from omni_proxy.door.taking import take
@@ -54,19 +55,25 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
         mine.request_id = head.request_id  # for a refusal, too
     if conn.front_only:
         return _by_front(conn, mine, head)
+    if head.origin:
+        mine.cors = conn.door.cors.lines(head.origin)
     try:
         route = match(mine.method, path)
     except WrongMethod as wrong:
+        if is_preflight(head) and conn.door.cors:
+            return answer_preflight(conn, mine, head, wrong.allowed)
         allowed = ", ".join(sorted(wrong.allowed))
         raise Refusal(
             405, f"this path takes {allowed}", "method_not_allowed",
             close=bool(head.length), detail="Method Not Allowed",
         ).with_headers(("allow", allowed)) from None  # fmt: skip
     if route is None:
+        mine.cors = b""  # those routes have rules of their own
         return _by_front(conn, mine, head)
     mine.route = route
     mine.idempotency_key = head.idempotency_key
     if route.websocket:
+        refuse_foreign_socket(conn, head)
         return speech.session(conn, mine, head)  # admits when it can say no in its own way
     door = conn.door
     if not door.count_in(mine):

@@ -38,7 +38,7 @@ async def refuse(conn: Connection, mine: Exchange, error: Refusal | Expired) -> 
     refusal = error if isinstance(error, Refusal) else _late(str(error))
     if mine.route is None and mine.target.partition("?")[0] in TOPPED:
         refusal.topped()
-    worker_lines = (diagnostics(mine) if mine.attempts else b"") + _id_line(conn, mine)
+    worker_lines = (diagnostics(mine) if mine.attempts else b"") + _id_line(conn, mine) + mine.cors
     mine.status = refusal.status
     outcome = "upstream_error" if mine.attempts and refusal.status >= 500 else "refused"
     comments, conn.comments = conn.comments, None

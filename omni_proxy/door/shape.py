@@ -12,6 +12,7 @@ from omni_proxy.door.account import Exchange, diagnostics
 from omni_proxy.door.ask import First
 from omni_proxy.wire.answer import CHUNKED, LENGTH, Answer, Unchunker, with_reason
 from omni_proxy.wire.chunked import LAST_CHUNK, as_chunk
+from omni_proxy.wire.cors import without_cors
 from omni_proxy.wire.head import RequestHead, drop_fields
 
 
@@ -54,6 +55,9 @@ def head_bytes(mine: Exchange, first: First, head: RequestHead, *, keep: bool) -
         parts.append(mine.version.lines)
         if mine.worker is not None and mine.worker.version is not mine.version:
             parts.append(mine.worker.version.end_lines(mine.version))
+        if head.origin:
+            parts[0] = without_cors(parts[0])
+            parts.append(mine.cors)
     if mine.id_line:
         parts[0] = drop_fields(parts[0], frozenset((mine.id_line.partition(b":")[0].lower(),)))
         parts.append(mine.id_line)

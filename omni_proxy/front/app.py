@@ -11,6 +11,7 @@ from omni_proxy.front.admin import AdminRoutes
 from omni_proxy.front.auth import KeyCheck
 from omni_proxy.front.chosen import Chosen
 from omni_proxy.front.config import ConfigRoutes
+from omni_proxy.front.cors import OpenReads
 from omni_proxy.front.dashboard import DashboardRoutes
 from omni_proxy.front.draining import DrainRoutes
 from omni_proxy.front.engines import EngineRoutes
@@ -42,6 +43,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
     records = Records(rooms.fleet, rooms.drains, partial(reasons, rooms))
     chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
+    OpenReads(rooms.keeper).mount(app)
     _pass_hops_on(app, rooms.proxy_id)
     speak_json(app)
     for routes in (

@@ -17,6 +17,8 @@ SPELLED = {
     "server.tls_key": st.just(""),
     "server.tls_client_ca": st.just(""),
     "admin.listen": PLACES,
+    "server.cors_allow_origins": st.sampled_from([(), ("*",), ("https://a.test", "tauri://b:1")]),
+    "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
     "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
     "routing.voice_owner": st.just("") | NAMES.map(lambda name: f"http://{name}.voices:80"),

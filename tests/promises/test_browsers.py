@@ -119,3 +119,15 @@ async def test_an_allowed_name_serves_the_dashboard(page, tmp_path):
             body: '{{"disabled": true}}' }}).then((answer) => answer.status)"""
         assert await page.tell(put_it) == 200
         assert record(await running.told("/workers"), worker)["disabled"]
+
+
+async def test_a_page_of_another_origin_may_call_a_model(page, tmp_path):
+    async with house(tmp_path) as (running, worker):
+        await page.visit(worker.url.replace("127.0.0.1", STRANGER))
+        url = str(running.client.base_url.join("/v1/chat/completions"))
+        told = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",
+            headers: {{ "content-type": "application/json", "authorization": "Bearer k" }},
+            body: '{{"messages": []}}' }}).then(async (answer) => [
+                answer.status, await answer.text(), answer.headers.get("x-sglang-omni-worker")])""")
+        assert told[:2] == [200, '{"worker": "w"}']
+        assert told[2] is not None

@@ -1,0 +1,79 @@
+"""Cross-origin requests: which fields let a page of another origin read an answer (Fetch, 3.2).
+
+Never with credentials: cookies mean nothing here, and a key is sent by name. Invariant: an origin
+that is not allowed gets no field at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+ANY: Final = "*"
+PREFLIGHT_SECS: Final = 600
+# What scripts may read of an answer beside the few fields that they always may.
+EXPOSED: Final = (
+    "x-request-id", "x-sglang-omni-request-id", "x-sglang-omni-worker",
+    "x-sglang-omni-route-attempt", "x-omni-attempts", "x-omni-weight-version",
+    "x-omni-weight-epoch", "x-omni-weight-version-end", "x-omni-weight-epoch-end", "retry-after",
+    "etag", "location",
+)  # fmt: skip
+_OF_WORKERS: Final = re.compile(rb"(?i)(?<=\r\n)access-control-[^\r\n]*\r\n")
+_NAMES: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~,\t -]*")
+
+Fields = tuple[tuple[str, str], ...]
+
+
+class Cors:
+    """`origins` as the configuration has them; `more` are further fields that scripts may read."""
+
+    def __init__(self, origins: Sequence[str], more: Iterable[str] = ()) -> None:
+        self._any = ANY in origins
+        self._origins = frozenset(origins)
+        self._exposed = ", ".join(dict.fromkeys((*EXPOSED, *(name.lower() for name in more))))
+        self._lines = lines_of(self.fields("")) if self._any else b""
+
+    def __bool__(self) -> bool:
+        """Whether any page of another origin is allowed."""
+        return bool(self._origins)
+
+    def allows(self, origin: str) -> bool:
+        return self._any or origin.lower() in self._origins
+
+    def fields(self, origin: str) -> Fields:
+        """For an answer; () where its page may not read it."""
+        if not self.allows(origin):
+            return ()
+        return (*self._who(origin), ("access-control-expose-headers", self._exposed))
+
+    def lines(self, origin: bytes) -> bytes:
+        """The same as field lines of a head."""
+        return self._lines or lines_of(self.fields(origin.decode("latin-1")))
+
+    def preflight(self, origin: str, methods: Iterable[str], asked: str | None) -> Fields:
+        """For the answer to a preflight that asks for the fields `asked`; () for a refused one."""
+        if not self.allows(origin):
+            return ()
+        fields = [
+            *self._who(origin),
+            ("access-control-allow-methods", ", ".join(sorted(methods))),
+            ("access-control-max-age", str(PREFLIGHT_SECS)),
+        ]
+        if asked and _NAMES.fullmatch(asked):
+            fields.append(("access-control-allow-headers", asked))
+        return tuple(fields)
+
+    def _who(self, origin: str) -> Fields:
+        if self._any:
+            return (("access-control-allow-origin", ANY),)
+        return (("access-control-allow-origin", origin), ("vary", "Origin"))
+
+
+def lines_of(fields: Fields) -> bytes:
+    return "".join(f"{name}: {value}\r\n" for name, value in fields).encode("latin-1")
+
+
+def without_cors(lines: bytes) -> bytes:
+    """A worker's field lines without its own policy: to browsers this proxy is the server."""
+    return _OF_WORKERS.sub(b"", lines)

@@ -1,0 +1,80 @@
+"""Pages of other origins call models: preflights, fields of answers, and whose pages may."""
+
+import pytest
+import trio
+
+from tests.promises.fleet_program import chat, program, put, toml, workers
+
+pytestmark = pytest.mark.usefixtures("soon")
+PAGE = {"origin": "https://app.example"}
+ASKS = PAGE | {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+ALLOW = "access-control-allow-origin"
+MODELS = "/v1/chat/completions"
+
+
+async def test_a_page_may_call_a_model_and_read_what_went_on(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("w") as fleet:
+        put(file, toml(fleet))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            asked = await running.client.options(MODELS, headers=ASKS)
+            assert (asked.status_code, asked.headers[ALLOW]) == (200, "*")
+            assert asked.headers["access-control-allow-methods"] == "POST"
+            assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+            for _ in range(3):
+                answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
+                assert answer.status_code == 200
+                assert answer.headers.get_list(ALLOW) == ["*"]
+                exposed = answer.headers["access-control-expose-headers"].split(", ")
+                assert "x-sglang-omni-request-id" in exposed
+            streamed = await running.client.post(MODELS, json=chat(stream=True), headers=PAGE)
+            assert streamed.headers[ALLOW] == "*"
+            refused = await running.client.post(MODELS, json=chat(model="x"), headers=PAGE)
+            assert refused.headers[ALLOW] == "*"
+            plain = await running.client.post(MODELS, json=chat())
+            assert not [name for name in plain.headers if name.startswith("access-control")]
+            assert (await running.client.options(MODELS)).status_code == 405
+
+            put(file, toml(fleet, more="cors_allow_origins = ['https://other.example']\n"))
+            await running.says("revision 2")
+            asked = await running.client.options(MODELS, headers=ASKS)
+            assert (asked.status_code, ALLOW in asked.headers) == (403, False)
+            answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
+            assert (answer.status_code, ALLOW in answer.headers) == (200, False)
+            socket = {"connection": "upgrade", "upgrade": "websocket", **PAGE}
+            answer = await running.client.get("/v1/audio/speech/stream", headers=socket)
+            assert answer.json()["error"]["code"] == "origin_not_allowed"
+
+            put(file, toml(fleet, more="cors_allow_origins = []\n"))
+            await running.says("revision 3")
+            asked = await running.client.options(MODELS, headers=ASKS)
+            assert (asked.status_code, ALLOW in asked.headers) == (405, False)
+
+
+async def test_a_workers_own_policy_is_not_added_to_ours(tmp_path):
+    head = (
+        b"HTTP/1.1 200 OK\r\nAccess-Control-Allow-Origin: https://app.example\r\n"
+        b"access-control-allow-credentials: true\r\nvary: Origin\r\ncontent-length: 2\r\n\r\n{}"
+    )
+
+    async def serve(stream):
+        async with stream:
+            while await stream.receive_some():
+                await stream.send_all(head)
+
+    file = tmp_path / "proxy.toml"
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        put(file, toml([]) + f'[[workers]]\nurl = "{url}"\n')
+        async with program("--config", file) as running:
+            await running.until("/ready", lambda told: told.get("status") == "ready")
+            answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
+            assert answer.headers.get_list(ALLOW) == ["*"]
+            assert "access-control-allow-credentials" not in answer.headers
+        nursery.cancel_scope.cancel()
