@@ -207,6 +207,7 @@ class House:
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
+            self.watchdog.begin()
             if self.door.entrances.held:
                 status = await self._open_when_ready()
                 if status:

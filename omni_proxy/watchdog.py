@@ -56,7 +56,7 @@ class Watchdog:
     """Watches the loop that runs `run`.
 
     `longest_turn_secs`: the longest that a task had to wait while the loop's thread computed, since
-    the start. Waiting for the machine's CPUs is not in it.
+    `begin`. Waiting for the machine's CPUs is not in it.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,12 @@ class Watchdog:
         self.longest_turn_secs = 0.0
         self._beats = 0
         self._stalled = False
+        self._starts = False  # the turn that goes on now is part of the start
+
+    def begin(self) -> None:
+        """The start is over: what it took, up to this turn, is no long turn."""
+        self.longest_turn_secs = 0.0
+        self._starts = True
 
     def status(self) -> dict[str, object]:
         """As GET /status shows it."""
@@ -92,7 +98,9 @@ class Watchdog:
                 self._beats += 1
                 late = trio.current_time() - due
                 computed = time.thread_time() - cpu
-                self.longest_turn_secs = max(self.longest_turn_secs, min(late, computed))
+                if not self._starts:
+                    self.longest_turn_secs = max(self.longest_turn_secs, min(late, computed))
+                self._starts = False
                 if self._stalled:
                     self._stalled = False
                     self.last_stall_secs = late

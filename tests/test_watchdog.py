@@ -140,3 +140,19 @@ def test_a_silence_is_never_longer_than_its_time_nor_ended_by_anything_but_a_bea
         assert silence.secs == pytest.approx(counted, abs=1e-3)
         assert silence.secs <= sum(e for e, _ in quiet) + 1e-3
         assert told == (not beat and not was_told and silence.secs >= STALL_SECS)
+
+
+async def test_what_the_start_takes_is_no_long_turn(nursery, monkeypatch):
+    monkeypatch.setattr(watchdog, "BEAT_SECS", 0.01)
+    dog = Watchdog()
+    await nursery.start(dog.run)
+    for longest in (0.0, 0.1):
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        if not longest:
+            dog.begin()
+        before = dog._beats
+        while dog._beats == before:
+            await trio.lowlevel.checkpoint()
+        assert (dog.longest_turn_secs > 0.1) == bool(longest)

@@ -210,6 +210,7 @@ class DoorHouse:
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
+            self._watchdog.begin()
             task_status.started()
             await self._leaving.wait()
             await self.door.drained()
