@@ -24,6 +24,7 @@ from omni_proxy.cli.finding import (
     with_command,
 )
 from omni_proxy.cli.fleet_changes import Refused, accepted, change, find, path_of, records
+from omni_proxy.cli.pauses import GO_ON
 from omni_proxy.cli.strangers import Parser
 from omni_proxy.cli.tables import NOTHING, age, moment, plain, table, without_noise
 from omni_proxy.config.capabilities import CAPABILITIES
@@ -156,6 +157,9 @@ def _tell(told: Told, done: str, arguments: argparse.Namespace) -> int:
     overdue = told.get("drained") is False
     if done == "removed":
         state = "requests were still in flight at the deadline" if overdue else ""
+        if told.get("process") == "stops":
+            ends = "its process stops, `workers add` starts it again"
+            state = f"{state}; {ends}" if state else ends
     else:
         state = state_words(record)
     print(f"{done} {plain(record['url'])}" + (f": {state}" if state else ""))
@@ -212,6 +216,10 @@ def state_words(record: Told) -> str:
     health = plain(record.get("health_state"))
     if record.get("disabled"):
         return f"disabled, {health}"
+    if record.get("paused") and record.get("routable"):
+        return f"PAUSED, {health}: {GO_ON}"
+    if record.get("why") and not record.get("trial"):
+        return plain(without_noise(str(record["why"])))
     if record.get("held_by"):
         return f"held by {plain(', '.join(map(str, record['held_by'])))}, {health}"
     if record.get("trial"):

@@ -40,7 +40,7 @@ def create_app(rooms: Rooms) -> QuartTrio:
     app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
     keys = KeyCheck(rooms.keeper)
-    records = Records(rooms.fleet, rooms.drains, partial(reasons, rooms))
+    records = Records(rooms.fleet, rooms.drains, partial(reasons, rooms), rooms.desk.book.pauses)
     chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
     OpenReads(rooms.keeper).mount(app)

@@ -76,6 +76,7 @@ def _worker() -> Schema:
         held_by=listed(TEXT),
         health=ANY,
         draining=OBJECT_OR_NULL,
+        paused=OBJECT_OR_NULL,
         cost=NUMBER,
         labels=OBJECT,
         job_status=shape(
@@ -212,7 +213,13 @@ SCHEMAS: Final[dict[str, Schema]] = {
         ("ignored",), status={"const": "accepted"}, worker_id=TEXT, url=TEXT, location=TEXT,
         message=TEXT, ignored=listed(TEXT),
     ),
-    "Deleted": shape(("drained",), status={"const": "ok"}, worker_id=TEXT, drained=FLAG),
+    "Deleted": shape(
+        ("drained", "process"),
+        status={"const": "ok"},
+        worker_id=TEXT,
+        drained=FLAG,
+        process={"const": "stops"},
+    ),
     "Deadline": shape(
         ("timeout_secs",), timeout_secs={"type": "number", "minimum": 0, "maximum": 1_000_000_000}
     ),

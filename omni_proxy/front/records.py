@@ -6,16 +6,18 @@ Invariant: notes live as long as their worker object and are never written to di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from omni_proxy.control.journal import Pause
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.front.reasons import Why
 from omni_proxy.watch.drains import Drains
 
+Pauses = Callable[[], Mapping[str, Pause]]  # by worker URL
 STATUS = {
     Health.UNKNOWN: "pending",
     Health.HEALTHY: "ready",
@@ -37,20 +39,25 @@ class Notes:
 class Records:
     """Reads the fleet; holds nothing but notes."""
 
-    def __init__(self, fleet: Fleet, drains: Drains, reasons: Callable[[], Why]) -> None:
+    def __init__(
+        self, fleet: Fleet, drains: Drains, reasons: Callable[[], Why], pauses: Pauses
+    ) -> None:
         self._fleet = fleet
         self._reasons = reasons
+        self._pauses = pauses
         self._drains = drains
         self._notes: dict[Worker, Notes] = {}
 
     def one(self, worker: Worker) -> dict[str, object]:
-        return self._record(worker, self._reasons())
+        return self._record(worker, self._reasons(), self._pauses())
 
-    def _record(self, worker: Worker, why: Why) -> dict[str, object]:
+    def _record(self, worker: Worker, why: Why, pauses: Mapping[str, Pause]) -> dict[str, object]:
+        pause = pauses.get(worker.url)
         notes = self._notes.get(worker, Notes())
         return {
             **worker.record(),
             "why": why(worker),
+            "paused": pause.told() if pause is not None else None,
             "draining": self._drains.of(worker),
             "model_id": worker.model,
             "worker_type": "regular",
@@ -87,11 +94,11 @@ class Records:
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
         """The pool summary; `model` narrows the list of records, not the counts."""
         workers = [w for w in self._fleet.workers if model is None or w.model == model]
-        why = self._reasons()
+        why, pauses = self._reasons(), self._pauses()
         return {
             "status": status,
             **self._fleet.counts(),
-            "workers": [self._record(worker, why) for worker in workers],
+            "workers": [self._record(worker, why, pauses) for worker in workers],
         }
 
     def note(self, worker: Worker, remarks: dict[str, object]) -> None:

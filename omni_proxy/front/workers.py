@@ -113,6 +113,8 @@ class WorkerRoutes:
         else:
             await self._changes.remove(worker)
         log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
+        if worker.origin == "launch":
+            told["process"] = "stops"
         if self._is_async():
             return self._accepted(worker, "worker removed")
         return reply(told, headers=etag(self._rooms.keeper.revision))

@@ -1,6 +1,8 @@
 """The launcher: runs the replicas of every [[launch]] entry, as many and as the configuration says.
 
-Invariant: there is one place per (entry name, index). A changed command replaces the ready places
+Invariant: there is one place per (entry name, index) whose worker is in the fleet: one that was
+removed over HTTP has no process that would hold its GPU unseen, and has one again when it is added
+again or its entry changes. A changed command replaces the ready places
 of an entry one after another, the next when the one before is ready: a broken command costs one.
 The workers belong to the keeper; here they are only found, by URL.
 """
@@ -44,6 +46,7 @@ class Launcher:
         self._moved = trio.Event()
         self._told = trio.Event()
         keeper.subscribe(lambda _old, _new: self._wake())
+        fleet.watch_members(self._wake)
 
     def status(self) -> list[dict[str, object]]:
         return [place.status() for _, place in sorted(self._places.items())]
@@ -80,7 +83,12 @@ class Launcher:
     def _settle(self) -> list[tuple[Place, LaunchEntry]]:
         """Tell every place what is wanted of it; returns what has no place yet."""
         entries = self._keeper.config.launch
-        wanted = {(entry.name, i): entry for entry in entries for i in range(entry.replicas)}
+        wanted = {
+            (entry.name, i): entry
+            for entry in entries
+            for i, url in enumerate(entry.urls)
+            if self._fleet.find(url) is not None
+        }
         for key, place in self._places.items():
             if key in wanted:
                 place.entry = wanted[key]

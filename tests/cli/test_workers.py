@@ -168,3 +168,10 @@ def test_who_can_not_be_asked_is_status_2(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["workers", "explode"])
     assert caught.value.code == 2
+
+
+def test_a_record_says_why_it_takes_nothing_and_that_it_is_paused():
+    record = {"health_state": "healthy", "routable": False, "why": "held: updating"}
+    assert state_words(record) == "held: updating"
+    paused = {"health_state": "healthy", "routable": True, "paused": {"at": None}}
+    assert state_words(paused) == "PAUSED, healthy: omni-proxy weights continue"

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.config.overlay import State, desired
+from omni_proxy.config.overlay import State, desired, with_deleted
 from omni_proxy.config.schema import Config, LaunchEntry
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -56,9 +56,12 @@ class Keeper:
     def subscribe(self, callback):
         self._subscribers.append(callback)
 
+    def change(self, state: State) -> None:
+        self._fleet.apply(desired(self.config, (), state), datetime.now(UTC))
+
     def apply(self, *launch: LaunchEntry) -> None:
         old, self.config = self.config, Config(launch=launch)
-        self._fleet.apply(desired(self.config, (), State()), datetime.now(UTC))
+        self.change(State())
         for callback in self._subscribers:
             callback(old, self.config)
 
@@ -323,6 +326,24 @@ async def test_a_removed_replica_first_finishes_what_it_has(base_port):
         leaving.in_flight = 0
         await house.until(lambda: not alive(pid))
         await house.until_states("ready")
+
+
+async def test_a_replica_that_was_removed_has_no_process_until_it_is_added_again(base_port):
+    async with running(entry(base_port, replicas=2)) as house:
+        await house.until_states("ready", "ready")
+        kept, gone = house.fleet.workers
+        pid = house.pids()[1]
+        gone.in_flight = 1
+        house.keeper.change(with_deleted(State(), house.keeper.config, gone.url))
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert alive(pid)  # it finishes what it has
+        gone.in_flight = 0
+        await house.until_states("ready")
+        assert not alive(pid)
+        assert house.routable() == [kept.url]
+        house.keeper.change(State())
+        await house.until_states("ready", "ready")
+        assert house.routable() == [kept.url, gone.url]
 
 
 async def test_output_reaches_the_log_with_the_replicas_name(base_port, caplog):
