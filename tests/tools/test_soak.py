@@ -1,0 +1,87 @@
+import json
+
+import pytest
+import trio
+
+from tools.soak import report
+from tools.soak.clients import Ledger, _judged
+from tools.soak.hostile_clients import Attack, Request
+from tools.soak.wire import Broken, Message, Reader, chunk, counted
+from tools.soak.workers import HOSTILE, Worker
+
+
+def reader_of(*pieces):
+    """A reader whose peer sends these and closes."""
+    left = list(pieces)
+
+    class Stream:
+        async def receive_some(self, _):
+            return left.pop(0) if left else b""
+
+    return Reader(Stream())
+
+
+async def test_an_answer_is_read_whole_behind_interim_ones():
+    reader = reader_of(b"HTTP/1.1 100 Continue\r\n\r\nHTT", counted(b"abc")[3:] + b"HTTP")
+    answer = await reader.message(answer=True)
+    assert (answer.status, answer.body) == (200, b"abc")
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"HTTP/1.1 200 OK\r\n"],
+        [counted(b"abc")[:-1]],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", chunk(b"abc")],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"zz\r\n"],
+    ],
+)
+async def test_a_cut_answer_is_broken(pieces):
+    with pytest.raises(Broken):
+        await reader_of(*pieces).message(answer=True)
+
+
+def streamed(nonce, count=2, end=b"data: [DONE]\n\n"):
+    events = b"".join(b"data: %b\n\n" % json.dumps({"nonce": nonce}).encode() for _ in range(count))
+    return Message("HTTP/1.1 200 OK", {}, events + end)
+
+
+def test_a_stream_is_judged_by_its_end_and_by_whose_it_is():
+    assert _judged(streamed("a"), "a", streamed=True) == ""
+    assert _judged(streamed("b"), "a", streamed=True) == "somebody else's events"
+    assert _judged(streamed("a", end=b""), "a", streamed=True).startswith("broken stream")
+
+
+def test_only_a_kill_shortly_before_excuses_a_broken_stream():
+    ledger = Ledger(kills=[100.0])
+    assert ledger.killed_since(100.5)
+    assert ledger.killed_since(99.0)
+    assert not ledger.killed_since(110.0)
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.5, 51), (0.99, 100)])
+def test_percentiles_by_nearest_rank(share, found):
+    assert report.percentile([float(n) for n in range(1, 101)], share) == found
+
+
+def test_what_does_not_hold_says_so():
+    lines = [report.memory_line(100 * report.MIB, 0, 200 * report.MIB), report.none_of("x", [])]
+    assert [line.holds for line in lines] == [False, True]
+    assert "NO" in report.shown(lines).splitlines()[0]
+    assert not report.descriptor_line(10, 10, 100).holds
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_each_hostile_worker_passes_its_health_check(kind, nursery):
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, Worker("w", kind)._connection, [listener])
+    attack = Attack(listener.socket.getsockname()[1])
+    assert await attack.status(Request("GET", "/health")) == 200
+
+
+async def test_what_should_be_refused_and_is_not_is_a_breach(nursery):
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, Worker("w", "spoofs")._connection, [listener])
+    attack = Attack(listener.socket.getsockname()[1])
+    await attack.refused("a stranger", Request("POST", "/workers"))
+    assert attack.breaches == ["a stranger: POST /workers was answered 200"]

@@ -1,0 +1,1 @@
+"""A long run of the proxy among enemies: `python -m tools.soak`."""

@@ -1,0 +1,68 @@
+"""The verdict of a soak: what was measured beside what it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+MIB: Final = 1024 * 1024
+P99_SECS: Final = 1.0  # of a request that no update held, under siege
+RSS_GROWTH: Final = 1.25  # of the start, or so much more:
+RSS_SLACK_BYTES: Final = 32 * MIB
+DESCRIPTOR_SLACK: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One thing that must hold. `bound` is in words, "" for what is only told."""
+
+    what: str
+    found: str
+    bound: str = ""
+    holds: bool = True
+
+
+def percentile(values: list[float], share: float) -> float:
+    """By nearest rank; 0 of nothing."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(len(ranked) * share))] if ranked else 0.0
+
+
+def lines_of_times(times: dict[str, list[float]]) -> list[Line]:
+    lines = []
+    for phase, secs in sorted(times.items()):
+        p50, p99 = percentile(secs, 0.5), percentile(secs, 0.99)
+        found = f"{len(secs)} requests, p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms"
+        found += f", longest {max(secs) * 1000:.0f} ms"
+        if phase == "siege":
+            bound = f"p99 below {P99_SECS * 1000:.0f} ms"
+            lines.append(Line(f"honest requests, {phase}", found, bound, p99 < P99_SECS))
+        else:
+            lines.append(Line(f"honest requests, {phase}", found))
+    return lines
+
+
+def memory_line(start: int, peak: int, end: int) -> Line:
+    most = max(start * RSS_GROWTH, start + RSS_SLACK_BYTES)
+    found = f"{start / MIB:.0f} MiB, peak {peak / MIB:.0f}, end {end / MIB:.0f}"
+    return Line("memory of the proxy", found, f"end at most {most / MIB:.0f} MiB", end <= most)
+
+
+def descriptor_line(start: int, peak: int, end: int) -> Line:
+    most = start + DESCRIPTOR_SLACK
+    return Line("its descriptors", f"{start}, peak {peak}, end {end}",
+                f"end at most {most}", end <= most)  # fmt: skip
+
+
+def none_of(what: str, found: list[str]) -> Line:
+    words = "none" if not found else f"{len(found)}: " + "; ".join(found[:5])
+    return Line(what, words, "none", not found)
+
+
+def shown(lines: list[Line]) -> str:
+    wide = max(len(line.what) for line in lines)
+    told = []
+    for line in lines:
+        bound = f"   ({line.bound}: {'yes' if line.holds else 'NO'})" if line.bound else ""
+        told.append(f"{line.what:{wide}}  {line.found}{bound}")
+    return "\n".join(told)
