@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ANY_OBJECT = '{"type": "object"}'
 # A larger one takes the library most of a second; OpenAI takes 5,000 properties of 120,000 letters.
 MOST_SCHEMA_BYTES = 128 * 1024
+MOST_COMPILED = 16
 MOST_TOLD = 300  # letters of what the library says
 # Between two parts of a JSON text: nothing, a blank, or a new line with its indentation.
 WHITESPACE = r"[ ]?|\n[ ]{0,12}"
@@ -59,22 +60,33 @@ def check_schema(schema: str) -> None:
 
 
 class Constraints:
-    """What makes the constraints of one model's answers. Any thread may call it."""
+    """What makes the constraints of one model's answers. Any thread may call it.
+
+    The last schemas are kept compiled: `n` answers, and a client that asks again, need a copy.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._trie: Any = None
+        self._compiled: dict[str, Any] = {}  # the newest last
 
     def constraint(self, schema: str) -> Constraint:
         """A fresh one. Raises as `check_schema`; the first call takes longer than the others."""
-        library = _library()
         with self._lock:
-            if self._trie is None:
-                self._trie = _trie(library, self._tokenizer)
+            matcher = self._compiled.pop(schema, None) or self._compile(schema)
+            one = Constraint(matcher.deep_copy(), self._tokenizer.vocab_size)
+            self._compiled[schema] = matcher
+            if len(self._compiled) > MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+        return one
+
+    def _compile(self, schema: str) -> Any:
+        library = _library()
+        if self._trie is None:
+            self._trie = _trie(library, self._tokenizer)
         grammar = _grammar(library, schema)
-        matcher = library.LLMatcher(self._trie, grammar, log_level=0, limits=_limits(library))
-        return Constraint(matcher, self._tokenizer.vocab_size)
+        return library.LLMatcher(self._trie, grammar, log_level=0, limits=_limits(library))
 
 
 class Constraint:

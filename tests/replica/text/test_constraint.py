@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from omni_proxy.replica.text import constraint
 from omni_proxy.replica.text.constraint import (
     ANY_OBJECT,
+    MOST_COMPILED,
     MOST_SCHEMA_BYTES,
     ConstraintError,
     Constraints,
@@ -79,6 +80,27 @@ def test_whatever_is_drawn_fits_the_schema(schema, seed):
     text = walked(one, random.Random(seed))
     assert one.complete, text
     assert jsonschema_rs.validator_for(schema).is_valid(json.loads(text)), text
+
+
+def test_two_answers_to_one_schema_do_not_meet():
+    constraints = Constraints(tiny().tokenizer)
+    schema = json.dumps({"enum": ["ab", "cd"]})
+    first, second = constraints.constraint(schema), constraints.constraint(schema)
+    for letter in '"a':
+        first.accept(tiny().tokenizer.encode(letter)[0])
+    assert ids(second.allowed()) == ids(constrained(schema).allowed())
+    for letter in '"cd"':
+        second.accept(tiny().tokenizer.encode(letter)[0])
+    assert (first.complete, second.complete) == (False, True)
+
+
+def test_only_the_last_schemas_are_kept():
+    constraints = Constraints(tiny().tokenizer)
+    for number in range(MOST_COMPILED + 3):
+        constraints.constraint(json.dumps({"const": number}))
+    assert len(constraints._compiled) == MOST_COMPILED
+    assert json.dumps({"const": 2}) not in constraints._compiled
+    assert json.dumps({"const": 3}) in constraints._compiled
 
 
 def test_an_end_is_allowed_only_where_the_text_could_end():
