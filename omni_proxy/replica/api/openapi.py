@@ -37,6 +37,11 @@ ERRORS: dict[str, Schema] = {
         "properties": {"detail": {}},
         "required": ["detail"],
     },
+    "NoVoice": {
+        "type": "object",
+        "properties": {"success": {"const": False}, "error": {"type": "string"}},
+        "required": ["success", "error"],
+    },
     "OpenAIError": {
         "type": "object",
         "properties": {
@@ -125,12 +130,13 @@ def _form_of(told: Told, components: dict[str, Any]) -> Schema:
 
 
 def _responses(told: Told) -> dict[str, Any]:
-    refusal = REF.format(name="OpenAIError" if told.openai else "Detail")
+    refusals = [{"$ref": REF.format(name=name)} for name in told.refuses]
+    refusal = refusals[0] if len(refusals) == 1 else {"anyOf": refusals}
     return {
         "200": {"description": "the answer", "content": {each: {} for each in told.answers}},
         "default": {
             "description": "refused",
-            "content": {JSON: {"schema": {"$ref": refusal}}},
+            "content": {JSON: {"schema": refusal}},
         },
     }
 

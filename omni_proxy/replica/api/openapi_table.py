@@ -25,6 +25,8 @@ from omni_proxy.replica.profiling.routes import StartBody, StartEventsBody, Stop
 
 JSON, FORM, TEXT = "application/json", "multipart/form-data", "text/plain"
 EVENTS = "text/event-stream"
+DETAIL = "Detail"
+OPENAI = ("OpenAIError", DETAIL)
 Schema = dict[str, Any]
 
 # What a hand-read field may hold, by the words that refuse any other value.
@@ -46,7 +48,8 @@ _TEXT: Schema = {"type": "string"}
 class Told:
     """One endpoint. `bodies`: any of these; `body`: a schema of its own, of the media type `takes`.
 
-    `answers` are media types. `openai`: refusals have OpenAI's envelope, else `{"detail"}`.
+    `answers` are media types. `refuses` are the shapes of what is wrong with a request; what any
+    route may say (405, 413) is a `Detail`.
     `locked` needs the admin key, where one is set. `query` are the query's parameters.
     """
 
@@ -57,7 +60,7 @@ class Told:
     takes: str = JSON
     body_needed: bool = True
     answers: tuple[str, ...] = (JSON,)
-    openai: bool = False
+    refuses: tuple[str, ...] = (DETAIL,)
     locked: bool = False
     query: tuple[str, ...] = ()
 
@@ -85,6 +88,7 @@ def _admin(route: AdminRoute, summary: str) -> Told:
         bodies=(route.body,),
         body_needed=route.body_needed,
         locked=True,
+        refuses=OPENAI if route is weights.FROM_TENSOR else (DETAIL,),
     )
 
 
@@ -113,7 +117,7 @@ _LISTENING = _form({"file": _FILE}, {"model": _TEXT, "response_format": _TEXT})
 TABLE: Mapping[str, Told] = {
     "health": Told(summary="200 when all stages are ready, else 503", tag=_INFO),
     "models": Told(summary="The one model", tag=_INFO),
-    "model": Told(summary="The model of that name, or 404", tag=_INFO, openai=True),
+    "model": Told(summary="The model of that name, or 404", tag=_INFO, refuses=OPENAI),
     "get_model_info": _FACTS,
     "server_info": _FACTS,
     "get_server_info": _FACTS,
@@ -131,31 +135,31 @@ TABLE: Mapping[str, Told] = {
     "weights_checker_of_query": Told(summary="Hash the weights", tag="weights", locked=True,
                                      query=("action",)),
     "get_weights_by_name": Told(summary="The first rows of a tensor", tag="weights", locked=True,
-                                bodies=(weights.Look,), body_needed=False, openai=True,
+                                bodies=(weights.Look,), body_needed=False, refuses=OPENAI,
                                 query=("name", "truncate_size")),
     "chat": Told(summary="Answer a chat, whole or streamed", tag=_CHAT, bodies=(ChatBody,),
                  answers=(JSON, EVENTS)),
-    "completions": Told(summary="Continue prompts, whole or streamed", tag=_CHAT, openai=True,
+    "completions": Told(summary="Continue prompts, whole or streamed", tag=_CHAT, refuses=OPENAI,
                         bodies=(CompletionBody,), answers=(JSON, EVENTS)),
     "embeddings": Told(summary="A vector for each input", tag=_CHAT, bodies=(EmbeddingBody,),
-                       openai=True),
+                       refuses=OPENAI),
     "generate": Told(summary="Continue a prompt in a trainer's words, or in SGLang's", tag=_CHAT,
                      bodies=(RolloutBody, NativeBody), answers=(JSON, EVENTS)),
     "speech": Told(summary="Speak a text, as a file or streamed", tag=_SOUND, body=_speech(),
-                   openai=True, answers=("audio/wav", "audio/pcm", EVENTS)),
+                   refuses=OPENAI, answers=("audio/wav", "audio/pcm", EVENTS)),
     "speech_outcome": Told(summary="How a speech request ended", tag=_SOUND),
-    "speech_batch": Told(summary="Speak many texts", tag=_SOUND, body=_batch(), openai=True),
-    "voices": Told(summary="The voices", tag=_SOUND, openai=True, query=("names_only",)),
+    "speech_batch": Told(summary="Speak many texts", tag=_SOUND, body=_batch(), refuses=OPENAI),
+    "voices": Told(summary="The voices", tag=_SOUND, refuses=OPENAI, query=("names_only",)),
     "voice_upload": Told(
-        summary="Keep a voice", tag=_SOUND, openai=True, takes=FORM,
+        summary="Keep a voice", tag=_SOUND, refuses=OPENAI, takes=FORM,
         body=_form({"audio_sample": _FILE, "name": _TEXT, "consent": _TEXT},
                    {"ref_text": _TEXT, "speaker_description": _TEXT}),
     ),
-    "voice_delete": Told(summary="Forget a voice", tag=_SOUND, openai=True),
+    "voice_delete": Told(summary="Forget a voice", tag=_SOUND, refuses=("NoVoice", DETAIL)),
     "transcriptions": Told(summary="Write down what is spoken, whole or streamed", tag=_SOUND,
                            bodies=(TranscriptionFields,), body=_form({"file": _FILE}), takes=FORM,
                            answers=(JSON, TEXT, EVENTS)),
-    "translations": Told(summary="Refused: no model here translates", tag=_SOUND, openai=True,
+    "translations": Told(summary="Refused: no model here translates", tag=_SOUND, refuses=OPENAI,
                          body=_LISTENING, takes=FORM),
     "diarizations": Told(summary="Refused: no model here tells speakers apart", tag=_SOUND,
                          body=_LISTENING, takes=FORM),
