@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.cli.tables import millis, moment, plain
+from omni_proxy.wire.log_text import masked_text
 
 # Of the access log; of the route log where its name for the same thing differs.
 _NAMES: Final = {
@@ -29,17 +30,18 @@ _TEXT: Final = re.compile(
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,18}\.[0-9]{1,9}")
 _NAMED: Final = ("request_id", "model")  # by whoever asks: never a number
-_ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|[nrt\\])")
+_ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 
 
 def as_it_is(line: bytes) -> str:
-    return line.decode(errors="replace")
+    """But for secrets in queries, which older versions wrote."""
+    return masked_text(line.decode(errors="replace"))
 
 
 def pretty(line: bytes) -> str:
     """`10:00:01.204  200   840 ms  POST /v1/chat/completions  127.0.0.1:8011  completed ...`."""
     try:
-        told = msgspec.json.decode(line)
+        told = msgspec.json.decode(as_it_is(line))
     except (msgspec.DecodeError, UnicodeError):
         told = _of_text(as_it_is(line))
     if not isinstance(told, dict) or not {"at", "timestamp"} & told.keys():

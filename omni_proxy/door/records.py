@@ -1,7 +1,8 @@
 """The lines of the two logs: what each of them says of an exchange that is over.
 
-Invariant: a line holds whatever a client sent, and is one line all the same. Source of the route
-log's keys: omni-router.md 14.
+Invariant: a line holds whatever a client sent but secrets of its query, is one line all the same,
+and a terminal obeys nothing in it; JSON is ASCII. Source of the route log's keys: omni-router.md
+14.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.wire.log_text import ascii_json, escaped
 
 if TYPE_CHECKING:
     from omni_proxy.door.account import Exchange
     from omni_proxy.door.core import Door
 
 _encode = msgspec.json.encode
-_UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f-\x9f]")
+_UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f]|[^\x00-\x7f]")
 
 
 def log(door: Door, exchange: Exchange, worker: Worker | None) -> None:
     """Into those that are kept."""
     if door.access_log is not None:
         line = access_record(exchange, worker)
-        door.access_log.write(line if door.access_json else access_text(line))
+        door.access_log.write(ascii_json(line) if door.access_json else access_text(line))
     if door.route_log is not None and worker is not None:
-        door.route_log.write(_encode(route_record(exchange, worker), order="sorted"))
+        record = _encode(route_record(exchange, worker), order="sorted")
+        door.route_log.write(ascii_json(record))
 
 
 def _told_id(exchange: Exchange) -> str:
@@ -99,7 +102,7 @@ def access_text(line: bytes) -> bytes:
 
 def _escaped(found: re.Match[str]) -> str:
     """A client names its model: no line and no field of the log may be of its making."""
-    return "\\x20" if found[0] == " " else found[0].encode("unicode_escape").decode()
+    return "\\x20" if found[0] == " " else escaped(found)
 
 
 def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:

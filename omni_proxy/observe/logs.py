@@ -2,7 +2,7 @@
 
 Invariant: `configure` may be called at any time and leaves exactly one writer of ours in place;
 writers that others have put on the root logger are not touched. Who does not read them holds up
-nobody.
+nobody. A line holds no secret of a query and nothing that a terminal obeys.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from omni_proxy.observe.stalling import StallingWriter
+from omni_proxy.wire.log_text import ascii_json, masked_text, shown
 
 # They tell each request, or each touch of a watched folder, at level info.
 CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
@@ -29,16 +30,19 @@ class _Json(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": masked_text(record.getMessage()),
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(told).decode()
+            told["traceback"] = masked_text(self.formatException(record.exc_info))
+        return ascii_json(msgspec.json.encode(told)).decode()
 
 
 class _Text(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(masked_text(super().format(record)))
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")

@@ -14,6 +14,7 @@ import httptools
 import msgspec
 
 from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.log_text import masked
 from omni_proxy.wire.spelling import Spelling
 
 MAX_HEAD_BYTES = 65536
@@ -75,7 +76,7 @@ class RequestHead(msgspec.Struct, gc=False):
     idempotency_key: bool = False
     hints: dict[bytes, bytes] = {}
     origin: bytes = b""
-    words: tuple[str, str, str] = ("", "", "")  # method, target and path as text
+    words: tuple[str, str, str] = ("", "", "")  # method, target without secrets, path: as text
     spelling: Spelling | None = None  # how it was written, where that is remembered
 
 
@@ -165,7 +166,7 @@ def judge(head: bytes) -> RequestHead:
 
 def _words(method: bytes, target: bytes) -> tuple[str, str, str]:
     text = target.decode("latin-1")
-    return method.decode("latin-1"), text, text.partition("?")[0]
+    return method.decode("latin-1"), masked(text), text.partition("?")[0]
 
 
 def _parsed(head: bytes) -> httptools.HttpRequestParser:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.log_lines import pretty
+from omni_proxy.cli.log_lines import as_it_is, pretty
 from omni_proxy.cli.tail import BLOCK_BYTES, Tail
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.records import access_record, access_text
@@ -78,6 +78,14 @@ def test_a_line_of_before_with_spaces_in_a_name_is_left_as_it_is():
 def test_a_number_in_a_name_is_a_name():
     text = access_text(line(ACCESS | {"client": "c:1", "tried": [], "model": "007"}))
     assert "model 007" in pretty(text)
+
+
+@pytest.mark.parametrize("shown", [pretty, as_it_is])
+def test_a_key_that_an_older_version_wrote_is_not_shown(shown):
+    told = shown(line(ACCESS | {"target": "/workers?api%5Fkey=SECRET&x=1"}))
+    assert "/workers?api%5Fkey=***&x=1" in told
+    text = shown(b"2026-11-21T19:00:00.204+00:00 unix GET /live?token=SECRET 200 completed")
+    assert "/live?token=***" in text
 
 
 def test_a_route_record_reads_alike():

@@ -53,3 +53,12 @@ def test_it_writes_to_stderr(capsys):
     logging.getLogger("omni_proxy").info("x")
     assert capsys.readouterr().out == ""
     assert sys.stderr is not None
+
+
+@pytest.mark.parametrize("format_", ["text", "json"])
+def test_a_line_holds_no_secret_of_a_query_and_nothing_that_a_terminal_obeys(capsys, format_):
+    configure("info", format_)
+    logging.getLogger("omni_proxy").error("GET http://w/a?api%%5Fkey=%s\x9b\u202e failed", "abc")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    assert "GET http://w/a?api%5Fkey=*** failed" in line
