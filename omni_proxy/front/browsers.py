@@ -150,6 +150,8 @@ class Caller:
         headers = self.request.headers
         for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
             yield name in headers
+        # To plain HTTP beyond this machine an image's request tells no more than this.
+        yield headers.get("User-Agent", "").startswith("Mozilla/")
         # Fetch of other programs (Node) says "cors", and nothing else of this.
         yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
 

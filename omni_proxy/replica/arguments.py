@@ -81,6 +81,13 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         "--host lets others ask and there is no admin key",
     )
     add(
+        "--profile-root",
+        type=Path,
+        metavar="DIR",
+        help="the only folder that profiles are written below; without it any where there is an "
+        "admin key, else that for temporary files",
+    )
+    add(
         "--enable-tensor-updates",
         action="store_true",
         help="take new weights in requests, as safetensors in base64 (never as a pickle)",

@@ -107,6 +107,8 @@ def options_of(arguments: argparse.Namespace, pipeline: PipelineConfig) -> Optio
         # Of a pipeline from a file it is not known: nothing is refused for want of one.
         "capabilities": capabilities(pipeline) if builtin else None,
     }
+    if arguments.profile_root is not None:
+        options["profile_root"] = arguments.profile_root.absolute()
     if arguments.admin_api_key:
         options["admin_api_key"] = arguments.admin_api_key
     return options

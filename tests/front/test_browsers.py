@@ -98,6 +98,7 @@ async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(house):
         {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
         {"Sec-Fetch-Mode": "no-cors"},
         {"Sec-Fetch-Dest": "image"},
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"},
         {"Origin": OWN},
         {"Referer": f"{OWN}/dashboard"},
     ],

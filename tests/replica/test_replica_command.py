@@ -163,7 +163,8 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "--model tiny --model-name small --speech hibari --transcription whisper-tiny --host ::1 "
         "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
         "--max-running 2 --threads 2 --own-process speak --drain-secs 1 --log-level error "
-        "--cache /c --weights-root /w --enable-tensor-updates --tp 2 --weights-isolation thread "
+        "--cache /c --weights-root /w --profile-root /p --enable-tensor-updates --tp 2 "
+        "--weights-isolation thread "
         "--weights-join-secs 1 --weights-ready-secs 2 --weights-receive-secs 3 "
         "--weights-stall-secs 4"
     )
@@ -196,6 +197,7 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "stream_speech_as": "pcm",
         "admin_api_key": "secret",
         "enable_tensor_updates": True,
+        "profile_root": Path("/p"),
     }
 
 

@@ -25,6 +25,7 @@ from omni_proxy.replica.api import (
     openapi,
     speech,
     speech_socket,
+    strangers,
     top_keys,
     transcriptions,
     voices,
@@ -70,6 +71,7 @@ def app_of(served: Served) -> QuartTrio:
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     errors.speak(app)
     cors.open_to_all(app)
+    strangers.keep_out(app, served)
     for routes in ROUTES:
         routes.mount(app, served)
     return app

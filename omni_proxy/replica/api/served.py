@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     max_body_bytes: int
     cut_failed_streams: bool
     enable_tensor_updates: bool
+    profile_root: Path | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,10 @@ class Served:
     `ready` None is ready from the start. `admin_api_key` None is open. `voices_dir` None is a
     folder of the user's cache. `cut_failed_streams` ends a failed chat stream without an error
     event and without `[DONE]`, as older servers do. `enable_tensor_updates` takes new weights in
-    the bodies of requests. A media list that is empty, or a path that is
-    None, allows nothing. `started_unix_secs` and `instance` tell one process from its successor.
+    the bodies of requests. `profile_root` is the only folder that profiles are written below; None
+    is any with an admin key, else that for temporary files. A media list that is empty, or a media
+    path that is None, allows nothing. `started_unix_secs` and `instance` tell one process from its
+    successor.
     """
 
     client: Client
@@ -77,6 +80,7 @@ class Served:
     max_body_bytes: int = 64 * MIB
     cut_failed_streams: bool = False
     enable_tensor_updates: bool = False
+    profile_root: Path | str | None = None
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     started_unix_secs: float = field(default_factory=time.time)
     meters: Meters = field(default_factory=Meters)

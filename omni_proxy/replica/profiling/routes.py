@@ -1,13 +1,16 @@
 """The profiler's routes: start and stop a run on every stage at once (api-server.md 4.1).
 
 Contract: a start answers before the stages have begun, a stop before they have ended; stopping what
-does not run is no fault. They need the admin key where one is set.
+does not run is no fault. They need the admin key where one is set. Nothing is written but below a
+folder that the operator allows.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,6 +76,7 @@ class _Routes:
                     "event_dir is required when enable_torch=false and "
                     f"{FOLDER_VARIABLE} is not set",
                 )
+        self._refuse_outside(template, event_dir)
         start = ProfilerStart(run_id, template, event_dir, body.enable_torch)
         self._served.client.profiler_start(start)
         return reply(
@@ -90,12 +94,37 @@ class _Routes:
         event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
         if event_dir is None:
             raise Refused(400, f"event_dir is required when {FOLDER_VARIABLE} is not set")
+        self._refuse_outside(event_dir)
         self._served.client.profiler_start(ProfilerStart(run_id, "", event_dir, False))
         return reply({"run_id": run_id, "event_dir": event_dir})
+
+    def _refuse_outside(self, *paths: str | None) -> None:
+        """Raises Refused 400 for a path that is not below a folder where profiles may be."""
+        roots = roots_of(self._served)
+        for path in filter(None, paths):
+            try:
+                found = Path(path).resolve()
+            except (OSError, ValueError, RuntimeError):  # a NUL, or links that go in circles
+                raise Refused(400, f"{path!r} is no path") from None
+            if not any(found.is_relative_to(root) for root in roots):
+                told = " or ".join(map(str, roots))
+                raise Refused(
+                    400, f"{path!r} is not below {told}: start the server with --profile-root"
+                )
 
     async def stop(self) -> Response:
         body = read(StopBody, await admin_body(self._served))
         return reply({"run_id": self._served.client.profiler_stop(body.run_id)})
+
+
+def roots_of(served: Served) -> list[Path]:
+    """Profiles are written below one of these. What the operator has named counts."""
+    named = [served.profile_root] if served.profile_root else []
+    variable = os.environ.get(FOLDER_VARIABLE)
+    if not named:
+        named = ["/"] if served.admin_api_key else [tempfile.gettempdir()]
+        named += [variable] if variable else []
+    return [Path(root).resolve() for root in named]
 
 
 def _run_id(given: str | None) -> str:

@@ -25,7 +25,7 @@ async def test_an_error_nobody_foresaw_is_a_bare_text_500(world, caplog):
         raise ZeroDivisionError
 
     world.app.add_url_rule("/broken", "broken", broken)
-    answer = await world.get("/broken", headers=ORIGIN)
+    answer = await world.get("/broken", headers={"origin": "http://localhost"})
     assert answer.status_code == 500
     assert await answer.get_data() == b"Internal Server Error"
     assert answer.headers["content-type"].startswith("text/plain")

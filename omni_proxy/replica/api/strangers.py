@@ -1,0 +1,94 @@
+"""Pages of other origins: any may call models and read (cors.py), none may run this server.
+
+Without an admin key the caller's place in the network is what lets it in, and every page that
+somebody there visits shares that place. Invariant: a route that is not listed as OPEN refuses what
+says that it comes from another origin's page, and a browser's GET; a key that is asked for says
+more than an origin, so with one nothing is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+from urllib.parse import urlsplit
+
+from quart import request
+from quart_trio import QuartTrio
+from werkzeug.datastructures import Headers
+
+from omni_proxy.replica.api.errors import Refused
+from omni_proxy.replica.api.served import Served
+
+# Models, by whatever method.
+MODEL_ROUTES: Final = frozenset(
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate",
+        "/v1/audio/speech", "/v1/audio/speech/batch", "/v1/audio/speech/stream",
+        "/v1/audio/speech/<request_id>", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v1/audio/voices", "/v1/audio/voices/<name>",
+    )
+)  # fmt: skip
+# Their GET reads, and does nothing else.
+READING: Final = frozenset(
+    (
+        "/health", "/health_generate", "/v1/models", "/v1/models/<path:name>", "/favicon.ico",
+        "/get_model_info", "/model_info", "/server_info", "/get_server_info", "/v1/loads",
+        "/get_loads", "/get_load", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect",
+        "/redoc",
+    )
+)  # fmt: skip
+SAFE_METHODS: Final = ("GET", "HEAD")
+_OWN_SITES: Final = ("none", "same-origin")
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+
+
+def is_open(method: str, rule: str) -> bool:
+    """Whether a page of any origin may ask for it."""
+    reading = method in SAFE_METHODS and rule in READING
+    return method == "OPTIONS" or reading or rule in MODEL_ROUTES
+
+
+def keep_out(app: QuartTrio, served: Served) -> None:
+    """Before any body is read. Refuses with 403."""
+    app.before_request(_judge_of(served))
+
+
+def _judge_of(served: Served) -> Callable[[], Awaitable[None]]:
+    async def judge() -> None:
+        rule = request.url_rule
+        if served.admin_api_key or rule is None or is_open(request.method, rule.rule):
+            return
+        if comes_from_elsewhere(request.headers, f"{request.scheme}://{request.host}"):
+            told = "a page of another origin may not do this: set --admin-api-key"
+            raise Refused(403, f"cross_site: {told}")
+        if request.method in SAFE_METHODS and _shows_browser(request.headers):
+            raise Refused(403, f"a browser changes nothing by {request.method}: send POST")
+
+    return judge
+
+
+def comes_from_elsewhere(headers: Headers, own: str) -> bool:
+    """Whether a request says that it is of a page whose origin is not `own`."""
+    if any(site not in _OWN_SITES for site in headers.getlist("Sec-Fetch-Site")):
+        return True
+    # Browsers that send no Origin say at least where they were.
+    origins = headers.getlist("Origin") or headers.getlist("Referer")
+    return any(_parted(origin) != _parted(own) or not _parted(own) for origin in origins)
+
+
+def _parted(origin: str) -> tuple[str, str, int | None] | None:
+    """Scheme, host and port; None for what has none (`null`)."""
+    try:
+        parts = urlsplit(origin.strip())
+        port = parts.port
+    except ValueError:
+        return None
+    if not parts.hostname:
+        return None
+    return parts.scheme, parts.hostname, port or _DEFAULT_PORTS.get(parts.scheme)
+
+
+def _shows_browser(headers: Headers) -> bool:
+    """To plain HTTP beyond this machine a browser tells no more than its name."""
+    named = any(name in headers for name in ("Origin", "Referer", "Sec-Fetch-Site"))
+    return named or headers.get("User-Agent", "").startswith("Mozilla/")
