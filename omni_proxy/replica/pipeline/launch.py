@@ -24,6 +24,7 @@ from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
 from omni_proxy.replica.pipeline.serving import Server, bound
 from omni_proxy.replica.pipeline.shell import LOG_FORMAT
+from omni_proxy.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from quart_trio import QuartTrio
@@ -97,12 +98,13 @@ class _Life:
                 server = Server(_app(Client(coordinator), options), listener)
                 async with trio.open_nursery() as nursery:
                     await nursery.start(server.serve)
-                    nursery.start_soon(self._tell_when_ready, listener, options)
+                    nursery.start_soon(self._once_ready, listener, options)
                     await self.stopping.wait()
                     await server.drain(self.drain_secs)
                     nursery.cancel_scope.cancel()
 
-    async def _tell_when_ready(self, listener: socket.socket, options: Options) -> None:
+    async def _once_ready(self, listener: socket.socket, options: Options) -> None:
+        """Tell it; from then on nothing may block the loop: loading and imports do."""
         assert self.runtime is not None
         await self.runtime.ready.wait()
         # Weights and modules stay: a full collection that walks them stops everything for 0.1 s.
@@ -111,6 +113,7 @@ class _Life:
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         log.info("%s is served at http://%s:%d", options["model_name"], place, port)
+        await Watchdog().run()
 
 
 def _app(client: Client, options: Options) -> QuartTrio:
