@@ -270,13 +270,21 @@ async def _send(conn: Connection, up: Conn, request: list[bytes]) -> bool:
         up.hot = True  # its answer, or its end, is waiting to be read
         return False
     whole = sum(map(len, request))
-    return sent == whole or await _send_rest(conn, up, b"".join(request), sent)
+    return sent == whole or await _send_rest(conn, up, request, sent)
 
 
-async def _send_rest(conn: Connection, up: Conn, request: bytes, sent: int) -> bool:
-    """False where the worker answered (413, say) or broke before it had read everything."""
+async def _send_rest(conn: Connection, up: Conn, request: list[bytes], sent: int) -> bool:
+    """Behind the first `sent` bytes. Each piece for itself: to join them would copy the body."""
     secs = conn.due - conn.pump.now
-    view = memoryview(request)[sent:]
+    for piece in request:
+        if sent < len(piece) and not await _send_piece(conn, up, memoryview(piece)[sent:], secs):
+            return False
+        sent = max(0, sent - len(piece))
+    return True
+
+
+async def _send_piece(conn: Connection, up: Conn, view: memoryview, secs: float) -> bool:
+    """False where the worker answered (413, say) or broke before it had read everything."""
     while view:
         conn.clock("send", secs)
         if up.speaks():

@@ -23,17 +23,18 @@ from omni_proxy.door.preflight import answer_preflight, is_preflight, refuse_for
 from omni_proxy.door.refusing import linger
 from omni_proxy.door.relay import relay
 from omni_proxy.door.taking import take
-from omni_proxy.door.task import Gone
+from omni_proxy.door.task import Gone, pause
 from omni_proxy.door.tries import Tries
 from omni_proxy.door.upload import Upload
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.early import known_early
-from omni_proxy.routing.inspect import Need, inspect
+from omni_proxy.routing.inspect import Need, by_top, inspect, is_json
 from omni_proxy.routing.keys import routing_key
-from omni_proxy.routing.large import LARGE_BYTES
+from omni_proxy.routing.large import AT_ONCE_BYTES, LARGE_BYTES
 from omni_proxy.routing.large import settle as settle_large
 from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
 from omni_proxy.routing.voices import bind_to_owner
+from omni_proxy.routing.walk import walk_top
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
 from omni_proxy.wire.peer import peer_field
@@ -113,8 +114,28 @@ async def _when_read(conn: Connection, mine: Exchange, head: RequestHead) -> boo
     if need is not None:
         return await _streamed(conn, mine, head, need)
     await upload.hold_all()
+    need = await _walked(conn, mine, head, upload) if upload.held_bytes > AT_ONCE_BYTES else None
     # No name for the body: this frame lives as long as the answer, and would keep it.
-    return await _inspected(conn, mine, head, upload.take())
+    return await _inspected(conn, mine, head, upload.take(), need)
+
+
+async def _walked(
+    conn: Connection, mine: Exchange, head: RequestHead, upload: Upload
+) -> Need | None:
+    """What a body says that is too large to be read in one turn; None where it is no JSON."""
+    route = mine.route
+    assert route is not None
+    if not is_json(route, head):
+        return None
+    conn.due = conn.deadline  # all of it has come
+    walk = walk_top(upload.held_whole())
+    while True:
+        try:
+            next(walk)
+        except StopIteration as found:
+            return by_top(route, found.value, head)
+        conn.pump.resume(conn)
+        await pause
 
 
 async def _begun(conn: Connection, mine: Exchange, head: RequestHead, limit: int) -> Upload:

@@ -231,6 +231,8 @@ class TlsConn(Conn):
         return done
 
     def sendmsg(self, pieces: list[bytes]) -> int:
+        if sum(map(len, pieces)) > PORTION_BYTES:
+            return self.send(pieces[0])  # to join them would copy a large body
         return self.send(b"".join(pieces))
 
     def _settle_debt(self) -> int:

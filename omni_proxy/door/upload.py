@@ -8,11 +8,12 @@ bounded by `[server] max_held_bytes`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from omni_proxy.door.account import Exchange
 from omni_proxy.door.conn import Conn
 from omni_proxy.door.task import EITHER, Gone, pause
+from omni_proxy.routing.large import LARGE_BYTES
 from omni_proxy.wire.chunked import LAST_CHUNK, ChunkedBody, as_chunk
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import CHUNKED, RequestHead
@@ -74,8 +75,17 @@ class Upload:
     def take(self) -> bytes:
         """What is held; it is the caller's now."""
         held, self._held = self._held, []
-        whole = held[0] if len(held) == 1 else b"".join(held)
-        return bytes(whole)
+        if len(held) != 1:
+            return b"".join(held)
+        if self.held_bytes > LARGE_BYTES:  # whoever reads or sends it does not mind
+            return cast("bytes", held[0])
+        return bytes(held[0])
+
+    def held_whole(self) -> bytes:
+        """The same, to be looked at; it stays here."""
+        whole = self.take()
+        self._held = [whole]
+        return whole
 
     def begin(self, lines: bytes) -> bytes:
         """The head with our framing. From here on what is held can be poured only."""
@@ -137,7 +147,11 @@ class Upload:
     def _keep(self, payload: bytes) -> None:
         """Small pieces together: each of its own would take many times its length."""
         held = self._held
-        if len(payload) >= SMALL_PIECE_BYTES:
+        if self.held_bytes > LARGE_BYTES:  # grows where it is: to join it at its end takes too long
+            if len(held) != 1 or not isinstance(held[0], bytearray):
+                held[:] = [bytearray().join(held)]
+            held[0] += payload
+        elif len(payload) >= SMALL_PIECE_BYTES:
             held.append(payload)
         elif held and isinstance(held[-1], bytearray):
             held[-1] += payload

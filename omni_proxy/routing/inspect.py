@@ -16,7 +16,7 @@ import msgspec
 
 from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
 from omni_proxy.routing.form import form_fields
-from omni_proxy.routing.large import LARGE_BYTES, read_top
+from omni_proxy.routing.large import LARGE_BYTES, Top, read_top
 from omni_proxy.routing.payload import (
     MAX_REQUEST_ID_CHARS,
     UNSAID,
@@ -135,10 +135,8 @@ def inspect(route: Route, body: bytes, facts: Facts) -> Need:
     """Raises Refusal 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
     if body and is_json(route, facts):
         if len(body) > LARGE_BYTES:
-            need = _large(route, body)
-            need.hinted = frozenset(facts.hints)
-        else:
-            need = need_of(route, body)
+            return by_top(route, read_top(body), facts)
+        need = need_of(route, body)
         if facts.hints:
             _apply_hints(need, facts.hints, source="JSON body")
         return need
@@ -170,8 +168,8 @@ def by_hints(route: Route, facts: Facts, model: str | None = None) -> Need:
     return need
 
 
-def _large(route: Route, body: bytes) -> Need:
-    top = read_top(body)
+def by_top(route: Route, top: Top, facts: Facts) -> Need:
+    """What a large JSON body says. Raises Refusal 400."""
     need = _read(route, Payload(
         model=text_in(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
@@ -180,6 +178,9 @@ def _large(route: Route, body: bytes) -> Need:
     if route.traffic.startswith("speech"):
         need.mask |= AUDIO  # a voice reference is what makes such a body large
     need.large = route.traffic
+    need.hinted = frozenset(facts.hints)
+    if facts.hints:
+        _apply_hints(need, facts.hints, source="JSON body")
     return need
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from omni_proxy.routing.inspect import Need
 
 LARGE_BYTES = 1024 * 1024
+AT_ONCE_BYTES = 8 * 1024 * 1024  # a walk over more would keep everybody else waiting
 PREFIX_BYTES = 64 * 1024
 _UNSAID = msgspec.Raw()
 

@@ -1,12 +1,16 @@
 import pytest
 import trio
+import trio.lowlevel
 
+from tests.promises.clients import post
 from tests.promises.door_alone import open_door
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
+    answering,
     chunk,
     counted,
+    fake_workers,
     refusing_url,
 )
 from tests.promises.takers import (
@@ -200,3 +204,27 @@ async def test_what_is_left_of_a_refused_body_is_never_a_request(taking, framing
         assert (answer.status, answer.one("connection")) == (400, "close")
         await client.send(behind)
         assert await client.until_closed() == b""
+
+
+async def test_others_are_answered_while_a_large_body_is_walked():
+    """What must be known stands last, behind what takes long to step over."""
+    dense = b'{"messages":[' + b'"",' * (3 * MIB) + b'""],"model":"m"}'
+    async with (
+        fake_workers(answering(counted(b"{}"))) as (made,),
+        open_door(config=MODEL.format(made.url)) as opened,
+        opened.client() as large,
+        opened.client() as small,
+    ):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(large.send, head(len(dense)), dense)
+            with trio.fail_after(PATIENCE_SECS):
+                while opened.door.held_bytes < len(dense):
+                    await trio.lowlevel.checkpoint()
+        assert not made.requests
+        await small.send(post())
+        assert (await small.answer()).status == 200
+        assert len(made.requests) == 1
+        assert (await large.answer()).status == 200
+        assert [len(body) for _, body in made.requests][1:] == [len(dense)]
+        assert opened.last["model"] == "m"
+        assert opened.door.held_bytes == 0
