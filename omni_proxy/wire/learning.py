@@ -73,7 +73,8 @@ def _steps(
         forbidden = CONTROLS_AND_SPACES if name in ids else CONTROLS
         if name == LENGTH_NAME:
             forbidden = COUNT
-        steps.append((before, beginning, forbidden, behind.get(at)))
+        same = before + beginning
+        steps.append((same, len(same), forbidden, behind.get(at)))
         done = at + 1
     return tuple(steps), CRLF.join(lines[done:])
 

@@ -19,16 +19,17 @@ CONTROLS_AND_SPACES: Final = CONTROLS + b"\t "
 # In their place where the value is the content-length.
 COUNT: Final = b""
 
-Step = tuple[bytes, bytes, bytes, bytes | None]
+Step = tuple[bytes, int, bytes, bytes | None]
 
 
 class Spelling(msgspec.Struct, gc=False, eq=False):
     """How a head that is known is written, between the values that vary.
 
-    Each step to a value is what stays the same since the last one (with its line end), the field's
-    name as it is written, with its colon, the bytes that the value must not hold, and what goes on
-    behind it; that is None for a field that ends here, such as the content-length, which is written
-    anew. `last` is what follows the last value, without the blank line.
+    Each step to a value is what stays the same since the last one (with its line end), up to the
+    name of the value's field and its colon, how long that is, the bytes that the value must not
+    hold, and what goes on behind it; that is None for a field that ends here, such as the
+    content-length, which is written anew. `last` is what follows the last value, without the blank
+    line.
     """
 
     first: bytes  # of the lines as they go on, until the first value in them
@@ -42,11 +43,10 @@ class Spelling(msgspec.Struct, gc=False, eq=False):
         not written like this, its content-length is not `length`, or a value is empty or not
         plainly well-formed."""
         parts = [self.first]
-        for before, name, forbidden, after in self.steps:
-            same, _, head = head.partition(name)
-            if same != before:
+        for same, size, forbidden, after in self.steps:
+            if not head.startswith(same):
                 return None
-            value, _, head = head.partition(_CRLF)
+            value, _, head = head[size:].partition(_CRLF)
             if not forbidden:
                 if value != length:
                     return None

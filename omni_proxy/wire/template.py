@@ -157,18 +157,12 @@ class _Template:
         )
 
     def widen(self, head: bytes) -> bool:
-        """Let what differs in another head of this key vary, too; False where nothing does.
-
-        A field that is repeated varies as a whole, for the first of its lines is the one found.
-        """
-        lines = head.split(CRLF)
-        both = zip(self._sample.split(CRLF), lines, strict=True)
+        """Let what differs in another head of this key vary, too; False where nothing does."""
+        both = zip(self._sample.split(CRLF), head.split(CRLF), strict=True)
         differ = {at for at, (one, other) in enumerate(both) if one != other}
         if differ <= self._varying:
             return False
-        names = {name_of(lines[at]) for at in differ}
-        repeated = {at for at, line in enumerate(lines[1:-2], 1) if name_of(line) in names}
-        self._varying |= repeated
+        self._varying |= differ
         self._sample = head
         return True
 

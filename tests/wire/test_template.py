@@ -180,6 +180,16 @@ def test_several_fields_that_are_new_in_every_request_are_too(monkeypatch):
     assert not any(judged(monkeypatch, templates, heads)[3:])
 
 
+def test_a_value_may_look_like_a_field(monkeypatch):
+    templates = RequestTemplates()
+    heads = varied(10, of="X-Unique", more=[("CF-Ray", ": ", "X-Unique: 1")])
+    heads = [head.replace(b"Host: h", b"Host: h\r\na: Content-Length: 1") for head in heads]
+    heads += [head.replace(b"\r\n\r\n", b"\r\nX-Unique: 2\r\n\r\n") for head in heads]
+    asked = judged(monkeypatch, templates, heads)
+    assert not any(asked[3:10])
+    assert not any(asked[13:])
+
+
 def test_clients_with_keys_of_their_own_share_what_is_remembered(monkeypatch):
     templates = RequestTemplates()
     heads = [
