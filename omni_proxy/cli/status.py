@@ -15,6 +15,7 @@ from datetime import datetime
 from textwrap import wrap
 from typing import Final
 
+from omni_proxy import __version__
 from omni_proxy.cli.feed import PATH, Feed, Point, Row, Watched, feed_of
 from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Place, Proxy, Told, add_place, place_of
 from omni_proxy.cli.judging import (
@@ -121,6 +122,8 @@ def headline(feed: Feed, url: str, width: int) -> str:
 def _summary(feed: Feed, url: str, width: int) -> Iterator[str]:
     now = moment(feed.at)
     yield headline(feed, url, width)
+    if versions := version_words(feed):
+        yield f"version   {versions}"
     file = plain(feed.config_file) if feed.config_file else "no file"
     yield f"process   {feed.pid}, up {age(feed.uptime_secs)}, revision {feed.revision} of {file}"
     yield f"workers   {fleet_words(feed.fleet)}"
@@ -143,6 +146,14 @@ def stall_words(watched: Watched, now: datetime | None) -> str:
     at = moment(watched.last_stall_at or "")
     last = f"; last {age((now - at).total_seconds())} ago" if now and at else ""
     return f"the proxy was blocked for a second or more {many}{last}: its log has the stacks"
+
+
+def version_words(feed: Feed) -> str:
+    """A warning where the proxy is not of this command's version; "" where it is."""
+    if not feed.version or feed.version == __version__:
+        return ""
+    running = plain(feed.version)
+    return f"WARNING: the proxy runs {running}, this command is {__version__}: use the same version"
 
 
 def fleet_words(fleet: Sequence[Row]) -> str:

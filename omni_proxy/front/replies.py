@@ -1,7 +1,8 @@
 """JSON in, JSON out: the one place where the front reads bodies and makes responses.
 
 Invariant: every answer of the front is JSON, errors of Quart and Werkzeug included, but for the few
-sentences of an older dialect; keys keep the order in which they were said.
+sentences of an older dialect and a browser's redirect from / to the dashboard; keys keep the order
+in which they were said.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ async def _refused(refusal: Refusal) -> Response:
 
 async def _failed(error: HTTPException) -> Response:
     status = error.code or 500
+    if status == 404 and request.path == "/" and "text/html" in request.headers.get("Accept", ""):
+        # A browser. Relative, for a proxy before us may have cut a prefix off.
+        return Response("", 302, {"Location": "dashboard", "Cache-Control": "no-store"})
     code = error.name.lower().replace(" ", "_")
     message = f"{error.name}: {request.method} {_as_asked()}" if status < 500 else error.name
     if status == 404 and (near := near_path(_as_asked())):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 POINTS: Final = 900
 MARK_SECS: Final = 10
-LATELY_SECS: Final = 50  # so a worker's numbers are those of its last 50 to 60 seconds, or 70
+LATELY_SECS: Final = 60  # a worker's numbers are those of its last 50 to 60 seconds, never more
 KEPT_ENDS: Final = 50
 KEPT_TROUBLES: Final = 150
 ENDS_PER_SECOND: Final = 5  # a busy second would push all others out
@@ -168,10 +168,11 @@ class Recent:
         self.gather(worker)
         now, then = self.sums.get(worker) or Slot(), Slot()
         began = max(self._began or at - 1, at - LATELY_SECS)
-        for marked_at, slot in self._marks.get(worker, ()):
-            if at - marked_at <= LATELY_SECS:
-                break
-            began, then = marked_at, slot
+        marks = self._marks.get(worker, ())
+        if marks and at - marks[0][0] > LATELY_SECS:
+            # Never more than the minute: beside it stands what `points` has of the same minute.
+            inside = (mark for mark in marks if at - mark[0] <= LATELY_SECS)
+            began, then = next(inside, marks[-1])
         lately = Slot(
             requests=now.requests - then.requests,
             errors=now.errors - then.errors,

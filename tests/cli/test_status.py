@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy import __version__
 from omni_proxy.cli import main
 from omni_proxy.cli.feed import feed_of, read_feed
 from omni_proxy.cli.status import screen
@@ -54,6 +55,13 @@ def test_a_machine_gets_the_picture_as_it_is(proxy, capsys):
     proxy.says["/feed"] = (200, PICTURE)
     assert main(["status", "--json", "--url", proxy.url]) == 0
     assert json.loads(capsys.readouterr().out) == PICTURE
+
+
+def test_a_proxy_of_another_version_is_warned_of(proxy, capsys):
+    proxy.says["/feed"] = (200, {**PICTURE, "version": "0.9.0"})
+    assert main(["status", "--url", proxy.url]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"WARNING: the proxy runs 0.9.0, this command is {__version__}" in said
 
 
 def test_not_ready_is_status_1_and_says_so(proxy, capsys):

@@ -117,3 +117,16 @@ def test_every_field_that_can_be_filled_has_a_name(tags):
 
 def test_the_page_is_small():
     assert len(PAGE.encode()) < MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("accept", "status"),
+    [("text/html,application/xhtml+xml,*/*;q=0.8", 302), ("*/*", 404), ("application/json", 404)],
+)
+async def test_a_browser_at_the_root_is_led_to_it_and_a_program_gets_a_404(house, accept, status):
+    answer = await house.client().get("/", headers={"Accept": accept})
+    assert answer.status_code == status
+    if status == 302:
+        assert answer.headers["Location"].endswith("dashboard")
+    else:
+        assert (await answer.get_json())["error"]["code"] == "not_found"

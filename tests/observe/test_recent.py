@@ -43,6 +43,19 @@ def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
     assert recent.of(b, 1200.0) == (0.0, 0, 0, None, None)
 
 
+def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, meters):
+    a, _ = fleet.workers
+    for second in range(100):
+        meters.count(whole(a, 0.2), a)
+        recent.tick(1000.0 + second, 0, 0)
+    for second in range(100, 162):
+        recent.tick(1000.0 + second, 0, 0)
+        minute = [point for point in recent.points if point.at > 1000 + second - 60]
+        told = recent.of(a, 1000.0 + second)
+        assert told.answers <= sum(point.requests for point in minute)
+    assert told.first_p50_ms is None
+
+
 def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
@@ -83,9 +96,9 @@ def test_one_that_came_a_moment_ago_had_nothing_before(fleet, recent, meters):
         recent.tick(1000.0 + second, 0, 0)
     for _ in range(10):
         meters.count(whole(b), b)
-    assert recent.of(b, 1200.0).rate == pytest.approx(10 / 50)
+    assert recent.of(b, 1200.0).rate == pytest.approx(10 / 60, abs=0.01)
     recent.tick(1200.0, 0, 0)
-    assert recent.of(b, 1210.0).rate == pytest.approx(10 / 50)
+    assert recent.of(b, 1210.0).rate == pytest.approx(10 / 60, abs=0.01)
 
 
 def test_who_has_left_the_fleet_is_forgotten_at_once(fleet, recent, meters):

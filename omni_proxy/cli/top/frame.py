@@ -25,7 +25,7 @@ from omni_proxy.cli.judging import (
     weight_words,
 )
 from omni_proxy.cli.rows import fleet_table
-from omni_proxy.cli.status import fleet_words, headline, paused_lines, request_words
+from omni_proxy.cli.status import fleet_words, headline, paused_lines, request_words, version_words
 from omni_proxy.cli.tables import NOTHING, age, cut, millis, moment, plain, width_of
 from omni_proxy.cli.top.follower import Heard
 from omni_proxy.cli.top.view import ORDERS, View
@@ -97,6 +97,8 @@ def _head(feed: Feed, heard: Heard, url: str, width: int) -> Iterator[Line]:
     )
     if heard.lost:
         yield f"OLD PICTURE, {age(heard.secs_ago)}. {_link(heard)}", "bold red reverse"
+    if versions := version_words(feed):
+        yield f"version   {versions}", "yellow"
     for line in paused_lines(feed):
         yield f"PAUSED    {line}", "bold red reverse"
     yield f"workers   {fleet_words(feed.fleet)}", ""
