@@ -6,6 +6,8 @@ tries again. What somebody else has put there is set aside, never written over.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import logging
 import os
 from pathlib import Path
@@ -60,6 +62,8 @@ class StateFile:
         self._state: State | None = state  # None: a write failed, who knows where
         self._seen = signature(path) if path else None  # how we left it, or found it
         self.error = ""
+        if path is not None:
+            sweep_leftovers(path)
 
     async def keep(self, path: Path | None, state: State) -> None:
         """It runs whether or not it can be written: a full disk must not tie an operator's hands.
@@ -94,6 +98,21 @@ class StateFile:
             )  # fmt: skip
         write_atomically(path, render_state(state))
         self._seen = signature(path)
+
+
+def sweep_leftovers(path: Path) -> None:
+    """Remove what writers of `path` left beside it that were killed before the rename."""
+    for aside in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        pid = aside.name.rpartition(".")[2]
+        if pid.isascii() and pid.isdigit() and not _writes(int(pid)):
+            with contextlib.suppress(OSError):
+                aside.unlink()
+                _log.info("%s was left by a write that was killed; it is removed", aside)
+
+
+def _writes(pid: int) -> bool:
+    """Whether another process of that number may be at work on its file."""
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def write_atomically(path: Path, text: str) -> None:

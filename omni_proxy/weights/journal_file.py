@@ -16,7 +16,7 @@ import msgspec
 from omni_proxy.config.schema import Config
 from omni_proxy.control.journal import Journal, UnreadableJournal, decode, encode
 from omni_proxy.control.published import Published
-from omni_proxy.watch.state_file import write_atomically
+from omni_proxy.watch.state_file import sweep_leftovers, write_atomically
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
@@ -38,7 +38,9 @@ class JournalFile:
         self._epoch_path = folder / "epoch.json"
 
     def read(self) -> Journal:
-        """Without a file nothing is under way. Raises UnreadableJournal."""
+        """At the start. Without a file nothing is under way. Raises UnreadableJournal."""
+        for path in (self.path, self._epoch_path):
+            sweep_leftovers(path)
         try:
             return decode(self.path.read_bytes())
         except FileNotFoundError:

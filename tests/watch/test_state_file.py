@@ -2,6 +2,7 @@ import errno
 import logging
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,22 @@ async def test_what_could_not_be_written_is_tried_again(path, monkeypatch, caplo
     monkeypatch.undo()
     await kept.keep(path, SOME)
     assert (kept.error, state_at(path)) == ("", SOME)
+
+
+def test_what_killed_writes_left_is_swept_at_the_start_and_nothing_else(path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = [path.with_name(f".{path.name}.{pid}") for pid in (ended.pid, os.getpid())]
+    others = [f".{path.name}.{os.getppid()}", f".{path.name}.old", ".other.toml.1", "s.toml.1"]
+    kept = [path.with_name(name) for name in others]
+    for each in (*left, *kept):
+        each.write_text("half")
+    StateFile(path, State())
+    assert sorted(path.parent.iterdir()) == sorted(kept)
+
+
+def test_a_folder_that_is_not_there_has_no_leftovers(tmp_path):
+    StateFile(tmp_path / "no such folder" / "s.toml", State())
 
 
 async def test_what_the_disk_has_is_not_written_again(path):

@@ -1,6 +1,7 @@
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ def mode(path):
 @pytest.fixture
 def file(tmp_path):
     return JournalFile(tmp_path / "deep" / "proxy.weights")
+
+
+def test_what_killed_writes_left_is_swept_at_the_start(file):
+    file.write(SOME)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in ("journal", "epoch"):
+        (file.folder / f".{name}.json.{ended.pid}").write_text("half")
+    assert JournalFile(file.folder).read() == SOME
+    assert os.listdir(file.folder) == ["journal.json"]
 
 
 def test_what_is_written_is_read_and_nobody_else_may_read_it(file):
