@@ -119,7 +119,7 @@ class InfoRoutes:
             raise Refused(503, f"the server is {health['status']}")
         if self._served.can("chat"):
             await self._generate_one()
-        return Response(b"", 200)
+        return Response(b"", 200, content_type="text/plain; charset=utf-8")
 
     async def _generate_one(self) -> None:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
