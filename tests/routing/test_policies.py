@@ -54,6 +54,24 @@ def test_least_request_gives_equals_their_turn(count, load, rounds):
     assert len(picked) == count
 
 
+@given(loads, st.integers(0, 9), st.integers(1, 5))
+def test_least_request_takes_turns_among_ties_whoever_else_is_busy(counts, before, rounds):
+    """The naive one: the group of the least loaded, and each of it once in every round."""
+    policy = build("least_request", random.randrange)
+    idle = loaded(*[0] * len(counts))
+    for _ in range(before):  # the turn may be anywhere
+        policy.pick(idle, NEED)
+    candidates = loaded(*counts)
+    ties = [worker for worker in candidates if worker.in_flight == min(counts)]
+    picked = []
+    for _ in range(rounds * len(ties)):
+        shown, _ = policy.preview(candidates, NEED)
+        picked.append(policy.pick(candidates, NEED))
+        assert picked[-1] is shown
+    first = ties.index(picked[0])
+    assert picked == [ties[(first + at) % len(ties)] for at in range(len(picked))]
+
+
 @given(st.integers(2, 6), st.integers(1, 40))
 def test_least_request_spreads_what_stays_in_flight(count, requests):
     policy = build("least_request", random.randrange)

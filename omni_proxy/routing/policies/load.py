@@ -12,10 +12,11 @@ from omni_proxy.routing.policies.weights import Weights, least, load_word
 
 
 class LeastRequest(Policy):
-    """The fewest exchanges in flight; among ties the next in turn.
+    """The fewest exchanges in flight; among ties the next in turn (omni-router.md 8).
 
     Where all weigh the same the scan starts at the turn and stops at the first idle worker, so a
-    fleet with room costs O(1). Else the least of (in_flight + 1) / weight goes.
+    fleet with room costs O(1); the turn goes on behind the one that was picked, or a busy worker's
+    neighbour would get its turns. Else the least of (in_flight + 1) / weight goes.
     """
 
     __slots__ = ("_even", "_turn", "_twice", "_weights", "name")
@@ -33,10 +34,13 @@ class LeastRequest(Policy):
         return chosen
 
     def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+        turn = self._turn
         chosen = self._least(candidates)
+        self._turn = turn
         return chosen, f"the least loaded of {len(candidates)}: {load_word(chosen)}"
 
     def _least(self, candidates: Sequence[Worker]) -> Worker:
+        """The turn is its own afterwards."""
         if candidates is not self._even:
             if not self._weights.take(candidates):
                 return least(candidates, self._turn)[0]
@@ -47,13 +51,14 @@ class LeastRequest(Policy):
         best = candidates[start]
         fewest = best.in_flight
         if fewest:
-            twice = self._twice
+            twice, place = self._twice, start
             for at in range(start + 1, start + count):
                 worker = twice[at]
                 if worker.in_flight < fewest:
-                    best, fewest = worker, worker.in_flight
+                    best, fewest, place = worker, worker.in_flight, at
                     if not fewest:
                         break
+            self._turn += place - start
         return best
 
 
