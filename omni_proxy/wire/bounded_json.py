@@ -11,6 +11,7 @@ import json
 from typing import Final
 
 MAX_VALUES: Final = 100_000  # some 20 ms to read
+SPARE_LEVELS: Final = 50  # what was read is written again, inside other values
 
 
 class TooManyValues(ValueError):
@@ -27,7 +28,11 @@ def read_json(raw: bytes, max_values: int = MAX_VALUES) -> object:
     if values_at_most(raw) > max_values:
         raise TooManyValues(f"more than {max_values} values")
     try:
-        value: object = json.loads(raw)
+        return _loads(raw, SPARE_LEVELS)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return value
+
+
+def _loads(raw: bytes, levels: int) -> object:
+    """With so many levels of recursion left to spare."""
+    return _loads(raw, levels - 1) if levels else json.loads(raw)

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.bounded_json import MAX_VALUES, TooManyValues, read_json, values_at_most
+from omni_proxy.wire.bounded_json import (
+    MAX_VALUES,
+    SPARE_LEVELS,
+    TooManyValues,
+    read_json,
+    values_at_most,
+)
+from omni_proxy.wire.errors import to_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -41,3 +48,17 @@ def test_one_long_string_is_one_value():
 def test_what_is_no_json_is_a_value_error(raw):
     with pytest.raises(ValueError, match=r"."):
         read_json(raw)
+
+
+def test_what_is_nested_as_deeply_as_can_be_read_can_be_written_within_more():
+    depths = []
+    for depth in range(100, 1100):
+        try:
+            value = read_json(b"[" * depth + b"]" * depth)
+        except ValueError:
+            break
+        depths.append(depth)
+        for _ in range(SPARE_LEVELS - 20):
+            value = [value]
+        to_json(value)
+    assert depths
