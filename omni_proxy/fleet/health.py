@@ -38,9 +38,10 @@ class Thresholds:
     on_threshold: Health = Health.UNHEALTHY
     eject: Health = Health.UNHEALTHY
     tries: int = 0  # failed requests in a row that eject; 0: only `fall` does
+    apart: bool = False  # `fall` counts failed probes alone, as sglang-router's health check does
 
 
-def thresholds_of(config: Config) -> Thresholds:
+def thresholds_of(config: Config, *, apart: bool = False) -> Thresholds:
     eject = config.routing.eject
     return Thresholds(
         rise=config.health.success_threshold,
@@ -49,6 +50,7 @@ def thresholds_of(config: Config) -> Thresholds:
         # One that is to be removed is out at once; what takes it out of the registry comes after.
         eject=Health.DEAD if eject == "dead" else Health.UNHEALTHY,
         tries=config.routing.max_worker_retries,
+        apart=apart,
     )
 
 
@@ -130,9 +132,9 @@ class HealthMachine(_Hot):
         tried = self.trial_owed and trial == self.trial != 0
         if not tried and (self.trial_owed or self.state is Health.UNHEALTHY):
             return False
-        self._count()
+        self._count(in_run=not thresholds.apart)
         self.failed_tries += 1
-        whole = self._run >= thresholds.fall
+        whole = not thresholds.apart and self._run >= thresholds.fall
         if whole and self.probe_failed and not tried:
             self._enter(thresholds.on_threshold, at)
             return False
@@ -211,10 +213,10 @@ class HealthMachine(_Hot):
     def on_trial(self) -> bool:
         return self.trial_owed and self.state is Health.HEALTHY
 
-    def _count(self) -> None:
+    def _count(self, *, in_run: bool = True) -> None:
         self.consecutive_successes = 0
         self.consecutive_failures += 1
-        self._run += 1
+        self._run += in_run
 
     def _note(self, at: datetime, status: int | None, error: str | None) -> None:
         self.last_checked_at = at

@@ -183,6 +183,8 @@ _HELD_WORDS = {
     "updating": "being updated",
     "paused": "paused by a trainer",
     "uncertain": "uncertain since a weight update",
+    "catching_up": "being brought up to the version of the others",
+    "unproven": "asked for the version of its weights",
 }
 _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]

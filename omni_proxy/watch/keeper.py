@@ -233,7 +233,7 @@ class Keeper:
         self.state_file = state_path(self.startup, new)
         self.revision += 1
         self._failures.clear()
-        self.fleet.thresholds = thresholds_of(new)
+        self.fleet.thresholds = thresholds_of(new, apart=self.startup.dialect == "sglang")
         wanted = desired(new, self.startup.flag_urls, state)
         self._attempt(partial(self.fleet.apply, wanted, datetime.now(UTC)))  # or what watches it
         for commit in commits:

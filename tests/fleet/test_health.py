@@ -41,7 +41,10 @@ class Naive:
         if self.row and (self.row[-1] == "probe good") != good:
             self.row = []
         self.row.append(event)
-        self.since_ejected = [] if good else [*self.since_ejected, event]
+        if good:
+            self.since_ejected = []
+        elif not (self.thresholds.apart and event == "request failed"):
+            self.since_ejected = [*self.since_ejected, event]
 
     def probe_good(self):
         self.add("probe good")
@@ -58,7 +61,7 @@ class Naive:
             return
         self.add("request failed")
         self.unanswered += 1
-        enough = len(self.since_ejected) >= self.thresholds.fall
+        enough = len(self.since_ejected) >= self.thresholds.fall and not self.thresholds.apart
         if enough and "probe failed" in self.row:
             self.go(self.thresholds.on_threshold)
         elif enough or 0 < self.thresholds.tries <= self.unanswered:
@@ -107,10 +110,10 @@ class Naive:
 class HealthLife(RuleBasedStateMachine):
     @initialize(
         rise=st.integers(1, 3), fall=st.integers(1, 4), tries=st.integers(0, 3),
-        on_threshold=STATES, eject=STATES,
+        on_threshold=STATES, eject=STATES, apart=st.booleans(),
     )  # fmt: skip
-    def begin(self, rise, fall, tries, on_threshold, eject):
-        self.thresholds = Thresholds(rise, fall, on_threshold, eject, tries)
+    def begin(self, rise, fall, tries, on_threshold, eject, apart):
+        self.thresholds = Thresholds(rise, fall, on_threshold, eject, tries, apart)
         self.machine, self.naive, self.now = HealthMachine(NOW), Naive(self.thresholds), NOW
         self.trial = self.old_trial = 0
         self.last = ""
@@ -269,6 +272,17 @@ def test_with_no_bound_on_tries_the_failure_threshold_still_counts():
     assert machine.state is Health.HEALTHY
     tell(machine, never, "bad request")
     assert machine.state is Health.UNHEALTHY
+
+
+@pytest.mark.parametrize(("tries", "failed"), [(0, 50), (10, 9)])
+def test_counted_apart_only_the_bound_on_tries_ejects_for_failed_requests(tries, failed):
+    apart = Thresholds(fall=2, eject=Health.UNHEALTHY, tries=tries, apart=True)
+    machine = machine_of(apart, *UP, *["bad request"] * failed)
+    assert machine.state is Health.HEALTHY
+    tell(machine, apart, "bad probe")
+    assert machine.state is Health.HEALTHY
+    tell(machine, apart, "bad request")
+    assert machine.state is (Health.UNHEALTHY if tries else Health.HEALTHY)
 
 
 def test_a_good_probe_forgets_a_failed_one():

@@ -190,6 +190,12 @@ def test_nobody_free_of_holds_names_them():
         ([{"updating"}] * 2, "weights_updating", "is being updated"),
         ([{"paused"}] * 2, "paused", "is paused by a trainer"),
         ([{"uncertain"}] * 2, "weights_uncertain", "is uncertain since a weight update"),
+        (
+            [{"catching_up"}] * 2,
+            "weights_uncertain",
+            "is being brought up to the version of the others",
+        ),
+        ([{"unproven"}] * 2, "weights_uncertain", "is asked for the version of its weights"),
         ([{"paused"}, {"updating"}], "weights_updating", "is being updated or paused by a trainer"),
         (
             [{"uncertain", "paused"}] * 2,
