@@ -17,7 +17,7 @@ from omni_proxy.config.overlay import Desired, State, with_added, with_deleted
 from omni_proxy.config.schema import Config
 from omni_proxy.config.url import dial_address, normalize_url
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.front.replies import bad
+from omni_proxy.front.replies import bad, warn
 from omni_proxy.front.revisions import if_match, refuse_mismatch
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.watch.own_address import REASON, bound, is_own
@@ -42,6 +42,8 @@ class Changes:
         refuse_mismatch(changed)
         if changed.outcome == "refused":
             raise bad(str(changed.error), "change_refused")
+        if error := self._rooms.keeper.state_error:
+            warn(f"in force, but not saved, so that a restart would lose it: {error}")
 
     async def add(self, entry: Desired) -> Worker:
         """Raises Refusal 409 where it is there already."""

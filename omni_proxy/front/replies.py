@@ -9,19 +9,41 @@ from __future__ import annotations
 
 import json
 
-from quart import Quart, Response, request
+from quart import Quart, Response, g, has_request_context, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from omni_proxy.front.near_paths import near_path
 from omni_proxy.wire.errors import Refusal, to_json
 
+WARNING_FIELD = "X-Omni-Warning"
+
 
 def reply(payload: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(payload), status, headers, content_type="application/json")
+    warning = _warning()
+    if warning and isinstance(payload, dict):
+        payload = {**payload, "warning": warning}
+    made = Response(to_json(payload), status, headers, content_type="application/json")
+    return _warned(made, warning)
 
 
 def text(sentence: str) -> Response:
-    return Response(sentence, 200, content_type="text/plain; charset=utf-8")
+    made = Response(sentence, 200, content_type="text/plain; charset=utf-8")
+    return _warned(made, _warning())
+
+
+def warn(warning: str) -> None:
+    """The answer to the present request shall say so beside its success."""
+    g.warning = warning
+
+
+def _warning() -> str:
+    return str(g.get("warning", "")) if has_request_context() else ""
+
+
+def _warned(response: Response, warning: str) -> Response:
+    if warning:
+        response.headers[WARNING_FIELD] = warning.encode("ascii", "backslashreplace").decode()
+    return response
 
 
 def bad(message: str, code: str = "invalid_request") -> Refusal:

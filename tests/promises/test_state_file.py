@@ -149,12 +149,20 @@ async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
     blocked.write_text("a file where a folder should be")
     put(file, toml([one], more=f'state_file = "{blocked}/state.toml"'))
     async with program("--config", file) as running:
-        await add(running, two)
+        answer = await add(running, two)
+        said = f"in force, but not saved, so that a restart would lose it: {blocked}/state.toml"
+        assert answer.json()["warning"].startswith(said)
+        assert answer.headers["x-omni-warning"] == answer.json()["warning"]
+        removed = await running.client.post("/remove_worker", params={"url": two.url})
+        assert (removed.status_code, removed.headers["x-omni-warning"][:8]) == (200, "in force")
+        answer = await add(running, two)
         assert urls(await running.told("/workers")) == [one.url, two.url]
         assert str(blocked) in (await running.told("/status"))["state_error"]
         blocked.unlink()
         assert (await running.client.post("/reload")).json()["outcome"] == "unchanged"
         assert (await running.told("/status"))["state_error"] is None
+        assert "warning" not in (await running.client.delete(path(two))).json()
+        assert "warning" not in (await add(running, two)).json()
     async with program("--config", file) as running:
         assert urls(await running.told("/workers")) == [one.url, two.url]
 
