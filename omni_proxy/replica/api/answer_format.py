@@ -33,10 +33,11 @@ async def schema_of(served: Served, given: dict[str, Any] | None) -> str | None:
     if schema is None:
         return None
     infos = served.client.stage_info().values()
-    if not any(info.get("json_schemas") for info in infos):
-        raise Refused(
-            400, f"{FIELD}: no stage of this pipeline enforces a JSON schema; leave it out"
-        )
+    # A stage that is not ready has not said what it can: the request fails as any other would.
+    ready = served.client.health()["status"] == "healthy"
+    if ready and not any(info.get("json_schemas") for info in infos):
+        told = "no stage of this pipeline enforces a JSON schema; leave it out"
+        raise Refused(400, f"{FIELD}: {told}")
     try:
         # A large schema takes half a second: not on the loop.
         await trio.to_thread.run_sync(check_schema, schema)

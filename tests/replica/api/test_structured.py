@@ -149,6 +149,15 @@ async def test_without_the_package_it_is_a_501_that_names_the_extra(tiny, monkey
     assert "omni-proxy[replica]" in (await answer.get_json())["detail"]
 
 
+async def test_a_stage_that_is_not_ready_is_not_taken_for_one_that_cannot(world, monkeypatch):
+    ask = {"response_format": {"type": "json_object"}}
+    assert (await world.chat(**ask)).status_code == 400
+    told = world.client.health() | {"status": "starting"}
+    monkeypatch.setattr(world.client, "health", lambda: told)
+    assert (await world.chat(**ask)).status_code == 200
+    assert world.heard.params["json_schema"] == '{"type": "object"}'
+
+
 async def test_completions_can_be_held_to_a_schema_too(tiny):
     named = {"name": "c", "schema": {"enum": ["yes", "no"]}}
     ask = {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": named}}
