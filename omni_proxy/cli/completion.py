@@ -9,10 +9,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.shells import SHELLS, Flag, Page
+from omni_proxy.config.schema import Config
 
 _EPILOG: Final = """\
 bash: omni-proxy completion bash > ~/.local/share/bash-completion/completions/omni-proxy
@@ -98,9 +99,19 @@ def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
 
 def _flag(action: argparse.Action) -> Flag:
     takes = action.nargs != 0
-    choices = tuple(map(str, action.choices or ()))
+    choices = tuple(map(str, action.choices or ())) or _values_of(action.dest)
     about = (action.help or "") % {"default": action.default, "prog": "omni-proxy"}
     return Flag(tuple(action.option_strings), about, takes, choices, takes and _is_file(action))
+
+
+def _values_of(key: str) -> tuple[str, ...]:
+    """Of a flag that stands for a key of the configuration, where the key has a list of values."""
+    table, _, name = key.partition(".")
+    kind: object = Config
+    for step in (table, name):
+        hints = get_type_hints(kind) if isinstance(kind, type) else {}
+        kind = hints.get(step)
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
 
 
 def _is_file(action: argparse.Action) -> bool:

@@ -101,10 +101,14 @@ PHASES: Final[tuple[tuple[str, str, Callable[[Phases], Histogram]], ...]] = (
 )
 STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_routable", "1 while it gets requests", lambda w: w.routable),
-    ("worker_disabled", "1 while an operator keeps it out", lambda w: w.disabled),
-    ("worker_on_trial", "1 while it gets one request at a time", lambda w: w.machine.on_trial),
     ("worker_in_flight", "Requests that it has now", lambda w: w.in_flight),
     ("worker_weight_epoch", "Our number of its weights, 0 if unknown", lambda w: w.weight_epoch),
+)
+# Told while they hold: of nearly all workers they would be 0. No counters: a counter that comes up
+# at 1 hides its first increase from rate().
+WHILE_TRUE: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
+    ("worker_disabled", "1 while an operator keeps it out", lambda w: w.disabled),
+    ("worker_on_trial", "1 while it gets one request at a time", lambda w: w.machine.on_trial),
 )
 
 
@@ -171,6 +175,9 @@ def of_fleet(fleet: Fleet) -> Iterator[Metric]:
     yield from gauges("workers", "Workers in the fleet, by state", ("state",), states)
     for name, text, told in STATES:
         yield from gauges(name, text, ("worker",), (((w.url,), told(w)) for w in workers))
+    for name, text, told in WHILE_TRUE:
+        rows = (((w.url,), value) for w in workers if (value := told(w)))
+        yield from gauges(name, text, ("worker",), rows)
     trials = (((w.url,), w.machine.trials) for w in workers)
     yield from counters("worker_trials", "Trial requests that it was given", ("worker",), trials)
     health = (((w.url, w.machine.state.value), 1) for w in workers)
@@ -181,6 +188,6 @@ def of_fleet(fleet: Fleet) -> Iterator[Metric]:
     info = (((w.url, w.model or "", w.origin), 1) for w in workers)
     labels = ("worker", "model", "origin")
     yield from gauges("worker_info", "What it is; always 1", labels, info)
-    weights = (((w.url, w.version.shown), 1) for w in workers)
+    weights = (((w.url, w.version.shown), 1) for w in workers if w.version.shown)
     text = "Which weights it has; always 1"
     yield from gauges("worker_weights_info", text, ("worker", "version"), weights)

@@ -53,6 +53,9 @@ def complete(script):
         (["completion", ""], ["bash", "fish", "zsh", "-h", "--help"]),
         (["status", "--url", ""], []),
         (["launch", "--engine", "ll"], ["llamacpp"]),
+        (["--policy", "p"], ["power_of_two", "prefix_hash"]),
+        (["launch-router", "--policy", "c"], ["cache_aware", "consistent_hashing"]),
+        (["--log-level", "w"], ["warning"]),
     ],
 )
 def test_bash_completes_commands_flags_and_choices(complete, words, offered):

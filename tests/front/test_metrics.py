@@ -109,6 +109,8 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
         ("omni_proxy_worker_health", {("healthy", A): 1, ("unhealthy", B): 1}),
         ("omni_proxy_worker_held", {("updating", A): 1}),
         ("omni_proxy_worker_weight_epoch", {(A,): 3, (B,): 0}),
+        ("omni_proxy_worker_disabled", {}),
+        ("omni_proxy_worker_on_trial", {}),
         ("omni_proxy_config_last_reload_successful", {(): 0}),
         ("omni_proxy_config_last_reload_timestamp_seconds", {(): NOW.timestamp()}),
         ("omni_proxy_config_reloads_total", {("refused", "SIGHUP"): 1}),
