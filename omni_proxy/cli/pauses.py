@@ -28,4 +28,5 @@ def pause_words(paused: Paused, now: datetime | None) -> str:
 def pause_lines(pauses: Iterable[Paused], total: int, now: datetime | None) -> Iterator[str]:
     """A line for each pause that workers share, of a fleet of `total`."""
     for words, count in Counter(pause_words(paused, now) for paused in pauses).items():
-        yield f"{count} of {total} workers {words}; end it with: {GO_ON}"
+        # What to do comes first: a narrow screen cuts the end off.
+        yield f"{count} of {total} workers, end it with: {GO_ON}; {words}"

@@ -14,7 +14,7 @@ PAUSED = {
 }  # fmt: skip
 WORDS = "paused for 12 min by trainer from 10.0.0.3 (/pause_generation, retract)"
 ALL = feed(row("a:1", paused=PAUSED), row("b:1", paused=PAUSED), ready=False, reason="paused")
-LINE = f"2 of 2 workers {WORDS}; end it with: omni-proxy weights continue"
+LINE = f"2 of 2 workers, end it with: omni-proxy weights continue; {WORDS}"
 
 
 def test_a_pause_is_told_with_what_is_known_of_it():
@@ -26,8 +26,8 @@ def test_a_pause_is_told_with_what_is_known_of_it():
 def test_workers_that_share_a_pause_share_a_line():
     pauses = [Paused(**PAUSED), Paused(**PAUSED), Paused()]
     assert list(pause_lines(pauses, 4, moment(AT))) == [
-        f"2 of 4 workers {WORDS}; end it with: omni-proxy weights continue",
-        "1 of 4 workers paused; end it with: omni-proxy weights continue",
+        f"2 of 4 workers, end it with: omni-proxy weights continue; {WORDS}",
+        "1 of 4 workers, end it with: omni-proxy weights continue; paused",
     ]
 
 
@@ -47,7 +47,7 @@ def test_a_pause_of_some_is_told_of_a_proxy_that_is_ready(proxy, capsys):
     assert main(["status", "--url", proxy.url]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 of 2 take requests; 1 PAUSED" in said
-    assert "1 of 2 workers paused for 12 min" in said
+    assert "1 of 2 workers, end it with: omni-proxy weights continue; paused for 12 min" in said
 
 
 def test_top_shows_it_above_the_fleet_and_beside_each_row():
@@ -74,5 +74,5 @@ def test_weights_status_names_it(proxy, capsys):
     proxy.says["/weights"] = (200, told)
     assert main(["weights", "status", "--url", proxy.url]) == 0
     said = capsys.readouterr().out
-    assert "PAUSED: 1 of 1 workers paused by trainer from 10.0.0.3" in said
-    assert "omni-proxy weights continue" in said
+    assert "PAUSED: 1 of 1 workers, end it" in said
+    assert "omni-proxy weights continue; paused by trainer from 10.0.0.3" in said
