@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from tools.bench import crowd, policies, report, scale
+from tools.bench import crowd, policies, report, scale, waiting
 from tools.bench.borrowed import NotInstalled
 from tools.bench.fields import new_field
 from tools.bench.front import front_waits
@@ -81,6 +81,7 @@ def measure_goals(how: Measuring) -> Found:
         "TLS": _tls,
         "500 workers": _many_workers,
         "memory per connection": _memory,
+        "memory of waiting requests": _waiting,
         f"{PROCESSES} processes": _processes,
         "control requests under load": _front,
         "a field that is new in each request": _new_field,
@@ -214,6 +215,14 @@ def _memory(how: Measuring, found: Found) -> None:
         found.facts[what] = {one.side: one.each_bytes for one in ones}
         bars = [Bar(one.side, one.each_bytes / KIB, ours=one is mine) for one in ones]
         found.groups.append(Group(what.capitalize(), "KiB", tuple(bars)))
+
+
+def _waiting(how: Measuring, found: Found) -> None:
+    for name, (count, body) in waiting.BODIES.items():
+        grown = waiting.bytes_per_byte(how.ours(), count, body)
+        what = f"memory per byte of waiting requests, {name}"
+        found.rows.append(Row(what, f"{grown:.2f} bytes", "<= 4", "", grown <= 4))
+        found.facts[what] = grown
 
 
 def _processes(how: Measuring, found: Found) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from tools.bench import crowd, report, scale
+from tools.bench import crowd, report, scale, waiting
 from tools.bench import goals as promises
 from tools.bench.fields import new_field
 from tools.bench.front import front_waits
@@ -152,6 +152,9 @@ def memory(arguments: argparse.Namespace) -> int:
     _tell(report.machine())
     print("\nresident memory of a connection")
     print("\n".join(report.columns(crowd.table(found))))
+    for side in ours:
+        print("\nresident memory of waiting requests, by their bytes")
+        print("\n".join(report.columns(waiting.table(side))))
     return 0
 
 
