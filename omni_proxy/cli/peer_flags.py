@@ -26,6 +26,8 @@ VALUED: Final = {
     "--sticky-key-idle-secs": "routing.sticky_idle_secs",
     "--stream-body-stall-timeout-secs": "server.timeouts.idle_secs",
 }
+# Set a list of ours, to all values that follow.
+LISTS: Final = {"--cors-allowed-origins": "server.cors_allow_origins"}
 # Set a key of ours to this value.
 SWITCHES: Final[dict[str, tuple[str, object]]] = {
     "--disable-circuit-breaker": ("routing.max_worker_retries", 0),
@@ -132,12 +134,6 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         ("--upstream-http2",),
         ("--upstream-pool-idle-timeout-secs", "--max-buffered-request-bytes"),
         (),
-    ),
-    (
-        "no origin is treated otherwise than another; a gateway in front may do that",
-        (),
-        (),
-        ("--cors-allowed-origins",),
     ),
     (
         "X-SMG-Routing-Key, X-Session-Id, Authorization, X-Forwarded-For and Cookie name a "
@@ -249,6 +245,11 @@ def add_mapped(parser: argparse.ArgumentParser, prefix: str) -> None:
         parser.add_argument(
             *_named(flag, prefix), dest=key, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
+    for flag, key in LISTS.items():
+        parser.add_argument(
+            *_named(flag, prefix), dest=key, nargs="*", default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
     for flag, (key, value) in SWITCHES.items():
         parser.add_argument(
             *_named(flag, prefix), dest=_SWITCHED + key, action="store_const", const=value,

@@ -8,7 +8,7 @@ from omni_proxy.cli import launch
 from omni_proxy.cli.arguments import launch_parser, router_parser
 from omni_proxy.cli.engines import ENGINES
 from omni_proxy.cli.launch import main, main_router
-from omni_proxy.cli.peer_flags import MISSING, SWITCHES, VALUED, WITHOUT_EFFECT, why_missing
+from omni_proxy.cli.peer_flags import LISTS, MISSING, SWITCHES, VALUED, WITHOUT_EFFECT, why_missing
 from omni_proxy.cli.strangers import THEIRS, nearest_flag
 from omni_proxy.config.schema import Config
 
@@ -76,6 +76,7 @@ def test_flags_that_mean_a_key_of_ours_set_it(started):
     words = (
         "--shutdown-grace-period-secs 7 --sse-keepalive-secs 8 --max-idle-secs 9 --sticky-sessions "
         "--disable-circuit-breaker --log-json --header-read-timeout-secs 6 "
+        "--cors-allowed-origins https://a.test https://b.test "
         "--prefix-hash-load-factor 2 --cache-match-threshold 0.4 --policy least_load"
     )
     assert main_router(words.split()) == 0
@@ -84,6 +85,7 @@ def test_flags_that_mean_a_key_of_ours_set_it(started):
     assert (config.routing.sticky_idle_secs, config.routing.sticky_sessions) == (9, True)
     assert (config.routing.max_worker_retries, config.server.log_format) == (0, "json")
     assert config.server.timeouts.client_head_secs == 6
+    assert config.server.cors_allow_origins == ("https://a.test", "https://b.test")
     assert config.routing.prefix_hash.load_factor == 2
     assert config.routing.cache_aware.cache_threshold == 0.4
     assert config.routing.policy == "least_request"
@@ -172,7 +174,8 @@ def test_flags_that_change_nothing_stand_in_no_help(capsys):
         assert "jitter" not in said
 
 
-def test_each_warning_is_in_the_log(started, monkeypatch, caplog):
+def test_each_warning_is_in_the_log(started, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # no journal of another program
     main_router(["--enable-igw", "--port", "0"])
     monkeypatch.setattr(root.trio, "run", lambda run: 0)
     monkeypatch.setattr(root, "configure", lambda *_: None)
@@ -181,7 +184,7 @@ def test_each_warning_is_in_the_log(started, monkeypatch, caplog):
     assert [record.message for record in caplog.records] == list(started[0].warnings)
 
 
-@pytest.mark.parametrize("flag", [*WITHOUT_EFFECT, *MISSING, *VALUED, *SWITCHES])
+@pytest.mark.parametrize("flag", [*WITHOUT_EFFECT, *MISSING, *VALUED, *LISTS, *SWITCHES])
 def test_the_page_for_those_who_come_from_there_has_the_flag(flag):
     named = f"{flag}…" if flag.endswith("-") else flag
     assert f"`{named}`" in MIGRATION
