@@ -72,12 +72,20 @@ def test_a_part_that_cannot_be_measured_says_why_and_the_others_are(
     def fails(how: goals.Measuring, found: goals.Found) -> None:
         raise legs.LegError("it gave no answer\nand more")
 
-    for part in ("_paired", "_tls", "_many_workers", "_memory", "_processes", "_new_field"):
+    for part in (
+        "_paired",
+        "_tls",
+        "_many_workers",
+        "_memory",
+        "_waiting",
+        "_processes",
+        "_new_field",
+    ):
         monkeypatch.setattr(goals, part, fails)
     monkeypatch.setattr(goals, "_front", lambda how, found: found.rows.append(goals.Row("w", "9")))
     found = goals.measure_goals(goals.Measuring("door --port {port}", "door", 1, 1.0))
     assert [row.found for row in found.rows] == [
-        *["not measured: it gave no answer"] * 5,
+        *["not measured: it gave no answer"] * 6,
         "9",
         "not measured: it gave no answer",
     ]
