@@ -265,7 +265,7 @@ class House:
     async def _leave(self, everything: trio.CancelScope) -> None:
         server = self.keeper.config.server
         if server.ready_off_secs:
-            _log.info("leaving: /ready says no for %g s before draining", server.ready_off_secs)
+            _log.info("shutting down: /ready fails for %g s, then draining", server.ready_off_secs)
             await trio.sleep(server.ready_off_secs)
         _log.info("draining: up to %g s for what is in flight", server.drain_timeout_secs)
         self.doors.begin_drain()

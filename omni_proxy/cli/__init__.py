@@ -86,4 +86,4 @@ def _no_command(word: str) -> str:
     meant = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(COMMANDS)}"
     if word.endswith(".toml"):
         meant = f"a file is named by --config {word}"
-    return f"{word} is no command; {meant} (omni-proxy --help tells more)"
+    return f'unknown command "{word}"; {meant} (omni-proxy --help tells more)'

@@ -30,7 +30,7 @@ commands that ask a running proxy (--url URL or --config FILE):
   omni-proxy top             the same, live on the whole terminal
   omni-proxy workers ...     list, add, remove, disable, enable, drain, revive
   omni-proxy explain [FILE]  where a request would go, and why
-  omni-proxy logs --follow   its access log, fit to be read
+  omni-proxy logs --follow   its access log, pretty-printed
   omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
   omni-proxy completion bash what makes your shell complete all this (also zsh, fish)
 """

@@ -281,7 +281,7 @@ class Proxy:
             said = str(error)
             raise CannotAsk(
                 tls_trouble(url, said, self.place.papers)
-                or f"nobody listens at {url} ({without_noise(said)}); {_WHERE}"
+                or f"cannot connect to {url} ({without_noise(said)}); {_WHERE}"
             ) from None
         except httpx.TimeoutException:
             raise CannotAsk(f"{url} does not answer in time") from None

@@ -1,4 +1,4 @@
-"""`omni-proxy logs`: the access log or the route log of a proxy on this machine, fit to be read.
+"""`omni-proxy logs`: the access log or the route log of a proxy on this machine, pretty-printed.
 
 Exit status 0: shown; 1: no log to show; 2: nobody could be asked where it is; 130: Ctrl-C.
 """

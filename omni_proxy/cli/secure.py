@@ -53,7 +53,7 @@ def add_papers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--ca", metavar="FILE", default="",
-        help="who vouches for the proxy's certificate (default: this system's authorities)",
+        help="CA file for the proxy's certificate (default: this system's authorities)",
     )  # fmt: skip
 
 

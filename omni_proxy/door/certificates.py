@@ -76,7 +76,9 @@ class Certificates:
         except ConfigError as refused:
             if server is self._server:
                 self._seen, self.error = seen, str(refused)
-                _log.error("the renewed certificate is refused, the running one stays: %s", refused)
+                _log.error(
+                    "the renewed certificate is refused, keeping the current one: %s", refused
+                )
             return
         if server is self._server:
             self._take(server, context, seen)

@@ -267,7 +267,7 @@ class Keeper:
     def _refused(self, source: str, error: ConfigError) -> Reloaded:
         self._note("refused", source)
         self.last_reload["error"] = {"message": str(error), **error.as_dict()}
-        _log.error("configuration from %s refused, the running one stays:\n%s", source, error)
+        _log.error("configuration from %s refused, keeping the current config:\n%s", source, error)
         return Reloaded("refused", self.revision, error=error)
 
     def _unbound(self, new: Config, error: OSError) -> ConfigError:

@@ -152,7 +152,7 @@ def test_where_nobody_listens_it_says_how_to_name_another():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(CannotAsk, match=r"nobody listens at \S+ \(Connection refused\).*--url"):
+        with pytest.raises(CannotAsk, match=r"cannot connect to \S+ \(Connection refused\).*--url"):
             asked(url)
 
 

@@ -135,12 +135,14 @@ async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_pa
         async with secure_program("--config", file) as running:
             await running.until_routable(*fleet)
             put(file, good.replace(str(mine), str(FILES / "renewed-key.pem")))
-            await running.says(r"refused, the running one stays:\n.*server\.tls_key: .*not the key")
+            await running.says(
+                r"refused, keeping the current config:\n.*server\.tls_key: .*not the key"
+            )
             assert (await running.client.post("/reload")).status_code == 422
             assert (await running.ask()).status_code == 200
             put(file, good)
             mine.write_text("nonsense")  # the renewal of a certificate went wrong
-            await running.says("the renewed certificate is refused, the running one stays")
+            await running.says("the renewed certificate is refused, keeping the current one")
             assert (await running.ask()).status_code == 200
             told = (await running.told("/status"))["door"]["tls"]
             assert "mine-key.pem" in told["error"]

@@ -36,7 +36,7 @@ _EPILOG: Final = """\
 keys:
   q, Ctrl-C         quit
   up, down, k, j    choose a worker; also PgUp, PgDn, Home, End
-  left, right       sort by another column; r turns the order round
+  left, right       sort by another column; r reverses the order
   o                 only workers in trouble
   d, e, D, v        disable, enable, drain, revive the chosen worker; each asks before
 """

@@ -31,7 +31,7 @@ from omni_proxy.cli.top.follower import Heard
 from omni_proxy.cli.top.view import ORDERS, View
 
 STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
-KEYS: Final = "q quit  ↑↓ row  ←→ sort  r turn  o trouble  d/e off/on  D drain  v revive"
+KEYS: Final = "q quit  ↑↓ row  ←→ sort  r reverse  o trouble  d/e off/on  D drain  v revive"
 _LEAST_WHY: Final = 12  # columns; less of a reason tells nothing
 FEW_ROWS: Final = 4  # are worth more than what stands below them
 _ABOUT_LINES: Final = 4  # on the chosen worker, what is said, the keys
