@@ -144,7 +144,12 @@ class Listener:
                 self._refused(error)
                 return
             full = sock.fileno() >= self._brim
-            self._let_in(sock, peer)
+            try:
+                self._let_in(sock, peer)
+            except OSError as error:  # epoll watches no more sockets: nobody else may suffer
+                sock.close()
+                self._refused(error)
+                return
             if full:
                 self._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return

@@ -241,3 +241,22 @@ async def test_a_socket_file_may_be_taken_before_it_is_open(pump, guests, file):
         caller.connect(str(file))
         await until(lambda: guests)
     listener.close()
+
+
+async def test_a_connection_that_cannot_be_watched_ends_alone(pump, sock, guests, call):
+    faults = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def welcome(guest, peer):
+        if faults:
+            raise faults.pop()
+        guests.append((guest, peer))
+
+    listener = Listener(pump, sock, welcome)
+    first = call()
+    await until(lambda: not faults)
+    assert first.recv(1) == b""
+    call()
+    listener.sweep()
+    await until(lambda: guests)
+    listener.close()
+    pump.settle()
