@@ -2,7 +2,7 @@
 
 Invariant: a try is repeated only while not one byte of an answer has left for the client. Every
 worker taken is left again, on every path. Health hears of transport errors, timeouts before the
-head, broken bodies, and relayed 502 and 504; of nothing else, and never of a client that left.
+head, broken bodies, 502 and 504, and 500 where that is retried; never of a client that left.
 """
 
 from __future__ import annotations
