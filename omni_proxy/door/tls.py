@@ -231,9 +231,20 @@ class TlsConn(Conn):
         return done
 
     def sendmsg(self, pieces: list[bytes]) -> int:
-        if sum(map(len, pieces)) > PORTION_BYTES:
-            return self.send(pieces[0])  # to join them would copy a large body
-        return self.send(b"".join(pieces))
+        if sum(map(len, pieces)) <= PORTION_BYTES:
+            return self.send(b"".join(pieces))
+        done = 0
+        for piece in pieces:  # to join them would copy a large body
+            try:
+                sent = self.send(piece)
+            except BlockingIOError:
+                if not done:
+                    raise
+                break
+            done += sent
+            if sent < len(piece):
+                break
+        return done  # less than all of it only where the socket is full: see `_send_by_portions`
 
     def _settle_debt(self) -> int:
         """Raises BlockingIOError while the socket is full."""

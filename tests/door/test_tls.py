@@ -1,5 +1,6 @@
 """A TLS connection over a socket pair: our end as in the pump, the far one in the test's hands."""
 
+import contextlib
 import errno
 import socket
 import ssl
@@ -276,6 +277,22 @@ def test_a_full_socket_is_told_and_nothing_is_lost_or_said_twice():
         got += both.far.opened()
     assert blocked
     assert got + drained(both) == data
+    both.close()
+
+
+@pytest.mark.parametrize("size", [70_000, 1_000_000])
+def test_pieces_too_large_to_be_joined_go_until_the_socket_is_full(size):
+    both = Both(small=True)
+    pieces = [b"head ", bytes(range(251)) * (size // 251)]
+    sent = both.conn.sendmsg(pieces)
+    assert len(pieces[0]) <= sent < sum(map(len, pieces))
+    left, got = memoryview(b"".join(pieces))[sent:], b""
+    while left:
+        both.far.pull(1 << 14)
+        got += both.far.opened()
+        with contextlib.suppress(BlockingIOError):
+            left = left[both.conn.send(left) :]
+    assert got + drained(both) == b"".join(pieces)
     both.close()
 
 

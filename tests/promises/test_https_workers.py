@@ -68,6 +68,19 @@ async def test_large_bodies_and_answers_pass_unchanged():
     assert [sent for _, sent in worker.requests] == [body, body, CHAT, CHAT, CHAT]
 
 
+async def test_a_large_body_goes_at_once_over_a_kept_connection():
+    """Whose socket has room all the time: nothing tells of it anew."""
+    worker = SecureWorker(OK)
+    large = b'{"messages": [], "x": "%b"}' % (b"y" * 100_000)
+    config = BELIEVING + "[server.timeouts]\nresponse_head_secs = 5\n"
+    async with door_to(worker, config=config) as opened, opened.client() as client:
+        for sent in (CHAT, CHAT, large, large):
+            await client.send(post(sent))
+            assert (await client.answer()).status == 200
+    assert [sent for _, sent in worker.requests] == [CHAT, CHAT, large, large]
+    assert len(worker.calls) == 1
+
+
 async def test_events_come_one_by_one():
     events = TwoEvents()
     async with door_to(SecureWorker(events)) as opened, opened.client() as client:
