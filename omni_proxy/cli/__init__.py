@@ -31,8 +31,9 @@ COMMANDS: Final = {
 }
 
 STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # their place is their number
-# What the program starts of itself; nobody else has a use for it.
+# What the program and its completion scripts start; nobody else has a use for it.
 INNER: Final = {
+    "__complete": "omni_proxy.cli.complete",
     "door-process": "omni_proxy.doors.process",
     "receiver-process": "omni_proxy.collective.child",
 }

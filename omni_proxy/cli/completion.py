@@ -1,6 +1,7 @@
 """`omni-proxy completion SHELL`: a script that completes our words, made from the parsers.
 
-Invariant: a flag that a command takes is a flag that is completed; nothing is written twice.
+Invariant: a flag that a command takes is a flag that is completed; nothing is written twice. What
+only a running proxy knows, its workers, the script asks for by `complete`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
     """Of the commands below it the first is meant where none is named."""
     words: list[str] = ["fetch", "profile"] if name == "replica" else []
     flags: list[Flag] = []
-    files = False
+    files = workers = False
     for action in made._actions:
         if isinstance(action, argparse._SubParsersAction):
             below = [page for each in action.choices for page in _pages(each, action.choices[each])]
@@ -93,8 +94,9 @@ def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
             words += map(str, action.choices)
         else:
             files = files or _is_file(action)
+            workers = workers or action.metavar == "WORKER"
     about = (made.description or "").partition("\n")[0]
-    yield Page(name, about, tuple(flags), tuple(words), files)
+    yield Page(name, about, tuple(flags), tuple(words), files, workers)
 
 
 def _flag(action: argparse.Action) -> Flag:

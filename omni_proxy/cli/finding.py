@@ -224,7 +224,7 @@ class Proxy:
             self._client = httpx.Client(
                 base_url="http://localhost" if socket else place.url,
                 transport=httpx.HTTPTransport(uds=socket, verify=trusted),
-                timeout=httpx.Timeout(answer_secs, connect=CONNECT_SECS),
+                timeout=httpx.Timeout(answer_secs, connect=min(CONNECT_SECS, answer_secs)),
                 headers=headers,
                 trust_env=False,  # no HTTP_PROXY between an operator and his proxy
             )

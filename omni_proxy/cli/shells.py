@@ -1,7 +1,7 @@
 """Completion scripts for bash, zsh and fish.
 
 PURE. All three work alike: the words so far name a page, the page says what may come. Each word is
-quoted, whatever is in it.
+quoted, whatever is in it. The workers of a running proxy they ask of `omni-proxy __complete`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,40 @@ class Page:
     flags: tuple[Flag, ...]
     words: tuple[str, ...] = ()
     files: bool = False
+    workers: bool = False  # of the running proxy
+
+
+_BASH_WORKERS: Final = """\
+_omni_proxy_workers() {
+    local line=${COMP_LINE:0:COMP_POINT} IFS=$'\\n' typed before=""
+    typed=${line##* }
+    # Where a colon ends a word, bash puts only what follows the last one in place of the typed.
+    [[ $COMP_WORDBREAKS == *:* ]] && before=${typed%"${typed##*:}"}
+    COMPREPLY=($("${1/#\\~/$HOME}" __complete "$line" 2>/dev/null))
+    COMPREPLY=("${COMPREPLY[@]#"$before"}")
+    compopt +o filenames 2>/dev/null
+    (( ${#COMPREPLY[@]} ))
+}
+"""
+_ZSH_WORKERS: Final = """\
+_omni_proxy_workers() {
+    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+    local -a found=(${(f)"$(_call_program workers $words[1] __complete ${(q)line} 2>/dev/null)"})
+    (( $#found )) && compadd -- $found
+}
+"""
+_FISH_WORKERS: Final = """\
+function __omni_proxy_workers
+    set -l words (commandline -opc)
+    $words[1] __complete (commandline -cp) 2>/dev/null
+end
+"""
 
 
 def bash(pages: Sequence[Page]) -> str:
     lines = [
         "# omni-proxy for bash: source this, or put it where bash-completion looks.",
-        "_omni_proxy() {",
+        _BASH_WORKERS + "_omni_proxy() {",
         '    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} page="" words=""',
         *_page_of_words("${COMP_WORDS[at]}", pages),
         "    COMPREPLY=()",
@@ -46,6 +74,8 @@ def bash(pages: Sequence[Page]) -> str:
     ]
     for page in pages:
         files = ' [[ $cur == -* ]] || COMPREPLY=($(compgen -f -- "$cur"));' if page.files else ""
+        if page.workers:
+            files = ' [[ $cur != -* ]] && _omni_proxy_workers "$1" && return 0;'
         lines.append(f"        {_quoted(page.name)}) words={_quoted(_all(page))};{files} ;;")
     lines += [
         "    esac",
@@ -104,7 +134,7 @@ def zsh(pages: Sequence[Page]) -> str:
     lines = [
         "#compdef omni-proxy",
         "# omni-proxy for zsh: as _omni-proxy in a folder of $fpath.",
-        "_omni_proxy() {",
+        _ZSH_WORKERS + "_omni_proxy() {",
         '    local page="" prev=$words[CURRENT-1] COMP_CWORD=$((CURRENT-1))',
         "    local -a found",
         *_page_of_words("$words[at+1]", pages),
@@ -121,6 +151,8 @@ def zsh(pages: Sequence[Page]) -> str:
             f"{_colons(name)}:{_brief(flag.about)}" for flag in page.flags for name in flag.names
         ]
         files = " [[ $PREFIX == -* ]] || _files;" if page.files else ""
+        if page.workers:
+            files = " [[ $PREFIX == -* ]] || _omni_proxy_workers;"
         lines.append(f"        {_quoted(page.name)})")
         lines.append(f"            found=({_each(page.words)})")
         lines.append("            (( $#found )) && compadd -- $found")
@@ -140,7 +172,7 @@ def fish(pages: Sequence[Page]) -> str:
     one, two, valued = map(_each, _names(pages))
     lines = [
         "# omni-proxy for fish: in ~/.config/fish/completions/omni-proxy.fish",
-        "function __omni_proxy_page",
+        _FISH_WORKERS + "function __omni_proxy_page",
         "    set -l words (commandline -opc)",
         '    set -l page ""',
         f'    contains -- "$words[2]" {one}; and set page "$words[2]"',
@@ -163,6 +195,8 @@ def fish(pages: Sequence[Page]) -> str:
             lines.append(f"{at} -a {_quoted(' '.join(page.words))}")
         if page.files:
             lines.append(f"{at} -F")
+        if page.workers:
+            lines.append(f"{at} -a '(__omni_proxy_workers)'")
         for flag in page.flags:
             value = " -x" if flag.takes else ""
             if flag.choices:

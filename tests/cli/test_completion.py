@@ -1,4 +1,5 @@
 import subprocess
+import sys
 
 import pytest
 
@@ -11,6 +12,19 @@ source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _omni_proxy
 printf '%s\\n' "${COMPREPLY[@]}"
 """
+
+ASK_LINE = """
+source "$1"; program=$2 COMP_WORDBREAKS=$4
+COMP_LINE=$3 COMP_POINT=${#COMP_LINE}
+split=${COMP_LINE//:/ : }
+read -ra COMP_WORDS <<< "$split"; [[ $split == *' ' ]] && COMP_WORDS+=("")
+COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 )); _omni_proxy "$program"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+FLEET = [
+    {"id": f"http%3A%2F%2F{name}", "display_id": name, "url": f"http://{name}"}
+    for name in ("10.0.0.1:8000", "10.0.0.12:8000", "gpu-1:8000", "x;reboot:1")
+]
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +109,57 @@ def test_quotes_in_a_help_text_do_not_end_a_word(shell):
     assert "b'\\''c" in told
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=told, text=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def complete_line(script, tmp_path):
+    program = tmp_path / "omni-proxy"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m omni_proxy "$@"\n')
+    program.chmod(0o755)
+
+    def ask(line, breaks=' :"='):
+        command = ["bash", "-euc", ASK_LINE, "bash", script, program, line, breaks]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    return ask
+
+
+def test_bash_completes_the_workers_of_the_proxy_that_the_line_names(
+    proxy, complete_line, tmp_path
+):
+    proxy.says["/workers"] = (200, {"workers": FLEET})
+    file = tmp_path / "proxy.toml"
+    file.write_text(f"[server]\nport = {proxy.url.rpartition(':')[2]}\n")
+    ask = f"omni-proxy workers drain --url {proxy.url}"
+    assert complete_line(f"{ask} ") == ["10.0.0.1:8000", "10.0.0.12:8000", "gpu-1:8000"]
+    assert complete_line(f"omni-proxy workers --config {file} enable g") == ["gpu-1:8000"]
+    # Bash puts what follows the last colon in place of what was typed behind it.
+    assert complete_line(f"{ask} 10.0.0.1:80") == ["8000"]
+    assert complete_line(f"{ask} 10.0.0.1:80", breaks=" ") == ["10.0.0.1:8000"]
+    assert complete_line(f"{ask} http://g") == ["//gpu-1:8000"]
+    assert complete_line(f"{ask} gpu-1:8000 10.0.0.12:8000 ") == ["10.0.0.1:8000"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "workers drain --url 127.0.0.1:9 h", "workers drain 'h",
+        "workers remove --url a --config b h",
+        "workers revive --config /nowhere/proxy.toml h", "workers drain --url http://[ h", "drain",
+        "workers drain --url", "",
+    ],
+)  # fmt: skip
+def test_no_worker_and_no_word_come_where_no_proxy_can_be_asked(line, capfd):
+    assert main(["__complete", f"omni-proxy {line}"]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "answer", [(403, {"error": {"code": "admin_key_required"}}), (200, {}), (200, b"no JSON")]
+)
+def test_no_worker_and_no_word_come_of_a_proxy_that_tells_none(proxy, answer, capfd):
+    proxy.says["/workers"] = answer
+    assert main(["__complete", f"omni-proxy workers drain --url {proxy.url} "]) == 0
+    assert capfd.readouterr() == ("", "")
