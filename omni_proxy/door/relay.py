@@ -61,8 +61,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Firs
             client.put(top)
         if not answer.whole:
             # A stream may last for hours: what nobody reads any more shall not.
-            top = piece = b""
-            head.lines = answer.lines = b""
+            top = piece = head.lines = b""
             await _go_on(conn, mine, first, shape)
     except UpstreamGarbage as garbage:
         return await _break(conn, mine, first, shape, f"RemoteProtocolError: {garbage}")
@@ -96,6 +95,7 @@ async def _go_on(conn: Connection, mine: Exchange, first: First, shape: Shape | 
         conn.clock("first", conn.door.limits.first_byte)
     if conn.comments is not None:
         await conn.comments.for_first(first.up, first.answer)
+    first.answer.lines = b""
     await nested(_pieces(conn, mine, first, shape))
 
 

@@ -71,6 +71,19 @@ async def test_a_worker_silent_behind_its_head_keeps_it_and_gets_comments():
         assert answer.body.replace(COMMENT, b"") == EVENT + b"data: [DONE]\n\n"
 
 
+async def test_a_stream_in_a_coding_is_not_changed():
+    """A worker may encode what nobody has asked it to."""
+    event = trio.Event()
+    encoded = SSE_HEAD.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n")
+    async with door_before(once(event, STREAM, before=[encoded]), config=OFTEN) as (_, client):
+        await client.send(post(STREAMED))
+        head = await client.until(b"\r\n\r\n")
+        await trio.sleep(0.3)
+        event.set()
+        client.rest = head + client.rest
+        assert (await client.answer()).body == EVENT + b"data: [DONE]\n\n"
+
+
 @pytest.mark.parametrize(
     "late",
     [counted(EVENT, SSE), f"HTTP/1.1 200 OK\r\n{SSE}\r\n\r\n".encode() + EVENT],
