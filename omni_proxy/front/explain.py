@@ -1,17 +1,24 @@
-"""POST /explain: where a model request would go and why, with nothing sent."""
+"""POST /explain: where a model request would go and why, with nothing sent.
+
+Invariant: a large JSON body is walked over in slices, as the door does it, so that it keeps nobody
+else waiting.
+"""
 
 from __future__ import annotations
 
+import trio
 from quart import Quart, Response, request
 
 from omni_proxy.front.replies import bad, body_bytes, reply
 from omni_proxy.front.rooms import Rooms
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect import RequestFacts, inspect
+from omni_proxy.routing.inspect import Need, RequestFacts, by_top, inspect, is_json
 from omni_proxy.routing.keys import routing_key
+from omni_proxy.routing.large import AT_ONCE_BYTES, Top
 from omni_proxy.routing.large import settle as settle_large
-from omni_proxy.routing.table import WrongMethod, match
+from omni_proxy.routing.table import Route, WrongMethod, match
 from omni_proxy.routing.voices import bind_to_owner
+from omni_proxy.routing.walk import walk_top
 from omni_proxy.wire.head import HINTS
 
 DEFAULT_PATH = "/v1/chat/completions"
@@ -32,7 +39,7 @@ class ExplainRoutes:
             route = None
         if route is None:
             raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
-        need = inspect(route, await body_bytes(), _facts())
+        need = await _need_of(route, await body_bytes(), _facts())
         if need.large:
             settle_large(self._rooms.fleet, need)
         door = self._rooms.door
@@ -40,6 +47,25 @@ class ExplainRoutes:
         if door.policy.wants_key:
             need.key = routing_key(_lines())
         return reply(explain(self._rooms.fleet, need, door.policy, door.voices.owner))
+
+
+async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Need:
+    """Raises Refusal 400, as for a request of this body."""
+    if len(body) > AT_ONCE_BYTES and is_json(route, facts):
+        return by_top(route, await top_of(body), facts)
+    return inspect(route, body, facts)
+
+
+async def top_of(body: bytes) -> Top:
+    """Other tasks have a turn between two slices. Raises Refusal 400."""
+    walk = walk_top(body)
+    while True:
+        try:
+            next(walk)
+        except StopIteration as found:
+            top: Top = found.value
+            return top
+        await trio.lowlevel.checkpoint()
 
 
 def _lines() -> bytes:

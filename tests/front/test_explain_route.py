@@ -1,7 +1,11 @@
 import pytest
+import trio
 
 from omni_proxy.config.schema import Routing
+from omni_proxy.front.explain import top_of
+from omni_proxy.routing.large import AT_ONCE_BYTES
 from omni_proxy.routing.policies import build
+from omni_proxy.routing.walk import SLICE_BYTES
 from tests.front.house import A, B
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
@@ -59,3 +63,32 @@ async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house)
     by_key = {key: await picked(key) for key in map(str, range(40))}
     assert set(by_key.values()) == {A, B}
     assert {key: await picked(key) for key in by_key} == by_key
+
+
+LARGE = b'{"messages": [' + b'{"role": "user"},' * (AT_ONCE_BYTES // 16) + b'{}], "model": "m"}'
+
+
+async def test_a_large_body_is_explained_as_a_small_one(house):
+    house.healthy(A)
+    answer = await house.client().post("/explain", data=LARGE)
+    body = await answer.get_json()
+    assert answer.status_code == 200
+    assert (body["need"]["model"], body["pick"]["url"]) == ("m", A)
+    answer = await house.client().post("/explain", data=LARGE[:-1])
+    assert (answer.status_code, (await answer.get_json())["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_others_have_their_turns_while_a_large_body_is_walked_over():
+    turns = 0
+
+    async def other():
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        assert bytes((await top_of(LARGE)).model) == b'"m"'
+        nursery.cancel_scope.cancel()
+    assert turns >= len(LARGE) // SLICE_BYTES // 2
