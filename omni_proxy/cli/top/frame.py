@@ -100,7 +100,8 @@ def _head(feed: Feed, heard: Heard, url: str, width: int) -> Iterator[Line]:
     if versions := version_words(feed):
         yield f"version   {versions}", "yellow"
     for line in paused_lines(feed):
-        yield f"PAUSED    {line}", "bold red reverse"
+        lines = wrap(f"PAUSED    {line}", max(20, width), subsequent_indent=" " * 10)
+        yield from ((part, "bold red reverse") for part in lines[:2])  # the second says by whom
     yield f"workers   {fleet_words(feed.fleet)}", ""
     yield f"requests  {request_words(feed, heard.history)}", ""
     if feed.metrics:

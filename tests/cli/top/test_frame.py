@@ -108,6 +108,16 @@ def test_a_lost_connection_is_told_over_the_old_picture():
     assert " ".join(narrow.splitlines()[1:]) == f"NO CONNECTION, trying again: {why} q quit"
 
 
+def test_a_pause_is_told_with_who_ends_it_and_by_whom_on_a_usual_screen():
+    paused = {
+        "at": "2026-11-21T18:55:00+00:00", "by": "python-httpx/0.28.1 from 127.0.0.1",
+        "path": "/pause_generation", "mode": "retract",
+    }  # fmt: skip
+    lines = drawn(feed_of(feed(row(paused=paused), ready=False, reason="paused")))
+    assert "end it with: omni-proxy weights continue; paused for 5" in lines[1]
+    assert "by python-httpx/0.28.1 from 127.0.0.1 (/pause_generation, retract)" in lines[2]
+
+
 def test_without_a_height_every_row_is_printed_and_no_key():
     rows = [row(f"h{n}:1") for n in range(500)]
     lines = drawn(feed_of(feed(*rows)), height=None)
