@@ -22,6 +22,7 @@ from tests.observe.lint import names, problems
 
 ROOT = Path(__file__).parents[2]
 BOARD = json.loads((ROOT / "contrib/grafana/omni-proxy.json").read_text())
+ALERTS = (ROOT / "contrib/grafana/alerts.yaml").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 
@@ -253,6 +254,21 @@ async def test_the_dashboard_of_grafana_asks_for_nothing_that_is_not_there(busy)
             used = asked_for(target["expr"])
             assert used, panel["title"]
             assert used <= told, panel["title"]
+
+
+async def test_the_alert_rules_ask_for_nothing_that_is_not_there(busy):
+    told = names(await scrape(busy))
+    rules = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", ALERTS)
+    assert len(rules) == ALERTS.count("expr:") > 5
+    for name, expression in rules:
+        assert asked_for(expression), name
+        assert asked_for(expression) <= told, name
+
+
+@pytest.mark.parametrize("about", ["workers_paused", "paused_timestamp", "loop_stalls"])
+def test_pauses_and_stalls_are_on_the_board_and_among_the_alerts(about):
+    assert about in json.dumps(BOARD)
+    assert about in ALERTS
 
 
 async def test_every_metric_is_in_the_guide_and_no_other(busy):
