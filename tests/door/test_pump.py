@@ -7,7 +7,7 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.door.conn import Conn
-from omni_proxy.door.pump import Pump
+from omni_proxy.door.pump import EVENTS_AT_ONCE, Pump
 from omni_proxy.door.task import EITHER, READS_PER_TURN, Expired, Gone, nested, pause
 from tests.door.pumping import Scripted, Wires, until
 
@@ -29,6 +29,27 @@ async def test_a_task_is_resumed_when_its_socket_has_bytes(pump, wires):
     far.send(b"hello")
     await task.ended.wait()
     assert (got, task in pump.tasks, conn.closed) == ([b"hello"], False, True)
+
+
+async def test_trio_has_a_turn_while_more_sockets_have_news_than_a_batch_takes(pump, wires):
+    heard, begun = [], trio.Event()
+
+    async def script(task):
+        await task.wait_for(task.ends[0])
+        heard.append(task)
+        begun.set()
+
+    tasks = [Scripted(pump, script) for _ in range(4 * EVENTS_AT_ONCE)]
+    for task in tasks:
+        task.ends = wires.conn(task)
+        task.start()
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    for task in tasks:
+        task.ends[1].send(b"x")
+    await begun.wait()
+    assert len(heard) <= 2 * EVENTS_AT_ONCE
+    for task in tasks:
+        await task.ended.wait()
 
 
 async def test_an_event_of_another_socket_is_remembered_and_does_not_resume(pump, wires):
