@@ -1,7 +1,8 @@
 """A worker for a speech session: pick, dial, shake hands, and try another where that is allowed.
 
 Contract: nothing of the session has been sent to a worker whose try failed. Health hears of failed
-connections and of the statuses 502 and 504, of nothing else. Source: omni-router.md 12.
+connections and of the statuses that count against a worker as those of any answer do
+(`routing/retry`), of nothing else. Source: omni-router.md 12.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from omni_proxy.door.taking import take
 from omni_proxy.door.task import Expired
 from omni_proxy.door.tries import Tries
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.retry import counts_as_failed
 from omni_proxy.wire.answer import UpstreamGarbage, check_interim, find_answer_end
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.head import RequestHead, with_bearer
@@ -42,7 +44,7 @@ async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> t
             reached = await _open(conn, mine, head, worker)
         except TryFailed as failed:
             _close(conn)
-            if failed.status in (502, 504):
+            if counts_as_failed(failed.status, door.config.routing.retry_on):
                 said = failed.status if failed.kind == "status" else None
                 report(conn, mine, worker, failed.error, said)
             tries = tries or Tries(conn, mine, 0)

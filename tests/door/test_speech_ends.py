@@ -50,6 +50,18 @@ async def test_what_a_refused_handshake_becomes(status, message, error_type, cod
         assert setting.counts() == (0, 1)
 
 
+@pytest.mark.parametrize(("status", "failures"), [(500, 1), (501, 0), (503, 0), (429, 0)])
+async def test_a_handshake_counts_against_its_worker_as_an_answer_does(status, failures):
+    retried = '[routing]\nmax_total_retries = 1\nretry_on = ["500", "503", "429"]\n'
+    async with running(Worker(listen, refuse=status), config=retried) as setting:
+        async with setting.client() as client:
+            await client.say(CONFIG)
+            await client.error()
+            await client.close()
+        await setting.settled()
+        assert setting.machine().consecutive_failures == failures
+
+
 class Flooding(Worker):
     """Answers a handshake with interim heads, for as long as somebody listens."""
 
