@@ -1,7 +1,8 @@
 """A sink of whole lines, such as the access log and the route log: best effort, never in the way.
 
 Invariant: `write` neither waits nor raises. What can't be written in time is dropped and counted; a
-file that can't be opened costs lines, never a request. The file is opened anew for each flush, and
+file that can't be opened costs lines, never a request. Where a write breaks off in a line, as on a
+full disk, the next one begins a new line. The file is opened anew for each flush, and
 its folder is made where there is none, so that both may be moved or deleted at any moment.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from io import FileIO
 from pathlib import Path
 
 import trio
@@ -33,6 +35,7 @@ class LineLog:
         self._filled = trio.Event()
         self._complained_at = float("-inf")
         self._thread = trio.CapacityLimiter(1)
+        self._torn = ""  # the target whose last line has no end
         self.dropped = 0  # lines that did not fit
         self.failed = 0  # lines that could not be written
 
@@ -87,8 +90,14 @@ class LineLog:
         try:
             # Abandoned when a pipe behind stdout is full: nobody waits for its reader at the end.
             await trio.to_thread.run_sync(
-                _put, target, blob, limiter=self._thread, abandon_on_cancel=True
-            )
+                _put, target, blob, target == self._torn,
+                limiter=self._thread, abandon_on_cancel=True,
+            )  # fmt: skip
+            self._torn = ""
+        except _BrokenOff as broken:
+            self._torn = target
+            self.failed += lines - broken.lines
+            self._complain(target, broken)
         except (OSError, ValueError) as error:  # ValueError: stdout was closed
             self.failed += lines
             self._complain(target, error)
@@ -100,7 +109,15 @@ class LineLog:
             log.warning("cannot write to %s: %s (%d lines lost)", target, error, self.failed)
 
 
-def _put(target: str, blob: bytes) -> None:
+class _BrokenOff(OSError):
+    """`lines` are in the file, and a part of the next one."""
+
+    def __init__(self, why: OSError, lines: int) -> None:
+        super().__init__(why.errno, why.strerror)
+        self.lines = lines
+
+
+def _put(target: str, blob: bytes, torn: bool) -> None:
     if target == STDOUT:
         if blob:
             sys.stdout.buffer.write(blob)
@@ -108,9 +125,24 @@ def _put(target: str, blob: bytes) -> None:
         return
     path = Path(target)
     try:
-        file = path.open("ab")
+        file = path.open("ab", buffering=0)
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        file = path.open("ab", buffering=0)
     with file:
-        file.write(blob)
+        if blob and torn and file.seekable() and file.tell():  # not one that was begun since
+            file.write(b"\n")
+        _put_all(file, blob)
+
+
+def _put_all(file: FileIO, blob: bytes) -> None:
+    """Raises OSError; _BrokenOff where a part has been written that is no whole line."""
+    left = memoryview(blob)
+    while left:
+        try:
+            left = left[file.write(left) :]
+        except OSError as error:
+            written = blob[: len(blob) - len(left)]
+            if written:
+                raise _BrokenOff(error, written.count(b"\n")) from None
+            raise

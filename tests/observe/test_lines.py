@@ -1,4 +1,5 @@
 import logging
+import resource
 import shutil
 import sys
 
@@ -84,6 +85,35 @@ async def test_a_folder_that_cannot_be_made_costs_lines_and_one_complaint_until_
             nursery.cancel_scope.cancel()
     assert log.failed == 2
     assert len(caplog.records) == 1
+
+
+async def test_after_a_write_that_broke_off_the_next_line_is_whole(tmp_path):
+    path = tmp_path / "route.log"
+    log = LineLog(str(path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(log.run)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # a full disk, in one file
+        try:
+            for line in (b"first", b"second", b"third"):
+                log.write(line)
+            await until(lambda: log.failed)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (path.read_bytes(), log.failed) == (b"first\nseco", 2)
+        for line in (b"fourth", b"fifth"):
+            log.write(line)
+            await until(lambda: path.read_bytes().endswith(line + b"\n"))  # noqa: B023
+        nursery.cancel_scope.cancel()
+    assert path.read_bytes() == b"first\nseco\nfourth\nfifth\n"
+
+
+async def test_a_file_that_was_begun_since_has_no_empty_line(tmp_path):
+    path = tmp_path / "route.log"
+    log = LineLog(str(path))
+    log._torn = str(path)
+    await flushed(log, lambda: log.write(b"new"))
+    assert path.read_bytes() == b"new\n"
 
 
 async def test_what_does_not_fit_is_dropped_and_counted(tmp_path, monkeypatch):
