@@ -32,6 +32,7 @@ from omni_proxy.collective.sending import LocalSender
 from omni_proxy.collective.specs import GroupError, Plan
 from omni_proxy.collective.underway import Underway
 from omni_proxy.collective.wires import (
+    LOST,
     Arm,
     Ask,
     Begin,
@@ -113,10 +114,13 @@ class Handed:
     where nobody did. The two may come from different threads."""
 
     def __init__(self, descriptor: int) -> None:
-        self._held = [descriptor]
+        self._lost = descriptor == LOST
+        self._held = [] if self._lost else [descriptor]
 
     def take(self) -> int:
-        """The taker closes it. Raises OSError where it was taken or closed."""
+        """The taker closes it. Raises OSError where it was taken or closed, or never came."""
+        if self._lost:
+            raise OSError(errno.EMFILE, "too many open files to take shared memory")
         try:
             return self._held.pop()
         except IndexError:

@@ -1,7 +1,8 @@
 """What a receiver and its child process say to each other: JSON lines over a socket, and memory.
 
 Each order has a number that its reply carries. A descriptor travels with the first byte of its
-line. Pure but for the socket itself; knows no torch.
+line; `LOST` keeps the place of one that this process had no room for. Pure but for the socket
+itself; knows no torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from omni_proxy.collective.specs import Plan
 
 READ_BYTES: Final = 1 << 18
 MOST_DESCRIPTORS: Final = 4
+LOST: Final = -1
 
 
 class Begin(Struct, tag=True):
@@ -201,7 +203,8 @@ class Wire:
         with self._lock:  # a number that is free again may be anybody's
             self._connection.close()
         while self.descriptors:
-            os.close(self.descriptors.popleft())
+            if (descriptor := self.descriptors.popleft()) != LOST:
+                os.close(descriptor)
 
     def _put(self, line: memoryview, descriptors: Sequence[int], patience_secs: float) -> None:
         left = line
@@ -222,12 +225,14 @@ class Wire:
 
     def _read(self) -> bytes:
         try:
-            data, descriptors, _, _ = socket.recv_fds(
+            data, descriptors, flags, _ = socket.recv_fds(
                 self._connection, READ_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except OSError:
             return b""
         self.descriptors += descriptors
+        if flags & socket.MSG_CTRUNC and not descriptors:
+            self.descriptors.append(LOST)  # the kernel does not tell it twice
         return data
 
 

@@ -1,6 +1,7 @@
-"""What the receiving process does with a descriptor that came beside an order it refuses."""
+"""What the receiving process does with the descriptors that come beside orders."""
 
 import os
+import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import pytest
 from omni_proxy.collective.child import Handed, _Told, _Work
 from omni_proxy.collective.group import Limits
 from omni_proxy.collective.specs import plan_of
-from omni_proxy.collective.wires import Arm, Send, Up, Wire
+from omni_proxy.collective.wires import LOST, Arm, Send, Up, Wire
 
 PLANS = (plan_of([("w", "uint8", [8])], dense=True),)
 
@@ -38,6 +39,29 @@ def test_an_order_that_is_refused_keeps_no_descriptor(wires, order):
     assert answer.error
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_descriptor_that_found_no_room_is_told_and_the_next_one_is_not_taken_for_it(wires):
+    parent, child = wires
+    lines = child.lines()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    read, write = os.pipe()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (write, limits[1]))  # no number is left
+        parent.send(Send(1, PLANS, block=3), read)
+        next(lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    parent.send(Send(2, PLANS, block=4), read)
+    next(lines)
+    lost, came = child.descriptors
+    assert lost == LOST
+    assert os.fstat(came).st_ino == os.fstat(read).st_ino
+    with pytest.raises(OSError, match="too many open files"):
+        Handed(lost).take()
+    Handed(lost).close()
+    for descriptor in (read, write):
+        os.close(descriptor)
 
 
 def test_a_descriptor_is_closed_or_taken_once_whoever_is_first():
