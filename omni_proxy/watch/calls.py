@@ -18,6 +18,7 @@ import httpx
 from omni_proxy import __version__
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.watch.small_reads import Transport
 from omni_proxy.watch.trust import client_context
 from omni_proxy.wire.hops import HOP_FIELD
 
@@ -40,12 +41,8 @@ def open_client(worker: Worker) -> httpx.AsyncClient:
     """The caller closes it, and opens another once `trusted` gives another context. Raises
     OSError where that does."""
     path = dial_address(worker.url)
-    transport = httpx.AsyncHTTPTransport(
-        verify=trusted(worker) or _unused(),
-        trust_env=False,
-        limits=_LIMITS,
-        uds=path if isinstance(path, str) else None,
-    )
+    uds = path if isinstance(path, str) else None
+    transport = Transport(trusted(worker) or _unused(), _LIMITS, uds)
     return httpx.AsyncClient(
         transport=transport,
         timeout=None,
