@@ -99,6 +99,7 @@ def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(
         with contextlib.suppress(BlockingIOError):
             sent = sent[client.send(sent) :]
         pump._batch(pump._set.poll(0))
+    door.turn()  # a large body is walked in slices
     worker = door.worker()
     for _ in range(3):
         door.wait(590)

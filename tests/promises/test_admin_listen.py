@@ -1,6 +1,7 @@
 """[admin] listen: control requests have a listener of their own, and answer there alone."""
 
 import os
+import socket
 import stat
 from contextlib import asynccontextmanager
 
@@ -138,7 +139,9 @@ async def test_a_place_that_is_taken_is_refused_by_its_name(tmp_path):
     async with workers("w") as fleet:
         file.write_text(toml(fleet))
         async with program("--config", file) as running:
-            taken = fleet[0].url.removeprefix("http://")
-            put(file, config(fleet, listen=taken))
-            await running.says(rf"admin\.listen: cannot listen on {taken}: Address already in use")
-            assert (await running.client.post("/reload")).status_code == 422
+            with socket.create_server(("127.0.0.1", 0)) as other:
+                taken = f"127.0.0.1:{other.getsockname()[1]}"
+                put(file, config(fleet, listen=taken))
+                why = rf"admin\.listen: cannot listen on {taken}: Address already in use"
+                await running.says(why)
+                assert (await running.client.post("/reload")).status_code == 422

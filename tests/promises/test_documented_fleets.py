@@ -186,10 +186,13 @@ async def test_a_replica_of_the_page_lives_in_two_processes_and_is_profiled(tmp_
     }
     for _ in range(4):  # the model's, sound's: see below
         page.next(("omni-proxy replica --speech", "curl "))
+    in_json = page.next("curl ")
     with trio.fail_after(DEADLINE_SECS):
         async with terminal(tmp_path, places) as typing:
             await typing.leave_running(page.next("omni-proxy replica --model tiny --own-process"))
             await healthy(url)
+            person = json.loads(await typing.type(in_json))["choices"][0]
+            assert person["finish_reason"] == "length" or json.loads(person["message"]["content"])
             assert json.loads(await typing.type(page.next("curl ")))
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
                 for _ in range(2):  # some requests

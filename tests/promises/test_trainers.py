@@ -174,7 +174,9 @@ async def test_a_proxy_killed_in_the_middle_keeps_its_targets_out_and_one_traine
             await running.until("/weights", half_done)
             second = await running.client.post(UPDATE, json=body | {"weight_version": "v3"})
             assert second.status_code == 503
-            assert "update_weights_from_disk of first began" in second.json()["message"]
+            assert (
+                "update_weights_from_disk of first from 127.0.0.1 began" in second.json()["message"]
+            )
             told = await running.told("/workers")
             assert [each["weight_version"] for each in told["workers"]] == [None, None]
             running.process.kill()

@@ -40,7 +40,10 @@ async def test_the_second_gets_a_503_that_names_the_first(tmp_path):
                     503, False, "error",
                 )  # fmt: skip
                 assert told["message"].startswith("admin update lock not acquired within 0.3s")
-                assert "update_weights_from_disk of trainer-one began" in told["message"]
+                assert (
+                    "update_weights_from_disk of trainer-one from 127.0.0.1 began"
+                    in told["message"]
+                )
                 assert told["holder"]["step"] == "calling"
                 assert told["error"]["code"] == "update_in_progress"
                 assert refused.headers["retry-after"] == "1"

@@ -97,7 +97,7 @@ async def test_a_worker_whose_weights_change_may_be_slow_and_busy(
     world.prober.spares = lambda it: spared and it is worker
     asked.reply = lambda request: httpx.Response(503)
     await trio.sleep(60)
-    assert worker.machine.state == ("healthy" if spared else "dead")
+    assert worker.machine.state == ("healthy" if spared else "unhealthy")
 
 
 async def test_a_worker_whose_process_is_gone_is_spared_by_nothing(
@@ -113,4 +113,4 @@ async def test_a_worker_whose_process_is_gone_is_spared_by_nothing(
 
     asked.reply = refuse
     await trio.sleep(60)
-    assert worker.machine.state == "dead"
+    assert worker.machine.state == "unhealthy"
