@@ -62,7 +62,7 @@ class TextScheduler:
     Operations registered with `register_admin` run between two steps and may use every public
     attribute; those of `register_slow_admin` too, save in the steps they yield. `record` is called
     at the scheduler's events of api-server.md 4.2, `at_end` when `run` ends; `sync_facts` tells
-    how new weights come.
+    how new weights come; `weights_damaged` is to be called where a part elsewhere is damaged.
     """
 
     supports_admin = True
@@ -96,6 +96,7 @@ class TextScheduler:
         self._slow = SlowOperations(stage_name, clock)
         self._post: Callable[[StepDone | Compiled], None] = queue.SimpleQueue[Any]().put
         self.sync_facts: Callable[[], dict[str, Any]] = dict
+        self.weights_damaged: Callable[[], None] = lambda: None
         self.at_end: list[Callable[[], None]] = []
         self.info = {
             "model": worker.text.name,

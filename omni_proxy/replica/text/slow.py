@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 from omni_proxy.replica.text.admin import Answer, failure, result_of
@@ -42,6 +42,10 @@ Step: TypeAlias = Callable[[], Any] | Aside
 # Yields what a thread shall do, is sent what that returned (or raised), returns the answer.
 Steps: TypeAlias = Generator[Step, Any, Answer]
 SlowFunction: TypeAlias = Callable[[Admin], Steps]
+
+
+# In an answer's data: live tensors are of old and new weights (`DamagedFault`).
+DAMAGED: Final = "weights_damaged"
 
 
 class PeerFault(Exception):

@@ -5,7 +5,8 @@
                                  └──one failed──> whoever is still in that step may give it up
 Invariant: no rank begins a slow step before every rank has done the one before it, and where one
 failed, all are told: an operation that stages first and applies then does either at all or at none.
-Nothing is computed while a step that halts may still run at any rank.
+Nothing is computed while a step that halts may still run at any rank, nor after one that left a
+follower's weights damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
-from omni_proxy.replica.text.slow import PeerFault, StepDone
+from omni_proxy.replica.text.slow import DAMAGED, PeerFault, StepDone
 from omni_proxy.replica.tp.messages import FromFollower, Overdue, Vote, give_up, verdict
 
 COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
@@ -44,6 +45,9 @@ class Leading(Protocol):
 
     def halts(self, op_id: str) -> bool:
         """Is rank 0's part of an operation in a step beside which nothing may be computed?"""
+
+    def damaged(self) -> None:
+        """A follower's weights are of two kinds: nothing may be computed with them."""
 
     def answer(self, result: AdminResult) -> None:
         """Tell the stage's one answer."""
@@ -120,6 +124,8 @@ class FanOut:
         if operation is None:
             log.warning("rank %d answered an operation that nobody waits for", rank)
             return
+        if _damaged(message):
+            self._leading.damaged()
         if isinstance(message, AdminResult):
             operation.results[rank] = message
         elif message.number > operation.judged:
@@ -211,6 +217,10 @@ def _fault_of(operation: _Operation, number: int, missing: Iterable[int] = ()) -
     return "; ".join(faults)
 
 
+def _damaged(message: Vote | AdminResult) -> bool:
+    return message.damaged if isinstance(message, Vote) else bool(message.data.get(DAMAGED))
+
+
 def _told(result: AdminResult) -> str:
     return f"rank {result.rank}: {result.error or result.message}"
 
@@ -228,6 +238,9 @@ def merged(
     elif own.success and failed:
         message = error = "; ".join(map(_told, failed))
     told = {"tp_size": size, "rank_results": [msgspec.structs.asdict(each) for each in ranked]}
+    if damaged := [each for each in ranked if _damaged(each)]:  # rank 0 holds its own for whole
+        message = error = "; ".join(map(_told, damaged))
+        told |= {DAMAGED: True, "engine_paused": True}
     return msgspec.structs.replace(
         local,
         success=not failed and not missing,

@@ -29,6 +29,7 @@ from omni_proxy.replica.tp.messages import GIVE_UP, STEP, VERDICT, Vote
 from omni_proxy.replica.tp.ranked import RankedWorker
 from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.tp.sharded import ShardedLlama
+from omni_proxy.replica.weights.target import DamagedFault
 
 
 def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
@@ -96,7 +97,7 @@ class FollowerScheduler(TextScheduler):
         slow.number += 1
         slow.done = done
         fault = "" if done.error is None else str(done.error) or type(done.error).__name__
-        self._vote(Vote(op_id, slow.number, fault))
+        self._vote(Vote(op_id, slow.number, fault, isinstance(done.error, DamagedFault)))
         self._go_on(op_id)
 
     def _go_on(self, op_id: str) -> None:

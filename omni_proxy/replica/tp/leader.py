@@ -189,5 +189,8 @@ class LeaderScheduler(TextScheduler):
     def advance(self, done: StepDone) -> None:
         super().take(done)
 
+    def damaged(self) -> None:
+        self.weights_damaged()
+
     def answer(self, result: AdminResult) -> None:
         self._way_out(result)

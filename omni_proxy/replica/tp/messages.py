@@ -18,11 +18,14 @@ GIVE_UP = "tp_give_up"
 
 
 class Vote(Struct, frozen=True, tag="vote"):
-    """A follower is done with the slow step `number` of an operation; `fault` "" is well."""
+    """A follower is done with the slow step `number` of an operation; `fault` "" is well.
+
+    `damaged`: the step left weights of two kinds behind."""
 
     op_id: str
     number: int
     fault: str
+    damaged: bool = False
 
 
 FromFollower: TypeAlias = Out | Vote

@@ -19,7 +19,7 @@ import torch
 from omni_proxy.collective.specs import GroupError
 from omni_proxy.replica.text.admin import Answer
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import Aside, PeerFault, Step
+from omni_proxy.replica.text.slow import DAMAGED, Aside, PeerFault, Step
 from omni_proxy.replica.weights.states import Misplaced
 from omni_proxy.replica.weights.target import ApplyFault, DamagedFault, Staged, Target, WeightsFault
 from omni_proxy.replica.weights.wholeness import Wholeness
@@ -193,6 +193,12 @@ class Lifecycle:
         data = {"tensors": count, "weight_version": scheduler.weight_version}
         return True, "Succeeded to end weight update.", data, None
 
+    def damaged(self) -> None:
+        """Live weights, here or at another rank, are of two kinds: nothing is computed with them
+        until they are updated, or somebody continues all the same."""
+        self.wholeness.damaged()
+        self._hold()
+
     def name_version(self, version: str) -> None:
         """Call the weights `version`: at once, or those of the open session at its end."""
         if self.session is not None:
@@ -237,12 +243,13 @@ class Lifecycle:
             case ApplyFault():
                 message = f"The swap failed and was undone: {held}. {error}"
             case DamagedFault():
-                self.wholeness.damaged()
+                self.damaged()
+                told = {**told, DAMAGED: True}
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
                 log.error("a weight update failed", exc_info=error)
                 message = f"{type(error).__name__}: {error}. Nothing was changed: {held}"
-        if wish.keep_pause or wish.pause_on_failure or isinstance(error, DamagedFault):
+        if wish.keep_pause or wish.pause_on_failure:
             self._hold()
         status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
         return False, message, self._data(wish, 0, None) | status | dict(told), message

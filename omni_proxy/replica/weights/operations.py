@@ -65,6 +65,7 @@ class WeightOperations:
         # A bucket that will not come leaves those before it without the rest of their version.
         self._sync.book.at_loss = self._lifecycle.wholeness.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
+        scheduler.weights_damaged = self._lifecycle.damaged
         self._register()
 
     def _register(self) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
-from omni_proxy.replica.text.slow import PeerFault, StepDone
+from omni_proxy.replica.text.slow import DAMAGED, PeerFault, StepDone
 from omni_proxy.replica.tp.fanout import COLLECT_SECS, NOT_COLLECTED, FanOut
 from omni_proxy.replica.tp.messages import GIVE_UP, VERDICT, Overdue, Vote
 
@@ -16,7 +16,7 @@ class Leader:
 
     def __init__(self, ranks=(1, 2), ends=None, steps=0):
         self.told, self.reminded, self.advanced, self.answers = [], [], [], []
-        self.interrupted = []
+        self.interrupted, self.damages = [], 0
         self.ends, self.steps = ends or result(), steps
         self.steps_halt = True
         self.fan_out = FanOut(self, ranks)
@@ -77,8 +77,41 @@ class Leader:
     def halts(self, op_id):
         return self.steps_halt
 
+    def damaged(self):
+        self.damages += 1
+
     def answer(self, message):
         self.answers.append(message)
+
+
+def test_a_follower_that_could_not_undo_its_swap_is_told_of_and_nothing_is_computed_any_more():
+    leader = Leader(steps=1)
+    leader.start()
+    leader.fan_out.heard(1, Vote("op", 1, "RuntimeError: no memory", damaged=True))
+    assert leader.damages == 1  # at once, while rank 0 is still at its step
+    leader.vote(2)
+    leader.step_done()
+    said = "The weights are damaged: update them before you continue."
+    leader.fan_out.heard(1, result(False, said, 1, {DAMAGED: True}))
+    leader.ended(2, False, "undone")
+    answer = leader.only_answer()
+    assert not answer.success
+    assert answer.message == answer.error == f"rank 1: {said}"
+    assert (answer.data[DAMAGED], answer.data["engine_paused"]) == (True, True)
+
+
+def test_an_undo_that_fails_after_the_last_verdict_is_told_of_as_well():
+    leader = Leader(ends=result(False, "The swap failed and was undone"))
+    leader.steps = 1
+    leader.start()
+    leader.vote(2, fault="full")
+    leader.vote(1)
+    leader.step_done()
+    leader.ended(2, False, "undone")
+    assert (leader.damages, leader.answers) == (0, [])
+    leader.fan_out.heard(1, result(False, "The weights are damaged", 1, {DAMAGED: True}))
+    assert leader.damages == 1
+    assert leader.only_answer().message == "rank 1: The weights are damaged"
 
 
 def test_what_the_first_rank_refuses_no_other_hears_of():

@@ -6,12 +6,12 @@ from safetensors.torch import save
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.pipeline.messages import AdminResult
-from omni_proxy.replica.text.slow import PeerFault
+from omni_proxy.replica.text.slow import DAMAGED, PeerFault
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.tp.sharded import ShardedLlama
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
-from omni_proxy.replica.weights.target import Staged, Target
+from omni_proxy.replica.weights.target import DamagedFault, Staged, Target
 from tests.collective.trainer_side import Trainer, _made, free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
@@ -177,6 +177,35 @@ def test_a_group_that_nobody_opens_is_given_up_by_every_rank_when_it_is_destroye
     assert not answers[joining].success
     assert [each["rank"] for each in answers[destroyed].data["rank_results"]] == [0, 1]
     assert stage.generate()["text"] == undisturbed(temperature=0, max_new_tokens=12)["text"]
+
+
+def test_a_swap_that_could_not_be_undone_pauses_and_names_the_damage(tmp_path, monkeypatch):
+    scheduler = build("decode", model="tiny", weights_root=str(tmp_path))
+    target = Target(ShardedLlama(scheduler.worker.text.model, Shard(tiny.CONFIG, 0, 2), id))
+    staged = Staged(target)
+
+    def fail():
+        raise DamagedFault("RuntimeError: no memory")
+
+    monkeypatch.setattr(staged, "undo", fail)
+    steps = Lifecycle(scheduler, target).update(Wish(weight_version="v7"), by(lambda: staged), {})
+    stage = next(steps)
+    steps.send(stage())
+    steps.throw(PeerFault("rank 0: its device is full"))
+    with pytest.raises(StopIteration) as ended:
+        steps.send(None)
+    success, message, data, _ = ended.value.value
+    assert (success, data[DAMAGED], data["engine_paused"], scheduler.paused) == (
+        False, True, True, True,
+    )  # fmt: skip
+    assert message.startswith("The weights are damaged")
+
+
+def test_damage_at_another_rank_pauses_this_one_and_leaves_no_word_of_whole_weights(tmp_path):
+    scheduler = build("decode", model="tiny", weights_root=str(tmp_path))
+    assert (scheduler.paused, scheduler.sync_facts()["weights"]) == (False, "whole")
+    scheduler.weights_damaged()
+    assert (scheduler.paused, scheduler.sync_facts()["weights"]) == (True, "uncertain")
 
 
 def test_a_swap_that_another_rank_could_not_do_is_undone(tmp_path):
