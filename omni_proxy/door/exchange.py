@@ -7,7 +7,6 @@ head, broken bodies, 502 and 504, and 500 where that is retried; never of a clie
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Coroutine
 from math import inf
@@ -26,6 +25,7 @@ from omni_proxy.door.taking import take
 from omni_proxy.door.task import Gone, pause
 from omni_proxy.door.tries import Tries
 from omni_proxy.door.upload import Upload
+from omni_proxy.door.upstream import with_key
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.early import known_early
 from omni_proxy.routing.inspect import Need, by_top, inspect, is_json
@@ -36,7 +36,7 @@ from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, WrongMethod, match
 from omni_proxy.routing.voices import bind_to_owner
 from omni_proxy.routing.walk import walk_top
 from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import RequestHead, drop_fields, hint_lines
+from omni_proxy.wire.head import RequestHead, hint_lines
 from omni_proxy.wire.peer import peer_field
 from omni_proxy.wire.received import with_received
 
@@ -211,7 +211,7 @@ async def _by_worker(
     except Refusal as nobody:
         worker = await door.queue.for_worker(conn, mine, nobody)
     while True:
-        lines = _lines_for(worker, head) if worker.api_key_env else head.lines
+        lines = with_key(worker, head.lines) if worker.api_key_env else head.lines
         way = (asked[0] if asked is not None else door.lane(worker), lines, body)
         try:
             first = await ask(conn, mine, head, way, asked)
@@ -309,11 +309,3 @@ def _refuse_unknown(head: RequestHead) -> None:
         raise Refusal(
             404, f"Not Found: {method} {path}", "not_found", close=True, detail="Not Found"
         )
-
-
-def _lines_for(worker: Worker, head: RequestHead) -> bytes:
-    key = os.environ.get(worker.api_key_env, "")
-    if not key:
-        return head.lines
-    lines = drop_fields(head.lines, frozenset((b"authorization",)))
-    return lines + b"authorization: Bearer " + key.encode("latin-1", "replace") + b"\r\n"

@@ -7,7 +7,6 @@ connections and of the statuses that count against a worker as those of any answ
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from wsproto.utilities import generate_nonce
@@ -18,11 +17,12 @@ from omni_proxy.door.conn import Conn
 from omni_proxy.door.taking import take
 from omni_proxy.door.task import Expired
 from omni_proxy.door.tries import Tries
+from omni_proxy.door.upstream import with_key
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.retry import counts_as_failed
 from omni_proxy.wire.answer import UpstreamGarbage, check_interim, find_answer_end
 from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import RequestHead, with_bearer
+from omni_proxy.wire.head import RequestHead
 from omni_proxy.wire.websocket import offer, offer_status
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ async def _open(
         up = conn.upstream = await lane.dial(conn)
         mine.dialled_at = conn.pump.now
         conn.phase = "wait"
-        await conn.write(up, offer(_lines_for(worker, head), lane.host_line, nonce))
+        await conn.write(up, offer(with_key(worker, head.lines), lane.host_line, nonce))
         status, rest = await _status(conn, up, nonce)
     except OSError as error:
         dialled = conn.upstream is not None
@@ -117,11 +117,6 @@ def _close(conn: Connection) -> None:
     up, conn.upstream = conn.upstream, None
     if up is not None:
         up.close()
-
-
-def _lines_for(worker: Worker, head: RequestHead) -> bytes:
-    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
-    return with_bearer(head.lines, key.encode("latin-1", "replace")) if key else head.lines
 
 
 def _numbered(nobody: Refusal) -> Refusal:

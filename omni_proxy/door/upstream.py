@@ -9,6 +9,7 @@ comes back.
 from __future__ import annotations
 
 import contextlib
+import os
 import ssl
 from typing import Final
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from omni_proxy.door.tls import Handshake, TlsConn
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.watch.trust import client_context, reason_of
 from omni_proxy.wire.answer_template import NO_ANSWER
+from omni_proxy.wire.head import with_bearer
 
 IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
 PIECE_BYTES: Final = 16384
@@ -178,3 +180,9 @@ def _lane_to(pump: Pump, worker: Worker) -> Lane:
         )
     host = "localhost" if isinstance(worker.address, str) else worker.display_id
     return Lane(pump, worker.address, host)
+
+
+def with_key(worker: Worker, lines: bytes) -> bytes:
+    """Field lines of a head with the worker's own key, where it has one that is set."""
+    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+    return with_bearer(lines, key.encode("latin-1", "replace")) if key else lines
