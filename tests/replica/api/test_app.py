@@ -33,6 +33,18 @@ async def test_an_error_nobody_foresaw_is_a_bare_text_500(world, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_no_log_line_of_a_request_has_its_query(world, caplog):
+    async def broken():
+        raise ZeroDivisionError
+
+    world.app.view_functions["health"] = broken
+    with caplog.at_level("DEBUG"):
+        for path in ("/health", "/nowhere", CHAT):
+            await world.get(f"{path}?api_key=of-somebody")
+    assert "Exception on request GET /health" in caplog.text
+    assert "of-somebody" not in caplog.text
+
+
 async def test_every_other_answer_varies_by_origin_and_allows_it(world):
     for path in ("/health", "/nowhere", CHAT):
         plain = await world.get(path)
