@@ -29,6 +29,8 @@ DECIDING: Final = frozenset(
 )  # fmt: skip
 _HEADER: Final = re.compile(r"\s*\[+\s*([^]#]*?)\s*\]+\s*(?:#.*)?$")
 _KEY: Final = re.compile(r"\s*(?:(\w+)\s*\.\s*)?(\w+)\s*=")
+_NAMES: Final = frozenset(name for _, name in DECIDING)
+_MENTION: Final = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_NAMES))})[\"']?\s*(?:=|$)")
 
 
 def salvaged(raw: bytes, refusal: ConfigError) -> Config:
@@ -41,6 +43,8 @@ def salvaged(raw: bytes, refusal: ConfigError) -> Config:
         told: Mapping[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError):
         told = _line_by_line(text, refusal)
+    if any(_is_misplaced(name, value) for name, value in told.items()):
+        raise refusal
     kept: dict[str, dict[str, Any]] = {}
     for table in TABLES:
         keys = told.get(table, {})
@@ -55,6 +59,13 @@ def salvaged(raw: bytes, refusal: ConfigError) -> Config:
     return msgspec.convert(kept, Config)
 
 
+def _is_misplaced(name: str, value: object) -> bool:
+    """Whether it holds a deciding key and is no table of ours: one that was meant for [server]?"""
+    if name in Config.__struct_fields__:
+        return False
+    return name in _NAMES or (isinstance(value, Mapping) and not _NAMES.isdisjoint(value))
+
+
 def _may_be_meant(table: str, findings: list[Finding], keys: Mapping[str, Any]) -> bool:
     """Whether an unknown key is a slip for a deciding one, which is missing."""
     missing = [name for where, name in DECIDING if where == table and name not in keys]
@@ -67,16 +78,23 @@ def _line_by_line(text: str, refusal: ConfigError) -> dict[str, dict[str, Any]]:
     table = ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            table = header[1]
-        elif key := _KEY.match(line):
-            where, name = (key[1], key[2]) if not table else (table, key[2])
-            if where not in TABLES or (table and key[1]):
-                continue
-            try:
-                value = tomllib.loads(line[key.start(2) :])[name]
-            except (ValueError, KeyError, RecursionError):
-                if (where, name) in DECIDING:
-                    raise refusal from None
-            else:
-                found[where][name] = value
+            table = header[1].strip("\"'")
+            continue
+        if line.lstrip().startswith("["):
+            table = ""  # a header that can't be read
+        key = _KEY.match(line)
+        where, name = (table or key[1], key[2]) if key and not (table and key[1]) else ("", "")
+        try:
+            if where not in TABLES or key is None:
+                raise ValueError
+            found[where][name] = tomllib.loads(line[key.start(2) :])[name]
+        except (ValueError, KeyError, RecursionError):
+            if _may_decide(table, line):
+                raise refusal from None
     return found
+
+
+def _may_decide(table: str, line: str) -> bool:
+    """Whether a line that says nothing readable may be meant for a deciding key."""
+    other = table not in TABLES and table.partition(".")[0] in Config.__struct_fields__
+    return not other and _MENTION.search(line.partition("#")[0]) is not None

@@ -30,6 +30,8 @@ BROKEN = {
     "a list without its end": GOOD + "retry_on = [\n",
     "a line of the same table that is none": GOOD.replace("[admin]", "queue_size 3\n[admin]"),
     "a table twice": GOOD + "[server]\n",
+    "keys of other tables that have such names": GOOD + "[[launch]]\nhost = 3\nport = = 1\n",
+    "a table's name in quotes": GOOD.replace("[server]", '["server"]') + "[[[\n",
 }
 
 
@@ -57,6 +59,13 @@ def test_a_file_with_a_mistake_elsewhere_still_says_where_its_proxy_is(
         "[admin]\nlisten = 'nowhere'\n",
         "server.port = = 1\n",
         "server = 3\n",
+        "[server\nport = 8123\n",
+        "[sever]\nport = 8123\n",
+        "port = 8123\n",
+        "server = { port = 8123 }\n[[[\n",
+        '[server]\n"port" = 8123\n[[[\n',
+        "[server]\nport\n= 8123\n",
+        "[Admin]\nlisten = '127.0.0.1:8123'\n[[[\n",
     ],
 )
 def test_where_it_is_is_never_guessed(place, tmp_path, text):
