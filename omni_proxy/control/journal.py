@@ -13,6 +13,8 @@ every worker's fate is settled. So whatever the record does not name was not tou
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 from msgspec import Struct
 
@@ -89,7 +91,17 @@ class UnreadableJournal(ValueError):
 
 
 def encode(journal: Journal) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(journal), indent=2) + b"\n"
+    return msgspec.json.format(readable_json(journal), indent=2) + b"\n"
+
+
+def readable_json(record: Struct) -> bytes:
+    """JSON that `decode` takes, also of half a character, which JSON of a trainer or of a worker
+    can spell: it becomes a question mark."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(record), ensure_ascii=False)
+        return text.encode("utf-8", "replace")
 
 
 def decode(raw: bytes) -> Journal:

@@ -14,7 +14,13 @@ from pathlib import Path
 import msgspec
 
 from omni_proxy.config.schema import Config
-from omni_proxy.control.journal import Journal, UnreadableJournal, decode, encode
+from omni_proxy.control.journal import (
+    Journal,
+    UnreadableJournal,
+    decode,
+    encode,
+    readable_json,
+)
 from omni_proxy.control.published import Published
 from omni_proxy.watch.state_file import sweep_leftovers, write_atomically
 
@@ -71,7 +77,7 @@ class JournalFile:
 
     def write_published(self, published: Published) -> None:
         """Raises OSError."""
-        self._put(self._epoch_path, msgspec.json.encode(published).decode() + "\n")
+        self._put(self._epoch_path, readable_json(published).decode() + "\n")
 
     def _put(self, path: Path, text: str) -> None:
         new = not self.folder.exists()

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.control.journal import Begun, Journal, UnreadableJournal, decode, encode
+from omni_proxy.control.journal import (
+    Begun,
+    Journal,
+    Pause,
+    UnreadableJournal,
+    decode,
+    encode,
+)
 
 URLS = st.sampled_from(("http://a", "http://b", "unix:/c", "http://d"))
 BEGUN = st.builds(
@@ -21,6 +28,13 @@ JOURNALS = st.builds(
 @given(JOURNALS)
 def test_what_is_written_is_read(journal):
     assert decode(encode(journal)) == journal
+
+
+def test_half_a_character_is_written_as_a_question_mark():
+    told = Journal(uncertain={"http://a": "\ud800x"}, pauses={"http://a": Pause(mode="\udfff")})
+    assert decode(encode(told)) == Journal(
+        uncertain={"http://a": "?x"}, pauses={"http://a": Pause(mode="?")}
+    )
 
 
 @given(JOURNALS)

@@ -84,6 +84,11 @@ def test_the_epoch_is_kept(file):
     assert file.read_published() == Published(7, "v7")
 
 
+def test_half_a_character_in_a_label_is_written_as_a_question_mark(tmp_path):
+    JournalFile(tmp_path).write_published(Published(1, "\ud800"))
+    assert JournalFile(tmp_path).read_published() == Published(1, "?")
+
+
 @pytest.mark.parametrize("junk", ["", "[]", '{"epoch": "x", "label": null}', '{"epoch": 3}'])
 def test_an_epoch_that_cannot_be_read_never_goes_back(file, junk):
     file.write_published(Published(70_000, "v"))
