@@ -196,7 +196,8 @@ def _in_order(capabilities: Iterable[str]) -> tuple[Capability, ...]:
 
 
 def _without(state: State, url: str) -> State:
-    return State(
+    return structs.replace(
+        state,
         workers=tuple(worker for worker in state.workers if worker.url != url),
         switches={known: switch for known, switch in state.switches.items() if known != url},
         tombstones={known: mark for known, mark in state.tombstones.items() if known != url},

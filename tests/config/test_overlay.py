@@ -15,6 +15,7 @@ from omni_proxy.config.overlay import (
 )
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config, WorkerEntry
+from omni_proxy.config.state import Voices
 
 A, B, C, D = (f"http://{name}" for name in "abcd")
 FILE = parse(f'[[workers]]\nurl = "{A}"\nmodel = "m"\n[[workers]]\nurl = "{B}"')
@@ -149,6 +150,14 @@ def test_a_deleted_worker_that_file_and_flag_name_stays_away():
 def test_deleting_an_added_worker_leaves_nothing_behind():
     state = with_deleted(with_added(State(), from_http(D)), Config(), D)
     assert settle(state, Config()) == State()
+
+
+def test_adding_and_deleting_workers_leaves_the_known_voices():
+    known = State(voices=Voices(owner="http://a:1", names=("anna",)))
+    config = Config()
+    added = with_added(known, from_http("http://b:1"))
+    assert added.voices == known.voices
+    assert with_deleted(added, config, "http://b:1").voices == known.voices
 
 
 def test_adding_a_worker_twice_keeps_the_later_one():
