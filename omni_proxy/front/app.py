@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from quart import Response, request
+from msgspec.structs import replace
+from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 
+from omni_proxy.control.journal import Pause
 from omni_proxy.front.admin import AdminRoutes
 from omni_proxy.front.auth import KeyCheck
 from omni_proxy.front.chosen import Chosen
@@ -40,7 +42,8 @@ def create_app(rooms: Rooms) -> QuartTrio:
     app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
     keys = KeyCheck(rooms.keeper)
-    records = Records(rooms.fleet, rooms.drains, partial(reasons, rooms), rooms.desk.book.pauses)
+    pauses = partial(_pauses_told, rooms, keys)
+    records = Records(rooms.fleet, rooms.drains, lambda: reasons(rooms, pauses()), pauses)
     chosen = Chosen(rooms, records)
     app.before_request(keys.before_request)
     OpenReads(rooms.keeper).mount(app)
@@ -66,6 +69,14 @@ def create_app(rooms: Rooms) -> QuartTrio:
     ):
         routes.mount(app)
     return app
+
+
+def _pauses_told(rooms: Rooms, keys: KeyCheck) -> dict[str, Pause]:
+    """Who has no key may read workers' records, and learns from them nothing of who paused."""
+    found = rooms.desk.book.pauses()
+    if not found or (has_request_context() and keys.presented()):
+        return found
+    return {url: replace(pause, by="") for url, pause in found.items()}
 
 
 def _pass_hops_on(app: QuartTrio, proxy_id: str) -> None:

@@ -18,11 +18,13 @@ RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are veri
 Why = Callable[[Worker], str | None]
 
 
-def reasons(rooms: Rooms) -> Why:
-    """The reasons of this moment; for several workers ask the same one."""
+def reasons(rooms: Rooms, pauses: Mapping[str, Pause]) -> Why:
+    """The reasons of this moment; for several workers ask the same one.
+
+    `pauses`: those of the book, as far as whoever asks may know them.
+    """
     launch = rooms.launcher.status() if rooms.launcher else []
     places = {str(place["url"]): place for place in launch}
-    pauses = rooms.desk.book.pauses()
 
     def why(worker: Worker) -> str | None:
         if worker.routable:

@@ -52,7 +52,8 @@ class Snapshots:
         door, instruments = rooms.door, rooms.instruments
         leaving = door.draining or rooms.leaving()
         reason = unready(rooms)
-        pauses, why = rooms.desk.book.pauses(), reasons(rooms)
+        pauses = rooms.desk.book.pauses()
+        why = reasons(rooms, pauses)
         launch = rooms.launcher.status() if rooms.launcher else []
         places = {row["url"]: row for row in launch}
         now = time.time()

@@ -82,3 +82,13 @@ async def test_who_has_no_key_is_not_told_who_paused(paused):
     _, told = await get(keyed, "/ready")
     assert told["reason"] == "paused"
     assert "10.0.0.3" not in str(told)
+    keyed.desk.book.pause(A)
+    paths = ("/workers", f"/workers/{keyed.worker().id}")
+    for path in paths:
+        _, told = await get(keyed, path)
+        assert "paused" in str(told)
+        assert "10.0.0.3" not in str(told)
+    for path in paths:
+        bearer = {"Authorization": "Bearer sesame"}
+        whole = await keyed.client().get(path, headers=bearer)
+        assert "10.0.0.3" in await whole.get_data(as_text=True)
