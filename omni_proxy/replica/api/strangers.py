@@ -2,13 +2,15 @@
 
 Without an admin key the caller's place in the network is what lets it in, and every page that
 somebody there visits shares that place. Invariant: a route that is not listed as OPEN refuses what
-says that it comes from another origin's page, and a browser's GET; a key that is asked for says
-more than an origin, so with one nothing is refused here.
+says that it comes from another origin's page, a browser's GET, and a browser under a Host that a
+stranger may have pointed here (DNS rebinding); a key that is asked for says more than an origin, so
+with one nothing is refused here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -61,6 +63,10 @@ def _judge_of(served: Served) -> Callable[[], Awaitable[None]]:
         if comes_from_elsewhere(request.headers, f"{request.scheme}://{request.host}"):
             told = "a page of another origin may not do this: set --admin-api-key"
             raise Refused(403, f"cross_site: {told}")
+        # A proxy passes a browser's name on, and no more of it.
+        if _says_where(request.headers) and not _is_own_name(request.host):
+            told = f"a page at {request.host} may not do this: any name can be pointed here; use"
+            raise Refused(403, f"cross_site: {told} the address, or set --admin-api-key")
         if request.method in SAFE_METHODS and _shows_browser(request.headers):
             raise Refused(403, f"a browser changes nothing by {request.method}: send POST")
 
@@ -74,6 +80,19 @@ def comes_from_elsewhere(headers: Headers, own: str) -> bool:
     # Browsers that send no Origin say at least where they were.
     origins = headers.getlist("Origin") or headers.getlist("Referer")
     return any(_parted(origin) != _parted(own) or not _parted(own) for origin in origins)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a Host is an address or localhost, which lead where they say."""
+    parted = _parted(f"http://{host}")
+    name = parted[1].rstrip(".") if parted else ""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _parted(origin: str) -> tuple[str, str, int | None] | None:
@@ -90,5 +109,9 @@ def _parted(origin: str) -> tuple[str, str, int | None] | None:
 
 def _shows_browser(headers: Headers) -> bool:
     """To plain HTTP beyond this machine a browser tells no more than its name."""
-    named = any(name in headers for name in ("Origin", "Referer", "Sec-Fetch-Site"))
-    return named or headers.get("User-Agent", "").startswith("Mozilla/")
+    return _says_where(headers) or headers.get("User-Agent", "").startswith("Mozilla/")
+
+
+def _says_where(headers: Headers) -> bool:
+    """Each browser's request that is no plain GET does."""
+    return any(name in headers for name in ("Origin", "Referer", "Sec-Fetch-Site"))

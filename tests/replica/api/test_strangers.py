@@ -67,6 +67,25 @@ async def test_a_browsers_get_changes_nothing(keyless):
     assert (await client.get("/health", headers=sent)).status_code == 200
 
 
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "evil.localhost.:1"])
+async def test_a_page_under_a_name_that_was_pointed_here_changes_nothing(keyless, host):
+    client = keyless.app.test_client()
+    page = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
+    answer = await client.post("/flush_cache", headers=page)
+    own = host.startswith("evil.localhost")
+    assert (answer.status_code == 403) is not own
+    # A proxy calls it by whatever name it has, for a browser too.
+    passed_on = {"Host": host, "User-Agent": "Mozilla/5.0"}
+    assert (await client.post("/flush_cache", headers=passed_on)).status_code != 403
+
+
+async def test_a_page_at_an_address_of_its_own_may(keyless):
+    client = keyless.app.test_client()
+    for host in ("127.0.0.1:8000", "[::1]:8000", "10.0.0.7"):
+        page = {"Host": host, "Origin": f"http://{host}"}
+        assert (await client.post("/flush_cache", headers=page)).status_code != 403, host
+
+
 async def test_a_key_says_more_than_an_origin(keyless):
     world = keyless.with_options(admin_api_key="k")
     headers = {**FOREIGN[0], "Authorization": "Bearer k"}
