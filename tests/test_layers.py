@@ -9,7 +9,7 @@ PURE = ("config", "wire", "fleet", "routing", "control")
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
 # Who stands below whom. Rooms of one floor may use each other where they don't go in circles.
 FLOOR = {
-    "itself": -1, "contained": -1, "watchdog": -1,
+    "itself": -1, "contained": -1, "watchdog": -1, "origins": -1,
     "config": 0, "wire": 0, "collective": 0, "fleet": 1, "routing": 2, "control": 3,
     "door": 4, "doors": 4, "watch": 4, "weights": 4, "front": 4, "observe": 4, "supervise": 4,
     "root": 5, "cli": 6, "__main__": 7,

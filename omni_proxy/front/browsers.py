@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Final
-from urllib.parse import urlsplit
 
 from quart import Request
 
 from omni_proxy.config.schema import Config
+from omni_proxy.origins import NO_ORIGIN, Origin, host_name, is_own_name, split_origin
 from omni_proxy.wire.errors import Refusal
 from omni_proxy.wire.received import FIELD, Received, read_received
 
@@ -43,9 +42,6 @@ ANY_HOST: Final = frozenset(
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _OWN_SITES: Final = ("none", "same-origin")
 _PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
-Origin = tuple[str, str, int | None]  # scheme, host, port
-NO_ORIGIN: Final[Origin] = ("", "", None)
 
 
 def reads(method: str, rule: str) -> bool:
@@ -158,34 +154,3 @@ class Caller:
 
 def _forbidden(told: str, code: str) -> Refusal:
     return Refusal(403, told, code, detail=told)
-
-
-def host_name(host: str) -> str:
-    """Of a Host field: without its port and a closing dot, in lower case, no brackets."""
-    name = host.strip().lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].rstrip(".")
-
-
-def is_own_name(name: str) -> bool:
-    """Whether it is an address or localhost, which lead where they say."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def split_origin(text: str) -> Origin:
-    """Of an Origin, Referer or URL; NO_ORIGIN for what has none (`null`)."""
-    try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-    except ValueError:
-        return NO_ORIGIN
-    if not parts.hostname:
-        return NO_ORIGIN
-    return parts.scheme, parts.hostname, port or _DEFAULT_PORTS.get(parts.scheme)

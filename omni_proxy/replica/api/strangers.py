@@ -10,14 +10,13 @@ with one nothing is refused here.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from ipaddress import ip_address
 from typing import Final
-from urllib.parse import urlsplit
 
 from quart import request
 from quart_trio import QuartTrio
 from werkzeug.datastructures import Headers
 
+from omni_proxy.origins import NO_ORIGIN, host_name, is_own_name, split_origin
 from omni_proxy.replica.api.errors import Refused
 from omni_proxy.replica.api.served import Served
 
@@ -41,7 +40,6 @@ READING: Final = frozenset(
 )  # fmt: skip
 SAFE_METHODS: Final = ("GET", "HEAD")
 _OWN_SITES: Final = ("none", "same-origin")
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def is_open(method: str, rule: str) -> bool:
@@ -64,7 +62,7 @@ def _judge_of(served: Served) -> Callable[[], Awaitable[None]]:
             told = "a page of another origin may not do this: set --admin-api-key"
             raise Refused(403, f"cross_site: {told}")
         # A proxy passes a browser's name on, and no more of it.
-        if _says_where(request.headers) and not _is_own_name(request.host):
+        if _says_where(request.headers) and not is_own_name(host_name(request.host)):
             told = f"a page at {request.host} may not do this: any name can be pointed here; use"
             raise Refused(403, f"cross_site: {told} the address, or set --admin-api-key")
         if request.method in SAFE_METHODS and _shows_browser(request.headers):
@@ -79,32 +77,8 @@ def comes_from_elsewhere(headers: Headers, own: str) -> bool:
         return True
     # Browsers that send no Origin say at least where they were.
     origins = headers.getlist("Origin") or headers.getlist("Referer")
-    return any(_parted(origin) != _parted(own) or not _parted(own) for origin in origins)
-
-
-def _is_own_name(host: str) -> bool:
-    """Whether a Host is an address or localhost, which lead where they say."""
-    parted = _parted(f"http://{host}")
-    name = parted[1].rstrip(".") if parted else ""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _parted(origin: str) -> tuple[str, str, int | None] | None:
-    """Scheme, host and port; None for what has none (`null`)."""
-    try:
-        parts = urlsplit(origin.strip())
-        port = parts.port
-    except ValueError:
-        return None
-    if not parts.hostname:
-        return None
-    return parts.scheme, parts.hostname, port or _DEFAULT_PORTS.get(parts.scheme)
+    ours = split_origin(own)
+    return any(ours == NO_ORIGIN or split_origin(origin) != ours for origin in origins)
 
 
 def _shows_browser(headers: Headers) -> bool:
