@@ -3,7 +3,8 @@
 import pytest
 
 from omni_proxy.config.schema import Admin, Server
-from omni_proxy.front.browsers import ANY_HOST, READING, host_name, is_own_name, split_origin
+from omni_proxy.front.browsers import ANY_HOST, READING
+from omni_proxy.origins import host_name, is_own_name, split_origin
 from tests.front.house import A, build_house, entry
 
 HOST = "10.0.0.5:30000"
