@@ -68,7 +68,9 @@ def _follow(starter: int, unpacked: Path | None) -> None:
     else:
         # A number that was given to somebody else meanwhile is no child's parent.
         if os.getppid() == starter:
-            select.select([descriptor], [], [])
+            exited = select.poll()  # select refuses descriptors from 1,024 on
+            exited.register(descriptor, select.POLLIN)
+            exited.poll()
     _end(unpacked)
 
 

@@ -85,7 +85,10 @@ class _Process:
         os.close(self._descriptor)
 
     def _ended(self, within_secs):
-        return bool(select.select([self._descriptor], [], [], within_secs)[0])
+        # poll, not select: a test process may hold more than select's 1,024 descriptors.
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(None if within_secs is None else within_secs * 1000))
 
 
 _nest = _Nest()
