@@ -3,7 +3,7 @@
 import sys
 
 from omni_proxy.cli import main
-from omni_proxy.cli.one_file import settle_in
+from omni_proxy.cli.frozen_binary import settle_in
 
 settle_in()
 sys.exit(main())

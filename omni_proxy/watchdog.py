@@ -29,7 +29,7 @@ STALLED: Final = "the event loop has had no turn for"  # what the log says; test
 
 
 @dataclass(slots=True)
-class Silence:
+class Stall:
     """How long no beat has come, in seconds by the watchdog's own count."""
 
     now: float
@@ -111,7 +111,7 @@ class Watchdog:
     def _watch(self, watched: int, over: threading.Event) -> None:
         """The thread's whole life."""
         clock = time.pthread_getcpuclockid(watched)
-        silence = Silence(time.monotonic(), time.clock_gettime(clock))
+        silence = Stall(time.monotonic(), time.clock_gettime(clock))
         while not over.wait(LOOK_SECS):
             now, cpu = time.monotonic(), time.clock_gettime(clock)
             if silence.stalled(now, cpu, self._beats) and not over.is_set():

@@ -17,7 +17,13 @@ from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.arguments import check_parser, launch_parser, router_parser, serve_parser
 from omni_proxy.cli.engines import ENGINES
 from omni_proxy.config.parse import parse
-from omni_proxy.config.schema import CacheAware, PolicyName, PrefixHash, Routing, Timeouts
+from omni_proxy.config.schema import (
+    CacheAwareConfig,
+    PolicyName,
+    PrefixHashConfig,
+    RoutingConfig,
+    TimeoutsConfig,
+)
 from omni_proxy.replica import arguments as replica
 from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
@@ -27,8 +33,8 @@ from omni_proxy.replica.pipeline.load import read_pipeline
 from omni_proxy.replica.pipeline.plan import compile_plan
 from omni_proxy.replica.pipeline.runtime import Runtime
 from omni_proxy.replica.profiling import command as profile
-from omni_proxy.routing import table
-from tests.front.house import A, build_house, entry
+from omni_proxy.routing import routes
+from tests.admin_api.house import A, build_house, entry
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -54,7 +60,7 @@ PAGES = (
 )  # fmt: skip
 
 # Which argument of these calls is the code of an error.
-CODE_AT = {"Refusal": 2, "bad": 1, "_bad": 1, "TryFailed": 0}
+CODE_AT = {"HttpError": 2, "bad": 1, "_bad": 1, "AttemptFailed": 0}
 PLACES = {"{path}": "x", "{worker_id}": A, "{request_id}": "abc", "{name}": "anna"}
 
 
@@ -181,16 +187,18 @@ def test_the_pipelines_that_are_shown_load_and_show_every_key():
 def test_the_parameters_that_are_said_to_be_the_defaults_are():
     shown = [parse(text).routing for text in blocks(ROUTING, "toml") if "[routing." in text]
     assert [routing.policy for routing in shown] == ["prefix_hash", "cache_aware"]
-    assert shown[0].prefix_hash == PrefixHash()
-    assert shown[1].cache_aware == CacheAware()
+    assert shown[0].prefix_hash == PrefixHashConfig()
+    assert shown[1].cache_aware == CacheAwareConfig()
     text = next(text for text in blocks(ROUTING, "toml") if "cache_threshold" in text)
-    assert set(tomllib.loads(text)["routing"]["cache_aware"]) == set(CacheAware.__struct_fields__)
+    assert set(tomllib.loads(text)["routing"]["cache_aware"]) == set(
+        CacheAwareConfig.__struct_fields__
+    )
 
 
 def test_every_policy_and_every_key_of_routing_is_explained():
     named = set(re.findall(r"\w+", ROUTING))
     elsewhere = {"model", "voice_owner", "while_paused"}
-    for struct in (Routing, CacheAware, PrefixHash):
+    for struct in (RoutingConfig, CacheAwareConfig, PrefixHashConfig):
         assert set(struct.__struct_fields__) - named - elsewhere == set()
     overview = ROUTING.partition("### round_robin")[0]
     table_of_policies = re.findall(r"^\| `(\w+)`.* \| .* \| .* \|$", overview, re.MULTILINE)[1:]
@@ -248,7 +256,7 @@ def documented_routes():
 
 @pytest.mark.parametrize(("method", "path"), documented_routes())
 async def test_every_documented_route_is_served(method, path):
-    if table.match(method, filled(path)) is None:
+    if routes.match(method, filled(path)) is None:
         house = build_house(entry(A))
         house.door.draining = True  # the feed ends then
         answer = await house.client().open(filled(path), method=method)
@@ -261,7 +269,7 @@ async def test_every_documented_route_is_served(method, path):
 def test_every_route_is_documented():
     served = {
         (method, row.path)
-        for row in (*table._ROWS, table._SPEECH_STREAM, table._OUTCOME, table._VOICE)
+        for row in (*routes._ROWS, routes._SPEECH_STREAM, routes._OUTCOME, routes._VOICE)
         for method in row.methods
     }
     for rule in build_house().app.url_map.iter_rules():
@@ -304,7 +312,7 @@ def test_every_error_code_is_documented():
 
 
 def test_every_clock_is_in_the_design():
-    assert {key for key in Timeouts.__struct_fields__ if f"`{key}`" not in DESIGN} == set()
+    assert {key for key in TimeoutsConfig.__struct_fields__ if f"`{key}`" not in DESIGN} == set()
 
 
 def test_every_dependency_has_its_reason_in_the_design():

@@ -5,56 +5,40 @@ import pytest
 
 from tests.tree import PACKAGE, ROOT, imports, name_of, sources
 
-PURE = ("config", "wire", "fleet", "routing", "control")
+PURE = ("config", "wire", "fleet", "routing", "admin_ops", "weight_sync/protocol")
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
-# Who stands below whom. Rooms of one floor may use each other where they don't go in circles.
-FLOOR = {
-    "itself": -1, "contained": -1, "watchdog": -1, "origins": -1,
-    "config": 0, "wire": 0, "collective": 0, "fleet": 1, "routing": 2, "control": 3,
-    "door": 4, "doors": 4, "watch": 4, "weights": 4, "front": 4, "observe": 4, "supervise": 4,
-    "root": 5, "cli": 6, "__main__": 7,
-}  # fmt: skip
+SHARED = (
+    "self_exec",
+    "hypercorn_connection",
+    "watchdog",
+    "origins",
+)  # by the proxy and the replica
+# From the bottom to the top: a package imports only from packages before it.
+LAYERS = (
+    *SHARED, "wire", "config", "process_group", "fleet", "system", "routing", "admin_ops",
+    "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch",
+    "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "cli",
+    "__main__",
+)  # fmt: skip
 
-SHARED = {name for name, floor in FLOOR.items() if floor < 0}  # by the proxy and the replica
 
-
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     """`fleet` for omni_proxy.fleet.worker, "" for the package itself."""
     return module.split(".")[1] if module.count(".") else ""
 
 
-def used_rooms(path) -> set[str]:
-    own = (used for used in imports(path) if used.startswith("omni_proxy."))
-    # `from omni_proxy import __version__` names no room.
-    return {room(used) for used in own} - {"__version__"}
+def imported_packages(path) -> set[str]:
+    ours = (module for module in imports(path) if module.startswith("omni_proxy."))
+    # `from omni_proxy import __version__` names no package.
+    return {package_of(module) for module in ours} - {"__version__"}
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_imports_go_down_only(path):
-    mine = room(name_of(path))
-    if mine in FLOOR:
-        for other in used_rooms(path) - {mine, "replica"}:
-            assert FLOOR[other] < FLOOR[mine] or FLOOR[other] == FLOOR[mine] == 4, other
-
-
-def test_rooms_of_the_lowest_floor_know_nothing_of_each_other():
-    lowest = {name for name, floor in FLOOR.items() if floor == 0}
-    for name in lowest:
-        others = lowest - {name}
-        assert not [p for p in sources(PACKAGE / name) if others & used_rooms(p)]
-
-
-def test_rooms_of_one_floor_never_go_in_circles():
-    uses = {
-        name: set().union(*(used_rooms(path) for path in sources(PACKAGE / name))) - {name}
-        for name in FLOOR
-        if (PACKAGE / name).is_dir()
-    }
-    while uses:
-        free = [name for name, used in uses.items() if not used & uses.keys()]
-        assert free, f"a circle: {uses}"
-        for name in free:
-            del uses[name]
+def test_a_package_imports_only_from_packages_below_it(path):
+    package = package_of(name_of(path))
+    if package:
+        below = LAYERS[: LAYERS.index(package)]
+        assert imported_packages(path) - {package} <= set(below)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +46,26 @@ def test_rooms_of_one_floor_never_go_in_circles():
     [path for name in PURE for path in sources(PACKAGE / name)],
     ids=name_of,
 )
-def test_a_pure_room_does_nothing_and_knows_no_time(path):
-    assert {used.split(".")[0] for used in imports(path)} & IMPURE == set()
+def test_a_pure_package_has_no_io_and_reads_no_clock(path):
+    assert {module.split(".")[0] for module in imports(path)} & IMPURE == set()
 
 
-def test_the_replica_and_the_proxy_know_nothing_of_each_other():
+def test_the_replica_imports_only_what_is_shared_with_the_proxy():
+    for path in sources(PACKAGE / "replica"):
+        assert imported_packages(path) <= {"replica", "weight_sync", "process_group", *SHARED}, path
+        shared = {module for module in imports(path) if module.startswith("omni_proxy.weight_sync")}
+        assert all(module.startswith("omni_proxy.weight_sync.checksum") for module in shared), path
+
+
+def test_nothing_but_the_command_line_imports_the_replica():
     for path in sources():
-        mine = room(name_of(path))
-        if mine == "replica":
-            assert used_rooms(path) <= {"replica", "weights", "collective", *SHARED}, path
-            shared = {used for used in imports(path) if used.startswith("omni_proxy.weights.")}
-            assert all(used.startswith("omni_proxy.weights.checksum") for used in shared), path
-        elif mine != "cli":  # where the command is dispatched
-            assert "replica" not in used_rooms(path), path
+        if package_of(name_of(path)) not in ("replica", "cli"):
+            assert "replica" not in imported_packages(path), path
 
 
 def test_starting_the_proxy_never_imports_torch_or_a_model_runtime():
     code = (
-        "import sys, omni_proxy.cli.serve, omni_proxy.root, omni_proxy.collective.group; "
+        "import sys, omni_proxy.cli.serve, omni_proxy.server, omni_proxy.process_group.group; "
         "print(*sorted({'torch', 'xllamacpp', 'numpy', 'openai'} & sys.modules.keys()))"
     )
     done = subprocess.run(
@@ -88,6 +74,6 @@ def test_starting_the_proxy_never_imports_torch_or_a_model_runtime():
     assert done.stdout.strip() == ""
 
 
-def test_every_room_is_on_a_floor():
-    here = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("__pycache__")}
-    assert here - {"py", "__init__", "replica"} <= FLOOR.keys()
+def test_every_package_has_a_layer():
+    names = {path.stem for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert names - {"py", "__init__"} == set(LAYERS)

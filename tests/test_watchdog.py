@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy import watchdog
-from omni_proxy.watchdog import LOOK_SECS, STALL_SECS, STALLED, Silence, Watchdog
+from omni_proxy.watchdog import LOOK_SECS, STALL_SECS, STALLED, Stall, Watchdog
 
 PROGRAM = """
 import logging, re, sys, time, trio
@@ -115,7 +115,7 @@ async def test_only_what_the_loop_itself_computed_counts_as_a_long_turn(nursery,
 
 
 def test_a_stall_is_told_once_until_a_beat_comes():
-    silence = Silence(0.0, 0.0)
+    silence = Stall(0.0, 0.0)
     told = [silence.stalled(now / 4, 0.0, 0) for now in range(1, 13)]
     assert told == [False] * 3 + [True] + [False] * 8
     assert not silence.stalled(3.25, 0.0, 1)
@@ -128,7 +128,7 @@ LOOKS = st.lists(st.tuples(st.floats(0.2, 600), st.floats(0, 1), st.booleans()),
 
 @given(looks=LOOKS)
 def test_a_silence_is_never_longer_than_its_time_nor_ended_by_anything_but_a_beat(looks):
-    silence = Silence(0.0, 0.0)
+    silence = Stall(0.0, 0.0)
     now = cpu = 0.0
     beats, quiet = 0, []
     for elapsed, share, beat in looks:

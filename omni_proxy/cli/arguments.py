@@ -11,7 +11,7 @@ from typing import Final
 
 from omni_proxy import __version__
 from omni_proxy.cli.peer_flags import add_mapped, add_without_effect
-from omni_proxy.cli.strangers import Parser
+from omni_proxy.cli.unknown_flags import Parser
 from omni_proxy.config.fields import read_address
 from omni_proxy.config.flags import ALIASES, FLAGS
 

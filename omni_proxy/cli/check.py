@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from omni_proxy.cli.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
-from omni_proxy.watch.keeper import read_file
-from omni_proxy.watch.own_address import judge_workers
-from omni_proxy.watch.trust import judge_files
+from omni_proxy.runtime_config.config_store import read_file
+from omni_proxy.system.tls_contexts import judge_files
+from omni_proxy.upstream_http.own_address import judge_workers
 
 
 def main(argv: Sequence[str]) -> int:

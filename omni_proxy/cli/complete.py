@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from omni_proxy.cli.finding import CannotAsk, Proxy, Told, add_place, place_of
-from omni_proxy.cli.fleet_changes import Refused, records
+from omni_proxy.cli.admin_client import AdminClientError, Proxy, Told, add_place, place_of
+from omni_proxy.cli.worker_changes import ChangeRefused, records
 
 ANSWER_SECS: Final = 1.0  # whoever presses TAB waits for it
 COMMAND: Final = "workers"
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.redirect_stderr(io.StringIO()):  # what it says would stand in the typed line
         try:
             found = list(_names(line))
-        except (CannotAsk, Refused, argparse.ArgumentError, OSError, ValueError):
+        except (AdminClientError, ChangeRefused, argparse.ArgumentError, OSError, ValueError):
             found = []
     sys.stdout.writelines(f"{name}\n" for name in found)
     return 0
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def _names(line: str) -> Iterator[str]:
     """Of the workers that LINE does not name yet, as far as they begin with its last word.
 
-    Raises CannotAsk, Refused; ValueError for a quote that is open, ArgumentError, OSError.
+    Raises AdminClientError, ChangeRefused; ValueError for a quote that is open, ArgumentError, OSError.
     """
     words = [os.path.expandvars(os.path.expanduser(word)) for word in shlex.split(line)]
     typed = words.pop() if words and not line[-1:].isspace() else ""

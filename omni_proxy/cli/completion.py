@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
-from omni_proxy.cli.shells import SHELLS, Flag, Page
+from omni_proxy.cli.completion_scripts import SHELLS, Flag, Page
 from omni_proxy.config.schema import Config
 
 _EPILOG: Final = """\

@@ -22,7 +22,7 @@ _GIVES: Final = {
 }
 
 
-class EngineError(Exception):
+class EngineCommandError(Exception):
     """The replicas can't be started like that; the text says what to do instead."""
 
 
@@ -53,7 +53,7 @@ def capabilities_of(engine: str, asked: Asked) -> tuple[Capability, ...]:
 
 
 def command_of(engine: str, asked: Asked) -> tuple[str, ...]:
-    """The words of one replica's command. Raises EngineError."""
+    """The words of one replica's command. Raises EngineCommandError."""
     command = ENGINES[engine](asked)
     return (*command, *_PLACE, *asked.flags)
 
@@ -76,7 +76,9 @@ def _replica(asked: Asked) -> tuple[str, ...]:
 
 def _llamacpp(asked: Asked) -> tuple[str, ...]:
     if asked.tensor_parallel_size > 1:
-        raise EngineError("--tp-size: llama.cpp has one rank; leave --tp-size or --engine out")
+        raise EngineCommandError(
+            "--tp-size: llama.cpp has one rank; leave --tp-size or --engine out"
+        )
     if asked.model_path in OWN_MODELS:
         return (*_replica(asked), "--engine", "llamacpp")
     return ("llama-server", "--model", asked.model_path, *_named("--alias", asked))
@@ -100,7 +102,7 @@ def _vllm(asked: Asked) -> tuple[str, ...]:
 
 def _omni(asked: Asked) -> tuple[str, ...]:
     if asked.tensor_parallel_size > 1:
-        raise EngineError("--tp-size: say it as sgl-omni does, --STAGE.engine.tp_size N")
+        raise EngineCommandError("--tp-size: say it as sgl-omni does, --STAGE.engine.tp_size N")
     return (
         *("sgl-omni", "serve", "--model-path", _foreign(asked)),
         *_named("--model-name", asked),
@@ -109,7 +111,7 @@ def _omni(asked: Asked) -> tuple[str, ...]:
 
 def _foreign(asked: Asked) -> str:
     if asked.model_path in OWN_MODELS:
-        raise EngineError(
+        raise EngineCommandError(
             f"--model-path {asked.model_path} is a model of our own replica: name one that this "
             "engine can load, or leave --engine out"
         )

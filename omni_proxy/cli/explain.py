@@ -13,8 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 from urllib.parse import quote
 
-from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Proxy, Told, add_place, place_of
-from omni_proxy.cli.tables import NOTHING, plain, table, without_noise
+from omni_proxy.cli.admin_client import (
+    NO_SUCH_PLACE,
+    AdminClientError,
+    Proxy,
+    Told,
+    add_place,
+    place_of,
+)
+from omni_proxy.cli.text_table import NOTHING, plain, table, without_noise
 
 NOBODY: Final = 1
 DEFAULT_PATH: Final = "/v1/chat/completions"
@@ -61,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         body = _body(arguments.file)
         with Proxy(place_of(arguments)) as proxy:
             answer = proxy.post_bytes(f"/explain?path={quote(arguments.path)}", body, headers)
-    except CannotAsk as why:
+    except AdminClientError as why:
         print(f"omni-proxy explain: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
     told = answer.told
@@ -75,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _body(file: str) -> bytes:
-    """Raises CannotAsk."""
+    """Raises AdminClientError."""
     if file == "-":
         if sys.stdin.isatty():
             print("the request's body, then Ctrl-D:", file=sys.stderr)
@@ -84,7 +91,7 @@ def _body(file: str) -> bytes:
         with open(file, "rb") as opened:
             return opened.read()
     except OSError as error:
-        raise CannotAsk(f"{file}: {error.strerror}") from None
+        raise AdminClientError(f"{file}: {error.strerror}") from None
 
 
 def shown(told: Told) -> list[str]:

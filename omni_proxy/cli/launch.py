@@ -19,19 +19,19 @@ from omni_proxy.cli.arguments import launch_parser, router_parser
 from omni_proxy.cli.engines import (
     ENGINES,
     Asked,
-    EngineError,
+    EngineCommandError,
     capabilities_of,
     command_of,
     engine_for,
     model_name,
 )
 from omni_proxy.cli.serve import start, startup_of
-from omni_proxy.cli.strangers import routers_own
+from omni_proxy.cli.unknown_flags import routers_own
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry, RetryCause
-from omni_proxy.watch.gpus import visible
+from omni_proxy.launch.gpu_allocator import visible
 
 # As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         entry = _entry(arguments, engine_flags)
         startup = _routed(arguments, (entry,))
-    except (ConfigError, EngineError) as refusal:
+    except (ConfigError, EngineCommandError) as refusal:
         print(refusal, file=sys.stderr)
         return 2
     return start(startup)
@@ -93,7 +93,7 @@ def _routed(arguments: Namespace, launch: tuple[LaunchEntry, ...]) -> Startup:
 
 
 def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
-    """Raises EngineError, with the cure."""
+    """Raises EngineCommandError, with the cure."""
     size = arguments.tensor_parallel_size
     asked = Asked(arguments.model_path, size, arguments.served_model_name, tuple(engine_flags))
     engine = arguments.engine or engine_for(arguments.model_path)
@@ -120,18 +120,18 @@ def _words(command: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command))
     except ValueError as error:
-        raise EngineError(f"--command: {error} in {command!r}") from None
+        raise EngineCommandError(f"--command: {error} in {command!r}") from None
 
 
 def free_ports(host: str, base: int, count: int) -> int:
-    """The first port from `base` on that begins `count` free ones in a row. Raises EngineError."""
+    """The first port from `base` on that begins `count` free ones in a row. Raises EngineCommandError."""
     first = base
     while first + count - 1 <= LAST_PORT:
         taken = [port for port in range(first, first + count) if not _is_free(host, port)]
         if not taken:
             return first
         first = taken[-1] + 1
-    raise EngineError(
+    raise EngineCommandError(
         f"no {count} free ports in a row on {host} from {base} on: end other programs, or name "
         "another --worker-base-port"
     )
@@ -145,6 +145,6 @@ def _is_free(host: str, port: int) -> bool:
             trial.bind((host, port))
         except OSError as error:
             if isinstance(error, socket.gaierror):
-                raise EngineError(f"--worker-host {host}: {error.strerror}") from None
+                raise EngineCommandError(f"--worker-host {host}: {error.strerror}") from None
             return False
     return True

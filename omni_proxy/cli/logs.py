@@ -12,18 +12,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from omni_proxy.cli.finding import (
+from omni_proxy.cli.admin_client import (
     NO_SUCH_PLACE,
-    CannotAsk,
-    Place,
+    AdminClientError,
+    AdminTarget,
     Proxy,
     add_place,
     file_of,
     place_of,
 )
-from omni_proxy.cli.log_lines import as_it_is, pretty
-from omni_proxy.cli.tables import plain
+from omni_proxy.cli.log_format import as_it_is, pretty
 from omni_proxy.cli.tail import Tail
+from omni_proxy.cli.text_table import plain
 
 NO_LOG: Final = 1
 INTERRUPTED: Final = 130
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         path = arguments.file or log_file(arguments)
         _show(path, arguments)
-    except CannotAsk as why:
+    except AdminClientError as why:
         print(f"omni-proxy logs: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
     except NoLog as why:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log_file(arguments: argparse.Namespace) -> Path:
-    """Where the proxy writes: from its FILE, or asked of it. Raises CannotAsk, NoLog."""
+    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError, NoLog."""
     key = "route_log" if arguments.route else "access_log"
     folder = Path()
     config, broken = file_of(arguments)
@@ -108,16 +108,16 @@ def log_file(arguments: argparse.Namespace) -> Path:
     return folder / target
 
 
-def _asked(place: Place, key: str) -> tuple[str, Path]:
+def _asked(place: AdminTarget, key: str) -> tuple[str, Path]:
     """What the running proxy has under `[server] key`, and the folder in which that is a path."""
     with Proxy(place) as proxy:
         answer = proxy.get("/config")
         if answer.refusal:
-            raise CannotAsk(f"{place.url}: {plain(answer.refusal)}")
+            raise AdminClientError(f"{place.url}: {plain(answer.refusal)}")
         try:
             target = str(answer.told["config"]["server"][key])
         except (KeyError, TypeError):
-            raise CannotAsk(f"{place.url} tells no configuration") from None
+            raise AdminClientError(f"{place.url} tells no configuration") from None
         relative = target not in (OFF, STDOUT) and not Path(target).is_absolute()
         return target, _folder_of(proxy) if relative else Path()
 

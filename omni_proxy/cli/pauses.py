@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Final
 
-from omni_proxy.cli.feed import Paused
-from omni_proxy.cli.tables import age, moment, plain
+from omni_proxy.cli.feed_model import Paused
+from omni_proxy.cli.text_table import age, moment, plain
 
 GO_ON: Final = "omni-proxy weights continue"
 

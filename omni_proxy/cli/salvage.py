@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.parse import ConfigError, decoded
 from omni_proxy.config.schema import Config
-from omni_proxy.config.source import decoded
 from omni_proxy.config.walk import Finding, walk
 
 TABLES: Final = ("server", "admin")

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from omni_proxy.cli.arguments import serve_parser, short_help
-from omni_proxy.cli.one_file import be_a_group
+from omni_proxy.cli.frozen_binary import be_a_group
 from omni_proxy.cli.peer_flags import overrides, warnings
 from omni_proxy.config.flags import Startup, worker_urls
 from omni_proxy.config.parse import ConfigError
@@ -41,7 +41,7 @@ def start(startup: Startup) -> int:
     # function, for what is ignored would be ignored by all that we start, too.
     signal.signal(signal.SIGHUP, lambda *_: None)
     # Here and not above: --help should not wait for a web framework.
-    from omni_proxy.root import run
+    from omni_proxy.server import run
 
     be_a_group()
     return run(startup)

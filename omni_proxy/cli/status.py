@@ -16,21 +16,29 @@ from textwrap import wrap
 from typing import Final
 
 from omni_proxy import __version__
-from omni_proxy.cli.feed import PATH, Feed, Point, Row, Watched, feed_of
-from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Place, Proxy, Told, add_place, place_of
-from omni_proxy.cli.judging import (
+from omni_proxy.cli.admin_client import (
+    NO_SUCH_PLACE,
+    AdminClientError,
+    AdminTarget,
+    Proxy,
+    Told,
+    add_place,
+    place_of,
+)
+from omni_proxy.cli.diagnosis import (
     LEAVING,
     WELL,
-    Verdict,
+    Diagnosis,
     by_urgency,
     judge,
     last_minute,
     reload_words,
     weight_words,
 )
+from omni_proxy.cli.feed_model import PATH, FeedModel, FleetRow, Point, Watched, feed_of
+from omni_proxy.cli.fleet_table import fleet_table
 from omni_proxy.cli.pauses import pause_lines
-from omni_proxy.cli.rows import fleet_table
-from omni_proxy.cli.tables import (
+from omni_proxy.cli.text_table import (
     NOTHING,
     age,
     cut,
@@ -66,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         place = place_of(arguments)
         told = picture(place)
         feed = feed_of(told)
-    except CannotAsk as why:
+    except AdminClientError as why:
         print(f"omni-proxy status: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
     if arguments.json:
@@ -78,16 +86,16 @@ def main(argv: Sequence[str]) -> int:
     return 0 if feed.ready else NOT_READY
 
 
-def picture(place: Place) -> Told:
-    """What GET /feed tells now. Raises CannotAsk, also where the proxy refuses."""
+def picture(place: AdminTarget) -> Told:
+    """What GET /feed tells now. Raises AdminClientError, also where the proxy refuses."""
     with Proxy(place) as proxy:
         answer = proxy.get(PATH, {"once": "true"})
     if answer.refusal:
-        raise CannotAsk(f"{place.url}: {plain(answer.refusal)}")
+        raise AdminClientError(f"{place.url}: {plain(answer.refusal)}")
     return answer.told
 
 
-def screen(feed: Feed, url: str, width: int = WIDTH, rows: int = ROWS) -> list[str]:
+def screen(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROWS) -> list[str]:
     """All lines, none wider than `width` columns."""
     verdicts = judge(feed)
     ordered = by_urgency(feed, verdicts)
@@ -110,7 +118,7 @@ def screen(feed: Feed, url: str, width: int = WIDTH, rows: int = ROWS) -> list[s
     return [cut(line, width) for line in lines]
 
 
-def headline(feed: Feed, url: str, width: int) -> str:
+def headline(feed: FeedModel, url: str, width: int) -> str:
     """Where there is too little room for all of it, the state has what there is."""
     state = "leaving" if feed.leaving else "ready" if feed.ready else "NOT READY"
     if feed.reason == "paused":
@@ -119,7 +127,7 @@ def headline(feed: Feed, url: str, width: int) -> str:
     return whole if width_of(whole) <= width else f"{state}: {plain(url.rpartition('://')[2])}"
 
 
-def _summary(feed: Feed, url: str, width: int) -> Iterator[str]:
+def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
     now = moment(feed.at)
     yield headline(feed, url, width)
     if versions := version_words(feed):
@@ -136,7 +144,7 @@ def _summary(feed: Feed, url: str, width: int) -> Iterator[str]:
         yield f"PAUSED    {line}"
 
 
-def paused_lines(feed: Feed) -> Iterator[str]:
+def paused_lines(feed: FeedModel) -> Iterator[str]:
     pauses = (row.paused for row in feed.fleet if row.paused is not None)
     return pause_lines(pauses, len(feed.fleet), moment(feed.at))
 
@@ -148,7 +156,7 @@ def stall_words(watched: Watched, now: datetime | None) -> str:
     return f"the proxy was blocked for a second or more {many}{last}: its log has the stacks"
 
 
-def version_words(feed: Feed) -> str:
+def version_words(feed: FeedModel) -> str:
     """A warning where the proxy is not of this command's version; "" where it is."""
     if not feed.version or feed.version == __version__:
         return ""
@@ -156,7 +164,7 @@ def version_words(feed: Feed) -> str:
     return f"WARNING: the proxy runs {running}, this command is {__version__}: use the same version"
 
 
-def fleet_words(fleet: Sequence[Row]) -> str:
+def fleet_words(fleet: Sequence[FleetRow]) -> str:
     if not fleet:
         return "none: add one with omni-proxy workers add URL, or name it in the file"
     out: Counter[str] = Counter()
@@ -168,7 +176,7 @@ def fleet_words(fleet: Sequence[Row]) -> str:
     return "; ".join([*words, *(f"{count} {state}" for state, count in sorted(out.items()))])
 
 
-def _why_out(row: Row) -> str:
+def _why_out(row: FleetRow) -> str:
     if row.drain is not None:
         return plain(row.drain.state)
     if row.paused is not None:
@@ -178,7 +186,7 @@ def _why_out(row: Row) -> str:
     return "on trial" if row.trial else plain(row.health)
 
 
-def request_words(feed: Feed, history: Sequence[Point]) -> str:
+def request_words(feed: FeedModel, history: Sequence[Point]) -> str:
     admission = feed.admission
     bound = f" of at most {admission.max_inflight}" if admission.max_inflight else ""
     words = f"{admission.inflight} in flight{bound}, {admission.waiting} waiting"
@@ -189,7 +197,9 @@ def request_words(feed: Feed, history: Sequence[Point]) -> str:
     return f"{words}; last minute: {ended} ended, {errors} errors{share}"
 
 
-def _remarks(feed: Feed, ordered: Sequence[Row], verdicts: dict[str, Verdict]) -> Iterator[str]:
+def _remarks(
+    feed: FeedModel, ordered: Sequence[FleetRow], verdicts: dict[str, Diagnosis]
+) -> Iterator[str]:
     if feed.leaving:
         yield "the proxy was told to leave: it finishes what is in flight"
     if feed.last_reload and feed.last_reload.get("error"):
@@ -210,7 +220,7 @@ def _remarks(feed: Feed, ordered: Sequence[Row], verdicts: dict[str, Verdict]) -
         yield f"{waiting} requests wait for a worker that takes them"
 
 
-def _needs_a_look(row: Row, verdict: Verdict) -> bool:
+def _needs_a_look(row: FleetRow, verdict: Diagnosis) -> bool:
     if verdict.state == "PAUSED":  # that stands above, once for all of them
         return False
     return verdict.kind not in (WELL, LEAVING) or (

@@ -9,24 +9,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
 
-from omni_proxy.cli.finding import (
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.cli.admin_client import (
     NO_SUCH_PLACE,
-    Answer,
-    CannotAsk,
+    AdminClientError,
+    AdminReply,
     Proxy,
+    Told,
     add_place,
     place_of,
     with_command,
 )
-from omni_proxy.cli.fleet_changes import Refused, accepted
-from omni_proxy.cli.meanwhile import agrees, answered
-from omni_proxy.cli.strangers import Parser
-from omni_proxy.cli.tables import plain
-from omni_proxy.cli.versions import called, meant, question
-from omni_proxy.cli.weight_words import SHOWN, answered_words, compared
+from omni_proxy.cli.diagnosis import sync_words
+from omni_proxy.cli.feed_model import Paused
+from omni_proxy.cli.pauses import pause_lines
+from omni_proxy.cli.progress import agrees, answered
+from omni_proxy.cli.text_table import NOTHING, age, moment, plain, size, table
+from omni_proxy.cli.unknown_flags import Parser
+from omni_proxy.cli.worker_changes import ChangeRefused, accepted
+from omni_proxy.weight_sync.protocol.checksum_agreement import compare
 
 WAIT_SECS: Final = 1200.0  # longer than the proxy itself may wait for its turn and its workers
 COMMANDS: Final = {
@@ -83,10 +88,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         with Proxy(place_of(arguments), WAIT_SECS) as proxy:
             answer = _ask(proxy, arguments)
-    except CannotAsk as why:
+    except AdminClientError as why:
         print(f"omni-proxy weights: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
-    except Refused as why:
+    except ChangeRefused as why:
         print(f"omni-proxy weights: {why}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -95,8 +100,8 @@ def main(argv: Sequence[str]) -> int:
     return _tell(answer, arguments)
 
 
-def _ask(proxy: Proxy, arguments: argparse.Namespace) -> Answer:
-    """Raises CannotAsk, Refused."""
+def _ask(proxy: Proxy, arguments: argparse.Namespace) -> AdminReply:
+    """Raises AdminClientError, ChangeRefused."""
     if arguments.command in ASKED:
         return proxy.get(ASKED[arguments.command])
     path, body = {
@@ -118,16 +123,16 @@ def _ask(proxy: Proxy, arguments: argparse.Namespace) -> Answer:
 
 
 def _agreed(proxy: Proxy, arguments: argparse.Namespace) -> int:
-    """The number of the version that is meant. Raises CannotAsk, Refused."""
+    """The number of the version that is meant. Raises AdminClientError, ChangeRefused."""
     version = meant(accepted(proxy.get(ASKED["versions"])).told, arguments.version)
     if not arguments.yes:
         if not sys.stdin.isatty():
-            raise CannotAsk(
+            raise AdminClientError(
                 f"it would give {called(version)} to all workers, and nobody is here to agree: "
                 "say --yes"
             )
         if not agrees(question(version)):
-            raise Refused("nothing was changed")
+            raise ChangeRefused("nothing was changed")
     return int(version["number"])
 
 
@@ -135,7 +140,7 @@ def _how_far(proxy: Proxy, path: str) -> str:
     """Of the call to `path`, as far as the proxy tells."""
     try:
         running = proxy.get(ASKED["status"]).told.get("operation")
-    except CannotAsk:
+    except AdminClientError:
         return ""
     if not isinstance(running, dict):
         return ""
@@ -143,7 +148,7 @@ def _how_far(proxy: Proxy, path: str) -> str:
     return f"{behind}{plain(running['step'])}, {answered_words(running)}"
 
 
-def _tell(answer: Answer, arguments: argparse.Namespace) -> int:
+def _tell(answer: AdminReply, arguments: argparse.Namespace) -> int:
     told = answer.told
     verdict = compared(told) if arguments.command == "checksum" and "results" in told else None
     if arguments.json:
@@ -154,3 +159,211 @@ def _tell(answer: Answer, arguments: argparse.Namespace) -> int:
         print("\n".join(SHOWN[arguments.command](told)))
     well = answer.status < 400 and not (verdict and verdict["mismatched"])
     return 0 if well else 1
+
+
+# What the routes of the weights answer, as lines for a terminal.
+#
+# PURE, but for the clock where ages are told.
+
+HISTORY_SHOWN: Final = 5
+
+
+def _status(told: Told) -> list[str]:
+    running = told["operation"]
+    words = "nothing" if running is None else _running(running)
+    paused = told.get("paused") or {}
+    rows = [
+        (row["worker"], row["weight_version"] or "-", str(row["weight_epoch"]),
+         "yes" if row["routable"] else "no",
+         ", ".join(row["held_by"]) or ("PAUSED" if row["worker"] in paused else "-"))
+        for row in told["workers"]
+    ]  # fmt: skip
+    lines = [
+        f"under way: {words}; waiting: {len(told['waiting'])}",
+        f"newest: epoch {told['weight_epoch']}, version {told['weight_version'] or '-'}",
+        *table(("WORKER", "VERSION", "EPOCH", "ROUTABLE", "HELD BY"), rows),
+    ]
+    if sync := sync_words(told.get("sync")):
+        lines.insert(1, f"sync: {sync}")
+    lines += [f"uncertain: {url}: {reason}" for url, reason in told["uncertain"].items()]
+    if told["uncertain"]:
+        lines.append("bring them back, once their weights are verified: omni-proxy weights resolve")
+    pauses = [Paused(**each) for each in paused.values()]
+    lines += [f"PAUSED: {each}" for each in pause_lines(pauses, len(rows), datetime.now(UTC))]
+    if told["journal"]["error"]:
+        lines.append(f"journal: {told['journal']['error']}")
+    for past in told["history"][-HISTORY_SHOWN:]:
+        said = f"{past['http_status']} {past['message']}"
+        lines.append(f"{past['ended_at'][:19]} {past['path']} {past['secs']:.1f} s: {said}")
+    return lines
+
+
+def _running(operation: Mapping[str, Any]) -> str:
+    age = f"{operation['age_secs']:.0f} s"
+    return f"{operation['path']} for {age}, {operation['step']}, {answered_words(operation)}"
+
+
+def answered_words(operation: Mapping[str, Any]) -> str:
+    rows = operation["workers"]
+    done = sum(row["progress"] in ("done", "failed") for row in rows)
+    return f"{done} of {len(rows)} answered"
+
+
+def _broadcast(told: Told) -> list[str]:
+    rows = [(each["worker"], _outcome(each), f"{each['seconds']:.2f}") for each in told["results"]]
+    return [str(told["message"]), *table(("WORKER", "OUTCOME", "SECONDS"), rows)]
+
+
+def _outcome(entry: Mapping[str, Any]) -> str:
+    if entry["success"]:
+        return "ok"
+    reason = entry.get("error") or _answer(entry).why
+    return f"{reason} ({entry['standing']})" if "standing" in entry else str(reason)
+
+
+def _checksums(told: Told) -> list[str]:
+    verdict = compared(told)
+    rows = []
+    for each in told["results"]:
+        url = each["worker"]
+        standing = next(
+            (name for name in ("checked", "mismatched", "unverified") if url in verdict[name]), "-"
+        )
+        found = verdict["checksums"].get(url) or verdict["reasons"].get(url, "-")
+        rows.append((url, standing, found))
+    words = "no two workers that could be compared differ"
+    if verdict["mismatched"]:
+        words = "the weights differ"
+    elif not verdict["checked"]:
+        words = "nothing could be compared"
+    return [words, *table(("WORKER", "STANDING", "CHECKSUM"), rows)]
+
+
+def _resolved(told: Told) -> list[str]:
+    back = told.get("resolved_worker_ids", [])
+    lines = [f"back: {', '.join(back) or 'nobody was uncertain'}"]
+    return lines + [f"still out: {u}: {why}" for u, why in told.get("unresolved", {}).items()]
+
+
+def _rolled_back(told: Told) -> list[str]:
+    labels = told.get("weight_versions") or {}
+    now = [f"{plain(label or '-')}" for label in dict.fromkeys(labels.values())]
+    lines = _broadcast(told)
+    if labels:
+        lines.append(f"now: {', '.join(now)} on {len(labels)}, epoch {told.get('weight_epoch')}")
+    return lines
+
+
+def _versions(told: Told) -> list[str]:
+    return listed(told, datetime.now(UTC))
+
+
+def compared(told: Told) -> Told:
+    return compare({each["worker"]: _answer(each) for each in told["results"]}).told()
+
+
+def _answer(entry: Mapping[str, Any]) -> WorkerResult:
+    status, body = entry.get("status_code"), entry.get("body")
+    return WorkerResult(entry["worker"], status, body, entry.get("error", ""))
+
+
+SHOWN: Final = {
+    "status": _status,
+    "pause": _broadcast,
+    "continue": _broadcast,
+    "checksum": _checksums,
+    "resolve": _resolved,
+    "versions": _versions,
+    "rollback": _rolled_back,
+}
+
+
+# The versions of weights that a proxy keeps, as GET /weights/versions tells them, in words.
+#
+# PURE. Invariant: what is asked about before a rollback is what will be asked for: a version is meant
+# by its label, else by its number, and of several with one label it is the newest.
+
+_HEAD: Final = ("VERSION", "NUMBER", "EPOCH", "STATE", "RECEIVED", "SIZE", "IN", "CHECKSUM")
+_CHECKSUM_CHARS: Final = 12
+_NONE_KEPT: Final = (
+    'no versions are kept: that takes [weight_sync] mode = "receive" or "both" in the proxy\'s file'
+)
+
+
+def listed(told: Told, now: datetime) -> list[str]:
+    """The newest first, as they were told."""
+    rows = [_cells(version, now) for version in told.get("versions") or ()]
+    if not rows:
+        return [_nothing(told)]
+    trouble = [_nothing(told)] if told.get("error") else []
+    return [*trouble, *table(_HEAD, rows, right=("NUMBER", "EPOCH", "SIZE"))]
+
+
+def _nothing(told: Told) -> str:
+    if told.get("error"):
+        return f"the versions can't be kept: {plain(told['error'])}"
+    return f"no versions yet in {plain(told['store'])}" if told.get("store") else _NONE_KEPT
+
+
+def _cells(version: Told, now: datetime) -> Sequence[object]:
+    at = moment(version.get("created_at"))
+    places = [name for name in ("memory", "disk") if version.get(f"{_WORD[name]}_{name}")]
+    return (
+        version["version"],
+        version["number"],
+        version.get("weight_epoch") or NOTHING,
+        _state(version),
+        f"{age((now - at).total_seconds())} ago" if at else NOTHING,
+        size(version.get("bytes", 0)),
+        "+".join(places) or NOTHING,
+        str(version.get("checksum") or NOTHING)[:_CHECKSUM_CHARS],
+    )
+
+
+_WORD: Final = {"memory": "in", "disk": "on"}
+
+
+def _state(version: Told) -> str:
+    if version.get("current"):
+        return "current"
+    return "kept" if version.get("published") else "incomplete"
+
+
+def meant(told: Told, wanted: str | None) -> Told:
+    """By default the one before the current. Raises ChangeRefused, which names those that there are."""
+    versions: list[Told] = told.get("versions") or []
+    if not versions:
+        raise ChangeRefused(_nothing(told))
+    if wanted is None:
+        published = sorted(filter(_epoch, versions), key=_epoch, reverse=True)
+        if len(published) < 2:
+            raise ChangeRefused(f"there is no version before the current one; {_those(versions)}")
+        return published[1]
+    labelled = [version for version in versions if version["version"] == wanted]
+    numbered = [version for version in versions if str(version["number"]) == wanted]
+    if not labelled and not numbered:
+        raise ChangeRefused(f"no version is called {wanted}; {_those(versions)}")
+    return max(labelled or numbered, key=lambda version: (_epoch(version), version["number"]))
+
+
+def _epoch(version: Told) -> int:
+    return int(version.get("weight_epoch") or 0)
+
+
+def _those(versions: Sequence[Told]) -> str:
+    return f"there are: {', '.join(map(called, versions))}"
+
+
+def called(version: Told) -> str:
+    label, number = plain(version["version"]), version["number"]
+    return f"version {number}" if label == str(number) else f"{label} (version {number})"
+
+
+def question(version: Told) -> str:
+    """What it means to go to that one."""
+    more = ""
+    if version.get("current"):
+        more = ", which is the current one,"
+    elif not version.get("published"):
+        more = ", which was never on all workers,"
+    return f"Give {called(version)}{more} to all workers?"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from omni_proxy.cli.finding import (
+from omni_proxy.cli.admin_client import (
     NO_SUCH_PLACE,
-    CannotAsk,
+    AdminClientError,
     Proxy,
     Told,
     add_place,
@@ -23,10 +23,10 @@ from omni_proxy.cli.finding import (
     place_of,
     with_command,
 )
-from omni_proxy.cli.fleet_changes import Refused, accepted, change, find, path_of, records
 from omni_proxy.cli.pauses import GO_ON
-from omni_proxy.cli.strangers import Parser
-from omni_proxy.cli.tables import NOTHING, age, moment, plain, table, without_noise
+from omni_proxy.cli.text_table import NOTHING, age, moment, plain, table, without_noise
+from omni_proxy.cli.unknown_flags import Parser
+from omni_proxy.cli.worker_changes import ChangeRefused, accepted, change, find, path_of, records
 from omni_proxy.config.capabilities import CAPABILITIES
 
 REFUSED: Final = 1
@@ -101,10 +101,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         with Proxy(place_of(arguments), ANSWER_SECS) as proxy:
             return _run(proxy, arguments)
-    except CannotAsk as why:
+    except AdminClientError as why:
         print(f"omni-proxy workers: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
-    except Refused as why:
+    except ChangeRefused as why:
         print(f"omni-proxy workers: {why}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -121,7 +121,7 @@ def _run(proxy: Proxy, arguments: argparse.Namespace) -> int:
     for named in arguments.workers:
         try:
             status = max(status, _one(proxy, arguments, named))
-        except Refused as why:
+        except ChangeRefused as why:
             print(f"omni-proxy workers: {why}", file=sys.stderr)
             status = REFUSED
     return status

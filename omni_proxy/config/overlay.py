@@ -16,7 +16,7 @@ from omni_proxy.config.capabilities import CAPABILITIES, Capability
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.state import (
     FLAG_FINGERPRINT,
-    State,
+    SavedState,
     StateWorker,
     Switch,
     read_state,
@@ -26,7 +26,7 @@ from omni_proxy.config.state import (
 __all__ = [
     "Desired",
     "Origin",
-    "State",
+    "SavedState",
     "StateWorker",
     "Switch",
     "desired",
@@ -59,7 +59,7 @@ class Desired:
     tls_verify: bool = True
 
 
-def desired(config: Config, flag_urls: tuple[str, ...], state: State) -> tuple[Desired, ...]:
+def desired(config: Config, flag_urls: tuple[str, ...], state: SavedState) -> tuple[Desired, ...]:
     """FILE's order first, then launch, flags, and workers added over HTTP."""
     workers: dict[str, Desired] = {}
     for entry, origin, fingerprint in _named(config, flag_urls):
@@ -82,7 +82,7 @@ def with_defaults(worker: Desired, config: Config) -> Desired:
     )
 
 
-def settle(state: State, config: Config, flag_urls: tuple[str, ...] = ()) -> State:
+def settle(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -> SavedState:
     """Without what lost its object: tombstones over entries that changed or went away, switches
     on workers that nothing names."""
     named: dict[str, str] = {}
@@ -96,7 +96,7 @@ def settle(state: State, config: Config, flag_urls: tuple[str, ...] = ()) -> Sta
     )
 
 
-def with_added(state: State, entry: Desired) -> State:
+def with_added(state: SavedState, entry: Desired) -> SavedState:
     """A worker from HTTP, in the place of whatever the state had under its URL."""
     added = StateWorker(
         url=entry.url,
@@ -110,7 +110,7 @@ def with_added(state: State, entry: Desired) -> State:
     return structs.replace(cleared, workers=(*cleared.workers, added))
 
 
-def with_switched(state: State, url: str, **fields: Any) -> State:
+def with_switched(state: SavedState, url: str, **fields: Any) -> SavedState:
     """`fields` are those of `Switch`; `model=None` makes the worker name none. Who is enabled does
     not leave any more."""
     if fields.get("disabled") is False:
@@ -132,13 +132,13 @@ def with_switched(state: State, url: str, **fields: Any) -> State:
     return structs.replace(state, switches={**state.switches, url: switch})
 
 
-def with_leaving(state: State, url: str) -> State:
+def with_leaving(state: SavedState, url: str) -> SavedState:
     """Disabled now, and to be deleted as soon as it is drained."""
     leaving = tuple(dict.fromkeys((*state.leaving, url)))
     return structs.replace(with_switched(state, url, disabled=True), leaving=leaving)
 
 
-def with_deleted(state: State, config: Config, url: str) -> State:
+def with_deleted(state: SavedState, config: Config, url: str) -> SavedState:
     """Also buries what FILE, launch or a flag names by this URL."""
     named = {entry.url: fingerprint for entry, _, fingerprint in _named(config, ())}
     cleared = _without(state, url)
@@ -162,7 +162,7 @@ def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
     return hashlib.sha256(msgspec.json.encode(entry, order="sorted")).hexdigest()[:16]
 
 
-def _buried(state: State, url: str, fingerprint: str) -> bool:
+def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
     """A tombstone over FILE's entry holds for a flag with the same URL too."""
     mark = state.tombstones.get(url)
     return mark is not None and fingerprint in {mark, FLAG_FINGERPRINT}
@@ -195,7 +195,7 @@ def _in_order(capabilities: Iterable[str]) -> tuple[Capability, ...]:
     return tuple(name for name in CAPABILITIES if name in set(capabilities))
 
 
-def _without(state: State, url: str) -> State:
+def _without(state: SavedState, url: str) -> SavedState:
     return structs.replace(
         state,
         workers=tuple(worker for worker in state.workers if worker.url != url),
@@ -205,5 +205,5 @@ def _without(state: State, url: str) -> State:
     )
 
 
-def _added(state: State) -> set[str]:
+def _added(state: SavedState) -> set[str]:
     return {worker.url for worker in state.workers}

@@ -4,13 +4,18 @@ Judged in this order: the grammar, each key by its type, then the rules between 
 build does not do yet.
 """
 
+import re
+import tomllib
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
-from omni_proxy.config.problem import ConfigError, Problem
+from omni_proxy.config.locate import locate, nearest_line
+from omni_proxy.config.problem import ConfigError, Problem, shown
 from omni_proxy.config.rules import judge
 from omni_proxy.config.schema import Config
-from omni_proxy.config.source import decoded, refusal, tables
-from omni_proxy.config.walk import walk
+from omni_proxy.config.walk import Finding, walk
 
 __all__ = ["ConfigError", "Problem", "parse"]
 
@@ -23,3 +28,45 @@ def parse(text: str | bytes, file: str = "<string>") -> Config:
     if findings:
         raise refusal(findings, text, file)
     return msgspec.convert(seen, Config)
+
+
+# The text of a TOML file: from bytes to tables, and from findings back to its lines.
+
+
+def decoded(raw: str | bytes, file: str) -> str:
+    if isinstance(raw, str):
+        return raw
+    try:
+        # Some editors begin a file with a byte order mark, which TOML does not know.
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise _refused(f"byte 0x{raw[error.start]:02x} is not UTF-8", line, file) from None
+
+
+def tables(text: str, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    # Not TOMLDecodeError: Python's own limit on the digits of a number is a bare ValueError.
+    except ValueError as error:
+        reason = str(error)
+        place = re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", reason)
+        line = int(place[1] or text.count("\n") + 1) if place else None
+        raise _refused(f"not TOML: {reason[:1].lower()}{reason[1:]}", line, file) from None
+    except RecursionError:
+        raise _refused("not TOML: nested too deeply", None, file) from None
+
+
+def refusal(findings: Iterable[Finding], text: str, file: str) -> ConfigError:
+    lines = locate(text)
+    return ConfigError(
+        [
+            Problem(shown(path), nearest_line(lines, path), reason, hint, file)
+            for path, reason, hint in findings
+        ],
+        file,
+    )
+
+
+def _refused(reason: str, line: int | None, file: str) -> ConfigError:
+    return ConfigError([Problem("", line, reason, file=file)], file)

@@ -63,7 +63,7 @@ RetryCause = Literal[
 Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 
 
-class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The clocks of one exchange; 0 stops a clock."""
 
     # A worker in the same network answers a SYN in milliseconds: past this it is not there.
@@ -83,7 +83,7 @@ class Timeouts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_body_secs: Duration = 60.0
 
 
-class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Loopback unless the operator opens it.
     host: Host = "127.0.0.1"
     # 0 takes any free port; the chosen one is logged.
@@ -148,10 +148,10 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_client_require: bool = True
     # Who vouches for https workers that name no authorities of their own; empty is the system's.
     tls_worker_ca: str = ""
-    timeouts: Timeouts = Timeouts()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
 
 
-class CacheAware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cache_aware policy: requests with a common beginning go to one worker."""
 
     # Share of the text that must match before the match decides.
@@ -176,7 +176,7 @@ class CacheAware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
-class PrefixHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prefix_hash policy: the beginning of the text alone says which worker."""
 
     # How much of the beginning, in bytes of UTF-8. Shorter: larger families.
@@ -185,7 +185,7 @@ class PrefixHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     load_factor: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.25
 
 
-class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: PolicyName = "round_robin"
     # What a worker serves that does not say so itself.
     model: str = ""
@@ -210,11 +210,11 @@ class Routing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sticky_idle_secs: Duration = 14400.0
     # So many are remembered; past it the longest idle one goes.
     sticky_max: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
-    cache_aware: CacheAware = CacheAware()
-    prefix_hash: PrefixHash = PrefixHash()
+    cache_aware: CacheAwareConfig = CacheAwareConfig()
+    prefix_hash: PrefixHashConfig = PrefixHashConfig()
 
 
-class Health(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # A path on the worker; 200 is good.
     endpoint: Endpoint = "/health"
     # Between two probes of one worker.
@@ -230,7 +230,7 @@ class Health(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on_threshold: Literal["dead", "unhealthy"] = "unhealthy"
 
 
-class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Bytes of a control request; past it 413.
     max_body_bytes: Size = 64 * 1024 * 1024
     # true: /metrics answers without the key.
@@ -250,7 +250,7 @@ class Admin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker_timeout_secs: Duration = 600.0
 
 
-class WeightSync(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Who joins the trainer's process group: every worker by a plain broadcast (off), every worker
     # with ranks of its own (coordinate), we alone for all of them (receive), or either (both).
     mode: Literal["coordinate", "receive", "both", "off"] = "coordinate"
@@ -331,10 +331,10 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    server: Server = Server()
-    routing: Routing = Routing()
-    health: Health = Health()
-    admin: Admin = Admin()
-    weight_sync: WeightSync = WeightSync()
+    server: ServerConfig = ServerConfig()
+    routing: RoutingConfig = RoutingConfig()
+    health: HealthConfig = HealthConfig()
+    admin: AdminConfig = AdminConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     workers: tuple[WorkerEntry, ...] = ()
     launch: tuple[LaunchEntry, ...] = ()

@@ -12,8 +12,8 @@ import tomli_w
 from msgspec import Struct
 
 from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.parse import decoded, refusal, tables
 from omni_proxy.config.schema import Capabilities, Count, NetworkUrl, OptionalWorkerUrl, Weight
-from omni_proxy.config.source import decoded, refusal, tables
 from omni_proxy.config.walk import Finding, walk
 
 _HEAD: Final = """\
@@ -55,7 +55,7 @@ class Voices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     names: tuple[str, ...] | None = None
 
 
-class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: tuple[StateWorker, ...] = ()
     switches: dict[str, Switch] = {}
     # URL -> fingerprint of the entry that named it when it was deleted.
@@ -64,17 +64,17 @@ class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     leaving: tuple[str, ...] = ()  # URLs of workers that drain, and go with their last request
 
 
-def read_state(text: str | bytes, file: str) -> State:
+def read_state(text: str | bytes, file: str) -> SavedState:
     """Raises ConfigError with all problems."""
     text = decoded(text, file)
-    seen, findings = walk(tables(text, file), State)
+    seen, findings = walk(tables(text, file), SavedState)
     findings += _said_twice(seen)
     if findings:
         raise refusal(findings, text, file)
-    return msgspec.convert(seen, State)
+    return msgspec.convert(seen, SavedState)
 
 
-def render_state(state: State) -> str:
+def render_state(state: SavedState) -> str:
     spelled: dict[str, Any] = msgspec.to_builtins(state)
     spelled["switches"] = {
         url: {key: value for key, value in switch.items() if value is not None}

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from omni_proxy.config.overlay import Desired
 from omni_proxy.fleet.health import Health, Thresholds
-from omni_proxy.fleet.version import Version
+from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 
 CANDIDATE_LISTS = 1024  # models are named by clients: bound what they can make us remember
@@ -220,7 +220,7 @@ class Fleet:
 
     def versioned(self, worker: Worker, label: str | None, epoch: int) -> None:
         """Which weights it has now; None and 0 while that is not known."""
-        version = Version(label, epoch)
+        version = WeightVersion(label, epoch)
         if version != worker.version:
             worker.version = version
             self._changed(worker)

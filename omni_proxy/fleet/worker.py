@@ -14,8 +14,8 @@ from omni_proxy.config.overlay import Desired
 from omni_proxy.config.url import dial_address, display_id, worker_id
 from omni_proxy.fleet.capabilities import mask_of, names_in
 from omni_proxy.fleet.health import Health, HealthMachine
-from omni_proxy.fleet.traffic import FAILED, ROUTED, SUCCEEDED, none_yet, place_of, told
-from omni_proxy.fleet.version import UNKNOWN, Version
+from omni_proxy.fleet.request_counters import FAILED, ROUTED, SUCCEEDED, none_yet, place_of, told
+from omni_proxy.fleet.weight_version import UNKNOWN, WeightVersion
 
 # Out of routing for one of these, a worker is still well: only its weights are in question.
 WEIGHT_HOLDS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
@@ -79,8 +79,8 @@ class Worker(_Hot):
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
         self.hop_line = b""  # in requests to one that is a proxy itself, see `wire.hops`
-        self.version: Version = UNKNOWN  # of its weights
-        self.counts = none_yet()  # see `fleet.traffic`
+        self.version: WeightVersion = UNKNOWN  # of its weights
+        self.counts = none_yet()  # see `fleet.request_counters`
         self.configure(entry)
 
     def configure(self, entry: Desired) -> None:

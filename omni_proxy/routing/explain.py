@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.pick import choose, reasons_against
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.pick import pick_worker, reasons_against
 from omni_proxy.routing.policies import Policy
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.errors import HttpError
 
 
 class _Asking(Policy):
-    """Previews where `choose` picks, and keeps the reason."""
+    """Previews where `pick_worker` picks, and keeps the reason."""
 
     __slots__ = ("_asked", "name", "reason", "told")
 
@@ -26,16 +26,16 @@ class _Asking(Policy):
         self.told: dict[str, object] = {}
         self._asked = asked
 
-    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         return self.preview(candidates, need)[0]
 
-    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         chosen, self.reason = self._asked.preview(candidates, need)
         self.told = self._asked.details(candidates, need)
         return chosen, self.reason
 
 
-def explain(fleet: Fleet, need: Need, policy: Policy, owner: str = "") -> dict[str, object]:
+def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -> dict[str, object]:
     """JSON-able: need, verdict per worker in registration order, pick or refusal."""
     verdicts = []
     for worker in fleet.workers:
@@ -65,10 +65,10 @@ def explain(fleet: Fleet, need: Need, policy: Policy, owner: str = "") -> dict[s
     }
     try:
         asking = _Asking(policy)
-        chosen = choose(fleet, need, asking, owner=owner)
+        chosen = pick_worker(fleet, need, asking, owner=owner)
         why = {"reason": asking.reason, **asking.told}
         told["pick"] = {"worker_id": chosen.id, "url": chosen.url, **why}
-    except Refusal as refusal:
+    except HttpError as refusal:
         told["refusal"] = {
             "status": refusal.status,
             "message": refusal.message,

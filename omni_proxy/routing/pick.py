@@ -12,55 +12,61 @@ from omni_proxy.fleet.capabilities import names_in
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
-from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.table import ANYWHERE, NAMED, VOICE_OWNER
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.routing.routes import NAMED, UNPINNED, VOICE_OWNER
+from omni_proxy.wire.errors import HttpError
 
 
 def has_room(worker: Worker) -> bool:
     return not worker.max_inflight or worker.in_flight < worker.max_inflight
 
 
-def able(fleet: Fleet, need: Need, owner: str = "") -> Sequence[Worker]:
-    """Who could take it now, in registration order. Raises Refusal 404 for an unknown name."""
+def eligible(fleet: Fleet, need: Requirements, owner: str = "") -> Sequence[Worker]:
+    """Who could take it now, in registration order. Raises HttpError 404 for an unknown name."""
     candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
     if need.version is not None:
-        candidates = meeting(need, candidates)
-    if need.place is not ANYWHERE:
+        candidates = satisfying(need, candidates)
+    if need.place is not UNPINNED:
         candidates = _placed(fleet, need, candidates, owner)
     if fleet.limited:
         candidates = [worker for worker in candidates if has_room(worker)]
     return candidates
 
 
-def choose(
-    fleet: Fleet, need: Need, policy: Policy, tried: Collection[Worker] = (), owner: str = ""
+def pick_worker(
+    fleet: Fleet,
+    need: Requirements,
+    policy: Policy,
+    tried: Collection[Worker] = (),
+    owner: str = "",
 ) -> Worker:
     """The worker for this try; one that was not tried yet where there is any.
 
     `owner` is the URL of the worker that keeps the voices, "" while none does.
-    Raises Refusal 503 that says why nobody can take it.
+    Raises HttpError 503 that says why nobody can take it.
     """
-    candidates = able(fleet, need, owner)
+    candidates = eligible(fleet, need, owner)
     if tried and len(candidates) > 1:
         candidates = [worker for worker in candidates if worker not in tried] or candidates
     if not candidates:
-        raise nobody(fleet, need, owner)
+        raise no_worker_error(fleet, need, owner)
     return policy.pick(candidates, need)
 
 
-def meeting(need: Need, workers: Sequence[Worker]) -> Sequence[Worker]:
+def satisfying(need: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
     """Those whose weights it accepts."""
     wanted = need.version
     return workers if wanted is None else [w for w in workers if wanted.met_by(w.version)]
 
 
-def _placed(fleet: Fleet, need: Need, candidates: Sequence[Worker], owner: str) -> Sequence[Worker]:
+def _placed(
+    fleet: Fleet, need: Requirements, candidates: Sequence[Worker], owner: str
+) -> Sequence[Worker]:
     if need.place is NAMED:
         named = fleet.get(need.worker)
         if named is None:
-            raise Refusal(404, "unknown route worker", "unknown_worker")
+            raise HttpError(404, "unknown route worker", "unknown_worker")
         return [named] if named in candidates else []
     if owner:
         return [worker for worker in candidates if worker.url == owner]
@@ -68,7 +74,7 @@ def _placed(fleet: Fleet, need: Need, candidates: Sequence[Worker], owner: str) 
     return [worker for worker in candidates if "audio_input" in worker.capabilities][:1]
 
 
-def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -> list[str]:
+def reasons_against(fleet: Fleet, worker: Worker, need: Requirements, owner: str = "") -> list[str]:
     """Why this worker can't take it, in the order an operator would ask; empty when it can."""
     reasons = []
     if worker.disabled:
@@ -96,17 +102,17 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Need, owner: str = "") -
     return reasons
 
 
-def _against_as_keeper(fleet: Fleet, worker: Worker, need: Need, owner: str) -> list[str]:
+def _against_as_keeper(fleet: Fleet, worker: Worker, need: Requirements, owner: str) -> list[str]:
     if owner:
         return [] if worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
         return ["lacks audio_input, which keeping voices needs"]
-    candidates = meeting(need, fleet.candidates(need.model, need.mask))
+    candidates = satisfying(need, fleet.candidates(need.model, need.mask))
     first = _placed(fleet, need, candidates, owner)
     return ["is not the first that could keep voices"] if first and worker not in first else []
 
 
-def _model_counts(fleet: Fleet, need: Need) -> bool:
+def _model_counts(fleet: Fleet, need: Requirements) -> bool:
     """A request's model matters once one of those who could take it names a model."""
     return any(
         worker.model
@@ -115,14 +121,14 @@ def _model_counts(fleet: Fleet, need: Need) -> bool:
     )
 
 
-def nobody(fleet: Fleet, need: Need, owner: str = "") -> Refusal:
+def no_worker_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpError:
     """The 503 for a request that no worker can take, with the first reason that explains it."""
-    held = kept_back(fleet, need, owner)
+    held = held_for_update(fleet, need, owner)
     code, why = _by_weights(held) if held else _first_cause(fleet, need, owner)
-    return Refusal(503, f"no eligible upstream: {why}", code).with_headers(("retry-after", "1"))
+    return HttpError(503, f"no eligible upstream: {why}", code).with_headers(("retry-after", "1"))
 
 
-def kept_back(fleet: Fleet, need: Need, owner: str = "") -> list[Worker]:
+def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[Worker]:
     """Those that could take it but for an operation on weights; none where somebody else could, or
     where that is not what is in the way."""
     left = _meant(fleet, need, owner)
@@ -134,7 +140,7 @@ def kept_back(fleet: Fleet, need: Need, owner: str = "") -> list[Worker]:
     return well if all(w.holds and w.holds <= WEIGHT_HOLDS for w in well) else []
 
 
-def _meant(fleet: Fleet, need: Need, owner: str) -> list[Worker]:
+def _meant(fleet: Fleet, need: Requirements, owner: str) -> list[Worker]:
     """Whom its place leaves: one worker, where it names one or the voices are kept."""
     if need.place is NAMED:
         named = fleet.get(need.worker)
@@ -158,7 +164,7 @@ def _by_weights(held: Iterable[Worker]) -> tuple[str, str]:
     return "weights_uncertain", why
 
 
-def _first_cause(fleet: Fleet, need: Need, owner: str) -> tuple[str, str]:
+def _first_cause(fleet: Fleet, need: Requirements, owner: str) -> tuple[str, str]:
     """Narrow the fleet as the pick does, and name the step that leaves nobody."""
     left = fleet.workers
     if not left:
@@ -190,7 +196,7 @@ _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
 
-def _steps(need: Need) -> Iterator[_Step]:
+def _steps(need: Requirements) -> Iterator[_Step]:
     yield (
         "no_capable_worker",
         lambda left: "no worker can do " + _missing(left, need),
@@ -209,7 +215,7 @@ def _steps(need: Need) -> Iterator[_Step]:
     yield (
         "weight_version_unavailable",
         lambda _: f"no worker that could take it has weights {need.version}",
-        lambda left: list(meeting(need, left)),
+        lambda left: list(satisfying(need, left)),
     )
     yield (
         "all_held",
@@ -235,7 +241,7 @@ def _standing(worker: Worker) -> str:
     return "on trial" if worker.machine.on_trial else worker.machine.state.value
 
 
-def _missing(workers: list[Worker], need: Need) -> str:
+def _missing(workers: list[Worker], need: Requirements) -> str:
     """What nobody has; else all that is wanted, which nobody has together."""
     had = 0
     for worker in workers:

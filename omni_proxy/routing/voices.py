@@ -11,18 +11,18 @@ from collections.abc import Iterator
 import msgspec
 
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.inspect import AUDIO, Need, has_reference
-from omni_proxy.routing.payload import (
+from omni_proxy.routing.inspect.payload import (
     UNSAID,
+    BodyFields,
     ObjectsIn,
-    Payload,
     is_list,
     present,
     starts,
     text_in,
     value_in,
 )
-from omni_proxy.routing.table import VOICE_OWNER
+from omni_proxy.routing.inspect.requirements import AUDIO, Requirements, has_reference
+from omni_proxy.routing.routes import VOICE_OWNER
 
 SPEECH_TRAFFIC = frozenset(("speech_http", "speech_batch", "tts_websocket"))
 
@@ -39,7 +39,7 @@ class _Item(msgspec.Struct, gc=False):
 _items_in = ObjectsIn(_Item, least=len('{"voice":"v"}'))
 
 
-def bind_to_owner(registry: VoiceRegistry, traffic: str, need: Need) -> None:
+def bind_to_owner(registry: VoiceRegistry, traffic: str, need: Requirements) -> None:
     """Bind `need` to the owner where a voice of its own asks for that."""
     if not registry.owner or traffic not in SPEECH_TRAFFIC:
         return
@@ -51,7 +51,7 @@ def bind_to_owner(registry: VoiceRegistry, traffic: str, need: Need) -> None:
         need.mask |= AUDIO
 
 
-def named_voices(payload: Payload) -> Iterator[str]:
+def named_voices(payload: BodyFields) -> Iterator[str]:
     """Lower-case names of voices that may be uploaded ones, those of a batch's items too."""
     if not (is_list(payload.items) and present(payload.items)):
         yield from _named(payload, payload)
@@ -59,7 +59,7 @@ def named_voices(payload: Payload) -> Iterator[str]:
         yield from _named(item, payload)
 
 
-def _named(item: _Item | Payload, default: Payload) -> Iterator[str]:
+def _named(item: _Item | BodyFields, default: BodyFields) -> Iterator[str]:
     """An item's fields win over the defaults of its batch."""
     if has_reference(item) or (item is not default and has_reference(default)):
         return

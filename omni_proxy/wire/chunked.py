@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.errors import HttpError
 
 LAST_CHUNK = b"0\r\n\r\n"
 MAX_LINE_BYTES = 4096  # a size line with its extensions
@@ -24,8 +24,8 @@ def as_chunk(payload: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
-def _bad(message: str) -> Refusal:
-    return Refusal(400, message, "malformed_body", close=True)
+def _bad(message: str) -> HttpError:
+    return HttpError(400, message, "malformed_body", close=True)
 
 
 class ChunkedBody:
@@ -47,7 +47,7 @@ class ChunkedBody:
         return bytes(self._buffer)
 
     def feed(self, piece: bytes) -> None:
-        """Raises Refusal 400 for broken framing, 413 past the limit."""
+        """Raises HttpError 400 for broken framing, 413 past the limit."""
         self._buffer += piece
         while not self.whole and self._step():
             pass
@@ -72,7 +72,7 @@ class ChunkedBody:
         size = int(found[1], 16)
         self._read += size
         if self._read > self._limit:
-            raise Refusal(413, "payload too large", "payload_too_large", close=True)
+            raise HttpError(413, "payload too large", "payload_too_large", close=True)
         if size:
             self._chunk = size + 2
         else:

@@ -20,7 +20,7 @@ def to_json(value: object) -> bytes:
         return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-class Refusal(Exception):
+class HttpError(Exception):
     """A request we answer ourselves: status, reason, and whether the connection can go on.
 
     `code` is the machine-readable reason; `close` is set when the rest of the request can't be
@@ -38,11 +38,11 @@ class Refusal(Exception):
         self.extra = extra
         self.headers: tuple[tuple[str, str], ...] = ()
 
-    def with_headers(self, *headers: tuple[str, str]) -> Refusal:
+    def with_headers(self, *headers: tuple[str, str]) -> HttpError:
         self.headers += headers
         return self
 
-    def topped(self) -> Refusal:
+    def topped(self) -> HttpError:
         """With what clients of the admin routes read beside `error` (api-server.md 9.1)."""
         self.extra |= {"success": False, "message": self.message, "status": "error"}
         return self

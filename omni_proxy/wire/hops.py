@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.errors import HttpError
 
 HOP_FIELD: Final = "x-omni-hop"  # in requests: the id of each proxy that it came through
 PROXY_FIELD: Final = "x-omni-proxy"  # in answers of control routes: the id of the proxy
@@ -21,8 +21,8 @@ def hop_line(proxy_id: str) -> bytes:
 
 
 def refuse_loop(head: bytes, proxy_id: bytes) -> None:
-    """Raises Refusal 508 for a request that has been here before. An id is random: it is looked
+    """Raises HttpError 508 for a request that has been here before. An id is random: it is looked
     for anywhere in the head."""
     if proxy_id and proxy_id in head:
         told = "this request came back to the proxy: some worker leads to the proxy itself"
-        raise Refusal(508, told, "loop_detected", close=True)
+        raise HttpError(508, told, "loop_detected", close=True)

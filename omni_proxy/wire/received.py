@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.wire.head import drop_fields
+from omni_proxy.wire.request import drop_fields
 
 FIELD: Final = b"x-omni-received"
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedVia:
     """`host` is the Host field as it came, empty without one. `local`: by a Unix socket."""
 
     scheme: str
@@ -32,9 +32,9 @@ def with_received(lines: bytes, host: bytes, *, secure: bool, local: bool) -> by
     return b"%b%b: %b %b %b\r\n" % (lines, FIELD, listener, scheme, host)
 
 
-def read_received(value: str) -> Received:
+def read_received(value: str) -> ReceivedVia:
     """Of the field's value. Raises ValueError for what `with_received` does not write."""
     listener, scheme, host = (*value.split(" "), "", "")[:3]
     if listener not in ("unix", "tcp") or scheme not in ("http", "https"):
         raise ValueError(f"{value!r} does not say how a request was received")
-    return Received(scheme, host, listener == "unix")
+    return ReceivedVia(scheme, host, listener == "unix")

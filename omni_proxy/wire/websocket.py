@@ -17,9 +17,9 @@ from wsproto.connection import Connection, ConnectionState, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Event, Message, Ping, TextMessage
 from wsproto.utilities import generate_accept_token
 
-from omni_proxy.wire.answer import Answer, UpstreamGarbage
-from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import RequestHead
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import RequestHead
+from omni_proxy.wire.response import UpstreamProtocolError, UpstreamResponse
 
 PONGS_HELD_BYTES = 4096  # past it a peer pings without reading: pongs are lost, not gathered
 
@@ -30,26 +30,26 @@ _encode = msgspec.json.encode
 
 
 def accept(head: RequestHead, lines: bytes = b"") -> bytes:
-    """The 101 that takes a client's offer, with `lines` of ours. Raises Refusal 426 and 400."""
+    """The 101 that takes a client's offer, with `lines` of ours. Raises HttpError 426 and 400."""
     if head.upgrade != b"websocket" or head.http_1_0:
         raise _only_websocket("this path speaks WebSocket only", close=bool(head.length))
     if head.length:
-        raise Refusal(400, "a WebSocket handshake has no body", "bad_handshake", close=True)
+        raise HttpError(400, "a WebSocket handshake has no body", "bad_handshake", close=True)
     if _fields(b"\r\n" + head.lines).get(b"sec-websocket-version") != b"13":
         refusal = _only_websocket("only version 13 of WebSocket is spoken here", close=True)
         raise refusal.with_headers(("sec-websocket-version", "13"))
     if not _KEY.match(head.websocket_key):
         message = "sec-websocket-key must be 16 bytes in base64"
-        raise Refusal(400, message, "bad_handshake", close=True)
+        raise HttpError(400, message, "bad_handshake", close=True)
     return (
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-accept: %b\r\n%b\r\n" % (generate_accept_token(head.websocket_key), lines)
     )
 
 
-def _only_websocket(message: str, *, close: bool) -> Refusal:
+def _only_websocket(message: str, *, close: bool) -> HttpError:
     # RFC 9110 15.5.22: a 426 names the protocol it asks for.
-    return Refusal(426, message, "upgrade_required", close=close).with_headers(
+    return HttpError(426, message, "upgrade_required", close=close).with_headers(
         ("upgrade", "websocket"), ("connection", "upgrade")
     )
 
@@ -64,17 +64,17 @@ def offer(lines: bytes, host_line: bytes, key: bytes) -> bytes:
 
 
 def offer_status(raw: bytes, key: bytes) -> int:
-    """What a worker said to our offer. Raises UpstreamGarbage, also for a 101 that is none."""
-    answer = Answer()
+    """What a worker said to our offer. Raises UpstreamProtocolError, also for a 101 that is none."""
+    answer = UpstreamResponse()
     answer.read_head(raw, to_head=False)
     if answer.status == 101:
         fields = _fields(raw)
         if fields.get(b"upgrade", b"").lower() != b"websocket":
-            raise UpstreamGarbage("its 101 is not for WebSocket")
+            raise UpstreamProtocolError("its 101 is not for WebSocket")
         if fields.get(b"sec-websocket-accept") != generate_accept_token(key):
-            raise UpstreamGarbage("its sec-websocket-accept does not fit our key")
+            raise UpstreamProtocolError("its sec-websocket-accept does not fit our key")
         if b"sec-websocket-extensions" in fields or b"sec-websocket-protocol" in fields:
-            raise UpstreamGarbage("it agrees to what nobody offered")
+            raise UpstreamProtocolError("it agrees to what nobody offered")
     return answer.status
 
 
@@ -82,7 +82,7 @@ def _fields(raw: bytes) -> dict[bytes, bytes]:
     return {found[1].lower(): found[2].rstrip(b" \t") for found in _FIELD.finditer(raw)}
 
 
-class Frames:
+class WebSocketFrames:
     """One side of a session: `feed` what it sent and take `events`; what it shall get is in `out`.
 
     `left`: its closing frame has come, or bytes that are no frames, and nothing it sends counts.
@@ -121,11 +121,11 @@ class Frames:
             yield event
 
     def join(self, event: Message[Any], limit: int) -> str | bytes | None:
-        """The whole message when this was its last piece. Raises Refusal 413 past `limit` bytes."""
+        """The whole message when this was its last piece. Raises HttpError 413 past `limit` bytes."""
         data = event.data
         self._size += len(data) if not isinstance(data, str) else len(data.encode())
         if self._size > limit:
-            raise Refusal(413, "WebSocket message exceeds payload limit", 413)
+            raise HttpError(413, "WebSocket message exceeds payload limit", 413)
         self._parts.append(data)
         if not event.message_finished:
             return None
@@ -151,7 +151,7 @@ class Frames:
             self.out += self._ws.send(CloseConnection(code=code, reason=reason))
 
 
-def error_event(refusal: Refusal) -> str:
+def error_event(refusal: HttpError) -> str:
     """A router-made error as a message of the session (omni-router.md 12)."""
     event = {"type": "error", "message": refusal.message, "error_type": refusal.type}
     numeric = isinstance(refusal.code, int)

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from omni_proxy.cli.finding import add_place, place_of
+from omni_proxy.cli.admin_client import add_place, place_of
 from tests.cli.answering import Quiet, served
 
 

@@ -3,7 +3,7 @@ import pytest
 from omni_proxy.cli.engines import (
     ENGINES,
     Asked,
-    EngineError,
+    EngineCommandError,
     capabilities_of,
     command_of,
     engine_for,
@@ -53,7 +53,7 @@ def test_the_engines_own_flags_stand_last_so_that_they_win():
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_with_the_cure(engine, of, cure):
-    with pytest.raises(EngineError, match=cure):
+    with pytest.raises(EngineCommandError, match=cure):
         command_of(engine, of)
 
 

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from omni_proxy.cli import launch
-from omni_proxy.cli.launch import EngineError, free_ports, main, main_router
+from omni_proxy.cli.launch import EngineCommandError, free_ports, main, main_router
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 
@@ -195,12 +195,12 @@ def test_a_block_with_a_taken_port_in_it_is_skipped():
         port = taken.getsockname()[1]
         if port < 60000:
             assert free_ports("127.0.0.1", port - 1, 3) > port
-        with pytest.raises(EngineError, match="free ports"):
+        with pytest.raises(EngineCommandError, match="free ports"):
             free_ports("127.0.0.1", 65535, 2)
 
 
 def test_a_host_that_is_none_is_named():
-    with pytest.raises(EngineError, match="worker-host"):
+    with pytest.raises(EngineCommandError, match="worker-host"):
         free_ports("no.such.host.invalid", 31000, 1)
 
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.log_lines import as_it_is, pretty
+from omni_proxy.cli.log_format import as_it_is, pretty
 from omni_proxy.cli.tail import BLOCK_BYTES, Tail
-from omni_proxy.door.account import Exchange
-from omni_proxy.door.records import access_record, access_text
+from omni_proxy.dataplane.exchange.access_log import access_record, access_text
+from omni_proxy.dataplane.exchange.exchange import Exchange
 from tests.cli.feeds import ODD
 
 ACCESS = {

@@ -14,9 +14,9 @@ from omni_proxy.config.schema import Config
 def started(monkeypatch):
     """What reached the root instead of being run."""
     calls = []
-    stand_in = type(sys)("omni_proxy.root")
+    stand_in = type(sys)("omni_proxy.server")
     stand_in.run = lambda startup: calls.append(startup) or 7
-    monkeypatch.setitem(sys.modules, "omni_proxy.root", stand_in)
+    monkeypatch.setitem(sys.modules, "omni_proxy.server", stand_in)
     monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
     return calls
 
@@ -41,7 +41,7 @@ def test_a_sighup_that_comes_too_early_ends_nothing(started, monkeypatch):
         signal.raise_signal(signal.SIGHUP)
         return 7
 
-    monkeypatch.setattr(sys.modules["omni_proxy.root"], "run", run)
+    monkeypatch.setattr(sys.modules["omni_proxy.server"], "run", run)
     before = signal.getsignal(signal.SIGHUP)
     try:
         assert main(["--worker-urls", "http://a:1"]) == 7

@@ -1,11 +1,11 @@
 from omni_proxy.cli import main
-from omni_proxy.cli.feed import Paused, feed_of
-from omni_proxy.cli.judging import OUT, judge
+from omni_proxy.cli.diagnosis import OUT, judge
+from omni_proxy.cli.feed_model import Paused, feed_of
 from omni_proxy.cli.pauses import pause_lines, pause_words
-from omni_proxy.cli.tables import moment
+from omni_proxy.cli.text_table import moment
 from omni_proxy.cli.top.follower import Heard
 from omni_proxy.cli.top.frame import frame
-from omni_proxy.cli.top.view import View
+from omni_proxy.cli.top.view import TopView
 from tests.cli.feeds import AT, feed, row
 
 PAUSED = {
@@ -51,7 +51,7 @@ def test_a_pause_of_some_is_told_of_a_proxy_that_is_ready(proxy, capsys):
 
 
 def test_top_shows_it_above_the_fleet_and_beside_each_row():
-    view = View()
+    view = TopView()
     view.show(feed_of(ALL))
     text = frame(view, Heard(feed_of(ALL), (), "", 0.0), "http://p:1", 200, 40).plain
     assert LINE in text

@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy import root
+from omni_proxy import server
 from omni_proxy.cli import launch
 from omni_proxy.cli.arguments import launch_parser, router_parser
 from omni_proxy.cli.engines import ENGINES
 from omni_proxy.cli.launch import main, main_router
 from omni_proxy.cli.peer_flags import LISTS, MISSING, SWITCHES, VALUED, WITHOUT_EFFECT, why_missing
-from omni_proxy.cli.strangers import THEIRS, nearest_flag
+from omni_proxy.cli.unknown_flags import THEIRS, nearest_flag
 from omni_proxy.config.schema import Config
 
 MIGRATION = (Path(__file__).parents[2] / "docs/migration.md").read_text()
@@ -177,10 +177,10 @@ def test_flags_that_change_nothing_stand_in_no_help(capsys):
 def test_each_warning_is_in_the_log(started, monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # no journal of another program
     main_router(["--enable-igw", "--port", "0"])
-    monkeypatch.setattr(root.trio, "run", lambda run: 0)
-    monkeypatch.setattr(root, "configure", lambda *_: None)
+    monkeypatch.setattr(server.trio, "run", lambda run: 0)
+    monkeypatch.setattr(server, "configure", lambda *_: None)
     with caplog.at_level(logging.WARNING):
-        assert root.run(started[0]) == 0
+        assert server.run(started[0]) == 0
     assert [record.message for record in caplog.records] == list(started[0].warnings)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.finding import CannotAsk
+from omni_proxy.cli.admin_client import AdminClientError
 from omni_proxy.cli.salvage import salvaged
 from omni_proxy.config.parse import ConfigError, parse
 from tests.cli.feeds import feed, row
@@ -71,12 +71,12 @@ def test_a_file_with_a_mistake_elsewhere_still_says_where_its_proxy_is(
 def test_where_it_is_is_never_guessed(place, tmp_path, text):
     file = tmp_path / "proxy.toml"
     file.write_text(text)
-    with pytest.raises(CannotAsk, match="--url URL"):
+    with pytest.raises(AdminClientError, match="--url URL"):
         place("--config", file)
 
 
 def test_a_file_that_is_not_there_is_told(place, tmp_path):
-    with pytest.raises(CannotAsk, match="cannot be read"):
+    with pytest.raises(AdminClientError, match="cannot be read"):
         place("--config", tmp_path / "none.toml")
 
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from omni_proxy import __version__
 from omni_proxy.cli import main
-from omni_proxy.cli.feed import feed_of, read_feed
+from omni_proxy.cli.feed_model import feed_of, read_feed
 from omni_proxy.cli.status import screen
-from omni_proxy.cli.tables import width_of
+from omni_proxy.cli.text_table import width_of
 from tests.cli.feeds import AT, FEEDS, feed, point, row
 
 SINCE = "2026-11-21T18:48:00+00:00"

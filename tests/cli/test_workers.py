@@ -3,8 +3,8 @@ import json
 import pytest
 
 from omni_proxy.cli import main
-from omni_proxy.cli.finding import Answer
-from omni_proxy.cli.fleet_changes import Refused, accepted, find
+from omni_proxy.cli.admin_client import AdminReply
+from omni_proxy.cli.worker_changes import ChangeRefused, accepted, find
 from omni_proxy.cli.workers import listed, state_words
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.12:8000"
@@ -58,17 +58,17 @@ def test_upper_case_is_no_other_name():
     ],
 )
 def test_nobody_and_several_are_refused_with_who_there_is(named, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ChangeRefused, match=said):
         find(FLEET, named)
-    with pytest.raises(Refused, match="none at all"):
+    with pytest.raises(ChangeRefused, match="none at all"):
         find([], named)
 
 
 def test_a_refusal_is_made_harmless():
-    with pytest.raises(Refused, match="no"):
-        accepted(Answer(409, {"error": {"message": "no"}}))
-    with pytest.raises(Refused) as caught:
-        accepted(Answer(400, {"error": {"message": "\x1b[2J"}}))
+    with pytest.raises(ChangeRefused, match="no"):
+        accepted(AdminReply(409, {"error": {"message": "no"}}))
+    with pytest.raises(ChangeRefused) as caught:
+        accepted(AdminReply(400, {"error": {"message": "\x1b[2J"}}))
     assert str(caught.value) == "\\x1b[2J"
 
 

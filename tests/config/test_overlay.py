@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import (
     Desired,
-    State,
+    SavedState,
     desired,
     settle,
     with_added,
@@ -34,17 +34,17 @@ def from_http(url, **fields):
     return Desired(url=url, **(plain | fields))
 
 
-def urls(config, flags=(), state=State()):  # noqa: B008
+def urls(config, flags=(), state=SavedState()):  # noqa: B008
     return [worker.url for worker in desired(config, flags, state)]
 
 
-def only(config, flags=(), state=State()):  # noqa: B008
+def only(config, flags=(), state=SavedState()):  # noqa: B008
     (worker,) = desired(config, flags, state)
     return worker
 
 
 def test_workers_come_in_order_of_their_origin():
-    state = with_added(State(), from_http(D))
+    state = with_added(SavedState(), from_http(D))
     config = parse(
         f'[[launch]]\ncommand = ["run"]\nmodel = "l"\n[[workers]]\nurl = "{B}"\n'
         f'[[workers]]\nurl = "{A}"'
@@ -61,7 +61,7 @@ def test_workers_come_in_order_of_their_origin():
 
 
 def test_a_worker_that_file_and_flag_name_is_files():
-    assert [(worker.url, worker.origin) for worker in desired(FILE, (B, C), State())] == [
+    assert [(worker.url, worker.origin) for worker in desired(FILE, (B, C), SavedState())] == [
         (A, "file"),
         (B, "file"),
         (C, "flag"),
@@ -70,13 +70,13 @@ def test_a_worker_that_file_and_flag_name_is_files():
 
 def test_the_default_model_goes_to_workers_that_name_none():
     config = parse(f'routing.model = "r"\n[[workers]]\nurl = "{A}"\nmodel = "m"')
-    state = with_added(State(), from_http(D))
+    state = with_added(SavedState(), from_http(D))
     assert [worker.model for worker in desired(config, (C,), state)] == ["m", "r", "r"]
     assert [worker.model for worker in desired(Config(), (C,), state)] == [None, None]
 
 
 def test_a_switch_changes_only_what_it_names():
-    state = with_switched(State(), A, disabled=True)
+    state = with_switched(SavedState(), A, disabled=True)
     state = with_switched(state, A, capabilities={"streaming", "chat"}, max_inflight=3)
     worker, other = desired(FILE, (), state)
     assert (worker.disabled, worker.model, worker.max_inflight) == (True, "m", 3)
@@ -85,21 +85,21 @@ def test_a_switch_changes_only_what_it_names():
 
 
 def test_a_model_can_be_switched_off_and_on():
-    cleared = with_switched(State(), A, model=None)
+    cleared = with_switched(SavedState(), A, model=None)
     assert desired(FILE, (), cleared)[0].model is None
     assert desired(FILE, (), with_switched(cleared, A, model="n"))[0].model == "n"
 
 
 def test_a_switch_outlives_a_change_of_the_entry_but_not_its_end():
-    state = with_switched(State(), A, disabled=True)
+    state = with_switched(SavedState(), A, disabled=True)
     changed = parse(f'[[workers]]\nurl = "{A}"\nmax_inflight = 2')
     worker = only(changed, state=settle(state, changed))
     assert (worker.disabled, worker.max_inflight) == (True, 2)
-    assert settle(state, Config()) == State()
+    assert settle(state, Config()) == SavedState()
 
 
 def test_a_switch_works_on_launched_flagged_and_added_workers():
-    state = with_added(State(), from_http(D))
+    state = with_added(SavedState(), from_http(D))
     for url in ("http://127.0.0.1:31000", C, D):
         state = with_switched(state, url, disabled=True, model=None)
     state = settle(state, LAUNCH, (C,))
@@ -108,52 +108,52 @@ def test_a_switch_works_on_launched_flagged_and_added_workers():
 
 
 def test_a_deleted_worker_of_file_stays_away_while_its_entry_stands():
-    state = with_deleted(State(), FILE, A)
+    state = with_deleted(SavedState(), FILE, A)
     assert urls(FILE, state=state) == [B]
     assert urls(FILE, state=settle(state, FILE)) == [B]
 
 
 def test_a_deleted_worker_returns_when_its_entry_changes():
-    state = with_deleted(State(), FILE, B)
+    state = with_deleted(SavedState(), FILE, B)
     changed = parse(f'[[workers]]\nurl = "{B}"\ndisabled = true')
     assert urls(changed, state=state) == [B]
-    assert settle(state, changed) == State()
+    assert settle(state, changed) == SavedState()
 
 
 def test_a_deleted_worker_returns_when_its_entry_was_away():
-    state = settle(with_deleted(State(), FILE, B), Config())
+    state = settle(with_deleted(SavedState(), FILE, B), Config())
     assert urls(FILE, state=state) == [A, B]
 
 
 def test_a_deleted_worker_returns_by_being_added_again():
-    state = with_added(with_deleted(State(), FILE, A), from_http(A, model="new"))
+    state = with_added(with_deleted(SavedState(), FILE, A), from_http(A, model="new"))
     worker = desired(FILE, (), state)[0]
     assert (worker.url, worker.model, worker.origin) == (A, "new", "file")
     assert urls(FILE, state=with_deleted(state, FILE, A)) == [B]
 
 
 def test_a_deleted_replica_does_not_take_its_group_along():
-    state = with_deleted(State(), LAUNCH, "http://127.0.0.1:31000")
+    state = with_deleted(SavedState(), LAUNCH, "http://127.0.0.1:31000")
     assert urls(LAUNCH, state=settle(state, LAUNCH)) == ["http://127.0.0.1:31001"]
 
 
 def test_a_deleted_worker_that_a_flag_names_stays_away():
-    state = settle(with_deleted(State(), Config(), C), Config(), (C,))
+    state = settle(with_deleted(SavedState(), Config(), C), Config(), (C,))
     assert urls(Config(), (C,), state) == []
 
 
 def test_a_deleted_worker_that_file_and_flag_name_stays_away():
-    state = settle(with_deleted(State(), FILE, A), FILE, (A,))
+    state = settle(with_deleted(SavedState(), FILE, A), FILE, (A,))
     assert urls(FILE, (A,), state) == [B]
 
 
 def test_deleting_an_added_worker_leaves_nothing_behind():
-    state = with_deleted(with_added(State(), from_http(D)), Config(), D)
-    assert settle(state, Config()) == State()
+    state = with_deleted(with_added(SavedState(), from_http(D)), Config(), D)
+    assert settle(state, Config()) == SavedState()
 
 
 def test_adding_and_deleting_workers_leaves_the_known_voices():
-    known = State(voices=Voices(owner="http://a:1", names=("anna",)))
+    known = SavedState(voices=Voices(owner="http://a:1", names=("anna",)))
     config = Config()
     added = with_added(known, from_http("http://b:1"))
     assert added.voices == known.voices
@@ -161,17 +161,17 @@ def test_adding_and_deleting_workers_leaves_the_known_voices():
 
 
 def test_adding_a_worker_twice_keeps_the_later_one():
-    state = with_added(with_added(State(), from_http(D)), from_http(D, model="m"))
+    state = with_added(with_added(SavedState(), from_http(D)), from_http(D, model="m"))
     assert only(Config(), state=state).model == "m"
 
 
 def test_a_worker_added_over_http_keeps_the_key_of_its_entry():
     config = parse(f'[[workers]]\nurl = "{A}"\napi_key_env = "KEY"')
-    assert only(config, state=with_added(State(), from_http(A))).api_key_env == "KEY"
+    assert only(config, state=with_added(SavedState(), from_http(A))).api_key_env == "KEY"
 
 
 def test_one_that_leaves_is_disabled_and_stops_leaving_once_it_is_enabled_gone_or_nobodys():
-    leaving = with_leaving(with_leaving(with_added(State(), from_http(D)), D), A)
+    leaving = with_leaving(with_leaving(with_added(SavedState(), from_http(D)), D), A)
     assert leaving.leaving == (D, A)
     assert {w.url: w.disabled for w in desired(FILE, (), leaving)} == {A: True, B: False, D: True}
     assert settle(leaving, FILE) == leaving
@@ -191,7 +191,7 @@ STEPS = st.lists(
 @given(steps=STEPS, flags=st.sampled_from([(), (C,), (A, D)]))
 def test_changes_over_http_do_what_a_plain_dictionary_does(steps, flags):
     expected = dict.fromkeys((A, B, *flags), False)
-    state = State()
+    state = SavedState()
     for step, url in steps:
         if step == "add":
             state, expected[url] = with_added(state, from_http(url)), False
@@ -211,4 +211,4 @@ def test_every_change_of_an_entry_is_seen(field):
     changes = {"model": "x", "disabled": True, "max_inflight": 1, "capabilities": ("chat",)}
     old = Config(workers=(WorkerEntry(url=A),))
     new = Config(workers=(WorkerEntry(url=A, **{field: changes[field]}),))
-    assert urls(new, state=with_deleted(State(), old, A)) == [A]
+    assert urls(new, state=with_deleted(SavedState(), old, A)) == [A]

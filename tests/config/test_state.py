@@ -6,7 +6,7 @@ from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import with_deleted, with_switched
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import State, StateWorker, Switch, read_state, render_state
+from omni_proxy.config.state import SavedState, StateWorker, Switch, read_state, render_state
 
 URLS = st.integers(1, 9).map(lambda port: f"http://h:{port}")
 CAPABLE = st.sets(st.sampled_from(CAPABILITIES), min_size=1).map(tuple)
@@ -27,7 +27,7 @@ SWITCHES = st.builds(
     max_inflight=st.none() | st.integers(0, 3),
 )
 STATES = st.builds(
-    State,
+    SavedState,
     workers=st.lists(WORKERS, unique_by=lambda worker: worker.url, max_size=3).map(tuple),
     switches=st.dictionaries(URLS, SWITCHES, max_size=3),
     tombstones=st.dictionaries(URLS, st.just("0123456789abcdef"), max_size=3),
@@ -41,18 +41,18 @@ def test_what_was_written_reads_back(state):
 
 
 def test_a_state_without_content_is_a_comment():
-    assert read_state(render_state(State()), "s.toml") == State()
-    assert all(line.startswith("#") for line in render_state(State()).splitlines())
+    assert read_state(render_state(SavedState()), "s.toml") == SavedState()
+    assert all(line.startswith("#") for line in render_state(SavedState()).splitlines())
 
 
 def test_a_deleted_flag_worker_is_forgotten_with_the_program():
-    state = with_deleted(State(), Config(), "http://flag")
-    assert read_state(render_state(state), "s.toml") == State()
+    state = with_deleted(SavedState(), Config(), "http://flag")
+    assert read_state(render_state(state), "s.toml") == SavedState()
 
 
 def test_a_tombstone_over_file_is_kept():
     config = parse('[[workers]]\nurl = "http://a"')
-    state = with_switched(with_deleted(State(), config, "http://a"), "http://b", disabled=True)
+    state = with_switched(with_deleted(SavedState(), config, "http://a"), "http://b", disabled=True)
     assert read_state(render_state(state), "s.toml") == state
 
 

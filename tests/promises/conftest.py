@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from omni_proxy.door import clocks
+from omni_proxy.dataplane.loop import timeouts
 from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.program_nest import close_nests
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
@@ -15,7 +15,7 @@ from tests.promises.tiny_fleet import weights_in
 @pytest.fixture(autouse=True)
 def quick_clocks(monkeypatch):
     """A deadline of a door inside the test is noticed sooner than four times a second."""
-    monkeypatch.setattr(clocks, "SWEEP_SECS", 0.02)
+    monkeypatch.setattr(timeouts, "SWEEP_SECS", 0.02)
 
 
 @pytest.fixture

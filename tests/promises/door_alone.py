@@ -16,8 +16,8 @@ import trio
 from omni_proxy.config.overlay import desired
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import State
-from omni_proxy.door.core import Door
+from omni_proxy.config.state import SavedState
+from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from tests.promises.clients import Client, client_of
@@ -35,7 +35,7 @@ class Lines:
 
 
 class OpenDoor:
-    def __init__(self, fleet: Fleet, door: Door) -> None:
+    def __init__(self, fleet: Fleet, door: DataPlane) -> None:
         self.fleet = fleet
         self.door = door
         self.workers: list[FakeWorker] = []
@@ -81,12 +81,12 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
     fleet = Fleet()
     fleet.thresholds = thresholds_of(made)
     now = datetime.now(UTC)
-    fleet.apply(desired(made, (), State()), now)
+    fleet.apply(desired(made, (), SavedState()), now)
     for worker in fleet.workers:
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.machine.epoch)
     async with trio.open_nursery() as nursery:
-        door = Door(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
+        door = DataPlane(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
         await nursery.start(door.run)
         door.prepare(made)()
         opened = OpenDoor(fleet, door)

@@ -25,7 +25,7 @@ import trio
 ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 MESSAGE_BYTES = 1 << 17
-PROXY = ("omni_proxy.cli.serve", "omni_proxy.root")
+PROXY = ("omni_proxy.cli.serve", "omni_proxy.server")
 REPLICA = (
     "torch",
     "tiktoken",

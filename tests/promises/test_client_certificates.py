@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from omni_proxy.cli.secure import Papers
+from omni_proxy.cli.tls_options import ClientCert
 from tests.ports import free_port
 from tests.promises.fleet_program import put, starting, toml, workers
 from tests.promises.secure import AUTHORITY, FILES
@@ -88,10 +88,10 @@ async def test_the_trainers_endpoint_shows_its_own(place):
         finally:
             endpoint.close()
 
-    papers = Papers(str(AUTHORITY), OWN[1], OWN[3])
+    papers = ClientCert(str(AUTHORITY), OWN[1], OWN[3])
     answer, _ = await trio.to_thread.run_sync(call, papers)
     assert (answer.status, answer.body["waiting"]) == (200, [])
-    answer, said = await trio.to_thread.run_sync(call, Papers(ca=str(AUTHORITY)))
+    answer, said = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
     assert (answer.ok, answer.status) == (False, 0)
     assert "wants a client certificate" in answer.why
     assert "wants a client certificate" in said

@@ -7,24 +7,24 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import parse
-from omni_proxy.door.listener import Listener, open_socket
-from omni_proxy.door.pump import Pump
-from omni_proxy.doors import sessions
-from omni_proxy.doors.board import Board
-from omni_proxy.doors.link import Link
-from omni_proxy.doors.messages import (
+from omni_proxy.dataplane.accept.listener import Listener, open_socket
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.multiprocess import shared_sessions
+from omni_proxy.multiprocess.messages import (
     Begin,
-    Drain,
+    DrainCommand,
     Failed,
     Forget,
     Listen,
-    News,
-    Stand,
+    ProcessStats,
+    StateSnapshot,
     Tally,
-    VoiceList,
+    VoiceListMessage,
 )
-from omni_proxy.doors.port import Port
-from omni_proxy.fleet.snapshot import row_of
+from omni_proxy.multiprocess.process_slot import ProcessHandle
+from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
+from omni_proxy.multiprocess.shared_counters import SharedCounters
 from tests.fleet.entries import entry, fleet_of
 from tests.promises.clients import client_of, post
 from tests.promises.fakes import answering, counted, fake_workers, resetting
@@ -39,21 +39,21 @@ class Control:
     def __init__(self, tmp_path, urls) -> None:
         self.front = str(tmp_path / "front.sock")
         self.config = parse("")
-        self.board = Board.made()
-        self.sessions = sessions.made()
+        self.board = SharedCounters.made()
+        self.sessions = shared_sessions.made()
         self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
-        self.link = Link(1)
+        self.link = ProcessHandle(1)
         self.heard: list = []
         self.ended = ""
         self.over = trio.Event()
-        self.pump = pump = Pump()
+        self.pump = pump = EventLoop()
         self.listener = Listener(pump, open_socket("127.0.0.1", 0), lambda sock, peer: None)
-        self.port = Port(pump, self.listener)
+        self.port = ReuseportGroup(pump, self.listener)
         self.address = self.listener.address
 
     def news(self, **changes) -> None:
         rows = tuple(row_of(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1))
-        known = News(1, rows, self.config, VoiceList("", None), 0, 1)
+        known = StateSnapshot(1, rows, self.config, VoiceListMessage("", None), 0, 1)
         self.link.tell(msgspec.structs.replace(known, **changes))
 
     async def begin(self, nursery) -> None:
@@ -153,7 +153,7 @@ async def test_it_tells_what_it_learnt_and_counted(world):
     assert "reset" in failed.error
     tally = (await control.until_heard(Tally))[0]
     assert sum(count for cell in tally.cells for *_, count in cell.ends)
-    stand = (await control.until_heard(Stand))[-1]
+    stand = (await control.until_heard(ProcessStats))[-1]
     assert stand.counts["accepted"] >= 0
     assert control.board.row(1)[0] == 0
 
@@ -163,7 +163,7 @@ async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
     async with client_of(control.address) as client:
         await client.send(post())
         assert (await client.answer()).status == 200
-        control.link.tell(Drain())
+        control.link.tell(DrainCommand())
         assert await client.until_closed() == b""
     with trio.fail_after(30):
         await control.over.wait()

@@ -6,7 +6,7 @@ import httpx
 import pytest
 import trio
 
-from tests.door.pumping import until
+from tests.dataplane.pumping import until
 from tests.promises.clients import CHAT, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import PATIENCE_SECS, FakeWorker, answering, counted, fake_workers

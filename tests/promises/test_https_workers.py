@@ -11,8 +11,8 @@ import trio
 
 from omni_proxy.config.overlay import desired
 from omni_proxy.config.parse import parse
-from omni_proxy.config.state import State
-from tests.door.pumping import until
+from omni_proxy.config.state import SavedState
+from tests.dataplane.pumping import until
 from tests.ports import free_port
 from tests.promises.clients import CHAT, Truncated, post
 from tests.promises.door_alone import open_door
@@ -134,7 +134,7 @@ async def test_a_change_of_trust_counts_for_the_next_request():
         async with open_door(config=loose) as opened:
             assert (await asked(opened)).status == 200
             strict = parse(BELIEVING + entry(worker, ""))
-            opened.fleet.apply(desired(strict, (), State()), datetime.now(UTC))
+            opened.fleet.apply(desired(strict, (), SavedState()), datetime.now(UTC))
             assert (await asked(opened)).status == 502
     assert len(worker.requests) == 1
 

@@ -8,8 +8,8 @@ import trio
 from omni_proxy.config.flags import Startup
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.root import House
-from omni_proxy.watch.keeper import Keeper
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.server import Server
 from tests.fleet.entries import NOW
 from tests.promises.fleet_program import program
 
@@ -34,8 +34,8 @@ async def house(tmp_path):
     file = tmp_path / "proxy.toml"
     urls = "".join(f'[[workers]]\nurl = "http://w{number}:1"\n' for number in range(MANY))
     file.write_text(f'[server]\nport = 0\nstate_file = "off"\n{urls}')
-    keeper = Keeper(Startup(file, {}, (), ""), WalkedFleet())
-    made = House(keeper, keeper.fleet, tmp_path)
+    keeper = ConfigStore(Startup(file, {}, (), ""), WalkedFleet())
+    made = Server(keeper, keeper.fleet, tmp_path)
     made.door.entrances.held = True
     keeper.start()
     yield made

@@ -9,7 +9,7 @@ import openai
 import pytest
 import trio
 
-from omni_proxy.door.listener import open_socket
+from omni_proxy.dataplane.accept.listener import open_socket
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from tests.ports import free_run
 from tests.processes import alive, until_gone

@@ -11,10 +11,10 @@ from itertools import chain
 import pytest
 import trio
 
-from omni_proxy.door import speech
-from omni_proxy.door.account import Exchange
-from omni_proxy.door.conn import Conn
-from omni_proxy.door.task import Task
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.task import ConnectionTask
+from omni_proxy.dataplane.websocket import relay
 from tests.promises.clients import post
 from tests.promises.door_alone import OpenDoor, open_door
 from tests.promises.fakes import fake_workers
@@ -101,7 +101,7 @@ def objects() -> Counter[str]:
     """Those that a connection has, by class, wherever they are kept."""
     gc.collect()
     gc.collect()  # an error that OpenSSL keeps, and so its frames, is out of the first's sight
-    kinds = (Task, Conn, Exchange)
+    kinds = (ConnectionTask, Stream, Exchange)
     return Counter(
         type(each).__name__ for each in gc.get_objects() if issubclass(type(each), kinds)
     )
@@ -143,8 +143,8 @@ async def crowd(opened: OpenDoor, count: int, *kinds: Hostile) -> None:
 def _quiet_and_quick(monkeypatch, caplog):
     """Log records would count as memory that is kept."""
     caplog.set_level("CRITICAL", logger="omni_proxy")
-    monkeypatch.setattr(speech, "CONFIG_SECS", 0.1)
-    monkeypatch.setattr(speech, "CLOSE_SECS", 0.1)
+    monkeypatch.setattr(relay, "CONFIG_SECS", 0.1)
+    monkeypatch.setattr(relay, "CLOSE_SECS", 0.1)
 
 
 @asynccontextmanager

@@ -7,9 +7,8 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_proxy.observe.metrics import Meters
-from omni_proxy.observe.recent import Recent
-from tests.observe.lint import problems
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import STREAMED, Truncated, client_of, post
 from tests.promises.door_alone import open_door
 from tests.promises.fakes import (
@@ -24,6 +23,7 @@ from tests.promises.fakes import (
     resetting,
 )
 from tests.promises.fleet_program import chat, program, put, routable, toml, workers
+from tests.telemetry.lint import problems
 
 PATH = "/v1/chat/completions"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22}}\n\n'
@@ -32,7 +32,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22
 async def metered(script, *requests, config=""):
     """The meters of a door after these requests to it, one after the other."""
     async with fake_workers(script) as made, open_door(*made, config=config) as opened:
-        meters = opened.door.meters = Meters(opened.fleet, Recent())
+        meters = opened.door.meters = Metrics(opened.fleet, RecentWindow())
         for request in requests:
             async with opened.client() as client:
                 await client.send(request)
@@ -76,7 +76,7 @@ async def test_a_stream_tells_its_gaps_before_it_ends_and_one_that_breaks_has_to
         call.close()
 
     async with fake_workers(breaking) as made, open_door(*made) as opened:
-        meters = opened.door.meters = Meters(opened.fleet, Recent())
+        meters = opened.door.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
             await client.send(post(STREAMED))
             with trio.fail_after(PATIENCE_SECS):

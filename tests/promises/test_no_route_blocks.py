@@ -13,9 +13,9 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.control.outcomes import MAX_ANSWER_VALUES
+from omni_proxy.admin_ops.results import MAX_ANSWER_VALUES
 from omni_proxy.wire.bounded_json import MAX_VALUES
-from tests.front.house import A, build_house, entry
+from tests.admin_api.house import A, build_house, entry
 from tests.promises.fakes import Call, counted
 from tests.promises.fleet_program import PATIENCE_SECS, program
 

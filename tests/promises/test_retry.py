@@ -2,7 +2,7 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.door import tries as trying
+from omni_proxy.dataplane.upstream import retry as trying
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (

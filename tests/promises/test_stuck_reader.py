@@ -3,7 +3,7 @@ import socket
 import pytest
 import trio
 
-from tests.door.pumping import until
+from tests.dataplane.pumping import until
 from tests.promises.clients import STREAMED, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.fakes import (

@@ -6,20 +6,20 @@ import pytest
 import trio
 import trio.lowlevel
 
-from omni_proxy import root, supervise
+from omni_proxy import server, supervisor
 from omni_proxy.config.flags import Startup
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.watch.keeper import Keeper
-from omni_proxy.watch.launcher import Launcher
-from omni_proxy.watch.prober import Prober
-from omni_proxy.watch.reloader import Reloader
+from omni_proxy.health.prober import Prober
+from omni_proxy.launch.launcher import Launcher
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.reloader import Reloader
 from tests.promises.fleet_program import PATIENCE_SECS, chat, put, toml, workers
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(supervise, "FIRST_PAUSE_SECS", 0.02)
-    monkeypatch.setattr(root, "configure", lambda level, form: None)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECS", 0.02)
+    monkeypatch.setattr(server, "configure", lambda level, form: None)
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
@@ -32,9 +32,9 @@ async def house(tmp_path, fleet):
     file = tmp_path / "proxy.toml"
     put(file, toml(fleet))
     known = Fleet()
-    keeper = Keeper(Startup(file, {}, (), ""), known)
+    keeper = ConfigStore(Startup(file, {}, (), ""), known)
     async with trio.open_nursery() as nursery:
-        built = root.House(keeper, known, tmp_path)
+        built = server.Server(keeper, known, tmp_path)
         nursery.start_soon(built.run)
         with trio.fail_after(PATIENCE_SECS):
             while not built.door.addresses():
@@ -93,7 +93,7 @@ async def test_a_failing_supervisor_is_shown_restarted_and_never_stops_the_door(
 
 
 async def test_a_front_that_fails_comes_back_while_model_traffic_goes_on(tmp_path, monkeypatch):
-    broken, mended, real = trio.Event(), trio.Event(), root.serve
+    broken, mended, real = trio.Event(), trio.Event(), server.serve
 
     async def serve(app, path, *, task_status=trio.TASK_STATUS_IGNORED):
         async with trio.open_nursery() as nursery:
@@ -103,7 +103,7 @@ async def test_a_front_that_fails_comes_back_while_model_traffic_goes_on(tmp_pat
             if not mended.is_set():
                 raise RuntimeError("the front fell")
 
-    monkeypatch.setattr(root, "serve", serve)
+    monkeypatch.setattr(server, "serve", serve)
     async with workers("one") as fleet, house(tmp_path, fleet) as client:
         with trio.fail_after(PATIENCE_SECS):
             while (await client.get("/ready")).status_code != 200:

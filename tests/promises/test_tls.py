@@ -10,8 +10,9 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.door import certificates, short
-from tests.door.pumping import until
+from omni_proxy.dataplane.accept import certificates
+from omni_proxy.dataplane.exchange import fast_path
+from tests.dataplane.pumping import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
 from tests.promises.door_alone import configured, open_door
 from tests.promises.fakes import (
@@ -51,13 +52,13 @@ async def test_requests_of_one_connection_are_answered_in_turn():
 
 
 async def test_requests_like_the_last_one_go_the_short_way(monkeypatch):
-    done, settle = [], short.settle_whole
+    done, settle = [], fast_path.settle_whole
 
     def settled(door, mine, worker):
         done.append(mine.status)
         settle(door, mine, worker)
 
-    monkeypatch.setattr(short, "settle_whole", settled)
+    monkeypatch.setattr(fast_path, "settle_whole", settled)
     async with (
         secure_door(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,

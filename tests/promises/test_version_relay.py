@@ -6,16 +6,16 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.collective.receiver import Limits, open_receiver
-from omni_proxy.config.schema import WeightSync
-from omni_proxy.weights.relay import Delivery, Relay
-from omni_proxy.weights.remote import GroupSends
-from omni_proxy.weights.store.shelf import Shelf
+from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.process_group.receiver import GroupLimits, open_receiver
+from omni_proxy.weight_sync.delivery.deliver import VersionDelivery, VersionRelay
+from omni_proxy.weight_sync.delivery.over_network import GroupSends
+from omni_proxy.weight_sync.store.service import StoreService
 from tests.ports import free_port
 from tests.promises.replica_program import gauges
 from tests.promises.tiny_fleet import CHAT
-from tests.weights.store.drafts import forget, received
-from tests.weights.store.tiny_version import fleet_of, tiny_version
+from tests.weight_sync.store.drafts import forget, received
+from tests.weight_sync.store.tiny_version import fleet_of, tiny_version
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
@@ -35,7 +35,7 @@ def fleet(fleets):
 @pytest.fixture(scope="module")
 def receiver():
     """Its child imports torch once for all tests."""
-    made = open_receiver("process", Limits(), name="relay")
+    made = open_receiver("process", GroupLimits(), name="relay")
     made.warm()
     yield made
     made.close()
@@ -44,14 +44,14 @@ def receiver():
 @pytest.fixture
 async def house(tmp_path, receiver):
     """A shelf, and a relay from it."""
-    settings = WeightSync(mode="receive", store_dir=str(tmp_path / "versions"))
-    shelf = Shelf(lambda: settings, tmp_path)
+    settings = WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"))
+    shelf = StoreService(lambda: settings, tmp_path)
     await shelf.open()
 
     async def sender(meeting):
         return await trio.to_thread.run_sync(receiver.sender, meeting)
 
-    yield shelf, Relay(shelf, GroupSends(lambda: settings, sender))
+    yield shelf, VersionRelay(shelf, GroupSends(lambda: settings, sender))
     forget(shelf.store)
 
 
@@ -73,7 +73,7 @@ async def test_who_is_here_takes_it_by_path_others_by_a_group_and_all_prove_it(
     version = tiny_version(shelf.store, seed, files=files)
     with trio.fail_after(PATIENCE_SECS):
         before = await answer_of(fleet[NEAR])
-        answers = await relay.deliver(version, fleet, Delivery(label=f"step-{seed}"))
+        answers = await relay.deliver(version, fleet, VersionDelivery(label=f"step-{seed}"))
         assert all(answer.success for answer in answers), answers
         ways = [answer.body["delivered_by"] for answer in answers]
         assert ways == ["disk", "group"]
@@ -114,7 +114,7 @@ async def test_a_worker_that_was_paused_by_its_trainer_stays_so(house, fleet):
     version = tiny_version(shelf.store, 7)
     with trio.fail_after(PATIENCE_SECS):
         await asked(fleet[NEAR], "/pause_generation", mode="retract")
-        how = Delivery(paused=frozenset((fleet[NEAR].url,)))
+        how = VersionDelivery(paused=frozenset((fleet[NEAR].url,)))
         assert all(answer.success for answer in await relay.deliver(version, fleet, how))
         for worker, paused in zip(fleet, (1, 0), strict=True):
             async with httpx.AsyncClient(base_url=worker.url) as client:

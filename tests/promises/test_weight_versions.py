@@ -5,7 +5,7 @@ import json
 import pytest
 import trio
 
-from tests.door.pumping import until
+from tests.dataplane.pumping import until
 from tests.promises.clients import CHAT, STREAMED, post
 from tests.promises.door_alone import door_before, open_door
 from tests.promises.engines import engines

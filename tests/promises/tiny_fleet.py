@@ -67,7 +67,7 @@ def weights_in(folder):
     from safetensors.torch import save_file
 
     from omni_proxy.replica.models import tiny
-    from omni_proxy.weights.checksum import roll_up, tensor_digest
+    from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
     tensors = {name: each.detach().clone() for name, each in tiny.build(7).named_parameters()}
     save_file(tensors, folder / "new.safetensors")

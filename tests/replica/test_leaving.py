@@ -8,8 +8,8 @@ import sys
 import httpx
 import pytest
 
-from tests.collective.trainer_side import Pool
 from tests.ports import free_port
+from tests.process_group.trainer_side import Pool
 from tests.replica.weights.syncing import NORM, UP, many, sent_of
 
 PATIENCE_SECS = 60

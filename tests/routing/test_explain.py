@@ -1,7 +1,7 @@
 from omni_proxy.fleet.capabilities import BIT
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.wanted import Wanted
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.fleet.entries import entry, fleet_of
 from tests.routing.policies.chats import build, chat
 
@@ -15,7 +15,7 @@ def asked(text):
 
 
 def test_the_pick_has_the_policy_s_reason():
-    told = explain(fleet_of(entry("a"), entry("b")), Need(CHAT), build("round_robin"))
+    told = explain(fleet_of(entry("a"), entry("b")), Requirements(CHAT), build("round_robin"))
     assert told["pick"]["reason"] == "it is its turn: 1 of 2"
     assert told["policy"] == "round_robin"
 
@@ -32,7 +32,7 @@ def test_a_cache_aware_pick_says_what_matched_and_where():
 
 def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
     fleet = fleet_of(entry("a", disabled=True))
-    told = explain(fleet, Need(CHAT), build("cache_aware"))
+    told = explain(fleet, Requirements(CHAT), build("cache_aware"))
     assert (told["pick"], told["refusal"]["code"]) == (None, "all_disabled")
     assert told["workers"][0]["reasons"] == ["disabled"]
 
@@ -40,13 +40,13 @@ def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
 def test_it_shows_which_weights_are_there_and_which_were_asked_for():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.versioned(fleet.workers[0], "v1", 1)
-    need = Need(CHAT, version=Wanted("v1", 1))
+    need = Requirements(CHAT, version=VersionConstraint("v1", 1))
     told = explain(fleet, need, build("round_robin"))
     rows = [(row["weight_version"], row["weight_epoch"], row["reasons"]) for row in told["workers"]]
     wanted = "'v1' of epoch 1 or later"
     assert rows == [("v1", 1, []), (None, 0, [f"has weights unknown, not {wanted}"])]
     assert (told["need"]["weights"], told["pick"]["url"]) == (wanted, "http://a:1")
-    assert explain(fleet, Need(CHAT), build("round_robin"))["need"]["weights"] is None
+    assert explain(fleet, Requirements(CHAT), build("round_robin"))["need"]["weights"] is None
 
 
 def test_asking_teaches_the_policy_nothing():

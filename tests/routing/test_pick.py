@@ -6,18 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.schema import Routing
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.capabilities import BIT, mask_of
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import WEIGHT_HOLDS
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.payload import payload_of
-from omni_proxy.routing.pick import able, choose, kept_back, nobody, reasons_against
+from omni_proxy.routing.inspect.payload import payload_of
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.pick import (
+    eligible,
+    held_for_update,
+    no_worker_error,
+    pick_worker,
+    reasons_against,
+)
 from omni_proxy.routing.policies import build
-from omni_proxy.routing.table import Place
-from omni_proxy.routing.wanted import Wanted
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.routing.routes import Pinning
+from omni_proxy.routing.version_constraint import VersionConstraint
+from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 
 CHAT = BIT["chat"]
@@ -25,16 +31,16 @@ SOUND = ("speech", "audio_input")
 
 
 def policy():
-    return build(Routing(), random.randrange, 0.0)
+    return build(RoutingConfig(), random.randrange, 0.0)
 
 
 def chosen(fleet, need, **more) -> str:
-    return choose(fleet, need, policy(), **more).display_id
+    return pick_worker(fleet, need, policy(), **more).display_id
 
 
-def refusal(fleet, need, owner="") -> Refusal:
-    with pytest.raises(Refusal) as caught:
-        choose(fleet, need, policy(), owner=owner)
+def refusal(fleet, need, owner="") -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        pick_worker(fleet, need, policy(), owner=owner)
     return caught.value
 
 
@@ -54,12 +60,13 @@ worlds = st.lists(
     max_size=4,
 )
 needs = st.builds(
-    Need,
+    Requirements,
     mask=st.sets(st.sampled_from(["chat", *SOUND])).map(mask_of),
     model=st.sampled_from([None, "m", "n", "other"]),
-    place=st.sampled_from(Place),
+    place=st.sampled_from(Pinning),
     worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
-    version=st.none() | st.builds(Wanted, st.sampled_from([None, "v1", "v3"]), st.integers(0, 2)),
+    version=st.none()
+    | st.builds(VersionConstraint, st.sampled_from([None, "v1", "v3"]), st.integers(0, 2)),
 )
 
 
@@ -84,7 +91,7 @@ def world(rows):
 @given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
 def test_whom_only_an_operation_on_weights_keeps_back_could_take_it_without(rows, need, owner):
     fleet = world(rows)
-    held = kept_back(fleet, need, owner)
+    held = held_for_update(fleet, need, owner)
     routable = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
     assert not (held and routable)
     for worker in held:
@@ -104,8 +111,8 @@ def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, n
     seen = set()
     for _ in range(len(rows) * 2 + 1):
         try:
-            seen.add(choose(fleet, need, turns, owner=owner))
-        except Refusal as refused:
+            seen.add(pick_worker(fleet, need, turns, owner=owner))
+        except HttpError as refused:
             assert refused.status in (404, 503)  # noqa: PT017  both ends are right
     assert seen == set(expected)
 
@@ -120,8 +127,8 @@ def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need)
         assert eligible == []
         assert told["refusal"]["message"]
     else:
-        assert told["pick"]["url"] == choose(fleet, need, before).url
-        assert told["pick"]["url"] == choose(fleet, need, turns).url
+        assert told["pick"]["url"] == pick_worker(fleet, need, before).url
+        assert told["pick"]["url"] == pick_worker(fleet, need, turns).url
         assert told["pick"]["url"] in eligible
 
 
@@ -129,36 +136,36 @@ def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need)
 def test_a_tried_worker_is_taken_again_only_when_nobody_else_is_left(rows, need, tried):
     fleet = world(rows)
     spent = [worker for number, worker in enumerate(fleet.workers) if number in tried]
-    able = [w for w in fleet.workers if not reasons_against(fleet, w, need)]
-    if able:
-        worker = choose(fleet, need, policy(), tried=spent)
-        assert worker in able
-        assert worker not in spent or all(each in spent for each in able)
+    eligible = [w for w in fleet.workers if not reasons_against(fleet, w, need)]
+    if eligible:
+        worker = pick_worker(fleet, need, policy(), tried=spent)
+        assert worker in eligible
+        assert worker not in spent or all(each in spent for each in eligible)
 
 
-@pytest.mark.parametrize("name", get_args(get_type_hints(Routing)["policy"]))
+@pytest.mark.parametrize("name", get_args(get_type_hints(RoutingConfig)["policy"]))
 def test_under_every_policy_the_next_try_is_at_another_worker(name):
     fleet = fleet_of(entry("a"), entry("b"), entry("c"))
-    made = build(Routing(policy=name), random.randrange, 0.0)
-    need = Need(CHAT, body=payload_of({"prompt": "the same beginning " * 9}), key="k")
+    made = build(RoutingConfig(policy=name), random.randrange, 0.0)
+    need = Requirements(CHAT, body=payload_of({"prompt": "the same beginning " * 9}), key="k")
     for spare in fleet.workers * 2:
         tried = {worker for worker in fleet.workers if worker is not spare}
-        assert choose(fleet, need, made, tried=tried) is spare
-    assert choose(fleet, need, made, tried=fleet.workers) in fleet.workers
+        assert pick_worker(fleet, need, made, tried=tried) is spare
+    assert pick_worker(fleet, need, made, tried=fleet.workers) in fleet.workers
 
 
 @pytest.mark.parametrize(
     ("entries", "need", "code", "why"),
     [
-        ([], Need(CHAT), "no_workers", "no worker is registered"),
+        ([], Requirements(CHAT), "no_workers", "no worker is registered"),
         (
             [entry("a", capabilities=frozenset({"speech"}))],
-            Need(CHAT),
+            Requirements(CHAT),
             "no_capable_worker",
             "no worker can do chat",
         ),
-        ([entry("a", model="m")], Need(CHAT, "n"), "model_not_found", "no worker serves"),
-        ([entry("a", disabled=True)], Need(CHAT), "all_disabled", "all 1 workers"),
+        ([entry("a", model="m")], Requirements(CHAT, "n"), "model_not_found", "no worker serves"),
+        ([entry("a", disabled=True)], Requirements(CHAT), "all_disabled", "all 1 workers"),
     ],
 )
 def test_nobody_says_why(entries, need, code, why):
@@ -172,7 +179,7 @@ def test_nobody_says_why(entries, need, code, why):
 def test_nobody_healthy_names_the_states():
     fleet = fleet_of(entry("a"), entry("b"), healthy=False)
     fleet.mark_dead(fleet.workers[0], NOW)
-    refused = refusal(fleet, Need(CHAT))
+    refused = refusal(fleet, Requirements(CHAT))
     assert refused.code == "none_healthy"
     assert refused.message.endswith("dead, unknown")
 
@@ -180,7 +187,7 @@ def test_nobody_healthy_names_the_states():
 def test_nobody_free_of_holds_names_them():
     fleet = fleet_of(entry("a"))
     fleet.hold(fleet.workers[0], "launch")
-    refused = refusal(fleet, Need(CHAT))
+    refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.message.endswith("launch")) == ("all_held", True)
 
 
@@ -210,7 +217,7 @@ def test_nobody_names_the_operation_on_weights(holds, code, words):
     for worker, reasons in zip(fleet.workers, holds, strict=True):
         for reason in reasons:
             fleet.hold(worker, reason)
-    refused = refusal(fleet, Need(CHAT))
+    refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.headers) == (code, (("retry-after", "1"),))
     assert refused.message == f"no eligible upstream: every worker that could take it {words}"
 
@@ -221,33 +228,33 @@ def test_who_could_not_take_it_anyway_does_not_hide_that_the_others_are_being_up
     )
     fleet.mark_dead(fleet.workers[1], NOW)
     fleet.hold(fleet.workers[0], "updating")
-    assert refusal(fleet, Need(CHAT)).code == "weights_updating"
+    assert refusal(fleet, Requirements(CHAT)).code == "weights_updating"
     heal(fleet, fleet.workers[1])
     fleet.revive(fleet.workers[1], NOW)
     heal(fleet, fleet.workers[1])
-    assert chosen(fleet, Need(CHAT)) == "b:1"
+    assert chosen(fleet, Requirements(CHAT)) == "b:1"
 
 
 def test_the_owner_of_the_voices_or_a_named_worker_is_being_updated_alone():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.hold(fleet.workers[0], "updating")
-    voices = Need(BIT["speech"], place=Place.VOICE_OWNER)
+    voices = Requirements(BIT["speech"], place=Pinning.VOICE_OWNER)
     assert refusal(fleet, voices, owner="http://a:1").code == "weights_updating"
-    named = Need(BIT["speech"], place=Place.NAMED, worker="http://a:1")
+    named = Requirements(BIT["speech"], place=Pinning.NAMED, worker="http://a:1")
     assert refusal(fleet, named).code == "weights_updating"
 
 
 def test_only_workers_with_the_wanted_weights_are_chosen():
     fleet = fleet_of(entry("a"), entry("b"))
     a, b = fleet.workers
-    need = Need(CHAT, version=Wanted("v2"))
+    need = Requirements(CHAT, version=VersionConstraint("v2"))
     refused = refusal(fleet, need)
     assert (refused.status, refused.code) == (503, "weight_version_unavailable")
     assert refused.message.endswith("no worker that could take it has weights 'v2'")
     fleet.versioned(a, "v1", 1)
     fleet.versioned(b, "v2", 2)
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
-    assert list(able(fleet, Need(CHAT, version=Wanted(None, 1)))) == [a, b]
+    assert list(eligible(fleet, Requirements(CHAT, version=VersionConstraint(None, 1)))) == [a, b]
     assert reasons_against(fleet, a, need) == ["has weights 'v1' (epoch 1), not 'v2'"]
     fleet.hold(b, "updating")
     assert refusal(fleet, need).code == "weights_updating"
@@ -256,20 +263,20 @@ def test_only_workers_with_the_wanted_weights_are_chosen():
 def test_nobody_with_room_says_so():
     fleet = fleet_of(entry("a", max_inflight=1))
     fleet.workers[0].in_flight = 1
-    assert refusal(fleet, Need(CHAT)).code == "all_full"
+    assert refusal(fleet, Requirements(CHAT)).code == "all_full"
 
 
 def test_a_model_that_only_an_unroutable_worker_serves_is_told_apart():
     fleet = fleet_of(entry("a", model="m"), entry("b", model="n", disabled=True))
-    assert refusal(fleet, Need(CHAT, "n")).code == "all_disabled"
+    assert refusal(fleet, Requirements(CHAT, "n")).code == "all_disabled"
 
 
 def test_a_request_for_a_model_passes_over_workers_without_a_name_once_one_has_one():
     fleet = fleet_of(entry("a"), entry("b", model="m"))
-    assert chosen(fleet, Need(CHAT, "m")) == "b:1"
-    assert refusal(fleet, Need(CHAT, "other")).status == 503
+    assert chosen(fleet, Requirements(CHAT, "m")) == "b:1"
+    assert refusal(fleet, Requirements(CHAT, "other")).status == 503
     nameless = fleet_of(entry("a"))
-    assert chosen(nameless, Need(CHAT, "anything")) == "a:1"
+    assert chosen(nameless, Requirements(CHAT, "anything")) == "a:1"
 
 
 def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
@@ -278,7 +285,7 @@ def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
         entry("b", capabilities=frozenset(SOUND)),
         entry("c", capabilities=frozenset(SOUND)),
     )
-    need = Need(BIT["speech"], place=Place.VOICE_OWNER)
+    need = Requirements(BIT["speech"], place=Pinning.VOICE_OWNER)
     assert chosen(fleet, need) == "b:1"
     against = [reasons_against(fleet, worker, need) for worker in fleet.workers]
     assert [bool(reasons) for reasons in against] == [True, False, True]
@@ -290,7 +297,7 @@ def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
 
 def test_a_named_worker_alone_may_answer():
     fleet = fleet_of(entry("a"), entry("b"))
-    need = Need(BIT["speech"], place=Place.NAMED, worker=fleet.workers[1].id)
+    need = Requirements(BIT["speech"], place=Pinning.NAMED, worker=fleet.workers[1].id)
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
     fleet.mark_dead(fleet.workers[1], NOW)
     assert refusal(fleet, need).code == "worker_unavailable"
@@ -303,7 +310,7 @@ def test_reasons_come_in_the_order_an_operator_would_ask():
     (worker,) = fleet.workers
     worker.in_flight = 1
     fleet.hold(worker, "updating")
-    assert reasons_against(fleet, worker, Need(CHAT)) == [
+    assert reasons_against(fleet, worker, Requirements(CHAT)) == [
         "disabled",
         "unknown",
         "held: updating",
@@ -313,7 +320,7 @@ def test_reasons_come_in_the_order_an_operator_would_ask():
 
 def test_a_refusal_names_the_first_cause_however_the_fleet_is_made():
     fleet = fleet_of(entry("a", capabilities=frozenset({"speech"}), disabled=True))
-    assert nobody(fleet, Need(CHAT)).code == "no_capable_worker"
+    assert no_worker_error(fleet, Requirements(CHAT)).code == "no_capable_worker"
 
 
 def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
@@ -322,22 +329,24 @@ def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
     for _ in range(fleet.thresholds.fall):
         fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
     heal(fleet, worker)
-    assert chosen(fleet, Need(CHAT)) == "a:1"
+    assert chosen(fleet, Requirements(CHAT)) == "a:1"
     fleet.begin_trial(worker)
-    assert reasons_against(fleet, worker, Need(CHAT)) == [
+    assert reasons_against(fleet, worker, Requirements(CHAT)) == [
         "on trial: one request at a time until one succeeds"
     ]
-    refused = refusal(fleet, Need(CHAT))
+    refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.message.endswith("healthy: on trial")) == ("none_healthy", True)
-    told = explain(fleet, Need(CHAT), policy())
+    told = explain(fleet, Requirements(CHAT), policy())
     assert told["workers"][0]["reasons"][0].startswith("on trial")
 
 
 def test_without_a_model_in_question_no_refusal_speaks_of_one():
     fleet = fleet_of(entry("a"))
-    found = nobody(fleet, Need(mask=CHAT))
+    found = no_worker_error(fleet, Requirements(mask=CHAT))
     assert (found.code, "None" in found.message) == ("all_full", False)
     (reason,) = reasons_against(
-        made := fleet_of(entry("a"), entry("b", model="m")), made.workers[0], Need(CHAT, "m")
+        made := fleet_of(entry("a"), entry("b", model="m")),
+        made.workers[0],
+        Requirements(CHAT, "m"),
     )
     assert reason == "names no model, not 'm'"

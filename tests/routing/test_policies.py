@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.schema import Routing
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing import policies
-from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.inspect.requirements import Requirements
 from tests.fleet.entries import NOW, entry
 
-NEED = Need(0)
+NEED = Requirements(0)
 
 
 def build(name, below, **more):
-    return policies.build(Routing(policy=name, **more), below, 0.0)
+    return policies.build(RoutingConfig(policy=name, **more), below, 0.0)
 
 
 NAMES = ("round_robin", "random", "least_request", "power_of_two")

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.inspect import AUDIO, Need, RequestFacts, inspect
-from omni_proxy.routing.payload import decode
-from omni_proxy.routing.table import ANYWHERE, VOICE_OWNER, match
+from omni_proxy.routing.inspect.payload import decode
+from omni_proxy.routing.inspect.requirements import AUDIO, RequestFacts, Requirements, inspect
+from omni_proxy.routing.routes import UNPINNED, VOICE_OWNER, match
 from omni_proxy.routing.voices import bind_to_owner, named_voices
 
 OWNER = "http://a:1"
@@ -56,18 +56,18 @@ def test_an_uploaded_voice_binds_its_request_to_the_owner(path):
 
 @pytest.mark.parametrize("fields", [{"voice": "ann"}, {}, {"voice": "default"}])
 def test_any_other_goes_to_all(fields):
-    assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").place is ANYWHERE
+    assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").place is UNPINNED
 
 
 def test_a_chat_names_no_voice_that_counts():
-    assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").place is ANYWHERE
+    assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").place is UNPINNED
 
 
 def test_a_body_that_was_not_read_whole_goes_to_the_owner():
     registry = VoiceRegistry()
-    need = Need(0)
+    need = Requirements(0)
     bind_to_owner(registry, "speech_http", need)
-    assert need.place is ANYWHERE
+    assert need.place is UNPINNED
     registry.changed_at(OWNER)
     bind_to_owner(registry, "speech_http", need)
     assert need.place is VOICE_OWNER
@@ -76,6 +76,6 @@ def test_a_body_that_was_not_read_whole_goes_to_the_owner():
 def test_a_session_that_tells_nothing_goes_to_any_worker():
     registry = VoiceRegistry()
     registry.changed_at(OWNER)
-    need = Need(0)
+    need = Requirements(0)
     bind_to_owner(registry, "tts_websocket", need)
-    assert need.place is ANYWHERE
+    assert need.place is UNPINNED

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.collective.waiting import until
+from tests.process_group.waiting import until
 from tools.bench.weights_fleet import Figure, rows_of
 from tools.bench.weights_lateness import quantile_bound
 from tools.bench.weights_memory import tree, unbacked_bytes, watched

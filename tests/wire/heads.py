@@ -2,8 +2,8 @@
 
 import pytest
 
-from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import (
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import (
     MAX_TARGET_BYTES,
     judge,
 )
@@ -17,7 +17,7 @@ def request(*fields, line=LINE, host=HOST):
 
 
 def refusal(raw):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(HttpError) as caught:
         judge(raw)
     return caught.value
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.wire.chunked import MAX_LINE_BYTES, MAX_TRAILER_BYTES, ChunkedBody
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.errors import HttpError
 
 LIMIT = 1000
 
@@ -66,7 +66,7 @@ def test_broken_framing_is_refused_and_the_connection_closed(raw, size):
         for at in range(0, len(raw), size):
             body.feed(raw[at : at + size])
 
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(HttpError) as caught:
         feed_all()
     assert (caught.value.status, caught.value.close) == (400, True)
 
@@ -81,7 +81,7 @@ def test_a_body_up_to_the_limit_passes():
     "raw", [b"3e9\r\n", b"3e8\r\n%b\r\n1\r\n" % bytes(1000), b"F" * 15 + b"\r\n"]
 )
 def test_a_body_past_the_limit_is_refused_before_it_is_read(raw):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(HttpError) as caught:
         ChunkedBody(LIMIT).feed(raw)
     assert (caught.value.status, caught.value.close) == (413, True)
 
@@ -141,6 +141,6 @@ def test_no_bytes_make_it_fail_in_another_way_than_a_refusal(raw):
     body = ChunkedBody(LIMIT)
     try:
         body.feed(raw)
-    except Refusal:
+    except HttpError:
         return
     assert sum(map(len, body.payload)) + len(body.rest) <= len(raw)

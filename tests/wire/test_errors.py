@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.wire.errors import Refusal, answer, error_body, stream_error_event
+from omni_proxy.wire.errors import HttpError, answer, error_body, stream_error_event
 
 
 def test_every_error_has_a_message_a_type_and_a_code():
@@ -28,11 +28,11 @@ def test_a_reason_stands_inside_the_error_and_the_rest_beside_it():
     ],
 )
 def test_the_type_follows_from_the_status(status, type_):
-    assert Refusal(status, "no", "code").type == type_
+    assert HttpError(status, "no", "code").type == type_
 
 
 def test_a_type_that_is_given_wins_and_is_not_told_twice():
-    refusal = Refusal(503, "no", 503, type="overloaded_error", reason="max_inflight")
+    refusal = HttpError(503, "no", 503, type="overloaded_error", reason="max_inflight")
     assert json.loads(refusal.body()) == {
         "error": {
             "message": "no", "type": "overloaded_error", "code": 503, "reason": "max_inflight",
@@ -41,7 +41,7 @@ def test_a_type_that_is_given_wins_and_is_not_told_twice():
 
 
 def test_a_refusal_gathers_headers():
-    refusal = Refusal(405, "no", "code").with_headers(("allow", "GET")).with_headers(("a", "b"))
+    refusal = HttpError(405, "no", "code").with_headers(("allow", "GET")).with_headers(("a", "b"))
     assert refusal.headers == (("allow", "GET"), ("a", "b"))
 
 
@@ -69,5 +69,5 @@ def test_a_broken_stream_ends_with_an_event_of_one_line():
 
 
 def test_what_utf8_cannot_hold_is_told_as_json_spells_it():
-    refusal = Refusal(400, "unsupported fields: \ud800", "unsupported_fields")
+    refusal = HttpError(400, "unsupported fields: \ud800", "unsupported_fields")
     assert json.loads(refusal.body())["error"]["message"] == "unsupported fields: \ud800"

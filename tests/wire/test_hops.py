@@ -1,15 +1,15 @@
 import pytest
 
-from omni_proxy.wire.errors import Refusal
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.head_cache import RequestHeadCache
 from omni_proxy.wire.hops import hop_line, refuse_loop
-from omni_proxy.wire.template import RequestTemplates
 from tests.wire.heads import request
 
 OWN, OTHER = "a" * 32, "b" * 32
 
 
 def test_who_gets_its_own_mark_back_refuses():
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(HttpError) as refused:
         refuse_loop(request(hop_line(OWN)), OWN.encode())
     assert (refused.value.status, refused.value.code) == (508, "loop_detected")
     assert refused.value.close
@@ -22,14 +22,14 @@ def test_marks_of_others_and_none_are_let_pass():
 
 
 def test_a_head_that_is_known_but_for_the_mark_is_refused_as_well():
-    templates = RequestTemplates(proxy_id=OWN.encode())
+    templates = RequestHeadCache(proxy_id=OWN.encode())
     for mark in (OTHER, "c" * 32, "d" * 32) * 3:
         lines = templates.judge(request(hop_line(mark))).lines
         assert hop_line(mark) in lines
     for _ in range(3):
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             templates.judge(request(hop_line(OWN)))
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             templates.judge(request(hop_line(OTHER) + hop_line(OWN)))
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             templates.judge(request(f"x-omni-hop: {OTHER}, {OWN}\r\n".encode()))

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.head import judge
 from omni_proxy.wire.log_text import MASK, SECRETS, ascii_json, masked, masked_text, shown
+from omni_proxy.wire.request import judge
 
 VALUE = "S3CRET"
 

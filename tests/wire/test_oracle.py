@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.wire.chunked import ChunkedBody
-from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import CHUNKED, MAX_HEAD_BYTES, find_end, judge
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import CHUNKED, MAX_HEAD_BYTES, find_end, judge
 
 LIMIT = 1 << 20
 UNFINISHED = "unfinished"
@@ -143,7 +143,7 @@ def ours(raw):
             if not body.whole:
                 return UNFINISHED
             return head.method, head.target, b"".join(body.payload), body.rest
-    except Refusal as refusal:
+    except HttpError as refusal:
         return refusal.message
     if len(rest) < head.length:
         return UNFINISHED

@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.wire.peer import place_of
+from omni_proxy.wire.proxy_protocol import place_of
 
 
 @pytest.mark.parametrize(

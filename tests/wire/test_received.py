@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.wire.received import Received, read_received, with_received
+from omni_proxy.wire.received import ReceivedVia, read_received, with_received
 
 LINES = b"GET / HTTP/1.1\r\na: b\r\n"
 
@@ -8,10 +8,10 @@ LINES = b"GET / HTTP/1.1\r\na: b\r\n"
 @pytest.mark.parametrize(
     ("host", "secure", "local", "told"),
     [
-        (b"a:1", False, False, Received("http", "a:1", local=False)),
-        (b"[::1]", True, False, Received("https", "[::1]", local=False)),
-        (b"admin", False, True, Received("http", "admin", local=True)),
-        (b"", False, False, Received("http", "", local=False)),
+        (b"a:1", False, False, ReceivedVia("http", "a:1", local=False)),
+        (b"[::1]", True, False, ReceivedVia("https", "[::1]", local=False)),
+        (b"admin", False, True, ReceivedVia("http", "admin", local=True)),
+        (b"", False, False, ReceivedVia("http", "", local=False)),
     ],
 )
 def test_what_is_written_is_read(host, secure, local, told):

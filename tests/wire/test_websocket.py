@@ -7,11 +7,11 @@ from wsproto.connection import ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Message, TextMessage
 from wsproto.frame_protocol import CloseReason
 
-from omni_proxy.wire.answer import UpstreamGarbage
-from omni_proxy.wire.errors import Refusal
-from omni_proxy.wire.head import judge
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import judge
+from omni_proxy.wire.response import UpstreamProtocolError
 from omni_proxy.wire.websocket import (
-    Frames,
+    WebSocketFrames,
     accept,
     closing_code,
     error_event,
@@ -52,7 +52,7 @@ def test_an_offer_is_taken_with_the_token_of_its_key():
     ],
 )
 def test_what_is_no_offer_is_refused(fields, line, status):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(HttpError) as caught:
         accept(opening(*fields, line=line))
     assert caught.value.status == status
     if status == 426:
@@ -92,12 +92,12 @@ def test_a_worker_that_takes_the_offer_says_101():
     ],
 )
 def test_a_101_that_does_not_fit_the_offer_is_garbage(fields):
-    with pytest.raises(UpstreamGarbage):
+    with pytest.raises(UpstreamProtocolError):
         offer_status(reply(*fields), KEY)
 
 
 def pair():
-    return Frames(ConnectionType.CLIENT), Frames(ConnectionType.SERVER)
+    return WebSocketFrames(ConnectionType.CLIENT), WebSocketFrames(ConnectionType.SERVER)
 
 
 # What the receiver hears of all that the sender has to say, in pieces of `size`.
@@ -136,7 +136,7 @@ def test_a_message_is_measured_in_bytes_over_all_its_parts(message):
     assert [server.join(event, 100) for event in carry(client, server)][-1] == message
     client.send(message)
     [event] = carry(client, server)
-    with pytest.raises(Refusal, match="exceeds payload limit"):
+    with pytest.raises(HttpError, match="exceeds payload limit"):
         server.join(event, 99)
 
 
@@ -203,12 +203,12 @@ def test_messages_of_both_kinds_keep_their_kind():
 
 
 def test_an_error_event_tells_the_number_and_the_reason_beside_it():
-    refusal = Refusal(503, "no eligible upstream", "none_healthy")
+    refusal = HttpError(503, "no eligible upstream", "none_healthy")
     assert json.loads(error_event(refusal)) == {
         "type": "error", "message": "no eligible upstream", "error_type": "server_error",
         "code": 503, "reason": "none_healthy",
     }  # fmt: skip
-    refusal = Refusal(413, "too long", 413)
+    refusal = HttpError(413, "too long", 413)
     assert json.loads(error_event(refusal)) == {
         "type": "error", "message": "too long", "error_type": "invalid_request_error", "code": 413,
     }  # fmt: skip

@@ -91,7 +91,7 @@ def proxy_python() -> str:
 
     So the bench runs from a fresh clone, by any Python. Raises NotInstalled.
     """
-    tried = [sys.executable, "-c", "import omni_proxy.root"]
+    tried = [sys.executable, "-c", "import omni_proxy.server"]
     if not subprocess.run(tried, check=False, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
         return sys.executable
     bash = shutil.which("bash")

@@ -17,12 +17,12 @@ from time import perf_counter
 
 from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import Desired
-from omni_proxy.config.schema import CacheAware as Rules
-from omni_proxy.config.schema import Routing
+from omni_proxy.config.schema import CacheAwareConfig as Rules
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.payload import payload_of
-from omni_proxy.routing.policies.cache import CacheAware
+from omni_proxy.routing.inspect.payload import payload_of
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.cache_aware import CacheAware
 from omni_proxy.routing.prefix_tree import PrefixTree
 
 WORKERS = ("http://a", "http://b", "http://c", "http://d")
@@ -102,20 +102,20 @@ def fleet() -> list[Worker]:
     ]
 
 
-def need(text: str) -> Need:
+def need(text: str) -> Requirements:
     """Of a chat request whose system prompt is the first half."""
     half = len(text) // 2
     messages = [
         {"role": "system", "content": text[:half]}, {"role": "user", "content": text[half:]},
     ]  # fmt: skip
-    return Need(0, body=payload_of({"messages": messages}))
+    return Requirements(0, body=payload_of({"messages": messages}))
 
 
 def report_policy(characters: int) -> None:
     """From the decoded request to the chosen worker: its text, the tree, the loads."""
     chance = random.Random(SEED + 2)
     workers = fleet()
-    policy = CacheAware(Routing(cache_aware=Rules(max_tree_size=characters * 2)), 0.0)
+    policy = CacheAware(RoutingConfig(cache_aware=Rules(max_tree_size=characters * 2)), 0.0)
     source = prompts(chance)
     held = 0
     while held < characters:

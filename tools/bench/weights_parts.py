@@ -18,7 +18,7 @@ from tools.bench.processes import running
 from tools.bench.weights_memory import watched
 
 if TYPE_CHECKING:
-    from omni_proxy.collective.receiver import Armed, Place
+    from omni_proxy.process_group.receiver import FileRegion, PendingReceive
 
 GROUP_SECS = 60.0
 
@@ -100,11 +100,11 @@ class Ours:
     """The receiver of the replica and of the proxy."""
 
     def __init__(self, sends: Sender, isolation: Literal["process", "thread"]) -> None:
-        from omni_proxy.collective.receiver import Limits, Rendezvous, open_receiver
-        from omni_proxy.collective.specs import plans_of
+        from omni_proxy.process_group.receiver import GroupLimits, Rendezvous, open_receiver
+        from omni_proxy.process_group.tensor_plan import plans_of
 
         self._sends, self._name = sends, isolation
-        self._receiver = open_receiver(isolation, Limits(), name=f"bench {isolation}")
+        self._receiver = open_receiver(isolation, GroupLimits(), name=f"bench {isolation}")
         buckets = [
             {"names": [f"block-{n}"], "dtypes": ["uint8"], "shapes": [[sends.nbytes]]}
             for n in range(sends.count)
@@ -121,7 +121,7 @@ class Ours:
     def names(self) -> list[str]:
         return [tensor.name for plan in self.plans for tensor in plan.tensors]
 
-    def armed(self, *, into: Place | None = None, digests: bool = False) -> Armed:
+    def armed(self, *, into: FileRegion | None = None, digests: bool = False) -> PendingReceive:
         """For one `order`, after which the sender is to be `heard`."""
         return self._receiver.arm(
             self._name, self.plans, ready_secs=GROUP_SECS, into=into, digests=digests

@@ -47,13 +47,13 @@ class Relayed:
             shutil.rmtree(root)
 
     def _timed(self, folder: Path) -> float:
-        from omni_proxy.collective.receiver import Place
-        from omni_proxy.weights.ahead import Coming
-        from omni_proxy.weights.store.draft import Draft
+        from omni_proxy.process_group.receiver import FileRegion
+        from omni_proxy.weight_sync.delivery.prefetch import Coming
+        from omni_proxy.weight_sync.store.draft import Draft
 
         ours = self._ours
         block = Draft(1, folder, in_memory=True).add([plan.tensors for plan in ours.plans])
-        place = Place(str(block.path), block.starts)
+        place = FileRegion(str(block.path), block.starts)
         armed = ours.armed(into=place)
         coming = Coming(armed, place, ours.plans)
         follower = threading.Thread(target=self._follow, args=[coming], name="bench-worker")

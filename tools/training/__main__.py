@@ -18,8 +18,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import torch
 
-from omni_proxy.cli.finding import KEY_VARIABLE
-from omni_proxy.cli.secure import PapersFault, papers_of
+from omni_proxy.cli.admin_client import KEY_VARIABLE
+from omni_proxy.cli.tls_options import ClientCertError, papers_of
 from tools.training.arguments import deadline_of, understood, wishes_of
 from tools.training.endpoint import Endpoint
 from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         endpoint = _endpoint(arguments)
-    except PapersFault as fault:
+    except ClientCertError as fault:
         print(f"tools/trainer: {fault}", file=sys.stderr)
         return MISUNDERSTOOD
     learner = Learner(arguments.model, steps=arguments.steps)
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _endpoint(arguments: argparse.Namespace) -> Endpoint:
-    """Raises PapersFault."""
+    """Raises ClientCertError."""
     papers, url = papers_of(arguments), arguments.endpoint
     if papers and not url.startswith("https:"):
-        raise PapersFault(f"--ca and --client-cert are for https, and --endpoint is {url}")
+        raise ClientCertError(f"--ca and --client-cert are for https, and --endpoint is {url}")
     key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
     return Endpoint(url, arguments.timeout_secs, papers=papers, key=key)
 

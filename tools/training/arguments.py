@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from omni_proxy.cli.finding import KEY_VARIABLE
-from omni_proxy.cli.secure import add_papers
+from omni_proxy.cli.admin_client import KEY_VARIABLE
+from omni_proxy.cli.tls_options import add_papers
 from tools.training.buckets import FLATTENED, MIB
 from tools.training.faults import FAULTS, NONE, ON_DISK
 from tools.training.forms import FORMS

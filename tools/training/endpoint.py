@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from omni_proxy.cli.finding import KEY_VARIABLE
-from omni_proxy.cli.secure import NO_PAPERS, Papers, context_of, tls_trouble
+from omni_proxy.cli.admin_client import KEY_VARIABLE
+from omni_proxy.cli.tls_options import NO_PAPERS, ClientCert, context_of, tls_trouble
 
 SHORT_SECS = 60.0
 UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
@@ -78,7 +78,7 @@ class Endpoint:
     """`timeout_secs` bounds each call, so that no trainer waits for ever."""
 
     def __init__(
-        self, url: str, timeout_secs: float, *, papers: Papers = NO_PAPERS, key: str = ""
+        self, url: str, timeout_secs: float, *, papers: ClientCert = NO_PAPERS, key: str = ""
     ) -> None:
         """`papers` are for https, `key` is a proxy's. Raises PapersFault for unusable papers."""
         self.url = url.rstrip("/")

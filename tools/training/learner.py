@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from omni_proxy.replica.models.llama import MLP, Attention, Batch, Llama, Span, turns
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
-from omni_proxy.weights.checksum import roll_up, tensor_digest
+from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

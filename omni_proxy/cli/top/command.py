@@ -20,14 +20,21 @@ from typing import Final
 from rich.console import Console
 from rich.screen import Screen
 
-from omni_proxy.cli.feed import feed_of
-from omni_proxy.cli.finding import NO_SUCH_PLACE, CannotAsk, Place, Proxy, add_place, place_of
-from omni_proxy.cli.fleet_changes import Refused, change
+from omni_proxy.cli.admin_client import (
+    NO_SUCH_PLACE,
+    AdminClientError,
+    AdminTarget,
+    Proxy,
+    add_place,
+    place_of,
+)
+from omni_proxy.cli.feed_model import feed_of
 from omni_proxy.cli.status import WIDTH, picture
-from omni_proxy.cli.top.follower import Follower, Heard
+from omni_proxy.cli.top.follower import FeedFollower, Heard
 from omni_proxy.cli.top.frame import frame
 from omni_proxy.cli.top.keyboard import keys_at_once, keys_of
-from omni_proxy.cli.top.view import QUIT, View, Wish
+from omni_proxy.cli.top.view import QUIT, TopView, Wish
+from omni_proxy.cli.worker_changes import ChangeRefused, change
 
 NO_TERMINAL: Final = 1
 LOOK_SECS: Final = 1.0  # without news: ages go on
@@ -61,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         place = place_of(arguments)
         if arguments.once:
             return _once(place)
-    except CannotAsk as why:
+    except AdminClientError as why:
         print(f"omni-proxy top: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
     console = Console(highlight=False)
@@ -79,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _once(place: Place) -> int:
-    """Raises CannotAsk."""
-    view = View()
+def _once(place: AdminTarget) -> int:
+    """Raises AdminClientError."""
+    view = TopView()
     feed = feed_of(picture(place))
     view.show(feed)
     width = shutil.get_terminal_size((WIDTH, 24)).columns
@@ -92,15 +99,15 @@ def _once(place: Place) -> int:
 
 
 class Top:
-    def __init__(self, place: Place, console: Console) -> None:
+    def __init__(self, place: AdminTarget, console: Console) -> None:
         self._place = place
         self._console = console
-        self._view = View()
+        self._view = TopView()
         self._answers: list[str] = []  # of changes, by the threads that asked for them
         self._bell, self._ring = os.pipe()
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ring, False)
-        self._follower = Follower(place, self._wake)
+        self._follower = FeedFollower(place, self._wake)
 
     def run(self, keyboard: int) -> None:
         """Until somebody quits. Raises OSError when the terminal is gone."""
@@ -136,7 +143,7 @@ class Top:
             with Proxy(self._place) as proxy:
                 change(proxy, wish.name, wish.worker_id)
             said = f"{wish.name} {wish.called}: done"
-        except (CannotAsk, Refused) as why:
+        except (AdminClientError, ChangeRefused) as why:
             said = f"{wish.name} {wish.called}: {why}"
         self._answers.append(said)
         self._wake()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.cli.feed import PATH, Feed, Point, read_feed
-from omni_proxy.cli.finding import CannotAsk, Place, Proxy
+from omni_proxy.cli.admin_client import AdminClientError, AdminTarget, Proxy
+from omni_proxy.cli.feed_model import PATH, FeedModel, Point, read_feed
 
 SILENCE_SECS: Final = 5.0  # the feed speaks once a second
 RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # the last one again and again
@@ -26,21 +26,21 @@ _DATA: Final = "data:"
 class Heard:
     """`lost` is why nothing comes now, "" while it does; `secs_ago` when the picture came."""
 
-    feed: Feed | None
+    feed: FeedModel | None
     history: tuple[Point, ...]
     lost: str
     secs_ago: float
 
 
-class Follower:
+class FeedFollower:
     """`tell` is called in its thread whenever there is news; it must not wait."""
 
-    def __init__(self, place: Place, tell: Callable[[], None]) -> None:
+    def __init__(self, place: AdminTarget, tell: Callable[[], None]) -> None:
         self._place = place
         self._tell = tell
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._feed: Feed | None = None
+        self._feed: FeedModel | None = None
         self._history: deque[Point] = deque(maxlen=POINTS)
         self._lost = "not connected yet"
         self._heard_at = time.monotonic()
@@ -72,7 +72,7 @@ class Follower:
                             self._take(read_feed(line.removeprefix(_DATA)), begins=begins)
                             begins, failed = False, 0
                 why = f"{self._place.url} has ended the feed"
-            except CannotAsk as error:
+            except AdminClientError as error:
                 why = str(error)
             with self._lock:
                 self._lost = why
@@ -80,7 +80,7 @@ class Follower:
             self._stopped.wait(RETRY_SECS[min(failed, len(RETRY_SECS) - 1)])
             failed += 1
 
-    def _take(self, feed: Feed, *, begins: bool) -> None:
+    def _take(self, feed: FeedModel, *, begins: bool) -> None:
         with self._lock:
             if begins:
                 self._history.clear()

@@ -13,22 +13,30 @@ from typing import Final
 
 from rich.text import Text
 
-from omni_proxy.cli.feed import End, Feed, Point, Row
-from omni_proxy.cli.judging import (
+from omni_proxy.cli.diagnosis import (
     FAILING,
     LEAVING,
     OUT,
     SLOW,
     WELL,
-    Verdict,
+    Diagnosis,
     reload_words,
     weight_words,
 )
-from omni_proxy.cli.rows import fleet_table
+from omni_proxy.cli.feed_model import FeedModel, FinishedRequest, FleetRow, Point
+from omni_proxy.cli.fleet_table import fleet_table
 from omni_proxy.cli.status import fleet_words, headline, paused_lines, request_words, version_words
-from omni_proxy.cli.tables import NOTHING, age, cut, millis, moment, plain, width_of
+from omni_proxy.cli.text_table import (
+    NOTHING,
+    age,
+    cut,
+    millis,
+    moment,
+    plain,
+    width_of,
+)
 from omni_proxy.cli.top.follower import Heard
-from omni_proxy.cli.top.view import ORDERS, View
+from omni_proxy.cli.top.view import ORDERS, TopView
 
 STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
 KEYS: Final = "q quit  ↑↓ row  ←→ sort  r reverse  o trouble  d/e off/on  D drain  v revive"
@@ -42,7 +50,7 @@ _GOOD_ENDS: Final = frozenset(("completed", "client_disconnected", "stream_cance
 Line = tuple[str, str]  # text and its style
 
 
-def frame(view: View, heard: Heard, url: str, width: int, height: int | None = None) -> Text:
+def frame(view: TopView, heard: Heard, url: str, width: int, height: int | None = None) -> Text:
     """Without a height: every row, and nothing about keys."""
     if view.feed is None:
         lines: list[Line] = [(f"omni-proxy at {plain(url)}", "bold")]
@@ -86,7 +94,7 @@ def _link(heard: Heard) -> str:
     return f"NO CONNECTION, trying again: {plain(heard.lost)}"
 
 
-def _head(feed: Feed, heard: Heard, url: str, width: int) -> Iterator[Line]:
+def _head(feed: FeedModel, heard: Heard, url: str, width: int) -> Iterator[Line]:
     now = moment(feed.at)
     clock = now.astimezone().strftime("%H:%M:%S") if now else ""
     first = headline(feed, url, width)
@@ -140,7 +148,7 @@ def spark(values: Sequence[float | None]) -> str:
     return "".join(bars)
 
 
-def _body(view: View, width: int) -> Iterator[Line]:
+def _body(view: TopView, width: int) -> Iterator[Line]:
     name, _, greatest_first = ORDERS[view.order]
     mark = "▼" if greatest_first is not view.turned else "▲"
     # All rows, not only those on the screen: columns must not jump while one scrolls.
@@ -157,7 +165,7 @@ def _body(view: View, width: int) -> Iterator[Line]:
             yield line, f"{style} reverse".strip() if row.id == view.chosen else style
 
 
-def _with_reasons(table: list[str], verdicts: Sequence[Verdict], width: int) -> list[str]:
+def _with_reasons(table: list[str], verdicts: Sequence[Diagnosis], width: int) -> list[str]:
     """Beside each row what is the matter with it, as far as there is room."""
     edge = max(map(width_of, table)) + 2
     if width - edge < _LEAST_WHY or not any(verdict.said for verdict in verdicts):
@@ -169,12 +177,12 @@ def _with_reasons(table: list[str], verdicts: Sequence[Verdict], width: int) -> 
     ]
 
 
-def _reason(verdict: Verdict) -> str:
+def _reason(verdict: Diagnosis) -> str:
     """Without what its state says already."""
     return verdict.said.removeprefix("is ").removeprefix(f"{verdict.state}: ")
 
 
-def _tail(view: View, height: int, above: int) -> Iterator[Line]:
+def _tail(view: TopView, height: int, above: int) -> Iterator[Line]:
     """From what matters least to what matters most: the first lines go where there is no room."""
     assert view.feed is not None
     bad = [end for end in view.feed.recent_ends if end.end not in _GOOD_ENDS or end.status >= 500]
@@ -192,7 +200,7 @@ def _tail(view: View, height: int, above: int) -> Iterator[Line]:
         yield plain(view.said), "bold"
 
 
-def _about(row: Row, view: View) -> Iterator[Line]:
+def _about(row: FleetRow, view: TopView) -> Iterator[Line]:
     verdict = view.verdicts[row.id]
     said = verdict.said or "takes requests"
     yield f"> {plain(row.name)} {said}", STYLES[verdict.kind]
@@ -205,7 +213,7 @@ def _about(row: Row, view: View) -> Iterator[Line]:
     yield f"  {model}{served}, {weights}, {place}", ""
 
 
-def _end_words(end: End) -> str:
+def _end_words(end: FinishedRequest) -> str:
     at = moment(end.at)
     clock = at.astimezone().strftime("%H:%M:%S") if at else ""
     worker = plain((end.worker or NOTHING).partition("://")[2] or NOTHING)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from omni_proxy.cli.feed import Feed, Row
-from omni_proxy.cli.judging import LEAVING, URGENCY, WELL, Verdict, judge
+from omni_proxy.cli.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, judge
+from omni_proxy.cli.feed_model import FeedModel, FleetRow
 
 QUIT: Final = "quit"
 # Key, then the change that it wishes for.
@@ -28,7 +28,7 @@ class Wish:
 
 
 # What a column is sorted by, and whether the greatest comes first; None always comes last.
-_Key = Callable[[Row, Verdict], Any]
+_Key = Callable[[FleetRow, Diagnosis], Any]
 ORDERS: Final[tuple[tuple[str, _Key, bool], ...]] = (
     ("", lambda row, verdict: (URGENCY[verdict.kind], -row.in_flight), False),
     ("WORKER", lambda row, _: row.name, False),
@@ -43,12 +43,12 @@ ORDERS: Final[tuple[tuple[str, _Key, bool], ...]] = (
 
 
 @dataclass(slots=True)
-class View:
+class TopView:
     """Changed by `show` and `press` only."""
 
-    feed: Feed | None = None
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)  # in the order in which they are shown
+    feed: FeedModel | None = None
+    verdicts: dict[str, Diagnosis] = field(default_factory=dict)
+    rows: list[FleetRow] = field(default_factory=list)  # in the order in which they are shown
     chosen: str = ""
     first: int = 0  # the row on top of the screen
     room: int = 1  # rows that fit; whoever draws says so
@@ -58,7 +58,7 @@ class View:
     asking: Wish | None = None
     said: str = ""
 
-    def show(self, feed: Feed) -> None:
+    def show(self, feed: FeedModel) -> None:
         self.feed = feed
         self.verdicts = judge(feed)
         self._arrange()
@@ -94,7 +94,7 @@ class View:
         return next((at for at, row in enumerate(self.rows) if row.id == self.chosen), 0)
 
     @property
-    def row(self) -> Row | None:
+    def row(self) -> FleetRow | None:
         return self.rows[self.at] if self.rows else None
 
     def fit(self, room: int) -> None:
@@ -144,7 +144,7 @@ class View:
         if self.rows and not any(row.id == self.chosen for row in self.rows):
             self.chosen = self.rows[min(place, len(self.rows) - 1)].id
 
-    def _troubled(self, row: Row) -> bool:
+    def _troubled(self, row: FleetRow) -> bool:
         return self.verdicts[row.id].kind not in (WELL, LEAVING)
 
 

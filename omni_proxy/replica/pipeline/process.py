@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from omni_proxy.itself import program
 from omni_proxy.replica.pipeline.config import StageConfig
 from omni_proxy.replica.pipeline.frames import (
     Begin,
@@ -30,6 +29,7 @@ from omni_proxy.replica.pipeline.frames import (
 )
 from omni_proxy.replica.pipeline.messages import Emit, In, Out, Shutdown, StageEnded
 from omni_proxy.replica.pipeline.plan import FlowFault
+from omni_proxy.self_exec import program
 
 READ_BYTES = 1 << 18
 EXIT_SECS = 2.0  # from the end of its socket to SIGKILL

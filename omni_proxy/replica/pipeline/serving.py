@@ -1,7 +1,7 @@
 """Hypercorn's connections on a public listener, each one contained.
 
 Invariant: no connection ends the server, and none outlives the drain: after it, sockets that are
-still open are reset. Each one is `contained`.
+still open are reset. Each one is `hypercorn_connection`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.contained import Connection, ending_whole, first_fault
+from omni_proxy.hypercorn_connection import HypercornConnection, ending_whole, first_fault
 
 BACKLOG = 1024
 KEEP_ALIVE_SECS = 75  # longer than proxies keep an idle connection: they shall close first
@@ -100,7 +100,7 @@ class Server:
     async def _connection(self, stream: trio.SocketStream) -> None:
         self._streams.add(stream)
         try:
-            await Connection(
+            await HypercornConnection(
                 self._app,
                 self._config,
                 self._context,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from omni_proxy.replica.weights.target import Target, WeightsFault
-from omni_proxy.weights.checksum import roll_up, tensor_digest
+from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
 ACTIONS = ("snapshot", "reset_tensors", "compare", "checksum")
 NO_SNAPSHOT = "weights_checker compare requires snapshot first"

@@ -48,7 +48,7 @@ class Index(Struct):
 
 
 class WeightsFolder:
-    """Finds files under `root`; "" is no root at all, and then nothing is read."""
+    """Finds files under `server`; "" is no root at all, and then nothing is read."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve() if root else None

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from omni_proxy.collective.specs import GroupError
+from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.text.admin import Answer
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow import DAMAGED, Aside, PeerFault, Step

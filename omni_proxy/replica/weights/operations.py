@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from omni_proxy.collective.rendezvous import Rendezvous
-from omni_proxy.collective.specs import GroupError
+from omni_proxy.process_group.rendezvous import Rendezvous
+from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.admin import Answer, failure
 from omni_proxy.replica.text.scheduler import TextScheduler

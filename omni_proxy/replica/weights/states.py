@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from omni_proxy.collective.specs import GroupError
+from omni_proxy.process_group.tensor_plan import GroupError
 
 MISPLACED: Final = 400
 CONFLICT: Final = 409

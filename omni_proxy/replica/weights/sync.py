@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from omni_proxy.collective.specs import GroupError, Plan, plans_of
-from omni_proxy.collective.stop import Stop
+from omni_proxy.process_group.cancel_token import CancelToken
+from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, plans_of
 from omni_proxy.replica.text.slow import Aside, PeerFault, Step, Stoppable
 from omni_proxy.replica.weights.states import (
     CONFLICT,
@@ -31,8 +31,8 @@ from omni_proxy.replica.weights.states import (
 from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault
 
 if TYPE_CHECKING:
-    from omni_proxy.collective.receiver import Armed, Received, Receiver
-    from omni_proxy.collective.rendezvous import Rendezvous
+    from omni_proxy.process_group.receiver import PendingReceive, Received, Receiver
+    from omni_proxy.process_group.rendezvous import Rendezvous
 
 # No deadline is longer: what waits for one may be told by a number of seconds.
 MOST_SECS = 3600.0
@@ -66,7 +66,7 @@ class Arming:
     """What to be armed for, within `ready_secs`; `whole`: all of an update, not one bucket."""
 
     group_name: str
-    plans: tuple[Plan, ...]
+    plans: tuple[TensorPlan, ...]
     ready_secs: float
     whole: bool = False
 
@@ -79,10 +79,10 @@ class Reception:
     """
 
     transfer: Transfer
-    plans: tuple[Plan, ...]
+    plans: tuple[TensorPlan, ...]
     whole: bool = False
     buckets_come: int = 0
-    armed: Armed | None = None
+    armed: PendingReceive | None = None
     received: Received | None = None
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Sync:
         self._clock = clock
         self._receiver: Receiver | None = None
         self._current: Reception | None = None
-        self._joining: dict[str, Stop] = {}  # of the groups that are still meeting
+        self._joining: dict[str, CancelToken] = {}  # of the groups that are still meeting
 
     # Groups
 
@@ -124,7 +124,7 @@ class Sync:
             rendezvous.backend,
         )
         known, name = self.book.joining(group), group.group_name
-        stop = self._joining[name] = Stop()
+        stop = self._joining[name] = CancelToken()
         try:
             # The ranks meet all or not at all: where one cannot, the others need not wait for it.
             yield Aside(Stoppable(partial(self._join, rendezvous, stop, known), stop.say))
@@ -161,7 +161,7 @@ class Sync:
             self._let_go(name)
             self.book.left(name)
 
-    def _join(self, rendezvous: Rendezvous, stop: Stop, known: bool) -> None:
+    def _join(self, rendezvous: Rendezvous, stop: CancelToken, known: bool) -> None:
         receiver = self._opened()
         try:
             receiver.init(rendezvous, stop)
@@ -174,12 +174,12 @@ class Sync:
     def _opened(self) -> Receiver:
         # Most replicas never join a group: what that needs is imported where it is wanted.
         if self._receiver is None:
-            from omni_proxy.collective.receiver import Limits, open_receiver
+            from omni_proxy.process_group.receiver import GroupLimits, open_receiver
 
             terms = self.terms
             # Nothing comes before the slowest of all the trainer's receivers is armed as well.
             first_byte_secs = max(terms.stall_secs, terms.ready_secs)
-            limits = Limits(stall_secs=terms.stall_secs, first_byte_secs=first_byte_secs)
+            limits = GroupLimits(stall_secs=terms.stall_secs, first_byte_secs=first_byte_secs)
             self._receiver = open_receiver(self.terms.isolation, limits, name=self._name)
         return self._receiver
 
@@ -202,7 +202,7 @@ class Sync:
 
     # Receiving
 
-    def planned(self, payload: dict[str, Any]) -> tuple[Plan, ...]:
+    def planned(self, payload: dict[str, Any]) -> tuple[TensorPlan, ...]:
         """A step: what is announced, checked against the model; raises GroupError, WeightsFault."""
         plans = plans_of(payload)
         staged = Staged(self._target)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from omni_proxy.collective.specs import GroupError
+from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.slow import Aside, PeerFault, Steps
 from omni_proxy.replica.weights.lifecycle import Bringing, Lifecycle, Wish

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from omni_proxy.config.schema import Routing
-from omni_proxy.routing.policies.cache import CacheAware
-from omni_proxy.routing.policies.contract import Below, Policy
+from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.routing.policies.cache_aware import CacheAware
 from omni_proxy.routing.policies.hashing import ConsistentHashing, PrefixHash
-from omni_proxy.routing.policies.load import LeastRequest, PowerOfTwo
+from omni_proxy.routing.policies.least_request import LeastRequest, PowerOfTwo
+from omni_proxy.routing.policies.policy import Below, Policy
+from omni_proxy.routing.policies.round_robin import Random, RoundRobin
 from omni_proxy.routing.policies.sticky import Sticky
-from omni_proxy.routing.policies.turn import Random, RoundRobin
 
 __all__ = ["Below", "Policy", "build"]
 
 
-def build(routing: Routing, below: Below, now: float, before: Policy | None = None) -> Policy:
+def build(routing: RoutingConfig, below: Below, now: float, before: Policy | None = None) -> Policy:
     """The policy that `routing` asks for; `now` is monotonic seconds.
 
     What of the policy `before` still serves lives on: a tree when sessions are switched, sessions
@@ -36,7 +36,7 @@ def build(routing: Routing, below: Below, now: float, before: Policy | None = No
     return sessions
 
 
-def _make(routing: Routing, below: Below, now: float) -> Policy:
+def _make(routing: RoutingConfig, below: Below, now: float) -> Policy:
     makers: dict[str, Callable[[], Policy]] = {
         "round_robin": RoundRobin,
         "random": lambda: Random(below),

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omni_proxy.config.schema import Routing
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.policies.contract import Policy
-from omni_proxy.routing.policies.load import LeastRequest
+from omni_proxy.routing.inspect.prefix_text import prefix_text
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.candidate_weights import load_word
+from omni_proxy.routing.policies.least_request import LeastRequest
+from omni_proxy.routing.policies.policy import Policy
 from omni_proxy.routing.policies.ring import Rings
-from omni_proxy.routing.policies.weights import load_word
-from omni_proxy.routing.prompt import prefix_text
 
 
 class ConsistentHashing(Policy):
@@ -30,12 +30,12 @@ class ConsistentHashing(Policy):
         self._rings = Rings()
         self._keyless = LeastRequest()
 
-    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         if not need.key:
             return self._keyless.pick(candidates, need)
         return self._owner(candidates, need)
 
-    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         if not need.key:
             chosen, why = self._keyless.preview(candidates, need)
             return chosen, f"the request has no key, so {why}"
@@ -47,7 +47,7 @@ class ConsistentHashing(Policy):
     def facts(self) -> dict[str, object]:
         return {"rings": len(self._rings)}
 
-    def _owner(self, candidates: Sequence[Worker], need: Need) -> Worker:
+    def _owner(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         return next(self._rings.walk(candidates, need.key.encode("utf-8", "surrogatepass")))
 
 
@@ -60,22 +60,22 @@ class PrefixHash(Policy):
 
     __slots__ = ("_factor", "_length", "_passed_over", "_rings", "_textless", "name")
 
-    def __init__(self, routing: Routing) -> None:
+    def __init__(self, routing: RoutingConfig) -> None:
         self.name = "prefix_hash"
         self._rings = Rings()
         self._textless = LeastRequest()
         self._passed_over = 0
         self._take(routing)
 
-    def _take(self, routing: Routing) -> None:
+    def _take(self, routing: RoutingConfig) -> None:
         self._length = routing.prefix_hash.prefix_length
         self._factor = routing.prefix_hash.load_factor
 
-    def adopt(self, routing: Routing) -> bool:
+    def adopt(self, routing: RoutingConfig) -> bool:
         self._take(routing)
         return super().adopt(routing)
 
-    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         text = prefix_text(need.body, self._length)
         if not text:
             return self._textless.pick(candidates, need)
@@ -83,7 +83,7 @@ class PrefixHash(Policy):
         self._passed_over += bool(skipped)
         return chosen
 
-    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         text = prefix_text(need.body, self._length)
         if not text:
             chosen, why = self._textless.preview(candidates, need)

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from omni_proxy.config.schema import Routing
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.policies.contract import Policy
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.policy import Policy
 
 DROPPED_PER_SLICE = 1000
 
@@ -77,7 +77,7 @@ class Sticky(Policy):
     __slots__ = ("_hits", "_misses", "_now", "_sessions", "inner", "name")
     wants_key = True
 
-    def __init__(self, inner: Policy, routing: Routing, now: float) -> None:
+    def __init__(self, inner: Policy, routing: RoutingConfig, now: float) -> None:
         self.inner = inner
         self.name = inner.name
         self._now = now
@@ -85,18 +85,18 @@ class Sticky(Policy):
         self._hits = self._misses = 0
         self._take(routing)
 
-    def _take(self, routing: Routing) -> None:
+    def _take(self, routing: RoutingConfig) -> None:
         self._sessions.tune(routing.sticky_max, routing.sticky_idle_secs)
 
-    def remember_in(self, sessions: Sessions, routing: Routing) -> None:
+    def remember_in(self, sessions: Sessions, routing: RoutingConfig) -> None:
         """From now on; those that are known already stay behind."""
         self._sessions = sessions
         self._take(routing)
 
-    def tune(self, routing: Routing) -> bool:
+    def tune(self, routing: RoutingConfig) -> bool:
         return self.adopt(routing) and routing.sticky_sessions
 
-    def adopt(self, routing: Routing) -> bool:
+    def adopt(self, routing: RoutingConfig) -> bool:
         self._take(routing)
         return self.inner.adopt(routing)
 
@@ -105,7 +105,7 @@ class Sticky(Policy):
         self.inner = inner
         self.name = inner.name
 
-    def pick(self, candidates: Sequence[Worker], need: Need) -> Worker:
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         key = need.key
         if not key:
             return self.inner.pick(candidates, need)
@@ -119,17 +119,17 @@ class Sticky(Policy):
         self._sessions.keep(key, worker, self._now)
         return worker
 
-    def preview(self, candidates: Sequence[Worker], need: Need) -> tuple[Worker, str]:
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         worker = self._kept(candidates, need.key) if need.key else None
         if worker is not None:
             return worker, "its session stays there"
         chosen, why = self.inner.preview(candidates, need)
         return chosen, f"{'a new session' if need.key else 'without a session key'}: {why}"
 
-    def details(self, candidates: Sequence[Worker], need: Need) -> dict[str, object]:
+    def details(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
         return self.inner.details(candidates, need)
 
-    def took(self, worker: Worker, need: Need) -> None:
+    def took(self, worker: Worker, need: Requirements) -> None:
         self.inner.took(worker, need)
 
     def forget(self, worker: Worker) -> None:

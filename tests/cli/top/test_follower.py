@@ -3,9 +3,9 @@ import threading
 
 import pytest
 
-from omni_proxy.cli.finding import Place
+from omni_proxy.cli.admin_client import AdminTarget
 from omni_proxy.cli.top import follower
-from omni_proxy.cli.top.follower import Follower
+from omni_proxy.cli.top.follower import FeedFollower
 from tests.cli.answering import Quiet, served
 from tests.cli.feeds import feed, point, row
 
@@ -46,7 +46,7 @@ def stream(monkeypatch):
 @pytest.fixture
 def listening(stream):
     news = threading.Event()
-    listener = Follower(Place(stream.url), news.set)
+    listener = FeedFollower(AdminTarget(stream.url), news.set)
 
     def until(holds):
         while not holds(heard := listener.heard()):
@@ -88,5 +88,5 @@ def test_nonsense_in_the_feed_is_a_lost_feed(stream, listening):
 
 
 def test_before_anything_came_it_says_so():
-    heard = Follower(Place("http://127.0.0.1:1"), lambda: None).heard()
+    heard = FeedFollower(AdminTarget("http://127.0.0.1:1"), lambda: None).heard()
     assert (heard.feed, heard.history, heard.lost) == (None, (), "not connected yet")

@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.cli.feed import feed_of, read_feed
-from omni_proxy.cli.tables import width_of
+from omni_proxy.cli.feed_model import feed_of, read_feed
+from omni_proxy.cli.text_table import width_of
 from omni_proxy.cli.top.follower import Heard
 from omni_proxy.cli.top.frame import frame, spark
-from omni_proxy.cli.top.view import View
+from omni_proxy.cli.top.view import TopView
 from tests.cli.feeds import FEEDS, feed, point, row
 
 URL = "http://p:1"
 
 
 def drawn(picture, width=80, height=24, keys="", lost=""):
-    view = View()
+    view = TopView()
     view.show(picture)
     for key in keys:
         view.press(key)
@@ -101,10 +101,10 @@ def test_a_lost_connection_is_told_over_the_old_picture():
     assert lines[1].startswith(
         "OLD PICTURE, 12 s. NO CONNECTION, trying again: nobody listens at x"
     )
-    first = frame(View(), Heard(None, (), "why\x1b", 0.0), URL, 80, 24).plain
+    first = frame(TopView(), Heard(None, (), "why\x1b", 0.0), URL, 80, 24).plain
     assert first == f"omni-proxy at {URL}\nNO CONNECTION, trying again: why\\x1b\nq quit"
     why = "nobody listens there; name it with --url URL"
-    narrow = frame(View(), Heard(None, (), why, 0.0), URL, 30, 24).plain
+    narrow = frame(TopView(), Heard(None, (), why, 0.0), URL, 30, 24).plain
     assert " ".join(narrow.splitlines()[1:]) == f"NO CONNECTION, trying again: {why} q quit"
 
 

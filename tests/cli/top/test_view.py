@@ -3,13 +3,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from omni_proxy.cli.feed import feed_of
-from omni_proxy.cli.top.view import ORDERS, QUIT, View, Wish
+from omni_proxy.cli.feed_model import feed_of
+from omni_proxy.cli.top.view import ORDERS, QUIT, TopView, Wish
 from tests.cli.feeds import feed, row
 
 
 def shown(*rows):
-    view = View()
+    view = TopView()
     view.show(feed_of(feed(*rows)))
     return view
 
@@ -81,7 +81,7 @@ class Looking(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.view = View()
+        self.view = TopView()
 
     @rule(count=st.integers(0, 30), busy=st.integers(0, 5))
     def news(self, count, busy):

@@ -8,7 +8,7 @@ from safetensors.torch import save, save_file
 
 from omni_proxy.replica.models import tiny as tiny_model
 from omni_proxy.replica.weights import checker
-from omni_proxy.weights.checksum import roll_up, tensor_digest
+from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 from tests.replica.api.world import MESSAGES
 
 KEY = "sesame"

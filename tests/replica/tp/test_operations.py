@@ -12,7 +12,7 @@ from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.tp.sharded import ShardedLlama
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
 from omni_proxy.replica.weights.target import DamagedFault, Staged, Target
-from tests.collective.trainer_side import Trainer, _made, free_port
+from tests.process_group.trainer_side import Trainer, _made, free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.stages import save as save_to

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.collective import buffers
-from tests.collective.trainer_side import free_port
+from omni_proxy.process_group import buffers
+from tests.process_group.trainer_side import free_port
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stages import weights_of
 from tests.replica.weights.syncing import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from omni_proxy.replica.pipeline.messages import AdminResult
-from tests.collective.trainer_side import _made
+from tests.process_group.trainer_side import _made
 from tests.replica.weights.stages import weights_of
 
 NORM = "model.norm.weight"

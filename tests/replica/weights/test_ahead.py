@@ -10,7 +10,7 @@ from omni_proxy.replica.weights.ahead import Ahead
 from omni_proxy.replica.weights.disk import WeightsFolder
 from omni_proxy.replica.weights.loading import Loading
 from omni_proxy.replica.weights.target import Target, WeightsFault
-from tests.collective.waiting import until
+from tests.process_group.waiting import until
 
 OLD = {"a": torch.zeros(6), "b": torch.zeros(5, 2), "c": torch.zeros(3)}
 NEW = {name: each + 1 for name, each in OLD.items()}

@@ -8,7 +8,7 @@ from torch import nn
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.weights.checker import Checker, digest_of
 from omni_proxy.replica.weights.target import Target, WeightsFault
-from omni_proxy.weights.checksum import roll_up, tensor_digest
+from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 from tests.replica.weights.stages import checksum_of, weights_of
 
 LAYOUT = {"tp_size": 1, "rank": 0}

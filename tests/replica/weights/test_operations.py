@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from omni_proxy.collective.in_thread import ThreadReceiver
+from omni_proxy.process_group.thread_receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Failed, Streamed
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.weights import exchange, target
 from omni_proxy.replica.weights.operations import Rank, WeightOperations
 from omni_proxy.replica.weights.sync import Terms
-from tests.collective.trainer_side import Trainer, _made
+from tests.process_group.trainer_side import Trainer, _made
 from tests.replica.text.desk import Loop
 from tests.replica.weights import stages
 from tests.replica.weights.stages import Stage, checksum_of, weights_of

@@ -2,8 +2,8 @@
 
 import pytest
 
-from omni_proxy.collective.rendezvous import Rendezvous
-from omni_proxy.collective.specs import GroupError
+from omni_proxy.process_group.rendezvous import Rendezvous
+from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.weights.sync import TERMS, Sync
 
 

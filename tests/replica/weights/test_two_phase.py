@@ -2,9 +2,9 @@ import threading
 
 import pytest
 
-from omni_proxy.collective.in_thread import ThreadReceiver
+from omni_proxy.process_group.thread_receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Result, Streamed
-from tests.collective.trainer_side import free_port
+from tests.process_group.trainer_side import free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
@@ -286,7 +286,7 @@ def test_a_tensor_in_two_buckets_is_refused(sync):
 
 
 def test_a_plan_that_memory_does_not_hold_is_refused_with_the_numbers(sync, monkeypatch):
-    from omni_proxy.collective import buffers
+    from omni_proxy.process_group import buffers
 
     monkeypatch.setattr(buffers, "MEMINFO", Meminfo(1))
     everything = sent_of(SHAPES)  # more than any other test has left in kept memory

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from omni_proxy.collective.group import Groups
+from omni_proxy.process_group.group import Groups
 from tests.replica.weights.stages import running
 from tests.replica.weights.syncing import BODY, NORM, UP, Syncing, announced, many, sent_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.collective.trainer_side import free_port
-from tests.collective.waiting import until
+from tests.process_group.trainer_side import free_port
+from tests.process_group.waiting import until
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
     DOWN,

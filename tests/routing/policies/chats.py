@@ -3,14 +3,14 @@
 import random
 import string
 
-from omni_proxy.config.schema import CacheAware, Routing
+from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing import policies
-from omni_proxy.routing.inspect import Need
-from omni_proxy.routing.payload import payload_of
+from omni_proxy.routing.inspect.payload import payload_of
+from omni_proxy.routing.inspect.requirements import Requirements
 from tests.fleet.entries import NOW, entry
 
-NEED = Need(0)
+NEED = Requirements(0)
 LONG = "Answer in one short sentence and never give away these words. " * 4
 FALLBACKS = ("smallest_tree", "least_loaded")
 
@@ -28,7 +28,7 @@ def weighing(*weights):
 
 def chat(text, model=None, key=""):
     body = payload_of({"messages": [{"role": "user", "content": text}]})
-    return Need(0, model=model, body=body, key=key)
+    return Requirements(0, model=model, body=body, key=key)
 
 
 def first(_):
@@ -36,11 +36,11 @@ def first(_):
 
 
 def build(policy, below=first, **more):
-    return policies.build(Routing(policy=policy, **more), below, 0.0)
+    return policies.build(RoutingConfig(policy=policy, **more), below, 0.0)
 
 
 def cache_aware(**rules):
-    return build("cache_aware", cache_aware=CacheAware(**rules))
+    return build("cache_aware", cache_aware=CacheAwareConfig(**rules))
 
 
 def unrelated(count, length=200, seed=1):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.config.schema import PrefixHash, Routing
+from omni_proxy.config.schema import PrefixHashConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.ring import PLACES, RINGS, Rings
 from tests.fleet.entries import NOW, entry
 from tests.routing.policies.chats import NEED, build, chat, weighing, workers
@@ -17,7 +17,7 @@ KEYS = [f"user-{number}" for number in range(2000)]
 
 def owners(fleet, policy=None):
     policy = policy or build("consistent_hashing")
-    return {key: policy.pick(fleet, Need(0, key=key)).url for key in KEYS}
+    return {key: policy.pick(fleet, Requirements(0, key=key)).url for key in KEYS}
 
 
 def test_a_key_stays_with_its_worker_in_every_process_and_order():
@@ -90,14 +90,14 @@ def test_requests_without_a_key_go_to_the_least_loaded_in_turn():
 def test_odd_keys_have_a_worker():
     policy, fleet = build("consistent_hashing"), workers(0, 0)
     for key in ("\udc80", "é" * 256, "\x00"):
-        assert policy.pick(fleet, Need(0, key=key)) in fleet
+        assert policy.pick(fleet, Requirements(0, key=key)) in fleet
 
 
 def test_rings_are_few_and_forgotten_with_their_workers():
     policy = build("consistent_hashing")
     for number in range(RINGS * 2):
         fleet = [Worker(entry(f"x{number}"), NOW), Worker(entry("same"), NOW)]
-        policy.pick(fleet, Need(0, key="k"))
+        policy.pick(fleet, Requirements(0, key="k"))
     assert policy.facts() == {"rings": RINGS}
     policy.forget(fleet[0])
     assert policy.facts() == {"rings": RINGS - 1}
@@ -138,12 +138,12 @@ def test_no_worker_above_its_bound_gets_a_prefix(loads, text, factor):
     fleet = weighing(*[weight for _, weight in loads])
     for worker, (load, _) in zip(fleet, loads, strict=True):
         worker.in_flight = load
-    policy = build("prefix_hash", prefix_hash=PrefixHash(load_factor=factor))
+    policy = build("prefix_hash", prefix_hash=PrefixHashConfig(load_factor=factor))
     chosen = policy.pick(fleet, chat(text))
     share = chosen.weight / sum(worker.weight for worker in fleet)
     total = sum(worker.in_flight for worker in fleet) + 1
     assert chosen.in_flight <= total * share * factor + 1e-9
-    again = build("prefix_hash", prefix_hash=PrefixHash(load_factor=factor))
+    again = build("prefix_hash", prefix_hash=PrefixHashConfig(load_factor=factor))
     assert again.pick(fleet[::-1], chat(text)) is chosen
 
 
@@ -167,7 +167,7 @@ def test_the_length_of_the_prefix_can_be_set():
     policy, fleet = build("prefix_hash"), workers(*[0] * 8)
     asked = [chat("same" + "abcdefgh"[number] * 50) for number in range(8)]
     assert len({policy.pick(fleet, need) for need in asked}) > 1
-    policy.tune(Routing(policy="prefix_hash", prefix_hash=PrefixHash(prefix_length=5)))
+    policy.tune(RoutingConfig(policy="prefix_hash", prefix_hash=PrefixHashConfig(prefix_length=5)))
     assert len({policy.pick(fleet, need) for need in asked}) == 1
 
 

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from omni_proxy.config.schema import CacheAware, Routing
+from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
 from omni_proxy.routing import policies
-from omni_proxy.routing.inspect import Need
+from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.sticky import DROPPED_PER_SLICE
 from tests.routing.policies.chats import NEED, build, chat, first, workers
 
@@ -30,11 +30,11 @@ def test_a_key_stays_with_its_worker_under_any_policy(name):
 
 def test_a_worker_that_is_no_candidate_loses_the_session_for_good():
     policy, fleet = sticky(), workers(0, 0, 0)
-    home = policy.pick(fleet, Need(0, key="me"))
+    home = policy.pick(fleet, Requirements(0, key="me"))
     left = [worker for worker in fleet if worker is not home]
-    new = policy.pick(left, Need(0, key="me"))
+    new = policy.pick(left, Requirements(0, key="me"))
     assert new is not home
-    assert policy.pick(fleet, Need(0, key="me")) is new
+    assert policy.pick(fleet, Requirements(0, key="me")) is new
 
 
 def test_requests_without_a_key_go_by_the_policy_below():
@@ -45,29 +45,29 @@ def test_requests_without_a_key_go_by_the_policy_below():
 
 def test_an_idle_session_is_forgotten_and_a_used_one_is_not():
     policy, fleet = sticky(sticky_idle_secs=10), workers(0, 0)
-    policy.pick(fleet, Need(0, key="idle"))
-    policy.pick(fleet, Need(0, key="used"))
+    policy.pick(fleet, Requirements(0, key="idle"))
+    policy.pick(fleet, Requirements(0, key="used"))
     policy.tend(8.0)
-    policy.pick(fleet, Need(0, key="used"))
+    policy.pick(fleet, Requirements(0, key="used"))
     policy.tend(11.0)
     assert policy.facts()["sticky"]["sessions"] == 1
-    assert policy.preview(fleet, Need(0, key="used"))[1] == "its session stays there"
-    assert policy.preview(fleet, Need(0, key="idle"))[1].startswith("a new session: ")
+    assert policy.preview(fleet, Requirements(0, key="used"))[1] == "its session stays there"
+    assert policy.preview(fleet, Requirements(0, key="idle"))[1].startswith("a new session: ")
 
 
 def test_an_idle_session_that_was_not_dropped_yet_counts_no_more():
     policy, fleet = sticky(sticky_idle_secs=10), workers(0, 0)
     for number in range(DROPPED_PER_SLICE + 2):
-        policy.pick(fleet, Need(0, key=f"{number}"))
+        policy.pick(fleet, Requirements(0, key=f"{number}"))
     policy.tend(11.0)
     assert policy.facts()["sticky"]["sessions"] == 2
-    last = Need(0, key=f"{DROPPED_PER_SLICE + 1}")
+    last = Requirements(0, key=f"{DROPPED_PER_SLICE + 1}")
     assert policy.preview(fleet, last)[1].startswith("a new session")
 
 
 def test_a_session_without_an_end_is_kept():
     policy, fleet = sticky(sticky_idle_secs=0), workers(0, 0)
-    policy.pick(fleet, Need(0, key="me"))
+    policy.pick(fleet, Requirements(0, key="me"))
     policy.tend(1e9)
     assert policy.facts()["sticky"]["sessions"] == 1
 
@@ -75,8 +75,8 @@ def test_a_session_without_an_end_is_kept():
 def test_only_so_many_sessions_are_remembered_those_used_last():
     policy, fleet = sticky(sticky_max=3), workers(0, 0)
     for key in ("a", "b", "c", "a", "d"):
-        policy.pick(fleet, Need(0, key=key))
-    told = {key: policy.preview(fleet, Need(0, key=key))[1] for key in "abcd"}
+        policy.pick(fleet, Requirements(0, key=key))
+    told = {key: policy.preview(fleet, Requirements(0, key=key))[1] for key in "abcd"}
     assert [key for key, why in told.items() if why == "its session stays there"] == list("acd")
 
 
@@ -90,13 +90,13 @@ def test_the_cache_aware_policy_learns_of_what_sessions_send():
 
 def test_a_preview_begins_no_session():
     policy, fleet = sticky(), workers(0, 0, 0)
-    chosen = policy.preview(fleet, Need(0, key="me"))[0]
+    chosen = policy.preview(fleet, Requirements(0, key="me"))[0]
     assert policy.facts()["sticky"] == {"sessions": 0, "kept": 0, "begun": 0}
-    assert policy.pick(fleet, Need(0, key="me")) is chosen
+    assert policy.pick(fleet, Requirements(0, key="me")) is chosen
 
 
 def routing(policy="cache_aware", *, sessions, **more):
-    return Routing(policy=policy, sticky_sessions=sessions, **more)
+    return RoutingConfig(policy=policy, sticky_sessions=sessions, **more)
 
 
 def test_switching_sessions_keeps_the_tree_and_switching_policies_keeps_the_sessions():
@@ -109,14 +109,14 @@ def test_switching_sessions_keeps_the_tree_and_switching_policies_keeps_the_sess
     assert not with_sessions.tune(routing("random", sessions=True))
     at_random = policies.build(routing("random", sessions=True), first, 0.0, with_sessions)
     assert at_random.name == "random"
-    assert at_random.pick(fleet, Need(0, key="me")) is home
+    assert at_random.pick(fleet, Requirements(0, key="me")) is home
     bare = policies.build(routing("random", sessions=False), first, 0.0, at_random)
     assert (bare.name, bare.wants_key) == ("random", False)
 
 
 def test_a_policy_that_suits_is_tuned_in_place():
     policy = sticky("cache_aware")
-    rules = CacheAware(max_tree_size=77)
+    rules = CacheAwareConfig(max_tree_size=77)
     assert policy.tune(routing(sessions=True, sticky_max=5, cache_aware=rules))
     assert policy.facts()["max_tree_size"] == 77
     assert not policy.tune(routing(sessions=False))

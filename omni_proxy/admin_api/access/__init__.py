@@ -1,0 +1,1 @@
+"""Who may call the admin API: API keys, browser origins, CORS."""

@@ -1,0 +1,123 @@
+"""Who may ask for what: everything needs the admin key, except what is listed here as open.
+
+Invariant: a route that is added and forgotten here is closed. A request for a route that doesn't
+exist learns that without a key. With [admin] listen all that is closed answers there alone
+(/metrics aside, which is scraped where the rest is); by which listener a request came says its
+Host, for that is the door's own word. Where no key is asked, `browsers` judges.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from quart import Request, request
+
+from omni_proxy.admin_api.access.browser_origin import SAFE_METHODS, Caller
+from omni_proxy.config.schema import AdminConfig
+from omni_proxy.routing.routes import WrongMethod, match
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.wire.errors import HttpError
+
+OPEN_PATHS = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate",
+        "/workers", "/list_workers", "/v1/models", "/server_info", "/get_server_info",
+        "/get_model_info", "/get_loads", "/openapi.json", "/dashboard",
+    )
+)  # fmt: skip
+OPEN_BELOW = ("/workers/", "/v1/models/")
+ON_BOTH = "/metrics"
+ADMIN_HOST = "admin"  # as `dataplane.dataplane` writes it
+
+
+def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
+    if method not in SAFE_METHODS:
+        return True
+    if path == "/metrics":
+        return not admin.open_metrics
+    return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)
+
+
+class KeyCheck:
+    """Compares what a request presents with the key that is configured now."""
+
+    def __init__(self, keeper: ConfigStore) -> None:
+        self._keeper = keeper
+
+    @property
+    def key(self) -> str:
+        """The configured key; "" is none, and everything is open."""
+        return self._keeper.config.admin.api_key
+
+    def presented(self) -> bool:
+        """Whether the present request may see what only key holders see."""
+        if self.key and _matches(_bearer(request), self.key):
+            return True
+        return self._asks_no_key() and self._caller().known_host()
+
+    def _asks_no_key(self) -> bool:
+        return not self.key or self._trusted_place()
+
+    def _caller(self) -> Caller:
+        return Caller(request, self._keeper.config)
+
+    def _trusted_place(self) -> bool:
+        """Whether it came by a listener that asks for no key."""
+        admin = self._keeper.config.admin
+        return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
+
+    async def before_request(self) -> None:
+        """Raises HttpError 401 where a due key is missing or malformed, 403 where it is wrong, where
+        the route answers on the other listener alone, and what `browsers` raises."""
+        admin = self._keeper.config.admin
+        unknown = request.routing_exception is not None
+        if unknown:
+            _tell_model_traffic(request)
+            return
+        closed = needs_key(request.method, request.path, admin)
+        if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
+            elsewhere = f"this route answers on the [admin] listen address only: {admin.listen}"
+            raise HttpError(
+                403, elsewhere, "admin_listener_only", detail=elsewhere, listen=admin.listen
+            )
+        if self._asks_no_key():
+            # A key that is right needs no more: no foreign page can send it.
+            if not self.key or not _matches(_bearer(request), self.key):
+                self._caller().refuse_unless_trusted()
+        elif closed:
+            self._refuse_without_key()
+
+    def _refuse_without_key(self) -> None:
+        given = _bearer(request)
+        if not given:
+            wanted = "Admin API key required: Authorization: Bearer <key>"
+            raise HttpError(401, wanted, "admin_key_required", detail=wanted).with_headers(
+                ("WWW-Authenticate", "Bearer")
+            )
+        if not _matches(given, self.key):
+            wrong = "Invalid admin API key"
+            raise HttpError(403, wrong, "admin_key_invalid", detail=wrong)
+
+
+def _tell_model_traffic(of: Request) -> None:
+    """Raises HttpError 404 for what would be routed to a worker on the other listener."""
+    if of.host != ADMIN_HOST:
+        return
+    try:
+        served = match(of.method, of.path) is not None
+    except WrongMethod:
+        served = True
+    if served:
+        elsewhere = "the [admin] listener takes control requests only, no model traffic"
+        raise HttpError(404, elsewhere, "admin_listener", detail="Not Found")
+
+
+def _bearer(of: Request) -> bytes:
+    """The token that was sent, or nothing when there is none or it is malformed."""
+    scheme, _, token = of.headers.get("Authorization", "").strip().partition(" ")
+    # Quart decodes header bytes as latin-1: this gives back what came over the wire.
+    return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
+def _matches(given: bytes, key: str) -> bool:
+    return hmac.compare_digest(given, key.encode())

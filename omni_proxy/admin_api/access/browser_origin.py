@@ -1,0 +1,156 @@
+"""What a browser may have been made to send: judged by Host, Origin and method, without a key.
+
+Without a key the caller's place in the network is what lets it in, and any page that somebody
+visits shares that place. So control routes answer only under a Host that no stranger can point at
+us (DNS rebinding), and only requests of our own origin change something. Invariant: a route that
+is not listed as READING is judged as one that changes something, whatever its method; what shows
+no sign of a browser is judged by its Host alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from quart import Request
+
+from omni_proxy.config.schema import Config
+from omni_proxy.origins import NO_ORIGIN, Origin, host_name, is_own_name, split_origin
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.received import FIELD, ReceivedVia, read_received
+
+# Rules as they are mounted. Their GET reads, and does nothing else.
+READING: Final = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
+        "/workers", "/workers/<path:name>", "/list_workers", "/v1/models",
+        "/v1/models/<path:model>", "/server_info",
+        "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
+        "/metrics", "/engine_metrics", "/feed", "/config", "/dashboard", "/openapi.json",
+        "/weights", "/weights/versions", "/v1/rl/workers", "/v1/rl/workers/<path:name>",
+    )
+)  # fmt: skip
+# Under any Host: health, for balancers and for Kubernetes, which ask by a service's name; what a
+# client of models asks before its first request; and a page that says nothing of this proxy.
+ANY_HOST: Final = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/v1/models",
+        "/v1/models/<path:model>", "/dashboard",
+    )
+)  # fmt: skip
+SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
+_OWN_SITES: Final = ("none", "same-origin")
+_PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
+
+
+def reads(method: str, rule: str) -> bool:
+    return method == "OPTIONS" or (method in SAFE_METHODS and rule in READING)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A request to a control route, as far as it tells who sent it."""
+
+    request: Request
+    config: Config
+
+    @property
+    def _rule(self) -> str:
+        rule = self.request.url_rule
+        return rule.rule if rule is not None else ""
+
+    @property
+    def _received(self) -> ReceivedVia:
+        """Without the door's word it came straight to the front's socket, which only we can
+        reach."""
+        told = self.request.headers.get(FIELD.decode())
+        if told is None:
+            return ReceivedVia(self.request.scheme, self.request.host, local=True)
+        return read_received(told)
+
+    def refuse_unless_trusted(self) -> None:
+        """Raises HttpError 403 or 415 for what a stranger's page may have had a browser send."""
+        if not self.known_host() and not self._open_to_any_host():
+            raise _forbidden(
+                f"without an admin key control routes answer only for a Host that is an address, "
+                f"localhost or listed: add {host_name(self._received.host)!r} to [admin] "
+                f"allowed_hosts, or set [admin] api_key",
+                "host_not_allowed",
+            )
+        if not reads(self.request.method, self._rule):
+            self._refuse_page()
+
+    def known_host(self) -> bool:
+        """Whether no stranger can have pointed the name at us that this request came under."""
+        received = self._received
+        hosts = {received.host, *self._forwarded("Host")}
+        if received.local:  # no browser can dial a Unix socket; a proxy in between says its Host
+            hosts.discard(received.host)
+        return all(map(self._is_known, hosts))
+
+    def _is_known(self, host: str) -> bool:
+        name = host_name(host)  # one that names no host comes from no browser
+        return not name or is_own_name(name) or name in self.config.admin.allowed_hosts
+
+    def _open_to_any_host(self) -> bool:
+        if self._rule == "/metrics":
+            return self.config.admin.open_metrics
+        return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
+
+    def _forwarded(self, what: str) -> list[str]:
+        """X-Forwarded-`what`, the client's own first, where whoever writes it is trusted."""
+        if self.config.server.forwarded != "append":
+            return []
+        said = ",".join(self.request.headers.getlist(f"X-Forwarded-{what}"))
+        return [each.strip() for each in said.split(",") if each.strip()]
+
+    def _own_origin(self) -> Origin:
+        received = self._received
+        scheme = next(iter(self._forwarded("Proto")), received.scheme).lower()
+        host = next(iter(self._forwarded("Host")), received.host)
+        return split_origin(f"{scheme}://{host}")
+
+    def _refuse_page(self) -> None:
+        if self._is_foreign():
+            raise _forbidden(
+                "a page of another origin may change nothing here while no key is asked: set "
+                "[admin] api_key; behind a proxy that changes Host or scheme, [server] forwarded = "
+                '"append"',
+                "cross_site",
+            )
+        if not self._shows_browser():
+            return
+        if self.request.method in SAFE_METHODS:
+            told = f"a browser changes nothing by {self.request.method}: send POST"
+            raise _forbidden(told, "browser_get")
+        # The door frames each body by its length.
+        if self.request.content_length and not self.request.is_json:
+            told = "a browser's body must be application/json here"
+            raise HttpError(415, told, "unsupported_media_type", detail=told)
+
+    def _is_foreign(self) -> bool:
+        """Whether it says that it is of another origin's page."""
+        sites = self.request.headers.getlist("Sec-Fetch-Site")
+        if any(site not in _OWN_SITES for site in sites):
+            return True
+        # Browsers that send no Origin with a form's POST say at least where they were.
+        origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
+        own = self._own_origin()
+        return any(split_origin(each) != own or own == NO_ORIGIN for each in origins)
+
+    def _shows_browser(self) -> bool:
+        return any(self._signs())
+
+    def _signs(self) -> Iterator[bool]:
+        headers = self.request.headers
+        for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
+            yield name in headers
+        # To plain HTTP beyond this machine an image's request tells no more than this.
+        yield headers.get("User-Agent", "").startswith("Mozilla/")
+        # Fetch of other programs (Node) says "cors", and nothing else of this.
+        yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
+
+
+def _forbidden(told: str, code: str) -> HttpError:
+    return HttpError(403, told, code, detail=told)

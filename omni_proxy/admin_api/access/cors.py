@@ -1,0 +1,51 @@
+"""Pages of other origins may read what needs no key, where the configuration allows their origin.
+
+Invariant: only GET and HEAD of routes that read get these fields; a preflight for anything else is
+answered without them, so that no browser sends what it asks for.
+"""
+
+from __future__ import annotations
+
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.access.auth import needs_key
+from omni_proxy.admin_api.access.browser_origin import READING
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.wire.cors import Cors
+
+METHODS = ("GET", "HEAD")
+
+
+class OpenReads:
+    """Added to an app once, before its routes are asked."""
+
+    def __init__(self, keeper: ConfigStore) -> None:
+        self._keeper = keeper
+
+    def mount(self, app: Quart) -> None:
+        app.before_request(self._preflight)
+        app.after_request(self._allowed)
+
+    def _cors(self) -> Cors | None:
+        """None for what is not open to everybody."""
+        config, rule = self._keeper.config, request.url_rule
+        if rule is None or rule.rule not in READING or needs_key("GET", request.path, config.admin):
+            return None
+        server = config.server
+        return Cors(server.cors_allow_origins, filter(None, (server.request_id_header,)))
+
+    async def _preflight(self) -> Response | None:
+        if request.method != "OPTIONS" or "Origin" not in request.headers:
+            return None
+        cors = self._cors()
+        if cors is None or request.headers.get("Access-Control-Request-Method") not in METHODS:
+            return None
+        asked = request.headers.get("Access-Control-Request-Headers")
+        fields = cors.preflight(request.headers["Origin"], METHODS, asked)
+        return Response("", 200, dict(fields), content_type="text/plain") if fields else None
+
+    async def _allowed(self, response: Response) -> Response:
+        cors = self._cors() if request.method in METHODS else None
+        if cors is not None and "Origin" in request.headers:
+            response.headers.extend(cors.fields(request.headers["Origin"]))
+        return response

@@ -1,0 +1,221 @@
+"""The front's routes as a table, for its OpenAPI description: what each takes and answers.
+
+Invariant: a status that is not named here is one that every route may answer (`openapi.py` tells
+which), or a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from omni_proxy.admin_api.openapi.schemas import FLAG, TEXT, Schema
+from omni_proxy.admin_ops.routes import (
+    FROM_DISTRIBUTED,
+    FROM_TENSOR,
+    INIT,
+    RESOLVES,
+    ROLLBACK,
+    ROUTES,
+    AdminRoute,
+)
+
+TOKEN: Final[Schema] = {"type": "string", "pattern": "^[ -~]+$", "minLength": 1}
+SECONDS: Final[Schema] = {"type": "number", "minimum": 0, "maximum": 1_000_000_000}
+PLAIN, HTML, EVENTS = "text/plain", "text/html", "text/event-stream"
+WORKER: Final = "/workers/{worker_id}"
+RL_WORKER: Final = "/v1/rl/workers/{worker_id}"
+CHANGE: Final = (400, 404, 412)
+RL_ERRORS: Final = (400, 404, 409, 422, 502, 503)
+# What a weight operation of any kind is refused with.
+OPERATION: Final = dict.fromkeys((400, 404, 502, 503), "Outcome")
+
+
+class Parameter(NamedTuple):
+    name: str
+    schema: Schema
+    says: str
+    required: bool = False
+
+
+class RouteDoc(NamedTuple):
+    """`answers`: a schema's name or a media type by status; `errors` have the one error shape."""
+
+    method: str
+    path: str
+    summary: str
+    answers: dict[int, str]
+    errors: tuple[int, ...] = ()
+    takes: str = ""  # the schema of the request's body
+    query: tuple[Parameter, ...] = ()
+
+
+SELECTOR: Final = Parameter("selector", TEXT, "narrows the workers: key=value, key in (a,b)")
+DRAIN: Final = (
+    Parameter("drain", FLAG, "wait until its running requests have ended"),
+    Parameter("timeout_secs", SECONDS, "deadline of the drain, 0 for none"),
+)
+URL: Final = Parameter("url", TOKEN, "base URL of the worker, encoded or not", required=True)
+WAIT: Final = Parameter(
+    "timeout_secs",
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 1800},
+    "how long to wait for it to get healthy",
+)
+
+_POOL: Final = {200: "Pool", 503: "Pool"}
+_SERVER: Final = ((502, 503), "what all routable workers are together")
+
+
+def _fleet() -> Iterator[RouteDoc]:
+    for path in ("/live", "/liveness"):
+        yield RouteDoc("get", path, "the process is up", {200: "Alive"})
+    for path in ("/ready", "/readiness"):
+        yield RouteDoc("get", path, "some worker is routable, and we are not leaving", _POOL)
+    yield RouteDoc("get", "/health", "some worker is healthy and not disabled", _POOL)
+    yield RouteDoc("get", "/status", "the program: listeners, parts, door, fleet", {200: "Status"})
+    model = Parameter("model", TEXT, "only the records of its workers")
+    yield RouteDoc("get", "/workers", "all workers", {200: "Workers"}, query=(model,))
+    yield RouteDoc(
+        "post",
+        "/workers",
+        "add a worker",
+        {200: "Changed", 202: "Accepted"},
+        (400, 409, 412),
+        "NewWorker",
+        (URL._replace(required=False),),
+    )
+    yield RouteDoc("get", WORKER, "one worker", {200: "Worker"}, (404,))
+    yield RouteDoc(
+        "put",
+        WORKER,
+        "disable, enable, kill, revive or edit a worker",
+        {200: "Changed", 202: "Accepted"},
+        CHANGE,
+        "Switches",
+    )
+    yield RouteDoc("patch", WORKER, "note on a worker", {202: "Accepted"}, CHANGE, "Remarks")
+    yield RouteDoc(
+        "delete",
+        WORKER,
+        "remove a worker; what runs goes on",
+        {200: "Deleted", 202: "Accepted"},
+        (*CHANGE, 409),
+        query=DRAIN,
+    )
+    yield RouteDoc(
+        "post",
+        f"{WORKER}/drain",
+        "no new request for a worker, and word of its running ones",
+        {200: "Changed", 202: "Changed"},
+        CHANGE,
+        "Deadline",
+        DRAIN[1:],
+    )
+
+
+def _program() -> Iterator[RouteDoc]:
+    yield RouteDoc("get", "/metrics", "the proxy's own metrics", {200: PLAIN}, (503,))
+    once = Parameter("once", FLAG, "one snapshot as JSON, in place of an event each second")
+    yield RouteDoc(
+        "get",
+        "/feed",
+        "what goes on, each second",
+        {200: f"{EVENTS} Snapshot"},
+        (503,),
+        query=(once,),
+    )
+    yield RouteDoc("get", "/dashboard", "a page for people", {200: HTML, 304: ""})
+    yield RouteDoc("get", "/openapi.json", "this description", {200: "Fields"})
+    yield RouteDoc("get", "/config", "the running configuration", {200: "Configuration"})
+    yield RouteDoc("post", "/reload", "read the file again", {200: "Reloaded"}, (412, 422))
+    path = Parameter("path", TEXT, "the model route, by default /v1/chat/completions")
+    yield RouteDoc(
+        "post",
+        "/explain",
+        "where a model request would go, and why",
+        {200: "Explained"},
+        (400,),
+        "Fields",
+        (path,),
+    )
+
+
+def _others() -> Iterator[RouteDoc]:
+    yield RouteDoc("get", "/v1/models", "the models of all workers", {200: "Models"}, (502, 503))
+    says = "one model of that list"
+    yield RouteDoc("get", "/v1/models/{model}", says, {200: "Fields"}, (404, 502, 503))
+    yield RouteDoc(
+        "post",
+        "/add_worker",
+        "add a worker once it is healthy",
+        {200: PLAIN},
+        (400, 409, 412),
+        query=(URL, WAIT),
+    )
+    yield RouteDoc("post", "/remove_worker", "remove a worker", {200: PLAIN}, CHANGE, query=(URL,))
+    yield RouteDoc("get", "/list_workers", "the workers' URLs", {200: "Urls"})
+    yield RouteDoc(
+        "get", "/health_generate", "a worker generates a token", {200: "Generated"}, (503,)
+    )
+    yield RouteDoc(
+        "get", "/get_model_info", "the first routable worker's", {200: "Anything"}, (502, 503)
+    )
+    for path in ("/server_info", "/get_server_info"):
+        yield RouteDoc("get", path, _SERVER[1], {200: "Fields"}, _SERVER[0])
+    for path in ("/get_loads", "/v1/loads"):
+        yield RouteDoc("get", path, "how loaded each worker is", {200: "Loads"})
+    yield RouteDoc("get", "/engine_metrics", "the workers' metrics as one text", {200: PLAIN})
+
+
+def _weights() -> Iterator[RouteDoc]:
+    for route in ROUTES:
+        for method in route.methods:
+            yield _admin(route, method)
+    yield RouteDoc("get", "/weights", "how the weights of the fleet stand", {200: "Weights"})
+    yield RouteDoc("get", "/weights/versions", "the versions that are kept", {200: "Versions"})
+    answers = dict.fromkeys((200, 400, 404, 502, 503), "Outcome")
+    says = "a version that is kept, on all workers"
+    yield RouteDoc("post", ROLLBACK.path, says, answers, (), "Fields")
+    for path in RESOLVES:
+        answers = dict.fromkeys((200, 400, 422, 502, 503), "Outcome")
+        yield RouteDoc(
+            "post", path, "uncertain workers have been verified", answers, (), "Acknowledgement"
+        )
+
+
+def _admin(route: AdminRoute, method: str) -> RouteDoc:
+    answers: dict[int, str] = {200: "Outcome", **OPERATION}
+    if route.path == FROM_TENSOR:
+        answers = {501: "Outcome"}
+    elif route.path == "/flush_cache":
+        answers = {200: "Flushed", 400: "Outcome", 404: "Outcome", 502: "Flushed"}
+    elif route.path == "/get_weights_by_name":
+        answers = {**answers, 200: "Anything", 409: "Outcome"}
+    elif route.path == "/model_info":
+        answers[409] = "Outcome"
+    elif route.path == INIT:
+        answers[422] = "Outcome"
+    takes = "Fields" if method == "POST" and route.path not in ("/flush_cache", FROM_TENSOR) else ""
+    takes = "Received" if route.path == FROM_DISTRIBUTED else takes
+    return RouteDoc(
+        method.lower(), route.path, f"{route.name.replace('_', ' ')} on all workers", answers, (),
+        takes, () if route.path == FROM_TENSOR else (SELECTOR,),
+    )  # fmt: skip
+
+
+def _rl() -> Iterator[RouteDoc]:
+    yield RouteDoc("get", "/v1/rl/workers", "all workers, in smg's words", {200: "RlWorkers"})
+    yield RouteDoc("get", RL_WORKER, "one worker, in smg's words", {200: "RlWorker"}, (404,))
+    wanted = SELECTOR._replace(required=True)
+    for method in ("get", "post", "put", "patch", "delete"):
+        takes = "Anything" if method != "get" else ""
+        answers = {200: "RlResults", 207: "RlResults"}
+        path = "/v1/rl/engine/{path}"
+        says = "any path of the engines, on those that the selector means"
+        yield RouteDoc(method, path, says, answers, RL_ERRORS, takes, (wanted,))
+        says = "any path of one worker's engine; the status of a failure is the worker's"
+        path = f"{RL_WORKER}/engine/{{path}}"
+        yield RouteDoc(method, path, says, {200: "RlResult"}, RL_ERRORS, takes)
+
+
+TABLE: Final[tuple[RouteDoc, ...]] = (*_fleet(), *_program(), *_others(), *_weights(), *_rl())

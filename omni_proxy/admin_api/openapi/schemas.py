@@ -1,0 +1,285 @@
+"""The JSON Schemas of what the front reads and answers, by the names that the description uses.
+
+Invariant: a schema names what is always there; more keys may always come, and clients must bear it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from omni_proxy.admin_api.worker_requests import SMG_PATCH, SMG_PREFIXES, SMG_SPEC
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.fleet.health import Health
+
+Schema = dict[str, object]
+
+ANY: Final[Schema] = {}
+TEXT: Final[Schema] = {"type": "string"}
+FLAG: Final[Schema] = {"type": "boolean"}
+COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+NUMBER: Final[Schema] = {"type": "number"}
+OBJECT: Final[Schema] = {"type": "object"}
+TEXT_OR_NULL: Final[Schema] = {"type": ["string", "null"]}
+COUNT_OR_NULL: Final[Schema] = {"type": ["integer", "null"]}
+OBJECT_OR_NULL: Final[Schema] = {"type": ["object", "null"]}
+TIME: Final[Schema] = {"type": "string", "format": "date-time"}
+COUNTS: Final[Schema] = {"type": "object", "additionalProperties": COUNT}
+CAPABILITY: Final[Schema] = {"type": "string", "enum": list(CAPABILITIES)}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def listed(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def shape(optional: Iterable[str] = (), /, **properties: Schema) -> Schema:
+    """An object that has all of `properties` but those that are optional."""
+    left_out = frozenset(optional)
+    required = [name for name in properties if name not in left_out]
+    made: Schema = {"type": "object", "properties": properties}
+    return {**made, "required": required} if required else made
+
+
+def body(least: int = 0, /, **properties: Schema) -> Schema:
+    """An object of a request: every key may be left out, and no other is taken."""
+    made = {**shape(properties, **properties), "additionalProperties": False}
+    return {**made, "minProperties": least} if least else made
+
+
+def _worker() -> Schema:
+    texts = ("worker_id", "id", "display_id", "url", "worker_type", "connection_mode", "origin")
+    flags = ("disabled", "routable", "trial", "is_healthy")
+    counts = (
+        "active_requests", "consecutive_failures", "consecutive_successes", "routed_requests",
+        "successful_requests", "failed_requests", "weight", "max_inflight", "in_flight",
+        "peak_in_flight", "weight_epoch", "load", "priority",
+    )  # fmt: skip
+    by_class = (f"{what}_requests_by_class" for what in ("routed", "successful", "failed"))
+    return shape(
+        ("job_status",),
+        **dict.fromkeys(texts, TEXT),
+        **dict.fromkeys(flags, FLAG),
+        **dict.fromkeys(counts, COUNT),
+        **dict.fromkeys(by_class, COUNTS),
+        **dict.fromkeys(("model", "model_id", "last_error", "weight_version", "why"), TEXT_OR_NULL),
+        capabilities=listed(CAPABILITY),
+        health_state={"type": "string", "enum": [state.value for state in Health]},
+        status={"type": "string", "enum": ["pending", "ready", "not_ready", "failed"]},
+        last_status_code=COUNT_OR_NULL,
+        last_checked_at={"type": ["string", "null"], "format": "date-time"},
+        since=TIME,
+        registered_at=TIME,
+        held_by=listed(TEXT),
+        health=ANY,
+        draining=OBJECT_OR_NULL,
+        paused=OBJECT_OR_NULL,
+        cost=NUMBER,
+        labels=OBJECT,
+        job_status=shape(
+            **dict.fromkeys(("job_type", "worker_url", "status", "message"), TEXT), timestamp=TIME
+        ),
+    )
+
+
+COUNTED: Final = dict.fromkeys(
+    (
+        "healthy_workers", "dead_workers", "disabled_workers", "routable_workers",
+        "unhealthy_workers", "unknown_workers", "total_workers",
+    ),
+    COUNT,
+)  # fmt: skip
+
+
+def _pool() -> Schema:
+    made = shape(
+        ("reason", "workers", "admission", "voice_routing"),
+        status=TEXT,
+        reason=TEXT,
+        **COUNTED,
+        workers=listed(ref("Worker")),
+        admission=OBJECT,
+        voice_routing=OBJECT,
+    )
+    return {**made, "description": "With a key set, who does not present it sees no worker."}
+
+
+def _error() -> Schema:
+    code: Schema = {"type": ["string", "integer"]}
+    return shape(
+        ("detail", "code", "details", "success", "message", "status"),
+        error=shape(("reason",), message=TEXT, type=TEXT, code=code, reason=TEXT),
+        detail=ANY,
+        code=TEXT,
+        details=OBJECT,
+        success=FLAG,
+        message=TEXT,
+        status=TEXT,
+    )
+
+
+_HTTP: Final[Schema] = {"type": "string", "enum": ["http", "HTTP"]}
+_REMARKS: Final[dict[str, Schema]] = {
+    **dict.fromkeys(sorted(SMG_PATCH), ANY),
+    "priority": COUNT,
+    "cost": {"type": "number", "minimum": 0},
+    "labels": OBJECT,
+}
+_SPEC: Final[dict[str, Schema]] = {
+    **dict.fromkeys(sorted(SMG_SPEC), ANY),
+    **_REMARKS,
+    "model": TEXT_OR_NULL,
+    "model_id": TEXT_OR_NULL,
+    "models": listed(OBJECT),
+    "capabilities": {**listed(CAPABILITY), "minItems": 1},
+    "worker_type": {"const": "regular"},
+    "connection_mode": _HTTP,
+    "url": TEXT,
+}
+_SOME: Final[Schema] = {"type": "array", "minItems": 1}
+_BEGINNINGS: Final = {"patternProperties": {f"^({'|'.join(SMG_PREFIXES)})": ANY}}
+_PART: Final = shape(
+    ("status_code", "body", "error", "reason", "standing"),
+    worker=TEXT,
+    success=FLAG,
+    status_code=COUNT,
+    body=ANY,
+    error=TEXT,
+    reason=ANY,
+    seconds=NUMBER,
+    standing=TEXT,
+)
+_RESULT: Final = shape(
+    worker_id=TEXT, url=TEXT, status=COUNT_OR_NULL, latency_ms={"type": ["number", "null"]},
+    body=ANY,
+)  # fmt: skip
+_RL_WORKER: Final = shape(
+    **dict.fromkeys(
+        (
+            "id", "url", "base_url", "worker_type", "connection_mode", "control_url", "role",
+            "health",
+        ),
+        TEXT,
+    ),
+    **dict.fromkeys(("engine", "engine_version", "model_id", "weight_version"), TEXT_OR_NULL),
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size"), COUNT_OR_NULL),
+    labels=OBJECT,
+    capabilities=OBJECT,
+)  # fmt: skip
+_OUTCOME: Final = shape(
+    ("path", "worker_count", "results", "error"),
+    success=FLAG,
+    message=TEXT,
+    status=TEXT,
+    path=TEXT,
+    worker_count=COUNT,
+    results=listed(_PART),
+    error={"type": "object", "properties": {"message": TEXT}, "required": ["message"]},
+)
+
+SCHEMAS: Final[dict[str, Schema]] = {
+    "Error": _error(),
+    "Worker": _worker(),
+    "Pool": _pool(),
+    "Alive": shape(status={"const": "alive"}),
+    "Status": shape(
+        version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
+        revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
+        state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
+        watchdog=OBJECT, door=OBJECT, fleet=shape(**COUNTED), launch=listed(OBJECT),
+    ),
+    "Workers": {
+        "allOf": [
+            ref("Pool"),
+            shape(
+                workers=listed(ref("Worker")),
+                total=COUNT,
+                stats=shape(prefill_count=COUNT, decode_count=COUNT, regular_count=COUNT),
+            ),
+        ]
+    },
+    "NewWorker": {**body(**_SPEC, worker_url=TEXT), **_BEGINNINGS},
+    "Switches": {
+        **body(1, **_SPEC, disabled=FLAG, is_dead=FLAG),
+        **_BEGINNINGS,
+        "description": "A `url` must be the worker's own.",
+    },
+    "Remarks": body(1, **_REMARKS),
+    "Changed": shape(status=TEXT, worker=ref("Worker")),
+    "Accepted": shape(
+        ("ignored",), status={"const": "accepted"}, worker_id=TEXT, url=TEXT, location=TEXT,
+        message=TEXT, ignored=listed(TEXT),
+    ),
+    "Deleted": shape(
+        ("drained", "process"),
+        status={"const": "ok"},
+        worker_id=TEXT,
+        drained=FLAG,
+        process={"const": "stops"},
+    ),
+    "Deadline": shape(
+        ("timeout_secs",), timeout_secs={"type": "number", "minimum": 0, "maximum": 1_000_000_000}
+    ),
+    "Received": {
+        **shape(**dict.fromkeys(("names", "dtypes", "shapes"), _SOME)),
+        "description": "Lists of the same length; every key goes to the workers as it is.",
+    },
+    "Urls": shape(urls=listed(TEXT)),
+    "Models": shape(object={"const": "list"}, data=listed(OBJECT)),
+    "Generated": shape(status={"const": "ok"}, worker=TEXT),
+    "Loads": shape(
+        timestamp=TIME, version=TEXT, dp_rank_count=COUNT, loads=listed(OBJECT), aggregate=OBJECT,
+        workers=listed(shape(worker=TEXT, load={"type": "integer", "minimum": -1})),
+    ),
+    "Flushed": shape(
+        ("success",), status={"type": "string", "enum": ["success", "partial", "failed"]},
+        message=TEXT, workers_flushed=COUNT, total_http_workers=COUNT, total_grpc_workers=COUNT,
+        total_zmq_workers_skipped=COUNT, total_workers=COUNT,
+        failed={"type": "object", "additionalProperties": TEXT}, success=FLAG,
+    ),
+    "Explained": shape(
+        ("refusal",),
+        need=shape(model=TEXT_OR_NULL, stream=FLAG, capabilities=listed(CAPABILITY),
+                   weights=TEXT_OR_NULL),
+        policy=TEXT,
+        workers=listed(
+            shape(worker_id=TEXT, url=TEXT, eligible=FLAG, reasons=listed(TEXT), in_flight=COUNT,
+                  health_state=TEXT, weight_version=TEXT_OR_NULL, weight_epoch=COUNT)
+        ),
+        pick=OBJECT_OR_NULL,
+        refusal=shape(status=COUNT, message=TEXT, code=TEXT),
+    ),
+    "Configuration": shape(
+        ("error",), revision=COUNT, config=OBJECT, last_reload=OBJECT, error=ANY
+    ),
+    "Reloaded": shape(outcome=TEXT, revision=COUNT, diff=OBJECT),
+    "Snapshot": shape(
+        history=listed(OBJECT), at=TIME, version=TEXT, ready=FLAG, leaving=FLAG, revision=COUNT,
+        admission=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
+        recent_ends=listed(OBJECT), last_reload=OBJECT, supervisors=listed(OBJECT),
+        watchdog=OBJECT, weights=OBJECT,
+    ),
+    "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals too; an error tells why."},
+    "Weights": shape(
+        operation=OBJECT_OR_NULL, store=OBJECT, waiting=listed(OBJECT), weight_epoch=COUNT,
+        weight_version=TEXT_OR_NULL, workers=listed(OBJECT), uncertain=OBJECT, journal=OBJECT,
+        history=listed(OBJECT),
+    ),
+    "Versions": shape(
+        store=TEXT_OR_NULL, versions=listed(OBJECT), current={"type": ["integer", "null"]},
+        error=TEXT_OR_NULL, caught_up=COUNT, not_caught_up=COUNT,
+    ),
+    "Acknowledgement": shape(acknowledge={"const": True}),
+    "RlWorker": _RL_WORKER,
+    "RlWorkers": shape(protocol_version=COUNT, workers=listed(ref("RlWorker"))),
+    "RlResult": _RESULT,
+    "RlResults": shape(
+        results={"type": "object", "additionalProperties": _RESULT}, failed=listed(OBJECT),
+        total=COUNT, succeeded=COUNT,
+    ),
+    "Anything": ANY,
+    "Fields": OBJECT,
+}  # fmt: skip

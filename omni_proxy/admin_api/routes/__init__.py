@@ -1,0 +1,1 @@
+"""The HTTP routes of the admin API, one file for each group."""

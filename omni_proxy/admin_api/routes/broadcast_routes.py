@@ -1,0 +1,164 @@
+"""The admin routes: one call here, and every worker that is not dead gets it (omni-router.md 11).
+
+Invariant: nothing is sent before the whole request has been judged; what is sent are the caller's
+own bytes. Whatever is answered here, a missing key too, has `success`, `message` and
+`status` at its top.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.responses import bad, body_bytes, reply
+from omni_proxy.admin_api.routes.models_routes import passed_on
+from omni_proxy.admin_api.selector_resolution import SelectorResolver
+from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops import weights_by_name
+from omni_proxy.admin_ops.results import AdminResponse
+from omni_proxy.admin_ops.routes import (
+    FROM_DISTRIBUTED,
+    FROM_TENSOR,
+    ROUTES,
+    TOPPED,
+    AdminRoute,
+)
+from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.wire.proxy_protocol import FIELD, host_of
+
+PEER = FIELD.decode()
+NO_TENSORS = {
+    "error": {
+        "message": "This weight update path is not yet implemented. Use /update_weights_from_disk "
+        "for the disk-based update path.",
+        "code": "not_implemented",
+    }
+}
+ELSEWHERE = ("/flush_cache",)  # served in its own dialect, see engines.py
+NO_OBJECT = "request body must be a JSON object"
+LISTS = ("names", "dtypes", "shapes")
+LARGE_BYTES = 256 * 1024  # a body that takes longer to read than a task may
+View = Callable[[], Awaitable[Response]]
+
+
+class AdminRoutes:
+    def __init__(self, rooms: Services, chosen: SelectorResolver) -> None:
+        self._rooms = rooms
+        self._chosen = chosen
+
+    def mount(self, app: Quart) -> None:
+        app.after_request(self.with_top_keys)
+        for route in ROUTES:
+            if route.path not in ELSEWHERE:
+                view = self._view(route)
+                app.add_url_rule(route.path, route.name, view, methods=list(route.methods))
+
+    async def with_top_keys(self, response: Response) -> Response:
+        """Refusals that came from elsewhere get our top keys here, whoever made them."""
+        if response.status_code < 400 or request.path not in TOPPED:
+            return response
+        told = json.loads(await response.get_data())
+        error = told.get("error", {})
+        if "success" not in told:
+            message = error.get("message") or str(told.get("detail"))
+            top = {"success": False, "message": message, "status": "error"}
+            response.set_data(msgspec.json.encode({**top, **told}))
+        return response
+
+    def _view(self, route: AdminRoute) -> View:
+        async def operate() -> Response:
+            if route.path == FROM_TENSOR:
+                return reply(NO_TENSORS, 501)
+            answer = await self._rooms.desk.submit(await self.call(route))
+            if route.path == weights_by_name.PATH:
+                return reply(*weights_by_name.merge(answer), dict(answer.headers))
+            return shown(answer)
+
+        return operate
+
+    async def call(self, route: AdminRoute) -> AdminCall:
+        """The request as an operation. Raises Refusal 400."""
+        body = await body_bytes() if request.method == "POST" else b""
+        await refuse_no_object(route, body)
+        return AdminCall(
+            route,
+            request.method,
+            target_of(route.path),
+            body,
+            worker_headers(body),
+            await self._chosen.urls(request.args.get("selector")),
+            caller(),
+        )
+
+
+def shown(answer: AdminResponse) -> Response:
+    return reply(answer.body, answer.status, dict(answer.headers))
+
+
+async def refuse_no_object(route: AdminRoute, body: bytes) -> None:
+    """A trainer's slip must not cost a fleet its routing. Raises Refusal 400."""
+    if len(body) < LARGE_BYTES:
+        _refuse_no_object(route, body)
+    else:
+        await trio.to_thread.run_sync(_refuse_no_object, route, body)
+
+
+def _refuse_no_object(route: AdminRoute, body: bytes) -> None:
+    try:
+        # Slower, but it takes what trainers write that is no strict JSON (NaN).
+        value = json.loads(body or b"{}") if len(body) < LARGE_BYTES else _lists_of(body)
+    except msgspec.ValidationError:
+        raise bad(NO_OBJECT, "invalid_json") from None
+    except (ValueError, RecursionError):
+        raise bad("invalid JSON body", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad(NO_OBJECT, "invalid_json")
+    if route.path == FROM_DISTRIBUTED:
+        refuse_lengths(value)
+
+
+def _lists_of(body: bytes) -> dict[str, object]:
+    """No more of a large one than is asked for; its other parts are passed over."""
+    found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    lists = {name: found[name] for name in LISTS if name in found}
+    return {name: _pieces(piece) for name, piece in lists.items()}
+
+
+def _pieces(piece: msgspec.Raw) -> object:
+    try:
+        return msgspec.json.decode(piece, type=list[msgspec.Raw])
+    except msgspec.ValidationError:
+        return None
+
+
+def refuse_lengths(value: dict[str, object]) -> None:
+    """Raises Refusal 400."""
+    lists = [value.get(name) for name in LISTS]
+    lengths = {len(each) if isinstance(each, list) else -1 for each in lists}
+    if len(lengths) > 1 or lengths & {-1, 0}:
+        raise bad("names, dtypes and shapes must be lists of the same length, and not empty")
+
+
+def target_of(path: str) -> str:
+    """With the query as it was written, less what is said to us."""
+    query = request.query_string.decode("ascii", "ignore")
+    kept = [part for part in query.split("&") if part and part.partition("=")[0] != "selector"]
+    return f"{path}?{'&'.join(kept)}" if kept else path
+
+
+def worker_headers(body: bytes) -> dict[str, str]:
+    headers = passed_on(request.headers)
+    if body:
+        headers["content-type"] = request.headers.get("Content-Type", "application/json")
+    return headers
+
+
+def caller() -> str:
+    """How to name who asks: what it calls itself, and its address."""
+    told = request.headers.get("User-Agent", "")[:120]
+    places = request.headers.getlist(PEER)
+    return f"{told} from {host_of(places[-1])}".strip() if places else told

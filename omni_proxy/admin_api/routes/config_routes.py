@@ -1,0 +1,47 @@
+"""What runs, and the request to read FILE again."""
+
+from __future__ import annotations
+
+from quart import Quart, Response
+
+from omni_proxy.admin_api.responses import etag, if_match, refuse_mismatch, reply
+from omni_proxy.config.diff import redacted
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.wire.errors import HttpError
+
+
+class ConfigRoutes:
+    def __init__(self, keeper: ConfigStore) -> None:
+        self._keeper = keeper
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/config", "config", self.show)
+        app.add_url_rule("/reload", "reload", self.reload, methods=["POST"])
+
+    async def show(self) -> Response:
+        keeper = self._keeper
+        told = {
+            "revision": keeper.revision,
+            "config": redacted(keeper.config),
+            "last_reload": keeper.last_reload,
+        }
+        return reply(told, headers=etag(keeper.revision))
+
+    async def reload(self) -> Response:
+        reloaded = await self._keeper.reload("http", if_match())
+        refuse_mismatch(reloaded)
+        if reloaded.error is not None:
+            raise HttpError(
+                422,
+                str(reloaded.error),
+                "config_refused",
+                outcome=reloaded.outcome,
+                revision=reloaded.revision,
+                refused=reloaded.error.as_dict(),
+            ).with_headers(*etag(reloaded.revision).items())
+        told = {
+            "outcome": reloaded.outcome,
+            "revision": reloaded.revision,
+            "diff": reloaded.diff,
+        }
+        return reply(told, headers=etag(reloaded.revision))

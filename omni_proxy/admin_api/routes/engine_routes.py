@@ -1,0 +1,172 @@
+"""What the engines behind us say of themselves, asked of all of them and put into one answer.
+
+sglang's and smg's routes: loads, server and model info, cache flush, a health check that generates,
+metrics (routers.md 1.6, 1.7). Invariant: one worker's silence costs its own part, never the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.responses import reply
+from omni_proxy.admin_api.selector_resolution import SelectorResolver
+from omni_proxy.admin_api.serializers.engine_metrics import CONTENT_TYPE, merge_metrics
+from omni_proxy.admin_api.serializers.load_report import loads_answer
+from omni_proxy.admin_api.serializers.server_info import merge_server_info
+from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.broadcast import AT_ONCE, CallResult, ask, broadcast
+from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.engine_calls import ABSENT, flush_cache, generate_token
+from omni_proxy.wire.errors import HttpError
+
+GENERATE_SECS = 20.0  # a health check that generates waits behind what is generated already
+METRICS_BYTES = 8 * 1024 * 1024
+INFO_SECS = 15.0  # what tells facts may be slower than a probe
+
+
+class EngineRoutes:
+    def __init__(self, rooms: Services, chosen: SelectorResolver) -> None:
+        self._rooms = rooms
+        self._chosen = chosen
+
+    def mount(self, app: Quart) -> None:
+        rule = app.add_url_rule
+        rule("/health_generate", "health_generate", self.health_generate)
+        rule("/get_model_info", "get_model_info", self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            rule(path, path[1:], self.server_info)
+        for path in ("/get_loads", "/v1/loads"):
+            rule(path, path[1:].replace("/", "_"), self.loads)
+        rule("/flush_cache", "flush_cache", self.flush_cache, methods=["GET", "POST"])
+        rule("/engine_metrics", "engine_metrics", self.metrics)
+
+    async def health_generate(self) -> Response:
+        """Some routable worker really generates a token; the least loaded is asked first."""
+        reasons = {}
+        for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
+            found = await generate_token(worker, _credentials(), GENERATE_SECS)
+            if found.ok:
+                return reply({"status": "ok", "worker": worker.url})
+            reasons[worker.url] = found.why
+        message = "no worker generated: " + ", ".join(f"{u}: {why}" for u, why in reasons.items())
+        raise HttpError(503, message, "generation_failed")
+
+    async def model_info(self) -> Response:
+        """The first routable worker's own words: replicas of one model agree."""
+        reasons = {}
+        for worker in self._routable():
+            found = await self._first_of(worker, ("/get_model_info", "/model_info"))
+            told = found.parsed() if found.ok else None
+            if isinstance(told, dict):  # written anew: a number that is none is spelled as null
+                return reply(told)
+            reasons[worker.url] = "no JSON object" if found.ok else found.why
+        raise _nothing("model_info", reasons)
+
+    async def server_info(self) -> Response:
+        mode = self._rooms.keeper.config.weight_sync.mode
+        # A trainer's group has the ranks of everybody who lives, routable or not.
+        workers = self._routable() if mode == "off" else self._alive()
+        found = await broadcast(workers, self._get("/server_info"))
+        old = [outcome.worker for outcome in found if outcome.status in ABSENT]
+        again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
+        found = [again.get(outcome.worker, outcome) for outcome in found]
+        holding = self._rooms.desk.holding
+        merged = await merge_server_info(found, holding.shelf.has_path)
+        if merged is None:
+            raise _nothing("server_info", {o.worker.url: o.why for o in found})
+        merged["tp_size"] = holding.ranks_behind(merged["tp_size"])
+        return reply(merged)
+
+    async def loads(self) -> Response:
+        found = await broadcast(self._alive(), self._get("/v1/loads"))
+        return reply(await loads_answer(found))
+
+    async def flush_cache(self) -> Response:
+        """200 when all that are meant flushed, 502 when one did not; what they had is forgotten."""
+        urls = await self._chosen.urls(request.args.get("selector"))
+        alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
+        if urls is not None and not alive:
+            raise HttpError(404, "the selector matches no live worker", "no_workers_match")
+        found = await self._flushed(alive)
+        flushed = [outcome for outcome in found if outcome.ok]
+        for outcome in flushed:
+            self._rooms.fleet.forgotten(outcome.worker)
+        all_did = len(flushed) == len(found)
+        answer = {
+            "status": "success" if all_did else "partial" if flushed else "failed",
+            "message": f"{len(flushed)} of {len(found)} workers flushed their cache",
+            "workers_flushed": len(flushed),
+            "total_http_workers": len(found),
+            "total_grpc_workers": 0,
+            "total_zmq_workers_skipped": 0,
+            "total_workers": len(self._rooms.fleet.workers),
+            "failed": {o.worker.url: o.why for o in found if not o.ok},
+        }
+        return reply(answer, 200 if all_did else 502)
+
+    async def _flushed(self, workers: Sequence[Worker]) -> list[CallResult]:
+        """The outcome of each, in their order."""
+        headers = _credentials()
+        found: dict[Worker, CallResult] = {}
+
+        async def one(worker: Worker) -> None:
+            async with room:
+                found[worker] = await flush_cache(worker, headers, self._secs)
+
+        room = trio.CapacityLimiter(AT_ONCE)
+        async with trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(one, worker)
+        return [found[worker] for worker in workers]
+
+    async def metrics(self) -> Response:
+        workers = self._alive()
+        call = Call("GET", "/metrics", timeout_secs=self._secs, max_bytes=METRICS_BYTES)
+        merged = await merge_metrics(await broadcast(workers, call))
+        return Response(merged, 200, content_type=CONTENT_TYPE)
+
+    @property
+    def _secs(self) -> float:
+        """An engine may take seconds over its first answer, long after its probes are quick."""
+        return max(INFO_SECS, self._rooms.keeper.config.health.timeout_secs)
+
+    def _routable(self) -> list[Worker]:
+        """Raises HttpError 503 when there is none."""
+        workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
+        if not workers:
+            raise HttpError(503, "no routable upstream", "no_routable_worker")
+        return workers
+
+    def _alive(self) -> list[Worker]:
+        return [w for w in self._rooms.fleet.workers if w.machine.state is not Health.DEAD]
+
+    def _get(self, target: str) -> Call:
+        return Call("GET", target, timeout_secs=self._secs, headers=_credentials())
+
+    async def _first_of(self, worker: Worker, targets: Sequence[str]) -> CallResult:
+        """The first of these routes that the worker has."""
+        found = None
+        for target in targets:
+            call = Call("GET", target, timeout_secs=self._secs, headers=_credentials())
+            found = await ask(worker, call)
+            if found.status not in ABSENT:
+                break
+        assert found is not None
+        return found
+
+
+def _credentials() -> dict[str, str]:
+    """Who asks us may be asked for a key by the worker too; the worker's own key wins."""
+    said = request.headers.get("Authorization")
+    return {"authorization": said} if said else {}
+
+
+def _nothing(what: str, reasons: Mapping[str, str]) -> HttpError:
+    return HttpError(
+        502, f"no worker told its {what}", f"{what}_unavailable", details=dict(reasons)
+    )

@@ -1,0 +1,93 @@
+"""POST /explain: where a model request would go and why, with nothing sent.
+
+Invariant: a large JSON body is walked over in slices, as the door does it, so that it keeps nobody
+else waiting.
+"""
+
+from __future__ import annotations
+
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.responses import bad, body_bytes, reply
+from omni_proxy.admin_api.services import Services
+from omni_proxy.routing.affinity_key import routing_key
+from omni_proxy.routing.explain import explain
+from omni_proxy.routing.inspect.json_walk import walk_top
+from omni_proxy.routing.inspect.large_json import AT_ONCE_BYTES, Top
+from omni_proxy.routing.inspect.large_json import settle as settle_large
+from omni_proxy.routing.inspect.requirements import (
+    RequestFacts,
+    Requirements,
+    by_top,
+    inspect,
+    is_json,
+)
+from omni_proxy.routing.routes import Route, WrongMethod, match
+from omni_proxy.routing.voices import bind_to_owner
+from omni_proxy.wire.request import HINTS
+
+DEFAULT_PATH = "/v1/chat/completions"
+
+
+class ExplainRoutes:
+    def __init__(self, rooms: Services) -> None:
+        self._rooms = rooms
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/explain", "explain", self.show, methods=["POST"])
+
+    async def show(self) -> Response:
+        path = request.args.get("path", DEFAULT_PATH)
+        try:
+            route = match("POST", path)
+        except WrongMethod:
+            route = None
+        if route is None:
+            raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
+        need = await _need_of(route, await body_bytes(), _facts())
+        if need.large:
+            settle_large(self._rooms.fleet, need)
+        door = self._rooms.door
+        bind_to_owner(door.voices, route.traffic, need)
+        if door.policy.wants_key:
+            need.key = routing_key(_lines())
+        return reply(explain(self._rooms.fleet, need, door.policy, door.voices.owner))
+
+
+async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Requirements:
+    """Raises Refusal 400, as for a request of this body."""
+    if len(body) > AT_ONCE_BYTES and is_json(route, facts):
+        return by_top(route, await top_of(body), facts)
+    return inspect(route, body, facts)
+
+
+async def top_of(body: bytes) -> Top:
+    """Other tasks have a turn between two slices. Raises Refusal 400."""
+    walk = walk_top(body)
+    while True:
+        try:
+            next(walk)
+        except StopIteration as found:
+            top: Top = found.value
+            return top
+        await trio.lowlevel.checkpoint()
+
+
+def _lines() -> bytes:
+    """The request's fields as the door has them of a model request."""
+    fields = (f"{name}: {value}\r\n" for name, value in request.headers)
+    return "".join(fields).encode("latin-1", "replace")
+
+
+def _facts() -> RequestFacts:
+    """A body of unknown type is read as JSON, for that is what people will paste here."""
+    content_type = request.headers.get("Content-Type", "application/json")
+    if content_type == "application/x-www-form-urlencoded":  # what curl -d says of any body
+        content_type = "application/json"
+    hints = {
+        HINTS[field]: value.encode("latin-1", "replace")
+        for name, value in request.headers
+        if (field := name.lower().encode("latin-1", "replace")) in HINTS
+    }
+    return RequestFacts(content_type.encode("latin-1", "replace"), hints)

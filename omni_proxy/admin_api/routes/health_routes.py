@@ -1,0 +1,107 @@
+"""The pool's own state: alive, ready, healthy, and the status page of the program.
+
+Invariant: no route here waits for a worker. With a key set, whoever does not present it sees the
+counts of /ready and /health, and no worker's address.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from quart import Quart, Response
+
+from omni_proxy import __version__
+from omni_proxy.admin_api.access.auth import KeyCheck
+from omni_proxy.admin_api.responses import reply
+from omni_proxy.admin_api.serializers.readiness import in_words, is_opening, unready
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
+
+PRIVATE = ("workers", "voice_routing")
+
+
+def _well(worker: Worker) -> bool:
+    healthy = worker.machine.state is Health.HEALTHY
+    return healthy and not worker.disabled and worker.holds <= WEIGHT_HOLDS
+
+
+class PoolRoutes:
+    def __init__(self, rooms: Services, keys: KeyCheck, records: WorkerRecords) -> None:
+        self._rooms = rooms
+        self._keys = keys
+        self._records = records
+
+    def mount(self, app: Quart) -> None:
+        for view in (self.live, self.ready, self.health, self.status):
+            app.add_url_rule(f"/{view.__name__}", view.__name__, view)
+        # The words of other routers for the same two questions.
+        app.add_url_rule("/liveness", "liveness", self.live)
+        app.add_url_rule("/readiness", "readiness", self.ready)
+
+    async def live(self) -> Response:
+        return reply({"status": "alive"})
+
+    async def ready(self) -> Response:
+        reason = unready(self._rooms)
+        summary = self._records.pool("not_ready" if reason else "ready")
+        if reason:
+            summary["reason"] = reason
+            summary["message"] = in_words(self._rooms, reason)
+        return self._summary(summary, 503 if reason else 200)
+
+    async def health(self) -> Response:
+        fleet = self._rooms.fleet
+        well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._rooms)
+        # A router that engines are yet to register with is well: its fixtures wait for that.
+        well |= self._rooms.dialect == "sglang" and not fleet.had_workers
+        summary = self._records.pool("healthy" if well else "unhealthy")
+        summary["admission"] = self._rooms.door.admission()
+        summary["voice_routing"] = self._voice_routing()
+        return self._summary(summary, 200 if well else 503)
+
+    def _voice_routing(self) -> dict[str, object]:
+        voices = self._rooms.door.voices
+        owner = self._rooms.fleet.find(voices.owner)
+        return {
+            "owner_worker_id": owner.id if owner else None,
+            "owner_url": voices.owner or None,
+            "owner_routable": owner.routable if owner else False,
+            "registry_state": voices.state,
+            "uploaded_voice_count": len(voices.names or ()),
+            "last_refresh_error": voices.refresh_error or None,
+        }
+
+    async def status(self) -> Response:
+        rooms = self._rooms
+        keeper = rooms.keeper
+        reason = unready(rooms)
+        return reply(
+            {
+                "version": __version__,
+                "pid": os.getpid(),
+                "started_at": rooms.started_at.isoformat(),
+                "uptime_secs": round(time.monotonic() - rooms.started, 3),
+                "listeners": rooms.door.addresses(),
+                "revision": keeper.revision,
+                "config_file": str(keeper.file) if keeper.file else None,
+                "state_file": str(keeper.state_file) if keeper.state_file else None,
+                "state_error": keeper.state_error or None,
+                "last_reload": keeper.last_reload,
+                "ready": not reason,
+                "reason": reason or None,
+                "paused": {u: pause.told() for u, pause in rooms.desk.book.pauses().items()},
+                "supervisors": rooms.supervisors(),
+                "watchdog": rooms.door.watchdog(),
+                "door": rooms.door.status(),
+                "fleet": rooms.fleet.counts(),
+                "launch": rooms.launcher.status() if rooms.launcher else [],
+            }
+        )
+
+    def _summary(self, summary: dict[str, object], status: int) -> Response:
+        if not self._keys.presented():
+            summary = {name: told for name, told in summary.items() if name not in PRIVATE}
+        return reply(summary, status)

@@ -1,0 +1,110 @@
+"""`GET /metrics`: the program's own metrics, as Prometheus reads them.
+
+Invariant: the text is made in slices, between which the door has its turn; those that ask while one
+is made share the next. A scraper that does not read holds that text, and one of a
+bounded number of places, for `SEND_SECS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import trio
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from quart import Quart, Response
+
+from omni_proxy.admin_api.routes.feed_routes import Body, Places
+from omni_proxy.admin_api.serializers.engine_metrics import CONTENT_TYPE
+from omni_proxy.admin_api.serializers.process_metrics import of_program
+from omni_proxy.admin_api.services import Services
+from omni_proxy.telemetry.prometheus import of_fleet, of_meters
+
+SCRAPES: Final = 16
+SEND_SECS: Final = 30.0
+WORKERS_AT_ONCE: Final = 50
+SLICE: Final = 200  # samples: about a millisecond
+
+
+class _Part(Collector):
+    def __init__(self, family: Metric, samples: slice) -> None:
+        self._part = Metric(family.name, family.documentation, family.type)
+        self._part.samples = family.samples[samples]
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._part
+
+
+def written(families: Iterable[Metric]) -> Iterator[bytes]:
+    """Their text, slice by slice. A family may come in parts, one right after the other."""
+    begun = ""
+    for family in families:
+        for begin in range(0, max(len(family.samples), 1), SLICE):
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(_Part(family, slice(begin, begin + SLICE)))
+            text = generate_latest(registry)
+            if family.name == begun:  # HELP and TYPE have been said
+                text = text.split(b"\n", 2)[2]
+            begun = family.name
+            yield text
+
+
+class _Text(Body):
+    def __init__(self, places: Places, text: bytes) -> None:
+        super().__init__(places)
+        self._left = [text]
+
+    async def __anext__(self) -> bytes:
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
+
+
+class MetricsRoutes:
+    def __init__(self, rooms: Services) -> None:
+        self._rooms = rooms
+        self._places = Places(SCRAPES, "too_many_scrapes")
+        self._making = trio.Lock()
+        self._text = b""
+        self._begun_at = float("-inf")
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/metrics", "metrics", self.show)
+
+    async def show(self) -> Response:
+        self._places.refuse_past_bound()
+        text = await self._exposition()
+        response = Response(b"", content_type=CONTENT_TYPE)
+        response.headers["Content-Length"] = str(len(text))
+        response.response = _Text(self._places, text)
+        response.timeout = SEND_SECS
+        return response
+
+    async def _exposition(self) -> bytes:
+        """One that was begun after it was asked for."""
+        asked_at = trio.current_time()
+        async with self._making:
+            if self._begun_at < asked_at:
+                self._begun_at = trio.current_time()
+                text = bytearray()
+                await self._gather()
+                for part in written(self._families()):
+                    text += part
+                    await trio.lowlevel.checkpoint()
+                self._text = bytes(text)
+            return self._text
+
+    async def _gather(self) -> None:
+        """Ahead of the meters' reading, which would do it for all workers in one go."""
+        meters = self._rooms.instruments.meters
+        for number, worker in enumerate(self._rooms.fleet.workers, start=1):
+            meters.gather(worker)
+            if number % WORKERS_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+
+    def _families(self) -> Iterator[Metric]:
+        yield from of_program(self._rooms)
+        yield from of_fleet(self._rooms.fleet)
+        yield from of_meters(self._rooms.instruments.meters)

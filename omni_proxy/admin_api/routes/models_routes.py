@@ -1,0 +1,157 @@
+"""GET /v1/models and one of them: the lists of all routable workers as one (omni-router.md 6).
+
+Invariant: one worker's broken, slow or huge reply costs its own cards and nothing else; asking
+changes no health, no counter and no in-flight count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.responses import reply
+from omni_proxy.admin_api.services import Services
+from omni_proxy.upstream_http.broadcast import CallResult, broadcast
+from omni_proxy.upstream_http.client import Call
+from omni_proxy.wire.bounded_json import TooManyValues, read_json
+from omni_proxy.wire.errors import HttpError
+
+LIST_BYTES = 4 * 1024 * 1024  # of one worker
+LIST_SECS = 5.0  # an engine may take longer over its list than over a probe
+ALL_LISTS_BYTES = 4 * LIST_BYTES  # an answer of that size is written in 40 ms
+MAX_CARDS = 1000  # of one worker
+INVALID = "invalid models payload"
+TOO_MANY = f"more than {MAX_CARDS} models"
+# Written anew for each worker, or ours alone (omni-router.md 10).
+NOT_PASSED_ON = frozenset(
+    (
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
+        "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
+        "content-type", "accept-encoding", "remote-addr", "expect",
+        "x-omni-weight-version", "x-omni-min-weight-epoch", "x-omni-received",
+        # Of a page that was judged here: to a worker any page of ours would be a stranger's.
+        "origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user",
+    )
+)  # fmt: skip
+HINT_PREFIX = "x-sglang-omni-route-"
+
+Cards = list[dict[str, object]]
+
+
+class ModelRoutes:
+    def __init__(self, rooms: Services) -> None:
+        self._rooms = rooms
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/v1/models", "models", self.all)
+        app.add_url_rule("/v1/models/<path:model>", "model", self.one)
+
+    async def all(self) -> Response:
+        merged, answers = await self._merged()
+        if merged:
+            return reply({"object": "list", "data": merged})
+        return _nothing(answers)
+
+    async def one(self, model: str) -> Response:
+        """The card out of the merged list. Raises HttpError 404 for a model that nobody serves."""
+        merged, answers = await self._merged()
+        for card in merged:
+            if card.get("id") == model:
+                return reply(card)
+        if not merged and answers:
+            return _nothing(answers)
+        raise HttpError(404, f"the model {model!r} does not exist", "model_not_found")
+
+    async def _merged(self) -> tuple[Cards, dict[str, str]]:
+        """The cards of all routable workers, and why those told none that did not."""
+        workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
+        if not workers:
+            raise HttpError(503, "no routable upstream", "no_routable_worker")
+        call = Call(
+            "GET",
+            _target(request.query_string),
+            headers=passed_on(request.headers),
+            timeout_secs=max(LIST_SECS, self._rooms.keeper.config.health.timeout_secs),
+            max_bytes=LIST_BYTES,
+        )
+        return await merge(await broadcast(workers, call))
+
+
+async def merge(outcomes: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:
+    """One card per model, and why some workers, by URL, gave none.
+
+    The first worker that has a model is believed. Others have their turn between two workers.
+    """
+    cards: dict[str, dict[str, object]] = {}
+    reasons: dict[str, str] = {}
+    left = ALL_LISTS_BYTES
+    for outcome in outcomes:
+        await trio.lowlevel.checkpoint()
+        left -= len(outcome.body)
+        found = _cards_of(outcome) if left >= 0 else "the other workers' lists are too long"
+        if isinstance(found, str):
+            reasons[outcome.worker.url] = found
+            continue
+        for card in found:
+            cards.setdefault(_key(card), card)
+    return list(cards.values()), reasons
+
+
+def _key(card: Mapping[str, object]) -> str:
+    for name in ("id", "model"):
+        value = card.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return json.dumps(card, sort_keys=True)
+
+
+def _cards_of(outcome: CallResult) -> Cards | str:
+    """The worker's cards, or why there are none."""
+    if outcome.status is None:
+        return outcome.error
+    if outcome.status != 200:
+        return f"status={outcome.status}"
+    return _cards(None if outcome.error else outcome.body)
+
+
+def _cards(body: bytes | None) -> Cards | str:
+    if body is None:
+        return INVALID
+    try:
+        payload = read_json(body)
+    except TooManyValues:
+        return INVALID
+    except ValueError:
+        return "JSONDecodeError"
+    found = payload.get("data") if isinstance(payload, dict) else None
+    if not isinstance(found, list):
+        return INVALID
+    if len(found) > MAX_CARDS:
+        return TOO_MANY
+    return [card for card in found if isinstance(card, dict)]
+
+
+def _target(query: bytes) -> str:
+    return "/v1/models" + (f"?{query.decode('ascii', 'ignore')}" if query else "")
+
+
+def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    lowered = ((name.lower(), value) for name, value in headers)
+    return {
+        name: value
+        for name, value in lowered
+        if name not in NOT_PASSED_ON and not name.startswith(HINT_PREFIX)
+    }
+
+
+def _nothing(details: Mapping[str, str]) -> Response:
+    error = {
+        "message": "failed to fetch models from workers",
+        "type": "upstream_error",
+        "code": "models_unavailable",
+        "details": details,
+    }
+    return reply({"error": error}, 502)

@@ -1,0 +1,185 @@
+"""The control plane of another router, over the same desk (routers.md 1.8).
+
+Invariant: a path that is an admin route is one here too, with its turn, its holds and its record;
+any other path goes to the engines as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import quote
+
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.responses import body_bytes, reply
+from omni_proxy.admin_api.routes.broadcast_routes import (
+    caller,
+    refuse_no_object,
+    shown,
+    target_of,
+    worker_headers,
+)
+from omni_proxy.admin_api.selector_resolution import Facts, SelectorResolver
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops.results import AdminResponse
+from omni_proxy.admin_ops.routes import BY_PATH, AdminRoute, Kind
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.wire.errors import HttpError
+
+PROTOCOL_VERSION = 1
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+CAPABILITIES = {
+    "source": "static",
+    "pause_modes": ["abort", "retract", "in_place"],
+    "update_from": ["disk", "tensor", "distributed"],
+    "abort": True,
+    "flush_cache": True,
+    "sleep_wake": False,
+    "reports_weight_version": True,
+}
+ENGINE = "/engine/"
+
+
+class RlRoutes:
+    def __init__(self, rooms: Services, records: WorkerRecords, chosen: SelectorResolver) -> None:
+        self._rooms = rooms
+        self._records = records
+        self._changes = FleetChanges(rooms)
+        self._chosen = chosen
+
+    def mount(self, app: Quart) -> None:
+        rule = app.add_url_rule
+        rule("/v1/rl/workers", "rl_workers", self.all)
+        rule("/v1/rl/workers/<path:name>", "rl_worker", self.one)
+        one = "/v1/rl/workers/<path:name>/engine/<path:path>"
+        rule(one, "rl_worker_engine", self.engine_of_one, methods=list(METHODS))
+        rule("/v1/rl/engine/<path:path>", "rl_engine", self.engine, methods=list(METHODS))
+
+    async def all(self) -> Response:
+        workers = self._rooms.fleet.workers
+        told = await self._chosen.engine_facts(workers)
+        shown = [self._record(worker, told.get(worker.url, {})) for worker in workers]
+        return reply({"protocol_version": PROTOCOL_VERSION, "workers": shown})
+
+    async def one(self, name: str) -> Response:
+        worker = self._find(name)
+        told = await self._chosen.engine_facts([worker])
+        return reply(self._record(worker, told.get(worker.url, {})))
+
+    async def engine_of_one(self, name: str, path: str) -> Response:
+        worker = self._find(name)
+        answer = await self._send(path, frozenset((worker.url,)))
+        results = _results(answer)
+        if not results:
+            return shown(answer)
+        result = self._result(results[0])
+        if results[0]["success"]:
+            return reply(result)
+        failure = self._failure(results[0])
+        error = {"message": failure["message"], "type": "upstream_error", "code": failure["error"]}
+        status = failure["status"] if isinstance(failure["status"], int) else 502
+        return reply({**result, "error": error}, status if status >= 400 else 502)
+
+    async def engine(self, path: str) -> Response:
+        """200 where all did it, else 207 with those who did not."""
+        text = request.args.get("selector")
+        if not text:
+            raise HttpError(400, "name the workers with ?selector=", "selector_required")
+        answer = await self._send(path, await self._chosen.urls(text) or frozenset())
+        results = _results(answer)
+        if not results:
+            return shown(answer)
+        failed = [self._failure(each) for each in results if not each["success"]]
+        told = {
+            "results": {self._id(each): self._result(each) for each in results if each["success"]},
+            "failed": failed,
+            "total": len(results),
+            "succeeded": len(results) - len(failed),
+        }
+        return reply(told, 207 if failed else 200)
+
+    async def _send(self, path: str, urls: frozenset[str]) -> AdminResponse:
+        """Raises HttpError 400 for a path that could mean another one."""
+        if ".." in path.split("/") or "\\" in path:
+            raise HttpError(400, f"no engine has the path /{path}", "invalid_engine_path")
+        target = "/" + quote(path, safe="/:@!$&'()*+,;=~")
+        known = BY_PATH.get(target)
+        if known is not None and request.method not in known.methods:
+            known = None
+        route = known or AdminRoute(target, Kind.READ)
+        body = await body_bytes()
+        if known is not None:
+            await refuse_no_object(known, body)
+        headers = worker_headers(body)
+        call = AdminCall(route, request.method, target_of(target), body, headers, urls, caller())
+        return await self._rooms.desk.submit(call)
+
+    def _find(self, name: str) -> Worker:
+        worker = self._changes.known(name)
+        if worker is None:
+            raise HttpError(404, "worker not found", "worker_not_found")
+        return worker
+
+    def _record(self, worker: Worker, told: Facts) -> dict[str, object]:
+        record = self._records.one(worker)
+        return {
+            "id": worker.id,
+            "url": worker.url,
+            "base_url": worker.url,
+            "engine": told.get("engine"),
+            "engine_version": told.get("engine_version"),
+            "model_id": worker.model,
+            "worker_type": "regular",
+            "connection_mode": "http",
+            "control_url": worker.url,
+            **{name: _number(told.get(name)) for name in ("tp_size", "dp_size", "pp_size")},
+            "dp_ranks": None,
+            "role": "regular",
+            "health": record["status"],
+            "weight_version": worker.weight_version,
+            "labels": record["labels"],
+            "capabilities": CAPABILITIES,
+        }
+
+    def _id(self, entry: Mapping[str, object]) -> str:
+        worker = self._rooms.fleet.find(str(entry["worker"]))
+        return worker.id if worker else str(entry["worker"])
+
+    def _result(self, entry: Mapping[str, object]) -> dict[str, object]:
+        secs = entry["seconds"]
+        return {
+            "worker_id": self._id(entry),
+            "url": entry["worker"],
+            "status": entry.get("status_code"),
+            "latency_ms": round(secs * 1000, 3) if isinstance(secs, float | int) else None,
+            "body": entry.get("body"),
+        }
+
+    def _failure(self, entry: Mapping[str, object]) -> dict[str, object]:
+        unreached = "status_code" not in entry
+        reason = entry.get("error") or entry.get("reason") or f"status {entry.get('status_code')}"
+        return {
+            "worker_id": self._id(entry),
+            "url": entry["worker"],
+            "error": "upstream_unreachable" if unreached else "upstream_error",
+            "message": reason,
+            "status": entry.get("status_code"),
+            "body": entry.get("body"),
+        }
+
+
+def _results(answer: AdminResponse) -> list[dict[str, object]]:
+    """What each worker answered; [] where nobody was asked."""
+    detail = answer.body.get("detail")
+    for place in (answer.body, detail):
+        found = place.get("results") if isinstance(place, Mapping) else None
+        if isinstance(found, list):
+            return found
+    return []
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None

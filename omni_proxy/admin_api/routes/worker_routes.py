@@ -1,0 +1,192 @@
+"""Workers over HTTP: list, look up, add, switch, delete (omni-router.md 5, and smg's dialect).
+
+Invariant: every change goes through the keeper, whole or not at all; health (`is_dead`) is no
+configuration and goes to the fleet, after the change was accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import wraps
+from typing import ParamSpec
+
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.fleet_changes import (
+    Edit,
+    FleetChanges,
+    api_entry,
+    in_smgs_words_too,
+    wanted_url,
+)
+from omni_proxy.admin_api.responses import etag, json_object, reply
+from omni_proxy.admin_api.routes.drain_routes import DrainRoutes, asked_to_drain
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.worker_requests import WorkerBody, judge_add, judge_patch, judge_switch
+from omni_proxy.config.overlay import Desired, SavedState, with_switched
+from omni_proxy.config.schema import Config
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.wire.errors import HttpError
+
+log = logging.getLogger(__name__)
+Given = ParamSpec("Given")
+View = Callable[Given, Awaitable[Response]]
+
+
+class WorkerRoutes:
+    def __init__(self, rooms: Services, records: WorkerRecords, drains: DrainRoutes) -> None:
+        self._rooms = rooms
+        self._records = records
+        self._drains = drains
+        self._changes = FleetChanges(rooms)
+
+    def mount(self, app: Quart) -> None:
+        # A path, for Werkzeug has decoded the %2F of a worker id already.
+        one = "/workers/<path:name>"
+        app.add_url_rule("/workers", "workers", self.all)
+        app.add_url_rule("/workers", "add_worker", _coded(self.add), methods=["POST"])
+        app.add_url_rule(one, "worker", _coded(self.one))
+        app.add_url_rule(one, "switch_worker", _coded(self.switch), methods=["PUT"])
+        app.add_url_rule(one, "patch_worker", _coded(self.patch), methods=["PATCH"])
+        app.add_url_rule(one, "delete_worker", _coded(self.delete), methods=["DELETE"])
+
+    async def all(self) -> Response:
+        pool = self._records.pool("ok", request.args.get("model"))
+        total = len(self._rooms.fleet.workers)
+        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": total}
+        return reply({**pool, "total": total, "stats": stats})
+
+    async def one(self, name: str) -> Response:
+        worker = self._changes.find(name)
+        return reply({**self._records.one(worker), **self._records.job(worker)})
+
+    async def add(self) -> Response:
+        body = await json_object()
+        judged = judge_add(body, prefers_async=self._is_async())
+        url = wanted_url(body)
+        await self._changes.refuse_bad_name(url)
+        worker = await self._changes.add(_entry(url, judged))
+        log.info("worker_registered worker=%s url=%s", worker.display_id, url)
+        self._records.note(worker, judged.remarks)
+        if judged.in_background:
+            self._records.note(worker, {"asked_at": datetime.now(UTC)})
+            return self._accepted(
+                worker, "worker added; its first probe is under way", judged.ignored
+            )
+        if worker.machine.last_checked_at is None:
+            await self._rooms.prober.probe_once(worker)
+        return self._done(worker)
+
+    async def switch(self, name: str) -> Response:
+        body = await json_object()
+        known = self._changes.known(name)
+        judged = judge_switch(body, known.url if known else None, prefers_async=self._is_async())
+        worker = self._changes.find(name)
+        # Taking one out, or in again, is not to wait for an update that hangs.
+        at_once = judged.switches.keys() <= {"disabled"}
+        await self._changes.change(self._switching(worker, judged.switches), at_once=at_once)
+        log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
+        self._records.note(worker, judged.remarks)
+        if judged.is_dead:
+            self._rooms.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
+        elif judged.is_dead is False:
+            self._rooms.fleet.revive(worker, datetime.now(UTC))
+            if not judged.in_background:
+                await self._rooms.prober.probe_once(worker)
+        if judged.in_background:
+            return self._accepted(worker, "worker updated", judged.ignored)
+        return self._done(worker)
+
+    async def patch(self, name: str) -> Response:
+        judged = judge_patch(await json_object())
+        worker = self._changes.find(name)
+        await self._changes.change(self._switching(worker, {}), at_once=True)
+        self._records.note(worker, judged.remarks)
+        return self._accepted(worker, "worker updated", judged.ignored)
+
+    async def delete(self, name: str) -> Response:
+        worker = self._changes.find(name)
+        told: dict[str, object] = {"status": "ok", "worker_id": worker.id}
+        if asked_to_drain():
+            if self._is_async():
+                await self._drains.begin_removal(worker)
+                return self._accepted(worker, "worker drains; it goes with its last request")
+            told["drained"] = await self._drains.remove(worker)
+        else:
+            await self._changes.remove(worker)
+        log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
+        if worker.origin == "launch":
+            told["process"] = "stops"
+        if self._is_async():
+            return self._accepted(worker, "worker removed")
+        return reply(told, headers=etag(self._rooms.keeper.revision))
+
+    def _is_async(self) -> bool:
+        """Whether the client wants its answer before the change is done: where it says nothing,
+        sglang-router's and smg's do."""
+        wishes = _wishes()
+        if "respond-async" in wishes:
+            return True
+        return self._rooms.dialect == "sglang" and "wait" not in wishes
+
+    def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
+        def edit(state: SavedState, _: Config) -> SavedState:
+            self._changes.find(worker.url)
+            return with_switched(state, worker.url, **switches) if switches else state
+
+        return edit
+
+    def _done(self, worker: Worker) -> Response:
+        headers = etag(self._rooms.keeper.revision)
+        told = {"status": "ok", **_naming(worker), "worker": self._records.one(worker)}
+        return reply(told, headers=headers)
+
+    def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
+        answer: dict[str, object] = {
+            "status": "accepted",
+            **_naming(worker),
+            "message": message,
+            "worker": self._records.one(worker),
+        }
+        if ignored:
+            answer["ignored"] = ignored
+        headers = {"Location": _location(worker), **etag(self._rooms.keeper.revision)}
+        return reply(answer, 202, headers)
+
+
+def _location(worker: Worker) -> str:
+    return f"/workers/{worker.id}"
+
+
+def _naming(worker: Worker) -> dict[str, object]:
+    """What smg's clients read at the top of every answer about a worker."""
+    return {"worker_id": worker.id, "url": worker.url, "location": _location(worker)}
+
+
+def _coded(view: View[Given]) -> View[Given]:
+    """What it refuses has smg's code too: its clients call these routes as well."""
+
+    @wraps(view)
+    async def judged(*args: Given.args, **named: Given.kwargs) -> Response:
+        try:
+            return await view(*args, **named)
+        except HttpError as refusal:
+            in_smgs_words_too(refusal)
+            raise
+
+    return judged
+
+
+def _wishes() -> set[str]:
+    """The preferences that the request names (RFC 7240), without their values."""
+    named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
+    return {wish.partition("=")[0].strip() for wish in named}
+
+
+def _entry(url: str, judged: WorkerBody) -> Desired:
+    named = judged.switches.get("capabilities")
+    capabilities = frozenset(named) if isinstance(named, tuple) else None
+    return api_entry(url, str(judged.switches.get("model", "")), capabilities)

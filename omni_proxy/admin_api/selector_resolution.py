@@ -1,0 +1,92 @@
+"""Which workers a selector means, by what is known of them here and what their engines tell.
+
+Invariant: engines are asked only where a selector speaks of what they alone know; who does not
+answer has none of those facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.broadcast import broadcast
+from omni_proxy.upstream_http.client import Call
+from omni_proxy.wire.errors import HttpError
+
+# Keys of a selector or of /v1/rl/workers, and where /server_info has them.
+ENGINE_FACTS = {
+    "engine": "engine",
+    "engine_version": "version",
+    "tp_size": "tp_size",
+    "dp_size": "dp_size",
+    "pp_size": "pp_size",
+}
+DEFAULT_ENGINE = "sglang"
+Facts = dict[str, str]
+
+
+class SelectorResolver:
+    def __init__(self, rooms: Services, records: WorkerRecords) -> None:
+        self._rooms = rooms
+        self._records = records
+
+    async def urls(self, text: str | None) -> frozenset[str] | None:
+        """None where no selector narrows it. Raises HttpError 400 for one that is none."""
+        if text is None:
+            return None
+        try:
+            selector = parse_selector(text)
+        except SelectorError as error:
+            raise HttpError(
+                400, f"selector: {error}", "invalid_selector", offset=error.offset
+            ) from None
+        workers = self._rooms.fleet.workers
+        told = await self.engine_facts(workers) if _asks_engines(selector) else {}
+        return frozenset(
+            worker.url
+            for worker in workers
+            if selector.matches(self._facts(worker) | told.get(worker.url, {}))
+        )
+
+    async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
+        """By URL, what those say of themselves that answer; the others are not in it."""
+        alive = [worker for worker in workers if worker.machine.state is not Health.DEAD]
+        secs = self._rooms.keeper.config.health.timeout_secs
+        found = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
+        told = {}
+        for outcome in found:
+            info = outcome.parsed() if outcome.ok else None
+            if isinstance(info, dict):
+                told[outcome.worker.url] = _engine_facts(info)
+        return told
+
+    def _facts(self, worker: Worker) -> Facts:
+        record = self._records.one(worker)
+        labels = record["labels"]
+        known = {
+            "id": worker.id,
+            "url": worker.url,
+            "model": worker.model or "",
+            "worker_type": "regular",
+            "role": "regular",
+            "health": worker.machine.state.value,
+            "weight_version": worker.weight_version or "",
+        }
+        return {**_texts(labels if isinstance(labels, dict) else {}), **known}
+
+
+def _asks_engines(selector: Selector) -> bool:
+    return any(term.key in ENGINE_FACTS for term in selector.terms)
+
+
+def _engine_facts(info: Mapping[str, object]) -> Facts:
+    found = {key: info.get(name) for key, name in ENGINE_FACTS.items()}
+    return {"engine": DEFAULT_ENGINE, **_texts(found)}
+
+
+def _texts(facts: Mapping[str, object]) -> Facts:
+    return {str(key): str(value) for key, value in facts.items() if value is not None}

@@ -1,0 +1,1 @@
+"""The JSON and text forms of the admin API's responses."""

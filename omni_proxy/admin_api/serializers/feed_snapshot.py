@@ -1,0 +1,165 @@
+"""What the program is doing now, as one JSON value: the feed's events are made of it.
+
+Invariant: however many follow it, it is made for them at most twice a second; it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime
+
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.admin_api.serializers.readiness import unready
+from omni_proxy.admin_api.serializers.unroutable_reason import Why, reasons
+from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.telemetry.recent_window import End, Point
+from omni_proxy.wire.errors import to_json
+
+FRESH_SECS = 0.5
+
+
+class Snapshots:
+    def __init__(self, rooms: Services) -> None:
+        self._rooms = rooms
+        self._made_at = float("-inf")
+        self._made = b""
+
+    def now(self) -> bytes:
+        """One JSON object, made at this moment, with all the history there is."""
+        self._made_at = float("-inf")
+        return self.with_history(0)[0]
+
+    def with_history(self, after: int) -> tuple[bytes, int]:
+        """One JSON object with the points after that second of Unix time; the newest of them."""
+        points = list(self._rooms.instruments.recent.since(after))
+        head = b'{"history":' + to_json([_point(point) for point in points]) + b","
+        return head + self._whole()[1:], points[-1].at if points else after
+
+    def _whole(self) -> bytes:
+        now = trio.current_time()
+        if now - self._made_at >= FRESH_SECS:
+            self._made, self._made_at = to_json(self._now()), now
+        return self._made
+
+    def _now(self) -> dict[str, object]:
+        rooms, keeper = self._rooms, self._rooms.keeper
+        door, instruments = rooms.door, rooms.instruments
+        leaving = door.draining or rooms.leaving()
+        reason = unready(rooms)
+        pauses = rooms.desk.book.pauses()
+        why = reasons(rooms, pauses)
+        launch = rooms.launcher.status() if rooms.launcher else []
+        places = {row["url"]: row for row in launch}
+        now = time.time()
+        return {
+            "at": _iso(now),
+            "version": __version__,
+            "pid": os.getpid(),
+            "started_at": rooms.started_at.isoformat(),
+            "uptime_secs": round(time.monotonic() - rooms.started, 3),
+            "revision": keeper.revision,
+            "ready": not reason,
+            "reason": reason or None,
+            "leaving": leaving,
+            "metrics": keeper.config.server.metrics,
+            "config_file": str(keeper.file) if keeper.file else None,
+            "admission": door.admission(),
+            "door": {**door.counts(), "loop_lag_ms": round(instruments.pulse.worst_secs * 1000, 2)},
+            "policy": {"name": door.policy.name, **door.policy.facts()},
+            "fleet": [
+                {
+                    **self._row(worker, now, why),
+                    "launch": places.get(worker.url),
+                    "paused": pauses[worker.url].told() if worker.url in pauses else None,
+                }
+                for worker in rooms.fleet.workers
+            ],
+            "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
+            "last_reload": keeper.last_reload,
+            "launch": launch,
+            "supervisors": rooms.supervisors(),
+            "watchdog": door.watchdog(),
+            "weights": rooms.desk.status(),
+        }
+
+    def _row(self, worker: Worker, now: float, why: Why) -> dict[str, object]:
+        machine, instruments = worker.machine, self._rooms.instruments
+        state_since = _state_since(worker, self._rooms.drains)
+        counted = self._rooms.keeper.config.server.metrics
+        return {
+            "id": worker.id,
+            "url": worker.url,
+            "display_id": worker.display_id,
+            "model": worker.model,
+            "health": machine.state.value,
+            "routable": worker.routable,
+            "disabled": worker.disabled,
+            "trial": machine.on_trial,
+            "held_by": sorted(worker.holds),
+            "why": why(worker),
+            "since": machine.since.isoformat(),
+            "state_since": state_since,
+            "last_error": machine.last_error,
+            "in_flight": worker.in_flight,
+            "max_inflight": worker.max_inflight,
+            **instruments.recent.of(worker, now)._asdict(),
+            "silent_secs": instruments.silences.of(worker, now) if counted else None,
+            "routed": sum(worker.routed.values()),
+            "failed": sum(worker.failed.values()),
+            "weight_version": worker.weight_version,
+            "weight_epoch": worker.weight_epoch,
+            "origin": worker.origin,
+            "weight": worker.weight,
+            "drain": self._rooms.drains.of(worker),
+        }
+
+
+def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:
+    """How long what a screen shows first has been so; None where nobody noted it.
+
+    A pause has a time of its own.
+    """
+    machine = worker.machine
+    if machine.state in (Health.DEAD, Health.UNHEALTHY):
+        since: datetime | None = machine.since
+    elif worker.disabled:
+        since = drains.state_since(worker) or worker.switched_at
+    else:
+        since = None if worker.holds else machine.since
+    return since.isoformat() if since else None
+
+
+def _point(point: Point) -> dict[str, object]:
+    return point._asdict()
+
+
+def _ends(ends: list[End], offset: float) -> list[dict[str, object]]:
+    """`offset`: what makes Unix time of the pump's clock."""
+    return [
+        {
+            "at": _iso(end.at + offset),
+            "route": end.route,
+            "model": end.model,
+            "worker": end.worker or None,
+            "status": end.status,
+            "end": end.end,
+            "ended_by": end.ended_by,
+            "phase": end.phase,
+            "error": end.error,
+            "attempts": end.attempts,
+            "first_ms": None if end.first_secs is None else round(end.first_secs * 1000, 1),
+            "total_ms": round(end.total_secs * 1000, 1),
+            "request_id": end.request_id,
+        }
+        for end in ends
+    ]
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")

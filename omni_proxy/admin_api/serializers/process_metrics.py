@@ -1,0 +1,163 @@
+"""The rest of the program as metric families: admission, configuration, policy, weights, itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+
+from omni_proxy import __version__
+from omni_proxy.admin_api.serializers.readiness import unready
+from omni_proxy.admin_api.services import Services
+from omni_proxy.telemetry.metrics import SyncMeters
+from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, total
+from omni_proxy.weight_sync.protocol.states import SyncState
+
+
+def of_program(rooms: Services) -> Iterator[Metric]:
+    yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
+    leaving = rooms.door.draining or rooms.leaving()
+    yield one("ready", "1 while /ready says so", not unready(rooms))
+    yield one("leaving", "1 from the first sign of shutdown on", leaving)
+    yield from _door(rooms)
+    yield from _config(rooms)
+    yield from _policy(rooms.door.policy.name, rooms.door.policy.facts())
+    yield from _weights(rooms)
+    yield from _itself(rooms)
+    yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
+
+
+def _door(rooms: Services) -> Iterator[Metric]:
+    admission, counts = rooms.door.admission(), rooms.door.counts()
+    in_flight = one("requests_in_flight", "Model requests being served", admission["inflight"])
+    yield in_flight
+    yield one("requests_in_flight_limit", "[server] max_inflight", admission["max_inflight"])
+    yield one("queue_waiting", "Requests in the queue", admission.get("waiting", 0))
+    refused = admission["rejected_total"]
+    yield total("requests_shed", "Requests refused for want of room or time", refused)
+    yield one("connections", "Client connections that are open", _number(counts, "connections"))
+    accepted = _number(counts, "accepted")
+    yield total("connections_accepted", "Client connections ever taken", accepted)
+    broken = _number(counts, "failures")
+    yield total("connection_failures", "Connections ended by a fault of the proxy", broken)
+    spans = _number(counts, "answers_across_versions")
+    yield total("answers_across_weights", "Answers during which weights changed", spans)
+    yield from _doors(rooms.door.rows())
+
+
+def _doors(rows: Sequence[Mapping[str, object]]) -> Iterator[Metric]:
+    """Each process of its own, where there are several."""
+
+    def of(key: str) -> list[tuple[tuple[str], float]]:
+        return [((str(row["door"]),), _number(row, key)) for row in rows]
+
+    label = ("door",)
+    serving = [((str(row["door"]),), row["state"] == "serving") for row in rows]
+    yield from gauges("door_up", "1 while this door process serves", label, serving)
+    text = "Client connections of a door process"
+    yield from gauges("door_connections", text, label, of("connections"))
+    text = "Model requests that a door process serves"
+    yield from gauges("door_requests_in_flight", text, label, of("in_flight"))
+    text = "Times that a door process was started again"
+    yield from counters("door_restarts", text, label, of("restarts"))
+
+
+def _config(rooms: Services) -> Iterator[Metric]:
+    keeper = rooms.keeper
+    yield one("config_revision", "Changes applied since the start", keeper.revision)
+    text = "How the configuration was read"
+    yield from counters("config_reloads", text, ("outcome", "source"), keeper.reloads.items())
+    last = keeper.last_reload
+    well = last.get("outcome") != "refused" and "incomplete" not in last
+    text = "0 where the last reading was refused, or not taken by every part"
+    yield one("config_last_reload_successful", text, well)
+    at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
+    yield one("config_last_reload_timestamp_seconds", "When that was", at)
+    yield one("state_saved", "0 while the state file can't be written", not keeper.state_error)
+
+
+def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
+    yield from gauges("policy_info", "The routing policy; always 1", ("policy",), [((name,), 1)])
+    picks = [((branch,), count) for branch, count in _table(facts, "picks").items()]
+    text = "Which rule of the policy chose the worker"
+    yield from counters("policy_picks", text, ("branch",), picks)
+    yield one("prefix_tree_bytes", "Text in the prefix tree", _number(facts, "tree_size"))
+    yield one("prefix_tree_limit_bytes", "max_tree_size", _number(facts, "max_tree_size"))
+    yield one("prefix_tree_nodes", "Nodes of that tree", _number(facts, "tree_nodes"))
+    matched = _number(facts, "matched_ratio")
+    yield one("prefix_match_ratio", "Share of all text that was in the tree", matched)
+    sticky = _table(facts, "sticky")
+    yield one("sticky_sessions", "Sessions remembered", sticky.get("sessions", 0))
+    kept = [((result,), sticky.get(result, 0)) for result in ("kept", "begun")]
+    text = "Requests that stayed, or began anew"
+    yield from counters("sticky_picks", text, ("result",), kept)
+
+
+def _weights(rooms: Services) -> Iterator[Metric]:
+    desk = rooms.desk
+    yield one("weight_epoch", "Our number of the newest weights", desk.book.published.epoch)
+    done = [((path, "ok" if ok else "failed"), count) for (path, ok), count in desk.ended.items()]
+    text = "Operations that have ended"
+    yield from counters("weight_operations", text, ("operation", "outcome"), done)
+    secs = [((path,), spent) for path, spent in desk.spent_secs.items()]
+    text = "Time that they took, waiting too"
+    yield from counters("weight_operation_seconds", text, ("operation",), secs)
+    yield one("weight_operations_waiting", "Operations that wait for their turn", desk.waiting)
+    uncertain = len(desk.book.reasons)
+    yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
+    pauses = desk.book.pauses()
+    yield one("workers_paused", "Workers whose engines somebody paused", len(pauses))
+    begun = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
+    text = "When its engine was paused; no sample while it is not"
+    yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), begun)
+    yield from _syncs(desk.sync.life.session.state, desk.sync.life.meters)
+
+
+def _syncs(now: SyncState, meters: SyncMeters) -> Iterator[Metric]:
+    states = [((state.value,), state is now) for state in SyncState]
+    yield from gauges("weight_sync_state", "1 for where it stands", ("state",), states)
+    labels = ("phase", "result")
+    text = "Steps of grouped syncs that have ended"
+    yield from counters("weight_sync_steps", text, labels, meters.ended.items())
+    secs = [((phase,), spent) for phase, spent in meters.secs.items()]
+    yield from counters("weight_sync_seconds", "Time that they took", ("phase",), secs)
+    aborts = [((why,), count) for why, count in meters.aborts.items()]
+    text = "Grouped syncs that were ended from outside"
+    yield from counters("weight_sync_aborts", text, ("why",), aborts)
+    yield total("weight_sync_bytes", "What members of the groups received", meters.nbytes)
+
+
+def _itself(rooms: Services) -> Iterator[Metric]:
+    pulse = rooms.instruments.pulse
+    text = "How late the event loop wakes a task"
+    yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
+    told = rooms.door.watchdog()
+    text = "Times that an event loop had no turn for a second"
+    yield total("event_loop_stalls", text, _number(told, "stalls"))
+    text = "The longest time that a task waited while another one computed"
+    yield one("event_loop_longest_turn_seconds", text, _number(told, "longest_turn_ms") / 1000)
+    lost = [
+        ((name, reason), count)
+        for name, log in rooms.instruments.logs.items()
+        for reason, count in (("too_fast", log.dropped), ("unwritable", log.failed))
+    ]
+    text = "Lines of a log that were not written"
+    yield from counters("log_lines_lost", text, ("log", "reason"), lost)
+    restarts = [((str(row["name"]),), _number(row, "restarts")) for row in rooms.supervisors()]
+    yield from counters("task_restarts", "Restarts of a task beside the door", ("task",), restarts)
+
+
+def _timestamp(at: str) -> float:
+    """0 where it is not known."""
+    return datetime.fromisoformat(at).timestamp() if at else 0
+
+
+def _number(facts: Mapping[str, object], key: str) -> float:
+    value = facts.get(key)
+    return value if isinstance(value, int | float) else 0
+
+
+def _table(facts: Mapping[str, object], key: str) -> dict[str, int]:
+    value = facts.get(key)
+    return value if isinstance(value, dict) else {}

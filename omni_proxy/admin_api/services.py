@@ -1,0 +1,66 @@
+"""What the front may reach of the rest of the program: interfaces only, so that tests can stand in.
+
+Invariant: nothing in the front imports the door or the root; they hand themselves over as `Services`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Protocol
+
+from omni_proxy.config.flags import Dialect
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.health.prober import Prober
+from omni_proxy.routing.policies import Policy
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.telemetry.instruments import Instruments
+from omni_proxy.weight_sync.operations.queue import WeightOperations
+
+
+class DataPlaneView(Protocol):
+    """The relay, as the front sees it."""
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def voices(self) -> VoiceRegistry: ...
+    def status(self) -> dict[str, object]: ...
+    def counts(self) -> dict[str, object]: ...
+    def admission(self) -> dict[str, int]: ...
+    def watchdog(self) -> dict[str, object]: ...
+    def rows(self) -> list[dict[str, object]]: ...
+    def addresses(self) -> list[str]: ...
+
+
+class LauncherView(Protocol):
+    def status(self) -> list[dict[str, object]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """`leaving` is true from the first sign of shutdown on, while the door still accepts."""
+
+    fleet: Fleet
+    keeper: ConfigStore
+    prober: Prober
+    door: DataPlaneView
+    desk: WeightOperations
+    launcher: LauncherView | None
+    supervisors: Callable[[], list[dict[str, object]]]
+    instruments: Instruments
+    drains: WorkerDrains
+    leaving: Callable[[], bool] = lambda: False
+    dialect: Dialect = "omni"
+    # URLs of the workers that the command line names.
+    given: tuple[str, ...] = ()
+    proxy_id: str = ""  # see `wire.hops`
+    # The program's, not the front's: that one may be restarted.
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    started: float = field(default_factory=time.monotonic)

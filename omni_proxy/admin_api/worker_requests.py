@@ -1,0 +1,159 @@
+"""Bodies of worker requests in two dialects: Omni's, answered when done, smg's, answered at once.
+
+A key that only smg knows makes a request asynchronous, as the program's dialect or the `Prefer`
+field may. Invariant: a body is judged whole before anything changes, and a key that nobody knows is
+refused (omni-router.md 5, routers.md 1.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from omni_proxy.admin_api.responses import bad
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.url import normalize_url
+
+OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities"))
+OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model"))
+SMG_PATCH = frozenset(("priority", "cost", "labels", "api_key", "health"))
+SMG_SPEC = SMG_PATCH | {
+    "bootstrap_host", "bootstrap_port", "chat_template", "connection_mode", "disable_health_check",
+    "http_pool", "load_monitor_interval_secs", "max_connection_attempts", "metadata", "model_id",
+    "models", "provider", "reasoning_parser", "resilience", "runtime_type", "tokenizer_path",
+    "tool_parser", "worker_type",
+}  # fmt: skip
+SMG_PREFIXES = ("dp_", "kv_")
+# Of smg's keys these are honoured or kept; the others are named in the answer as ignored.
+HEEDED = frozenset(
+    ("priority", "cost", "labels", "model_id", "models", "worker_type", "connection_mode")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBody:
+    """A judged body. `switches` holds model ("" = none), capabilities and disabled, where given."""
+
+    switches: dict[str, object]
+    is_dead: bool | None
+    remarks: dict[str, object]
+    ignored: list[str]
+    in_background: bool
+
+
+def judge_add(body: Mapping[str, object], *, prefers_async: bool) -> WorkerBody:
+    """The URL is judged by the caller, who knows the query too."""
+    return _judge(body, OMNI_ADD, SMG_SPEC, prefers_async=prefers_async)
+
+
+def judge_switch(body: Mapping[str, object], url: str | None, *, prefers_async: bool) -> WorkerBody:
+    """A PUT; smg's sends the whole spec, whose url must be the worker's own (None: not known)."""
+    judged = _judge(body, OMNI_SWITCH, SMG_SPEC | {"url"}, prefers_async=prefers_async)
+    if url is not None and "url" in body and _spelled(body["url"]) != url:
+        raise bad("url must stay the same; add a worker for another url")
+    return judged
+
+
+def _spelled(url: object) -> object:
+    """As workers' URLs are kept, where it is one."""
+    try:
+        return normalize_url(url, allow_unix=True) if isinstance(url, str) else url
+    except ValueError:
+        return url
+
+
+def judge_patch(body: Mapping[str, object]) -> WorkerBody:
+    return _judge(body, frozenset(), SMG_PATCH, prefers_async=True)
+
+
+def _judge(
+    body: Mapping[str, object],
+    omni: frozenset[str],
+    smg: frozenset[str],
+    *,
+    prefers_async: bool,
+) -> WorkerBody:
+    spec = {key for key in body if key not in omni and _is_smg(key, smg)}
+    in_background = prefers_async or bool(spec - {"url"})  # a url alone is no sign of smg
+    unknown = sorted(body.keys() - omni - spec)
+    if unknown:
+        raise bad(f"unsupported fields: {', '.join(unknown)}", "unsupported_fields")
+    if not body and omni is not OMNI_ADD:
+        raise bad("at least one worker field is required")
+    flags = {name: _boolean(body, name) for name in ("is_dead", "disabled")}
+    switches: dict[str, object] = {}
+    if flags["disabled"] is not None:
+        switches["disabled"] = flags["disabled"]
+    if "capabilities" in body:
+        switches["capabilities"] = _capabilities(body["capabilities"])
+    model = _model(body)
+    if model is not None:
+        switches["model"] = model
+    return WorkerBody(
+        switches, flags["is_dead"], _remarks(body), sorted(spec - HEEDED - {"url"}), in_background
+    )
+
+
+def _is_smg(key: str, smg: frozenset[str]) -> bool:
+    return key in smg or (smg is not SMG_PATCH and key.startswith(SMG_PREFIXES))
+
+
+def _boolean(body: Mapping[str, object], name: str) -> bool | None:
+    value = body.get(name)
+    if name in body and not isinstance(value, bool):
+        raise bad(f"{name} must be a boolean")
+    return value if isinstance(value, bool) else None
+
+
+def _capabilities(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise bad("capabilities must be a non-empty list of names")
+    unknown = [name for name in value if name not in CAPABILITIES]
+    if unknown:
+        raise bad(f"unknown capability {unknown[0]!r}; known are {', '.join(CAPABILITIES)}")
+    return tuple(name for name in CAPABILITIES if name in value)
+
+
+def _model(body: Mapping[str, object]) -> str | None:
+    """The model that is named ("" = cleared), None when the body doesn't speak of it."""
+    if "model" in body:
+        named = body["model"]
+    elif "model_id" in body:
+        named = body["model_id"]
+    elif isinstance(body.get("models"), list) and body["models"]:
+        named = _first(body["models"])
+    else:
+        return None
+    if named is not None and not isinstance(named, str):
+        raise bad("model must be a string or null")
+    return (named or "").strip()
+
+
+def _first(models: object) -> object:
+    """smg lists cards or plain names; a worker of ours has one model."""
+    first = models[0] if isinstance(models, list) else None
+    return first.get("id") if isinstance(first, dict) else first
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+_SMG_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "priority": (_is_count, "a whole number from 0 on"),
+    "cost": (_is_number, "a number from 0 on"),
+    "labels": (lambda value: isinstance(value, dict), "an object"),
+    "worker_type": (lambda value: value == "regular", '"regular": no other type is served'),
+    "connection_mode": (lambda value: str(value).lower() == "http", '"http": no other is spoken'),
+}
+
+
+def _remarks(body: Mapping[str, object]) -> dict[str, object]:
+    for name, (holds, wanted) in _SMG_RULES.items():
+        if name in body and not holds(body[name]):
+            raise bad(f"{name} must be {wanted}")
+    return {name: body[name] for name in ("priority", "cost", "labels") if name in body}

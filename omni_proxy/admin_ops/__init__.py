@@ -1,0 +1,1 @@
+"""What admin operations mean: routes, worker selectors, the merge of many results. Pure."""

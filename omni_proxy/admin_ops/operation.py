@@ -1,0 +1,147 @@
+"""One operation over the fleet, from its turn to what it leaves behind.
+
+    waiting -> draining -> recording -> calling -> reading -> verifying -> restoring -> over
+       └──────────────────────┴─ refused: nothing was sent ─────────────────────────────┘
+
+Afterwards a worker is `restored` (to what it was), `uncertain` (nobody knows its weights; it stays
+out until it is resolved or wholly updated) or `disabled` (until an operator acts). The table is
+`fates`. Invariant: a worker that succeeded is never left worse than it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.admin_ops.routes import INIT, AdminRoute, Kind
+
+
+class Step(StrEnum):
+    """Where an operation stands; the diagram is above."""
+
+    WAITING = "waiting"
+    DRAINING = "draining"
+    RECORDING = "recording"
+    CALLING = "calling"
+    READING = "reading"
+    VERIFYING = "verifying"
+    RESTORING = "restoring"
+    OVER = "over"
+
+
+_ORDER: Final = tuple(Step)
+
+
+class WorkerFate(StrEnum):
+    """What an operation makes of one worker."""
+
+    RESTORED = "restored"
+    UNCERTAIN = "uncertain"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True, slots=True)
+class Disposition:
+    """What is left of a worker: its fate, and why where that is no good one."""
+
+    fate: WorkerFate
+    reason: str = ""
+
+
+RESTORED: Final = Disposition(WorkerFate.RESTORED)
+
+
+def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Disposition]:
+    """By worker URL.
+
+    | route | failed how | fate of the failed |
+    |---|---|---|
+    | init of a group | any | disabled |
+    | pause, other group calls, version labels | any | restored: no weight was touched |
+    | whole update | all said 4xx, and of no change | restored: nothing was applied |
+    | any other update | any | uncertain |
+    """
+    failed = {answer.worker: answer for answer in answers if not answer.success}
+    left = {answer.worker: RESTORED for answer in answers}
+    if route.path == INIT:
+        told = "the group could not be joined: "
+        return left | {
+            url: Disposition(WorkerFate.DISABLED, told + each.why) for url, each in failed.items()
+        }
+    untouched = route.kind is not Kind.UPDATE or route.labels
+    if untouched or (route.whole and all(answer.unchanged for answer in answers)):
+        return left
+    told = f"{route.name} failed: "
+    return left | {
+        url: Disposition(WorkerFate.UNCERTAIN, told + each.why) for url, each in failed.items()
+    }
+
+
+@dataclass(slots=True)
+class Operation:
+    """`since` is when its present step began; both times are seconds of one clock.
+
+    `was` are the holds that each target had before it.
+    """
+
+    id: str
+    route: AdminRoute
+    caller: str
+    asked_at: float
+    step: Step = Step.WAITING
+    since: float = 0.0
+    targets: tuple[str, ...] = ()
+    was: dict[str, frozenset[str]] = field(default_factory=dict)
+    answers: dict[str, WorkerResult] = field(default_factory=dict)
+
+    def enter(self, step: Step, at: float) -> None:
+        """Only forward: a step may be left out, none is taken twice. Raises ValueError."""
+        if _ORDER.index(step) <= _ORDER.index(self.step):
+            raise ValueError(f"{self.step} is not followed by {step}")
+        self.step, self.since = step, at
+
+    def target(self, holds: Mapping[str, frozenset[str]]) -> None:
+        """Whom it is for, in order, with the holds that they have."""
+        self.targets = tuple(holds)
+        self.was = dict(holds)
+
+    def hear(self, answer: WorkerResult) -> None:
+        self.answers[answer.worker] = answer
+
+    def progress(self) -> list[dict[str, object]]:
+        """A row for each target: not asked yet, asked, or what it answered."""
+        return [self._row(url) for url in self.targets]
+
+    def status(self, at: float) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "path": self.route.path,
+            "caller": self.caller,
+            "step": self.step.value,
+            "age_secs": round(at - self.asked_at, 3),
+            "step_secs": round(at - self.since, 3) if self.since else 0.0,
+            "workers": self.progress(),
+        }
+
+    def in_words(self, at: float) -> str:
+        """For somebody who waits for it."""
+        by = f" of {self.caller}" if self.caller else ""
+        words = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
+        if self.step is Step.CALLING:
+            words += f", {len(self.answers)} of {len(self.targets)} workers have answered"
+        return words
+
+    def _row(self, url: str) -> dict[str, object]:
+        answer = self.answers.get(url)
+        if answer is None:
+            asked = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
+            return {"worker": url, "progress": "asked" if asked else "waiting"}
+        return {
+            "worker": url,
+            "progress": "done" if answer.success else "failed",
+            "seconds": answer.secs,
+            **({} if answer.success else {"reason": answer.why}),
+        }

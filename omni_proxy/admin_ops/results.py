@@ -1,0 +1,136 @@
+"""What workers answered, and the one answer that is made of it (omni-router.md 11.1).
+
+A worker succeeded with a 2xx whose JSON does not say `"success": false`. The whole succeeded where
+all did: 200, else 502 with every part. Invariant: `success`, `message` and `status` stand at the
+top of every answer and of every refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omni_proxy.wire.bounded_json import TooManyValues, read_json
+from omni_proxy.wire.errors import HttpError
+
+FAILED = "one or more workers failed admin request"
+# How engines word a refusal of what they have done all the same: the weights are others, and what
+# was cached is of the old ones; or a swap broke off half-way.
+CHANGED = ("weights were updated", "weights updated,", "weights are damaged")
+NOT_FLUSHED = "not flushed"
+WHY_CHARS = 512
+MAX_ANSWER_VALUES = 300_000  # of one worker, which may name every tensor: some 60 ms to read
+MAX_TEXT_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """`worker` is its URL. Without a whole answer `error` says why; `body` is JSON or text."""
+
+    worker: str
+    status: int | None
+    body: object = None
+    error: str = ""
+    secs: float = 0.0
+
+    @property
+    def success(self) -> bool:
+        denied = isinstance(self.body, dict) and self.body.get("success") is False
+        return self._answered and 200 <= (self.status or 0) < 300 and not denied
+
+    @property
+    def refused(self) -> bool:
+        """It said no, and said it plainly."""
+        return self._answered and 400 <= (self.status or 0) < 500
+
+    @property
+    def unchanged(self) -> bool:
+        """It said no plainly, and not that its weights are others all the same."""
+        said = _sentence(self.body).lower()
+        return self.refused and not any(words in said for words in CHANGED)
+
+    @property
+    def why(self) -> str:
+        """Why it is no success, in a few words."""
+        if self.error:
+            return self.error
+        said = _sentence(self.body)
+        return f"status {self.status}" + (f": {said[:WHY_CHARS]}" if said else "")
+
+    @property
+    def _answered(self) -> bool:
+        return self.status is not None and not self.error
+
+    def entry(self) -> dict[str, object]:
+        told: dict[str, object] = {"worker": self.worker, "success": self.success}
+        if self.status is not None:
+            told["status_code"] = self.status
+        if self._answered:
+            told["body"] = self.body
+        if self.error:
+            told["error"] = self.error
+        return {**told, "seconds": self.secs}
+
+
+@dataclass(frozen=True, slots=True)
+class AdminResponse:
+    """What the caller gets."""
+
+    status: int
+    body: Mapping[str, object]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.status < 300
+
+
+def aggregate(
+    path: str, answers: Sequence[WorkerResult], more: Mapping[str, Mapping[str, object]]
+) -> AdminResponse:
+    """`more`: what is to be added to a worker's entry, by its URL."""
+    success = all(answer.success for answer in answers)
+    body = {
+        "success": success,
+        "message": "ok" if success else FAILED,
+        "status": "ok" if success else "error",
+        "path": path,
+        "worker_count": len(answers),
+        "results": [{**answer.entry(), **more.get(answer.worker, {})} for answer in answers],
+    }
+    return AdminResponse(200 if success else 502, body)
+
+
+def refused(refusal: HttpError) -> AdminResponse:
+    """A refusal of ours, with the keys at its top that clients of these routes read."""
+    told = json.loads(refusal.body())
+    top = {"success": False, "message": refusal.message, "status": "error"}
+    return AdminResponse(refusal.status, {**top, **told}, dict(refusal.headers))
+
+
+def parsed(raw: bytes) -> object:
+    """A body as JSON, else as text; of one with too many values for either, the beginning."""
+    try:
+        value = read_json(raw, MAX_ANSWER_VALUES) if raw else ""
+        if b"\\u" not in raw:
+            return value
+        # JSON can spell half a character, which could be written down nowhere.
+        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except TooManyValues:
+        return raw[:MAX_TEXT_BYTES].decode("utf-8", "replace")
+    except (ValueError, RecursionError):
+        return raw.decode("utf-8", "replace")
+
+
+def _sentence(body: object) -> str:
+    """The words in a refusal, whatever its dialect."""
+    if isinstance(body, str):
+        return body.strip()
+    if not isinstance(body, dict):
+        return ""
+    for key in ("detail", "error", "message"):
+        said = _sentence(body.get(key))
+        if said:
+            return said
+    return ""

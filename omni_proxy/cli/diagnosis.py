@@ -1,0 +1,230 @@
+"""What deserves a look: who is slow, who is out and why, and what the last reload did.
+
+PURE. The same words for `omni-proxy status` and `omni-proxy top`.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from omni_proxy.cli.feed_model import FeedModel, FleetRow, Point
+from omni_proxy.cli.pauses import GO_ON, pause_words
+from omni_proxy.cli.text_table import age, millis, moment, plain, without_noise
+
+SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
+SLOW_MS: Final = 20.0  # and at least so much longer: else 2 ms beside 1 ms would be slow
+SLOW_ANSWERS: Final = 5  # in the last minute: half of fewer is chance
+FAILING_SHARE: Final = 0.05
+MINUTE_SECS: Final = 60
+# The most urgent first.
+OUT, SLOW, FAILING, LEAVING, WELL = "out", "slow", "failing", "leaving", "well"
+URGENCY: Final = {name: rank for rank, name in enumerate((OUT, FAILING, SLOW, LEAVING, WELL))}
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """On one worker; `said` is "" where all is well."""
+
+    kind: str
+    state: str  # one word for a table
+    said: str
+
+
+def judge(feed: FeedModel) -> dict[str, Diagnosis]:
+    """By worker id."""
+    usual = _usual_ms(feed.fleet)
+    now = moment(feed.at)
+    return {row.id: _verdict(row, usual.get(row.id), now) for row in feed.fleet}
+
+
+def _usual_ms(fleet: Sequence[FleetRow]) -> dict[str, float]:
+    """What the first chunk of the other workers of its model usually takes, by worker id."""
+    measured: defaultdict[str | None, list[FleetRow]] = defaultdict(list)
+    for row in fleet:
+        if row.first_p50_ms is not None and row.answers >= SLOW_ANSWERS:
+            measured[row.model].append(row)
+    usual = {}
+    for rows in measured.values():
+        if len(rows) < 2:
+            continue
+        times = sorted(row.first_p50_ms or 0.0 for row in rows)
+        for row in rows:
+            usual[row.id] = _median_without(times, bisect_left(times, row.first_p50_ms or 0.0))
+    return usual
+
+
+def _median_without(ordered: Sequence[float], at: int) -> float:
+    """The median of the others, of at least two in order."""
+    others = len(ordered) - 1
+    middle = ((others - 1) // 2, others // 2)
+    return sum(ordered[place + (place >= at)] for place in middle) / 2
+
+
+def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Diagnosis:
+    state = state_of(row)
+    if row.paused is not None and row.drain is None and not row.disabled:
+        return Diagnosis(OUT, state, f"is {pause_words(row.paused, now)}; end it with: {GO_ON}")
+    if not row.routable:
+        said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
+        said = plain(without_noise(said))
+        if row.drain is not None or row.disabled or row.trial:
+            return Diagnosis(LEAVING, state, said)
+        # `since` tells of its health alone.
+        return Diagnosis(OUT, state, said if row.held_by else said + _for_how_long(row, now))
+    ended = row.rate * MINUTE_SECS
+    if row.errors and row.errors >= max(1.0, FAILING_SHARE * ended):
+        return Diagnosis(FAILING, "failing", f"{row.errors} errors in the last minute")
+    if row.silent_secs is not None:
+        what = f"{row.in_flight} in flight, nothing has come from it for {age(row.silent_secs)}"
+        return Diagnosis(SLOW, "silent", f"is silent: {what}")
+    own = row.first_p50_ms
+    if own is None or usual_ms is None:
+        return Diagnosis(WELL, state, "")
+    if own < SLOW_FACTOR * usual_ms or own - usual_ms < SLOW_MS:
+        return Diagnosis(WELL, state, "")
+    said = f"is slow: first chunk after {millis(own)}, the others' after {millis(usual_ms)}"
+    return Diagnosis(SLOW, "slow", said)
+
+
+def state_of(row: FleetRow) -> str:
+    """One word for a table."""
+    if row.drain is not None:
+        return plain(row.drain.state)
+    if row.disabled:
+        return "disabled"
+    if row.paused is not None or "paused" in row.held_by:
+        return "PAUSED"
+    if row.held_by == ("launch",) and row.launch:
+        return plain(row.launch.get("state", "launch")).replace("_", " ")
+    if row.held_by:
+        return plain(row.held_by[0])
+    if row.trial:
+        return "trial"
+    return plain(row.health) if row.health != "healthy" or not row.routable else "ok"
+
+
+def _for_how_long(row: FleetRow, now: datetime | None) -> str:
+    since = moment(row.since)
+    if since is None or now is None:
+        return ""
+    return f" (for {age((now - since).total_seconds())})"
+
+
+def by_urgency(feed: FeedModel, verdicts: dict[str, Diagnosis]) -> list[FleetRow]:
+    """Who needs a look first; among equals the busiest."""
+
+    def rank(row: FleetRow) -> tuple[int, int, str]:
+        return URGENCY[verdicts[row.id].kind], -row.in_flight, row.url
+
+    return sorted(feed.fleet, key=rank)
+
+
+def last_minute(history: Sequence[Point]) -> tuple[int, int]:
+    """Requests that ended in it, and errors among them."""
+    if not history:
+        return 0, 0
+    begin = history[-1].at - MINUTE_SECS
+    points = [point for point in history if point.at > begin]
+    return sum(point.requests for point in points), sum(point.errors for point in points)
+
+
+def reload_words(told: dict[str, Any] | None, now: datetime | None) -> str:
+    """What the newest reading of the file came to, in one line."""
+    if not told:
+        return "none yet"
+    at = moment(str(told.get("at") or ""))
+    ago = f", {age((now - at).total_seconds())} ago" if at and now else ""
+    words = f"{plain(told.get('outcome', '?'))} by {plain(told.get('source', '?'))}{ago}"
+    if told.get("source") == "start":
+        words = f"none since the start{ago}"
+    if error := told.get("error"):
+        return f"{words}; the former runs on: {plain(_first_problem(error))}"
+    if incomplete := told.get("incomplete"):
+        return f"{words}, but not by all parts; reload again: {plain(incomplete)}"
+    changes = list(_changes(told.get("diff")))
+    shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
+    return f"{words}: {shown}" if shown else words
+
+
+def _first_problem(error: object) -> str:
+    if not isinstance(error, dict):
+        return str(error)
+    problems = error.get("problems")
+    if not isinstance(problems, list) or not problems or not isinstance(problems[0], dict):
+        return str(error.get("message") or error)
+    first = problems[0]
+    line = f" line {first['line']}" if first.get("line") else ""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    file = f"{os.path.basename(str(error['file']))}{line} " if error.get("file") else ""
+    hint = f"; {first['hint']}" if first.get("hint") else ""
+    return f"{file}{first.get('path')}: {first.get('reason')}{hint}{more}"
+
+
+def _changes(diff: object) -> Iterable[str]:
+    if not isinstance(diff, dict):
+        return
+    for key, pair in _items(diff.get("changed")):
+        if isinstance(pair, list) and len(pair) == 2:
+            yield f"{plain(key)} {plain(_short(pair[0]))} -> {plain(_short(pair[1]))}"
+    for table in ("workers", "launch"):
+        part = diff.get(table)
+        if not isinstance(part, dict):
+            continue
+        for sign, word in (("added", "+"), ("removed", "-"), ("changed", "~")):
+            names = part.get(sign)
+            for name in names if isinstance(names, list | dict) else ():
+                yield f"{word}{plain(name)}"
+
+
+def _items(table: object) -> Iterable[tuple[object, object]]:
+    return table.items() if isinstance(table, dict) else ()
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def sync_words(sync: object) -> str:
+    """Whose group it is, how it stands and who is waited for; "" where there is none."""
+    if not isinstance(sync, dict) or not isinstance(owner := sync.get("owner"), dict):
+        return ""
+    name, master = (plain(owner.get(key, "?")) for key in ("group_name", "master"))
+    state = plain(sync.get("state", "?"))
+    by = f" of {plain(owner['caller'])}" if owner.get("caller") else ""
+    rows = [row for row in sync.get("members", ()) if isinstance(row, dict)]
+    asked = [plain(row.get("member", "?")) for row in rows if row.get("progress") == "asked"]
+    waits = f", waiting for {', '.join(asked)}" if asked else f", members: {len(rows)}"
+    for_secs = f"{state} for {_secs(sync.get('step_secs'))}"
+    return f"{name} at {master}{by}, {for_secs}, begun {_secs(owner.get('age_secs'))} ago{waits}"
+
+
+def _secs(value: object) -> str:
+    return f"{value:.0f} s" if isinstance(value, int | float) else "? s"
+
+
+def weight_words(feed: FeedModel) -> str:
+    """Which versions serve, and what is being done about them; "" where nobody told any."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for row in feed.fleet:
+        if row.weight_version or row.weight_epoch:
+            epoch = f" (epoch {row.weight_epoch})" if row.weight_epoch else ""
+            counts[f"{plain(row.weight_version or '?')}{epoch}"] += 1
+    words = [f"{version} on {count}" for version, count in sorted(counts.items())]
+    if len(words) > 1:
+        words = [f"{len(words)} versions: {', '.join(words[:4])}" + ("…" if len(words) > 4 else "")]
+    told = feed.weights or {}
+    if isinstance(operation := told.get("operation"), dict):
+        path, step = (plain(operation.get(key, "?")) for key in ("path", "step"))
+        words.append(f"under way: {path}, {step}")
+    if sync := sync_words(told.get("sync")):
+        words.append(f"sync: {sync}")
+    if uncertain := told.get("uncertain"):
+        words.append(f"uncertain: {len(uncertain)}")
+    return "; ".join(words)

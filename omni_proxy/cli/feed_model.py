@@ -1,0 +1,166 @@
+"""One picture of the running proxy, as GET /feed tells it, in types.
+
+PURE. What a newer proxy tells beside this is passed over; what an older one leaves out has the
+value that stands here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from omni_proxy.cli.admin_client import AdminClientError
+
+PATH = "/feed"
+
+
+class DrainRow(Struct, frozen=True):
+    state: str = "draining"  # draining, drained or overdue
+    in_flight: int = 0
+    since: str | None = None
+    deadline: str | None = None
+    remove: bool = False
+
+
+class Paused(Struct, frozen=True):
+    """Why its engine stands still; `at` is an ISO time, and None is what nobody knows."""
+
+    at: str | None = None
+    by: str | None = None
+    path: str | None = None
+    mode: str | None = None
+
+
+class FleetRow(Struct, frozen=True):
+    """A worker; rates, errors and times are of the last minute."""
+
+    id: str
+    url: str
+    display_id: str = ""
+    model: str | None = None
+    health: str = "unknown"
+    routable: bool = False
+    disabled: bool = False
+    trial: bool = False
+    held_by: tuple[str, ...] = ()
+    why: str | None = None
+    since: str | None = None
+    last_error: str | None = None
+    in_flight: int = 0
+    max_inflight: int = 0
+    rate: float = 0.0
+    errors: int = 0
+    answers: int = 0
+    first_p50_ms: float | None = None
+    first_p99_ms: float | None = None
+    silent_secs: float | None = None  # where that is longer than usual
+    routed: int = 0
+    failed: int = 0
+    weight_version: str | None = None
+    weight_epoch: int = 0
+    origin: str = ""
+    weight: int = 1
+    drain: DrainRow | None = None
+    launch: dict[str, Any] | None = None
+    paused: Paused | None = None
+
+    @property
+    def name(self) -> str:
+        return self.display_id or self.url.partition("://")[2] or self.url
+
+
+class Point(Struct, frozen=True):
+    """A second of the past; `at` in seconds since 1970."""
+
+    at: float
+    requests: int = 0
+    errors: int = 0
+    first_p50_ms: float | None = None
+    first_p99_ms: float | None = None
+    in_flight: int = 0
+    waiting: int = 0
+
+
+class FinishedRequest(Struct, frozen=True):
+    """How a request ended."""
+
+    at: str = ""
+    route: str = ""
+    model: str | None = None
+    worker: str | None = None
+    status: int = 0
+    end: str = ""
+    ended_by: str | None = None
+    error: str | None = None
+    attempts: int = 0
+    first_ms: float | None = None
+    total_ms: float | None = None
+    request_id: str | None = None
+
+
+class Admission(Struct, frozen=True):
+    inflight: int = 0
+    max_inflight: int = 0
+    peak_inflight: int = 0
+    rejected_total: int = 0
+    waiting: int = 0
+    peak_waiting: int = 0
+
+
+class Supervised(Struct, frozen=True):
+    name: str = ""
+    state: str = "running"
+    restarts: int = 0
+    last_error: str | None = None
+
+
+class Watched(Struct, frozen=True):
+    """Times that an event loop of the proxy had no turn for a second."""
+
+    stalls: int = 0
+    last_stall_at: str | None = None
+    last_stall_secs: float | None = None
+
+
+class FeedModel(Struct, frozen=True):
+    at: str
+    revision: int
+    ready: bool
+    fleet: tuple[FleetRow, ...]
+    version: str = ""
+    pid: int = 0
+    uptime_secs: float = 0.0
+    leaving: bool = False
+    reason: str | None = None  # why it is not ready, in one word
+    metrics: bool = True
+    config_file: str | None = None
+    admission: Admission = Admission()
+    policy: dict[str, Any] = {}
+    history: tuple[Point, ...] = ()
+    recent_ends: tuple[FinishedRequest, ...] = ()
+    last_reload: dict[str, Any] | None = None
+    supervisors: tuple[Supervised, ...] = ()
+    watchdog: Watched = Watched()
+    weights: dict[str, Any] | None = None
+
+
+def read_feed(text: str | bytes) -> FeedModel:
+    """Raises AdminClientError for what is no feed."""
+    try:
+        return msgspec.json.decode(text, type=FeedModel)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError) as error:
+        raise AdminClientError(
+            f"what answers there gives no feed that I can read: {error}"
+        ) from None
+
+
+def feed_of(told: dict[str, Any]) -> FeedModel:
+    """The same of what was read already. Raises AdminClientError."""
+    try:
+        return msgspec.convert(told, FeedModel)
+    except msgspec.ValidationError as error:
+        raise AdminClientError(
+            f"what answers there gives no feed that I can read: {error}"
+        ) from None

@@ -1,0 +1,1 @@
+"""Listeners: sockets, TLS certificates, PROXY protocol."""

@@ -1,0 +1,87 @@
+"""A client connection over TLS: its handshake, and then the life of any other.
+
+Invariant: nothing is read as a request before the handshake is over, which `client_head_secs`
+bounds. Whoever speaks plain HTTP here is told so, in plain HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import ssl
+from typing import TYPE_CHECKING
+
+from omni_proxy.dataplane.accept.proxy_protocol import introduce
+from omni_proxy.dataplane.downstream.connection import Connection
+from omni_proxy.dataplane.exchange.local_reply import refuse_head
+from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, nested
+from omni_proxy.dataplane.loop.tls_stream import RECORD, Handshake, TlsStream, more
+from omni_proxy.system.tls_contexts import reason_of
+from omni_proxy.wire.errors import HttpError
+
+if TYPE_CHECKING:
+    import socket
+
+    from omni_proxy.dataplane.dataplane import DataPlane
+
+_log = logging.getLogger(__name__)
+
+
+class TlsConnection(Connection):
+    """`context` is the one that counts at the moment of accepting."""
+
+    __slots__ = ("_context",)
+
+    def __init__(
+        self, door: DataPlane, sock: socket.socket, peer: str, context: ssl.SSLContext
+    ) -> None:
+        super().__init__(door, sock, peer)
+        self._context = context
+
+    async def serve(self) -> None:
+        self.clock("handshake", self.door.limits.client_head)
+        plain = self.client
+        try:
+            self.client = await self._shaken()
+        except HttpError as refusal:
+            self.phase = "head"
+            with contextlib.suppress(OSError):  # whoever would be told is not there any more
+                await refuse_head(self, refusal)
+            return
+        except (ClientDisconnected, PhaseTimeout, OSError) as error:
+            self.door.failed_handshakes += 1
+            told = f"no end within time (phase {error})" if isinstance(error, PhaseTimeout) else ""
+            _log.debug("TLS handshake with %s failed: %s", self.peer, told or reason_of(error))
+            return
+        finally:
+            if self.client is plain:
+                plain.close()
+        await nested(super().serve())
+
+    async def _shaken(self) -> TlsStream:
+        if not self.introduced:
+            await introduce(self)
+            self.clock("handshake", self.door.limits.client_head)
+        first = await more(self, self.client)
+        if first[:1] != RECORD and first[:1].isalpha():
+            raise HttpError(
+                400, "this listener speaks TLS, and plain HTTP came: use https://",
+                "plain_http_on_tls_port", close=True,
+            )  # fmt: skip
+        shake = Handshake(self._context)
+        shake.incoming.write(first)
+        return await shake.run(self, self.client)
+
+
+class AdminConnection(Connection):
+    """Of the [admin] listener: everything goes to the control routes."""
+
+    __slots__ = ()
+
+    front_only = True
+
+
+class TlsAdminConnection(TlsConnection):
+    __slots__ = ()
+
+    front_only = True

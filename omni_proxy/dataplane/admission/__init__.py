@@ -1,0 +1,1 @@
+"""Admission: limits, the queue, the gate during weight updates."""

@@ -1,0 +1,141 @@
+"""The lines of the two logs: what each of them says of an exchange that is over.
+
+Invariant: a line holds whatever a client sent but secrets of its query, is one line all the same,
+and a terminal obeys nothing in it; JSON is ASCII. Source of the route log's keys: omni-router.md
+14.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.wire.log_text import ascii_json, escaped
+
+if TYPE_CHECKING:
+    from omni_proxy.dataplane.dataplane import DataPlane
+    from omni_proxy.dataplane.exchange.exchange import Exchange
+
+_encode = msgspec.json.encode
+_UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f]|[^\x00-\x7f]")
+
+
+def log(door: DataPlane, exchange: Exchange, worker: Worker | None) -> None:
+    """Into those that are kept."""
+    if door.access_log is not None:
+        line = access_record(exchange, worker)
+        door.access_log.write(ascii_json(line) if door.access_json else access_text(line))
+    if door.route_log is not None and worker is not None:
+        record = _encode(route_record(exchange, worker), order="sorted")
+        door.route_log.write(ascii_json(record))
+
+
+def _told_id(exchange: Exchange) -> str:
+    return exchange.request_id.decode("latin-1")
+
+
+def _ms(later: float, earlier: float) -> float | None:
+    return round((later - earlier) * 1000, 3) if later and earlier else None
+
+
+def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
+    """One JSON line: who, what, where to, the time to each phase, and who ended it in which
+    phase."""
+    start, need = exchange.started_at, exchange.need
+    spans = worker is not None and exchange.spans_versions(worker)
+    record = {
+        "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "client": exchange.client,
+        "method": exchange.method,
+        "target": exchange.target,
+        "status": exchange.status,
+        "outcome": exchange.outcome or "cut_by_proxy",
+        "ended_by": exchange.ended_by,
+        "phase": exchange.phase,
+        "error": exchange.error or None,
+        "request_id": _told_id(exchange) or None,
+        "model": need.model if need else None,
+        "stream": exchange.stream,
+        "worker": worker.url if worker else None,
+        "policy": exchange.policy or None,
+        "attempts": exchange.attempts,
+        "weight_version": exchange.version.label,
+        "weight_epoch": exchange.version.epoch or None,
+        "weight_version_end": worker.version.shown if worker is not None and spans else None,
+        "tried": [
+            {"worker": tried.url, "outcome": outcome} for tried, outcome in exchange.outcomes()
+        ],
+        "queue_ms": round(exchange.queued_secs * 1000, 3),
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "pieces": exchange.pieces,
+        "head_ms": _ms(exchange.head_at, start),
+        "body_ms": _ms(exchange.body_at, start),
+        "connect_ms": _ms(exchange.dialled_at, start),
+        "answer_ms": _ms(exchange.wait_at, start),
+        "first_ms": _ms(exchange.first_at, start),
+        "total_ms": _ms(exchange.ended_at, start),
+    }
+    return _encode(record)
+
+
+def access_text(line: bytes) -> bytes:
+    """The same record for people, empty fields left out. No field holds a space."""
+    record = msgspec.json.decode(line)
+    tried = record.pop("tried")
+    if len(tried) > 1:
+        record["tried"] = ",".join(f"{each['worker']}={each['outcome']}" for each in tried)
+    said = [
+        f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
+    ]
+    said += (
+        f"{key}={str(value).lower() if value is True else value}"
+        for key, value in record.items()
+        if value not in (None, "", 0)
+    )
+    return " ".join(_UNSHOWN.sub(_escaped, each) for each in said).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A client names its model: no line and no field of the log may be of its making."""
+    return "\\x20" if found[0] == " " else escaped(found)
+
+
+def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
+    need, route = exchange.need, exchange.route
+    state, disabled, routable = exchange.worker_seen
+    completed = exchange.outcome == "completed"
+    finished = "stream_complete" if exchange.stream else "request_complete"
+    broken = "stream_error" if exchange.stream else "request_complete"
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "event": finished if completed else broken,
+        "request_id": _told_id(exchange),
+        "method": exchange.method,
+        "path": exchange.target.partition("?")[0],
+        "model": need.model if need else None,
+        "stream": exchange.stream,
+        "required_capabilities": need.capabilities if need else [],
+        "worker_id": worker.id,
+        "worker_url": worker.url,
+        "policy": exchange.policy,
+        "worker_state": state,
+        "worker_health_state": state,
+        "worker_disabled": disabled,
+        "worker_routable": routable,
+        "attempt": exchange.attempts,
+        "status_code": exchange.status or None,
+        "duration_s": round(exchange.ended_at - exchange.started_at, 6),
+        "ttfb_s": round(exchange.first_at - exchange.started_at, 6) if exchange.first_at else None,
+        "request_bytes": exchange.bytes_in,
+        "response_bytes": exchange.bytes_out,
+        "completed": completed,
+        "client_disconnected": exchange.ended_by == "client",
+        "error_type": exchange.error or None,
+        "idempotency_key_present": exchange.idempotency_key,
+        "traffic": route.traffic if route else None,
+    }

@@ -1,0 +1,1 @@
+"""The event loop: streams, TLS, tasks, timeouts, and its place in trio's loop."""

@@ -1,0 +1,1 @@
+"""Upstream connections: pools, attempts, worker acquisition, retry."""

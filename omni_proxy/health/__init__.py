@@ -1,0 +1,1 @@
+"""Health checks: active probes, outlier ejection, throttled starts."""

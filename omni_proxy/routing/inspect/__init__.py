@@ -1,0 +1,1 @@
+"""Reading a request for routing: its requirements, model, affinity key and prefix. Pure."""

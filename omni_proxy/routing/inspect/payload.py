@@ -1,0 +1,250 @@
+"""The fields of a JSON body that routing looks at, as they are spelled.
+
+Invariant: a `BodyFields` refers to the bytes it was read from and holds next to nothing beside them,
+however many values those spell; values are built one at a time, where somebody asks. Any body is
+read in time that is linear in its length. Takes what Python's own JSON reader takes (NaN, UTF-16),
+as workers do. Source: omni-router.md 7.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from omni_proxy.wire.errors import HttpError
+
+UNSAID: Final = msgspec.Raw()
+NULL: Final = msgspec.Raw(b"null")
+MAX_REQUEST_ID_CHARS: Final = 256  # a longer one is not used
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# What Python's reader takes beside JSON, and valid JSON of the same standing: an array can stand
+# nowhere but where these can, neither behind a backslash nor beside other characters of a number.
+_CONSTANTS: Final = (
+    (b"-Infinity", b"[100000000000003]"),
+    (b"Infinity", b"[100000000000002]"),
+    (b"NaN", b"[100000000000001]"),
+)
+_ARRAYS: Final = frozenset(array for _, array in _CONSTANTS)
+_MAX_ARRAY: Final = max(map(len, _ARRAYS))
+# Halves of a pair alone, which msgspec takes as bytes and not as an escape.
+_LONE: Final = re.compile(
+    rb"(?<!\\)((?:\\\\)*+)\\u([dD](?:"
+    rb"[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2}))"
+)
+CONSTANT_GROWTH: Final = 6  # so many times as long are they at most
+
+
+class BodyFields(msgspec.Struct, gc=False):
+    """Everything else in a body is skipped. Fields of no length were not in it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+    stream_format: msgspec.Raw = UNSAID
+    messages: msgspec.Raw = UNSAID
+    prompt: msgspec.Raw = UNSAID
+    text: msgspec.Raw = UNSAID
+    input_ids: msgspec.Raw = UNSAID
+    modalities: msgspec.Raw = UNSAID
+    output_modalities: msgspec.Raw = UNSAID
+    audio: msgspec.Raw = UNSAID
+    image: msgspec.Raw = UNSAID
+    images: msgspec.Raw = UNSAID
+    audios: msgspec.Raw = UNSAID
+    audio_inputs: msgspec.Raw = UNSAID
+    video: msgspec.Raw = UNSAID
+    videos: msgspec.Raw = UNSAID
+    ref_audio: msgspec.Raw = UNSAID
+    references: msgspec.Raw = UNSAID
+    voice: msgspec.Raw = UNSAID
+    speaker: msgspec.Raw = UNSAID
+    items: msgspec.Raw = UNSAID
+
+
+class OddPayload(BodyFields, gc=False):
+    """Of a body with NaN or infinities: the fields that are spelled have others in their place."""
+
+
+_FIELDS: Final = BodyFields.__struct_fields__
+_TYPED: Final = ("model", "stream", "request_id")
+# The same with nothing decoded: takes any value for any field.
+Pieces = msgspec.defstruct("Pieces", [(name, msgspec.Raw, UNSAID) for name in _FIELDS], gc=False)
+_decode: Callable[[bytes], BodyFields] = msgspec.json.Decoder(BodyFields).decode
+_decode_pieces: Callable[[bytes], Any] = msgspec.json.Decoder(Pieces).decode
+_decode_any: Callable[[msgspec.Raw | bytes], Any] = msgspec.json.Decoder().decode
+_skip: Callable[[bytes], msgspec.Raw] = msgspec.json.Decoder(msgspec.Raw).decode
+_decode_list: Callable[[msgspec.Raw], list[msgspec.Raw]] = msgspec.json.Decoder(
+    list[msgspec.Raw]
+).decode
+
+
+def decode(body: bytes) -> BodyFields:
+    """Raises HttpError 400."""
+    try:
+        payload = _decode(body)
+    except _MALFORMED:
+        return _decode_oddly(body)
+    if not body.isascii():  # what was skipped was not looked at
+        try:
+            body.decode()
+        except UnicodeDecodeError:
+            _as_utf8(body)
+    return payload
+
+
+def _decode_oddly(body: bytes) -> BodyFields:
+    """What is no strict JSON, or has a field of another type than most."""
+    text = _as_utf8(body)
+    if b"\\ud" in text or b"\\uD" in text:
+        text = _LONE.sub(_as_bytes, text)
+    plain = text
+    for constant, array in _CONSTANTS:
+        plain = plain.replace(constant, array)
+    try:
+        pieces = _decode_pieces(plain)
+    except _MALFORMED:
+        raise _no_object(plain) from None
+    spelled = {name: getattr(pieces, name) for name in _FIELDS if name not in _TYPED}
+    kind = BodyFields if plain is text else OddPayload
+    return kind(
+        model=text_in(pieces.model), stream=_flag_in(pieces.stream),
+        request_id=text_in(pieces.request_id), **spelled,
+    )  # fmt: skip
+
+
+def _no_object(body: bytes) -> HttpError:
+    try:
+        _skip(body)
+    except _MALFORMED:
+        return invalid_json()
+    return HttpError(400, "JSON request body must be an object", "invalid_json")
+
+
+def invalid_json() -> HttpError:
+    return HttpError(400, "invalid JSON body", "invalid_json")
+
+
+def payload_of(fields: dict[str, Any]) -> BodyFields:
+    """The same of fields that were read already."""
+    told = {name: fields[name] for name in _FIELDS if name in fields}
+    return decode(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+def _as_utf8(body: bytes) -> bytes:
+    """Raises HttpError 400. Lone surrogates pass, as they do in Python's reader."""
+    try:
+        encoding = json.detect_encoding(body)
+        text: str = body.decode(encoding, "surrogatepass")
+    except UnicodeDecodeError:
+        raise invalid_json() from None
+    return body if encoding == "utf-8" else text.encode("utf-8", "surrogatepass")
+
+
+def _as_bytes(escape: re.Match[bytes]) -> bytes:
+    return escape[1] + chr(int(escape[2], 16)).encode("utf-8", "surrogatepass")
+
+
+def restored(text: bytes) -> bytes:
+    """What an `OddPayload` spells, as the client spelled it."""
+    for constant, array in _CONSTANTS:
+        text = text.replace(array, constant)
+    return text
+
+
+def value_in(raw: msgspec.Raw) -> Any:
+    """None where it can't be read, too: nested too deeply, say."""
+    try:
+        return _decode_any(raw)
+    except _MALFORMED:
+        pass
+    try:  # lone surrogates
+        return json.loads(bytes(raw).decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def text_in(raw: msgspec.Raw) -> str | None:
+    """None for whatever is no string."""
+    if not starts(raw, b'"'):
+        return None
+    value = value_in(msgspec.Raw(restored(bytes(raw))))
+    return value if isinstance(value, str) else None
+
+
+def _flag_in(raw: msgspec.Raw) -> bool:
+    return raw == _TRUE
+
+
+_TRUE: Final = msgspec.Raw(b"true")
+_FALSE: Final = msgspec.Raw(b"false")
+
+
+def starts(raw: msgspec.Raw, mark: bytes) -> bool:
+    return len(raw) > 0 and memoryview(raw)[0] == mark[0]
+
+
+def said(raw: msgspec.Raw) -> bool:
+    """Whether it is there, and not null."""
+    return len(raw) > 0 and raw != NULL
+
+
+def present(raw: msgspec.Raw) -> bool:
+    """Not null, not false, not empty; a number counts even when it is 0."""
+    if not said(raw) or raw == _FALSE:
+        return False
+    if starts(raw, b'"'):
+        return len(raw) > len('""')
+    if starts(raw, b"[") or starts(raw, b"{"):
+        return bool(bytes(memoryview(raw)[1:-1]).strip())
+    return True
+
+
+def is_list(raw: msgspec.Raw) -> bool:
+    return starts(raw, b"[") and bytes(memoryview(raw)[:_MAX_ARRAY]) not in _ARRAYS
+
+
+def elements_in(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """Of a list; none of anything else."""
+    try:
+        return _decode_list(raw) if is_list(raw) else []
+    except _MALFORMED:
+        return []
+
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+
+class ObjectsIn(Generic[Fields]):
+    """Reads the objects of a list as structs of `kind`, whose fields are all Raw, and skips what
+    else is in it. `least`: shorter ones than so many bytes have none of the fields."""
+
+    def __init__(self, kind: type[Fields], least: int) -> None:
+        self._all: Callable[[msgspec.Raw], list[Fields]] = msgspec.json.Decoder(
+            list.__class_getitem__(kind)
+        ).decode
+        self._one: Callable[[msgspec.Raw], Fields] = msgspec.json.Decoder(kind).decode
+        self._none = kind()
+        self._least = least
+
+    def __call__(self, raw: msgspec.Raw) -> Iterator[Fields]:
+        if not starts(raw, b"["):
+            return
+        try:
+            found = self._all(raw)
+        except _MALFORMED:
+            for one in elements_in(raw):
+                if not starts(one, b"{"):
+                    continue
+                if len(one) < self._least:
+                    yield self._none
+                    continue
+                with suppress(*_MALFORMED):  # nested as deeply as can just be skipped
+                    yield self._one(one)
+        else:
+            yield from found

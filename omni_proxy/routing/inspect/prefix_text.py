@@ -1,0 +1,230 @@
+"""The text of a request by which prefixes are compared: what a worker would read first, first.
+
+Invariant: any decoded body gives bytes, in time bounded by `limit` and not by the body. Texts are
+UTF-8 with lone surrogates as they are, and between them stand bytes that UTF-8 never has, so that
+different structures give different texts. Same body, same text, in every process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import msgspec
+
+from omni_proxy.routing.inspect.payload import (
+    CONSTANT_GROWTH,
+    UNSAID,
+    BodyFields,
+    OddPayload,
+    elements_in,
+    is_list,
+    restored,
+    said,
+    starts,
+    value_in,
+)
+
+LIMIT = 64 * 1024  # bytes; what comes later hardly changes where a prefix is cached
+MAX_NAME_CHARS = 32
+MAX_PIECES = 8192  # roles, parts, prompts: a body of a million empty ones is not read whole
+# One byte each: were they longer, short texts would be alike by their marks alone.
+ROLES = {
+    "system": b"\xf5", "user": b"\xf6", "assistant": b"\xf7", "tool": b"\xf8", "developer": b"\xf9",
+}  # fmt: skip
+NAME, NAME_END, PART, SCRIPT, TOKENS = b"\xfa", b"\xfb", b"\xfc", b"\xfd", b"\xfe"
+
+
+class _SaidPart(msgspec.Struct, gc=False):
+    text: str | None = None
+    type: str | None = None
+
+
+class _Said(msgspec.Struct, gc=False):
+    """A message as nearly all are."""
+
+    role: str
+    content: str | list[_SaidPart]
+
+
+class _Piece(msgspec.Struct, gc=False):
+    """A message, or a part of one."""
+
+    role: msgspec.Raw = UNSAID
+    content: msgspec.Raw = UNSAID
+    text: msgspec.Raw = UNSAID
+    type: msgspec.Raw = UNSAID
+
+
+_decode_talk = msgspec.json.Decoder(list[_Said]).decode
+_decode_piece = msgspec.json.Decoder(_Piece).decode
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
+    """At most `limit` bytes, the first of which is a mark; b"" for a body without messages,
+    `prompt`, `text` and `input_ids`."""
+    if payload is None:
+        return b""
+    if type(payload) is OddPayload:
+        return restored(_gathered(payload, limit * CONSTANT_GROWTH))[:limit]
+    if not (len(payload.prompt) or len(payload.text) or len(payload.input_ids)):
+        plain = _plain_talk(payload.messages, limit)
+        if plain is not None:
+            return plain
+    return _gathered(payload, limit)
+
+
+def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
+    """The same of messages in known roles, as most are; else None."""
+    if not len(messages):
+        return None
+    try:
+        talk = _decode_talk(messages)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    left = MAX_PIECES - 2 * len(talk)
+    if left < 0:
+        return None
+    pieces: list[bytes] = []
+    try:
+        for one in talk:
+            content = one.content
+            if isinstance(content, str):
+                pieces += ROLES[one.role], content[:limit].encode()
+            else:
+                left -= len(content)
+                if left < 0:
+                    return None
+                pieces += ROLES[one.role], _plain_parts(content, limit)
+    except LookupError:
+        return None
+    text = b"".join(pieces)
+    return text if len(text) <= limit else None
+
+
+def _plain_parts(parts: list[_SaidPart], limit: int) -> bytes:
+    said = [_name(each.type) if each.text is None else _utf8(each.text, limit) for each in parts]
+    return PART + PART.join(said) if said else b""
+
+
+def _gathered(payload: BodyFields, limit: int) -> bytes:
+    gathered = _Gathered(limit)
+    for piece in _pieces(payload, limit):
+        if not gathered.add(piece):
+            break
+    return bytes(gathered.text)
+
+
+class _Gathered:
+    """Bytes up to a bound."""
+
+    __slots__ = ("_left", "_looks", "text")
+
+    def __init__(self, limit: int) -> None:
+        self.text = bytearray()
+        self._left = limit
+        self._looks = MAX_PIECES
+
+    def add(self, piece: bytes) -> bool:
+        """Whether there is room for more."""
+        self.text += piece[: self._left]
+        self._left -= len(piece)
+        self._looks -= 1
+        return self._left > 0 and self._looks > 0
+
+
+def _pieces(payload: BodyFields, limit: int) -> Iterator[bytes]:
+    for message in elements_in(payload.messages):
+        yield from _message(message, limit)
+    for value in (payload.prompt, payload.text):
+        if said(value):
+            yield from _script(value, limit)
+    if said(payload.input_ids):  # as it is spelled: that does for a prefix
+        yield TOKENS + bytes(memoryview(payload.input_ids)[:limit])
+
+
+def _read(raw: msgspec.Raw) -> _Piece | None:
+    """None for what is no object."""
+    if not starts(raw, b"{"):
+        return None
+    try:
+        return _decode_piece(raw)
+    except (msgspec.DecodeError, RecursionError):  # nested as deeply as can just be skipped
+        return _Piece()
+
+
+def _text(raw: msgspec.Raw) -> str | None:
+    """None for what is no string."""
+    value = value_in(raw) if starts(raw, b'"') else None
+    return value if isinstance(value, str) else None
+
+
+def _message(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
+    message = _read(raw)
+    if message is None:
+        yield NAME
+        return
+    role = _text(message.role)
+    yield (role is not None and ROLES.get(role)) or _name(role)
+    content = _text(message.content)
+    if content is not None:
+        yield _utf8(content, limit)
+    for part in elements_in(message.content):
+        yield from _part(part, limit)
+
+
+def _part(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
+    """A part's text, or only its kind: of a picture the address says little and its bytes a lot."""
+    spoken = _text(raw)
+    if spoken is not None:
+        yield PART + _utf8(spoken, limit)
+        return
+    part = _read(raw)
+    if part is not None:
+        text = _text(part.text)
+        yield PART + (_name(_text(part.type)) if text is None else _utf8(text, limit))
+
+
+def _script(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
+    """A text, token ids, or a list of either."""
+    text = _text(raw)
+    if text is not None:
+        yield SCRIPT + _utf8(text, limit)
+        return
+    elements = elements_in(raw)
+    if elements and _is_number(elements[0]):
+        yield TOKENS + _tokens(raw, limit)
+        return
+    for one in elements:
+        text = _text(one)
+        if text is not None:
+            yield SCRIPT + _utf8(text, limit)
+        elif is_list(one):
+            yield TOKENS + _tokens(one, limit)
+        else:
+            yield SCRIPT
+
+
+def _is_number(raw: msgspec.Raw) -> bool:
+    """Whether it is what Python has for an integer, true and false included."""
+    return not starts(raw, b"[") and not starts(raw, b"{") and isinstance(value_in(raw), int)
+
+
+def _name(name: str | None) -> bytes:
+    """Of a role or a kind of part."""
+    return NAME if name is None else NAME + _utf8(name, MAX_NAME_CHARS) + NAME_END
+
+
+def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
+    """Four bytes each, about what a token is as text."""
+    ids: list[int]
+    try:
+        ids = _decode_ids(raw)[: limit // 4]
+    except (msgspec.DecodeError, RecursionError):
+        ids = [value_in(one) for one in elements_in(raw)[: limit // 4] if _is_number(one)]
+    return array("I", (number & 0xFFFFFFFF for number in ids)).tobytes()
+
+
+def _utf8(text: str, limit: int) -> bytes:
+    return text[:limit].encode("utf-8", "surrogatepass")

@@ -1,0 +1,370 @@
+"""What a request needs of a worker, read from its body and its hint headers.
+
+Invariant: the same body and hints give the same `Requirements`; the body is decoded for reading only and
+goes on byte for byte. A body that is no JSON where JSON is due is refused, never guessed at.
+Source: omni-router.md 7.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Protocol
+
+import msgspec
+
+from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
+from omni_proxy.routing.inspect.large_json import LARGE_BYTES, Top, read_top
+from omni_proxy.routing.inspect.multipart import form_fields
+from omni_proxy.routing.inspect.payload import (
+    MAX_REQUEST_ID_CHARS,
+    UNSAID,
+    BodyFields,
+    ObjectsIn,
+    decode,
+    elements_in,
+    payload_of,
+    present,
+    starts,
+    text_in,
+)
+from omni_proxy.routing.routes import ALWAYS_JSON, FORM, JSON, NAMED, UNPINNED, Pinning, Route
+from omni_proxy.routing.version_constraint import VersionConstraint, wanted_by
+from omni_proxy.wire.errors import HttpError
+
+STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
+    BIT[name] for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
+)
+_KINDS: dict[str | None, int] = {
+    "image": IMAGE, "image_url": IMAGE, "input_image": IMAGE,
+    "audio": AUDIO, "audio_url": AUDIO, "input_audio": AUDIO,
+    "video": VIDEO, "video_url": VIDEO, "input_video": VIDEO,
+}  # fmt: skip
+_SPELLED = {f'"{kind}"'.encode(): bit for kind, bit in _KINDS.items()}
+
+
+class HeadFacts(Protocol):
+    """What a request's head says that matters here. Hints are keyed without their common prefix."""
+
+    @property
+    def content_type(self) -> bytes: ...
+    @property
+    def hints(self) -> dict[bytes, bytes]: ...
+
+
+class Referring(Protocol):
+    """A body of speech, or an item of one."""
+
+    ref_audio: msgspec.Raw
+    references: msgspec.Raw
+
+
+@dataclass(slots=True)
+class RequestFacts:
+    """`HeadFacts` for a request that has no head of its own."""
+
+    content_type: bytes = b""
+    hints: dict[bytes, bytes] = field(default_factory=dict)
+
+
+class Requirements(msgspec.Struct, gc=False):
+    """What may take the request: a model or None, capability bits, perhaps one worker only."""
+
+    mask: int
+    model: str | None = None
+    stream: bool = False
+    request_id: str = ""
+    place: Pinning = UNPINNED
+    worker: str = ""  # id or URL, for Pinning.NAMED
+    body: BodyFields | None = None  # its fields, for policies that read the prompt
+    key: str = ""  # what keeps a client with its worker, for policies that want it
+    version: VersionConstraint | None = None  # which weights it accepts; None: any
+    large: str = ""  # the traffic class of a body that was too large to be read whole
+    hinted: frozenset[bytes] = frozenset()  # of such a one: which hints came with it
+
+    @property
+    def capabilities(self) -> list[str]:
+        return names_in(self.mask)
+
+
+MAX_MODEL_CHARS = 1024
+_MEDIA = {
+    "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
+    "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
+}  # fmt: skip
+_media_values = attrgetter(*_MEDIA)
+_NO_MEDIA = (UNSAID,) * len(_MEDIA)
+
+
+class _UsualPart(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _UsualMessage(msgspec.Struct, gc=False):
+    """As nearly all are: texts, or parts that are objects with a type."""
+
+    content: str | list[_UsualPart] | None = None
+
+
+class _Part(msgspec.Struct, gc=False):
+    """Of any message's content; and a message, which is read alike."""
+
+    type: msgspec.Raw = UNSAID
+    content: msgspec.Raw = UNSAID
+
+
+class _Reference(msgspec.Struct, gc=False):
+    audio_path: msgspec.Raw = UNSAID
+    ref_audio: msgspec.Raw = UNSAID
+    audio: msgspec.Raw = UNSAID
+    data: msgspec.Raw = UNSAID
+
+
+class _Item(msgspec.Struct, gc=False):
+    model: msgspec.Raw = UNSAID
+
+
+_decode_messages = msgspec.json.Decoder(list[_UsualMessage]).decode
+_parts_in = ObjectsIn(_Part, least=len('{"type":"image"}'))
+_references_in = ObjectsIn(_Reference, least=len('{"data":1}'))
+_items_in = ObjectsIn(_Item, least=len('{"model":"m"}'))
+
+
+def inspect(route: Route, body: bytes, facts: HeadFacts) -> Requirements:
+    """Raises HttpError 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
+    if body and is_json(route, facts):
+        if len(body) > LARGE_BYTES:
+            return by_top(route, read_top(body), facts)
+        need = need_of(route, body)
+        if facts.hints:
+            _apply_hints(need, facts.hints, source="JSON body")
+        return need
+    need = Requirements(route.mask, place=route.place)
+    if route.place is NAMED:
+        named = facts.hints.get(b"worker", b"")
+        if not named:
+            raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
+        need.worker = named.decode("latin-1")
+    told = route.body is FORM and _read_form(body, facts.content_type, need)
+    if facts.hints:
+        _apply_hints(need, facts.hints, source="multipart form" if told else None)
+    return need
+
+
+def need_of(route: Route, body: bytes) -> Requirements:
+    """What a JSON body says that is small enough to be read whole. Raises HttpError 400."""
+    return _read(route, decode(body))
+
+
+def by_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
+    """What the hints alone say, beside a `model` that the body has told. Raises HttpError 400."""
+    need = Requirements(route.mask, model, place=route.place)
+    if route.traffic.startswith("speech") and is_json(route, facts):
+        need.mask |= AUDIO  # as for any large body of speech
+    _apply_hints(need, facts.hints, source=None)
+    if model is not None and need.model != model:
+        raise _bad("x-sglang-omni-route-model conflicts with the multipart form model")
+    return need
+
+
+def by_top(route: Route, top: Top, facts: HeadFacts) -> Requirements:
+    """What a large JSON body says. Raises HttpError 400."""
+    need = _read(route, BodyFields(
+        model=text_in(top.model), stream=bytes(top.stream) == b"true",
+        stream_format=msgspec.Raw(bytes(top.stream_format)),
+        request_id=text_in(top.request_id), input_ids=msgspec.Raw(top.beginning),
+    ))  # fmt: skip
+    if route.traffic.startswith("speech"):
+        need.mask |= AUDIO  # a voice reference is what makes such a body large
+    need.large = route.traffic
+    need.hinted = frozenset(facts.hints)
+    if facts.hints:
+        _apply_hints(need, facts.hints, source="JSON body")
+    return need
+
+
+def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requirements:
+    """What a speech session needs. A first message that is no session.config tells nothing, which
+    is for the worker to refuse (omni-router.md 12). Raises HttpError 400 for hints only."""
+    fields = _session_fields(first)
+    if fields is None:
+        need = Requirements(route.mask)
+    else:
+        payload = payload_of(fields)
+        need = _read(route, payload)
+        if has_reference(payload):
+            need.mask |= AUDIO
+    need.stream = True
+    if facts.hints:
+        _apply_hints(need, facts.hints, source=None if fields is None else "JSON body")
+    return need
+
+
+def _session_fields(first: str | bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(first) if isinstance(first, str) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict) or message.get("type") != "session.config":
+        return None
+    session = message.get("session")
+    return session if isinstance(session, dict) else message
+
+
+def _bad(message: str, code: str = "invalid_request") -> HttpError:
+    return HttpError(400, message, code)
+
+
+def is_json(route: Route, facts: HeadFacts) -> bool:
+    if route.body is not JSON:
+        return route.body is ALWAYS_JSON
+    told = facts.content_type
+    return told == b"application/json" or b"json" in told.lower()
+
+
+def _read(route: Route, payload: BodyFields) -> Requirements:
+    model, mask, stream = payload.model, route.mask, payload.stream is True
+    if model is None or not model.isascii() or not 0 < len(model) <= MAX_MODEL_CHARS:
+        model, payload.model = _named(model), None
+    request_id = payload.request_id or ""
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        request_id, payload.request_id = "", None
+    if stream:
+        mask |= STREAMING
+    if _media_values(payload) != _NO_MEDIA:  # hardly any body
+        mask |= _media(payload)
+    spelled = bytes(payload.messages)
+    if spelled.rfind(b"[") > 0:  # else there is no list of parts
+        mask |= _parts(payload.messages, spelled)
+    need = Requirements(mask, model, stream, request_id, route.place, "", payload)
+    if route.traffic != "generation":
+        _read_speech(route, payload, need)
+    return need
+
+
+def _read_speech(route: Route, payload: BodyFields, need: Requirements) -> None:
+    if route.traffic == "speech_batch":
+        _read_batch(payload, need)
+    if route.traffic == "speech_http" and text_in(payload.stream_format) == "sse":
+        need.mask |= STREAMING
+    if route.traffic.startswith("speech") and has_reference(payload):
+        need.mask |= AUDIO
+
+
+def _named(model: str | None) -> str | None:
+    """A model's name. JSON can spell lone surrogates, which no log and no answer could hold.
+
+    Nobody serves a name of such a length, and it would be told in every one of them: it is cut.
+    """
+    if not model:
+        return None
+    model = model[:MAX_MODEL_CHARS]
+    return model if model.isascii() else model.encode("utf-8", "replace").decode()
+
+
+def _media(payload: BodyFields) -> int:
+    mask = 0
+    for bit, value in zip(_MEDIA.values(), _media_values(payload), strict=True):
+        if bit and present(value):
+            mask |= bit
+    for wanted in (payload.modalities, payload.output_modalities):
+        if any(text_in(kind) == "audio" for kind in elements_in(wanted)):
+            mask |= AUDIO_OUT
+    return mask
+
+
+def _parts(messages: msgspec.Raw, spelled: bytes) -> int:
+    mask = 0
+    if b'"type"' not in spelled and b"\\u00" not in spelled:
+        return mask
+    try:
+        usual = _decode_messages(messages)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _odd_parts(messages)
+    for message in usual:
+        if type(message.content) is list:
+            for part in message.content:
+                mask |= _KINDS.get(part.type, 0)
+    return mask
+
+
+def _odd_parts(messages: msgspec.Raw) -> int:
+    mask = 0
+    for message in _parts_in(messages):
+        if starts(message.content, b"["):
+            for part in _parts_in(message.content):
+                kind = bytes(part.type)
+                mask |= _SPELLED.get(kind, 0)
+                if b"\\" in kind:
+                    mask |= _KINDS.get(text_in(part.type), 0)
+    return mask
+
+
+def has_reference(payload: Referring) -> bool:
+    """Whether it brings a voice to imitate with it."""
+    return present(payload.ref_audio) or any(
+        present(each.audio_path) or present(each.ref_audio)
+        or present(each.audio) or present(each.data)
+        for each in _references_in(payload.references)
+    )  # fmt: skip
+
+
+def _read_batch(payload: BodyFields, need: Requirements) -> None:
+    if need.stream:
+        raise _bad("stream is not supported for batch speech requests")
+    models = {_named(text_in(item.model)) or need.model for item in _items_in(payload.items)}
+    if len(models) > 1:
+        raise _bad("speech batch items must resolve to one model for router forwarding")
+    if models:
+        need.model = models.pop()
+
+
+def _read_form(body: bytes, content_type: bytes, need: Requirements) -> bool:
+    """Whether the form told anything."""
+    found = form_fields(body, content_type)
+    need.model = found.get("model") or None
+    if found.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
+        need.stream = True
+        need.mask |= STREAMING
+    return bool(found)
+
+
+def _apply_hints(need: Requirements, hints: dict[bytes, bytes], *, source: str | None) -> None:
+    """Hints complete what the body left open; against a body that spoke they are refused."""
+    need.version = wanted_by(hints)
+    prefix = "x-sglang-omni-route-"
+    if b"model" in hints:
+        model = hints[b"model"].decode("latin-1").strip()
+        if not model:
+            raise _bad(f"{prefix}model must not be empty")
+        if source and need.model is not None and need.model != model:
+            raise _bad(f"{prefix}model conflicts with {_the(source)} model")
+        need.model = model
+    if b"stream" in hints:
+        said = hints[b"stream"].strip().lower()
+        if said not in (b"true", b"false"):
+            raise _bad(f"{prefix}stream must be true or false")
+        if source and (said == b"true") != need.stream:
+            raise _bad(f"{prefix}stream conflicts with {_the(source)} stream")
+        need.stream = said == b"true"
+        need.mask |= STREAMING if need.stream else 0
+    if b"capabilities" in hints:
+        mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
+        if source == "JSON body" and not need.large and mask & ~need.mask:
+            raise _bad(f"{prefix}capabilities conflicts with JSON body")
+        need.mask |= mask
+
+
+def _the(source: str) -> str:
+    return source if source == "JSON body" else f"the {source}"
+
+
+def _hinted_mask(text: str, prefix: str) -> int:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise _bad(f"{prefix}capabilities must not be empty")
+    for name in names:
+        if name not in BIT:
+            raise _bad(f"{prefix}capabilities contains unsupported capability {name!r}")
+    return mask_of(names)

@@ -1,0 +1,316 @@
+"""Cache awareness: a request goes where the beginning of its text was sent before.
+
+    loads too unlike      -> shortest queue                     (spill = "global")
+    match > threshold     -> a holder of the longest match      (or, should its load be too high,
+                                                                 shortest queue: spill = "chosen")
+    else                  -> smallest tree, or least loaded     (fallback)
+
+Whoever is chosen holds the text from then on. Invariants: equals take turns; a preview changes
+nothing; one tree bounded as a whole serves all models, each below its name, which the workers and
+not the clients give. Beyond `EXACT` candidates what needs a look at all of them is looked at anew
+when a share of them has been picked. Source: routers.md 2 and the rules of the first SGLang router.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from heapq import nsmallest
+from typing import NamedTuple
+
+from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.prefix_text import prefix_text
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.candidate_weights import CandidateWeights, least, load_word
+from omni_proxy.routing.policies.policy import Policy
+from omni_proxy.routing.policies.slow_start import SlowStart
+from omni_proxy.routing.prefix_tree import PrefixTree
+
+EXACT = 64
+# One pick more for so many candidates goes by the same verdict on the balance of their loads, and
+# by the same list of the smallest trees, which change less.
+LOADS_FOR = 64
+SIZES_FOR = 16
+# Trees up to so many times the smallest, and the text itself, are small alike: of those the
+# shortest queue is taken. By size alone requests would wait at one worker while another is idle.
+ALIKE = 1.5
+
+
+_Rank = tuple[float, float, int]  # load and size of tree by weight, place in the candidates
+
+
+class _Text(NamedTuple):
+    whole: bytes  # as in the tree: the model's name, then the prefix text, which begins with a mark
+    start: int  # where the text itself begins
+
+    @property
+    def length(self) -> int:
+        return len(self.whole) - self.start
+
+
+class _Choice(NamedTuple):
+    worker: Worker
+    branch: str
+    ties: int
+    matched: int = 0
+    holders: tuple[Worker, ...] = ()
+    spared: tuple[Worker, ...] = ()
+    sizes: Sequence[float] = ()  # of the trees, where they were looked at
+    ranked: Sequence[_Rank] = ()
+
+
+_NO_TEXT = _Text(b"", 0)
+
+
+class CacheAware(Policy):
+    """`now` is monotonic seconds, as in `tend`."""
+
+    __slots__ = (
+        "_among", "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules",
+        "_seen", "_small", "_tree", "_turn", "_warmth", "_weights", "name",
+    )  # fmt: skip
+
+    def __init__(self, routing: RoutingConfig, now: float) -> None:
+        self.name = "cache_aware"
+        self._rules = routing.cache_aware
+        self._tree: PrefixTree[Worker] = PrefixTree(self._rules.max_tree_size)
+        self._weights = CandidateWeights()
+        self._warmth = SlowStart(self._rules.warmup_share)
+        self._turn = 0
+        self._branches: Counter[str] = Counter()
+        self._matched = self._seen = 0
+        self._now = now
+        self._evict_at = now + self._rules.eviction_interval_secs
+        self._evicting = False
+        # Good for so many picks among the same candidates: the verdict on their balance, and who
+        # had the smallest trees.
+        self._judged: tuple[Sequence[Worker], bool, int] = ((), False, 0)
+        self._small: tuple[Sequence[Worker], list[Worker]] = ((), [])
+        # The mask of the last candidates, while the tree has the same holders.
+        self._among: tuple[Sequence[Worker], int, int] = ((), -1, 0)
+
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+        text = _text(candidates, need)
+        choice = self._choose(candidates, text)
+        if choice.ties > 1:
+            self._turn += 1
+        if choice.branch == "smallest_tree":
+            self._chose_small(choice, candidates)
+        self._branches[choice.branch] += 1
+        self._matched += choice.matched
+        self._seen += text.length
+        if text.whole:
+            self._tree.insert(text.whole, choice.worker)
+        return choice.worker
+
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        text = _text(candidates, need)
+        judged = self._judged
+        choice = self._choose(candidates, text)
+        self._judged = judged  # else the next pick could go by another verdict
+        return choice.worker, self._words(choice, text)
+
+    def details(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+        text = _text(candidates, need)
+        depths = self._tree.depths(text.whole)
+        matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
+        return {"text_bytes": text.length, "matched_bytes": matched}
+
+    def took(self, worker: Worker, need: Requirements) -> None:
+        text = _text((worker,), need)
+        if text.whole:
+            self._tree.insert(text.whole, worker)
+
+    def adopt(self, routing: RoutingConfig) -> bool:
+        rules = self._rules = routing.cache_aware
+        self._tree.max_size = rules.max_tree_size
+        self._warmth.share = rules.warmup_share
+        self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
+        self._evicting |= self._tree.oversized
+        self._judged, self._small = ((), False, 0), ((), [])  # they went by the old ones
+        return super().adopt(routing)
+
+    def forget(self, worker: Worker) -> None:
+        self._small = ((), [])
+        self._among = ((), -1, 0)
+        self._tree.forget(worker)
+        self._warmth.forget(worker)
+
+    def tend(self, now: float) -> None:
+        self._now = now
+        if now >= self._evict_at:
+            self._evict_at = now + self._rules.eviction_interval_secs
+            self._evicting = True
+        more = self._tree.tend(evict=self._evicting)
+        self._evicting &= more
+
+    def facts(self) -> dict[str, object]:
+        tree = self._tree
+        return {
+            "tree_size": tree.size,
+            "max_tree_size": tree.max_size,
+            "tree_nodes": tree.nodes,
+            "tree_size_by_worker": {w.url: tree.size_of(w) for w in tree.holders()},
+            "picks": dict(self._branches),
+            "matched_ratio": round(self._matched / self._seen, 4) if self._seen else None,
+        }
+
+    def _choose(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
+        rules = self._rules
+        if not text.whole:
+            return self._shortest_queue(candidates, "no_text")
+        if rules.spill == "global" and self._imbalanced(candidates):
+            return self._shortest_queue(candidates, "imbalanced")
+        length, held = self._tree.match(text.whole, self._mask_of(candidates))
+        matched = max(0, length - text.start)
+        if matched > rules.cache_threshold * text.length:
+            choice = self._among_holders(matched, self._tree.named(held))
+            if rules.spill == "chosen" and self._spills(choice.worker, candidates):
+                return self._shortest_queue(candidates, "spilled", choice)
+            return choice
+        if rules.fallback == "least_loaded":
+            return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
+        return self._smallest_tree(candidates, text)._replace(matched=matched)
+
+    def _shortest_queue(
+        self, candidates: Sequence[Worker], branch: str, instead: _Choice | None = None
+    ) -> _Choice:
+        worker, ties = least(candidates, self._turn)
+        if instead is None:
+            return _Choice(worker, branch, ties)
+        return instead._replace(worker=worker, branch=branch, ties=ties)
+
+    def _among_holders(self, matched: int, holders: Sequence[Worker]) -> _Choice:
+        if self._rules.holders == "all":
+            worker, ties = least(holders, self._turn)
+        else:
+            worker, ties = holders[self._turn % len(holders)], len(holders)
+        return _Choice(worker, "matched", ties, matched, tuple(holders))
+
+    def _smallest_tree(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
+        of, small = self._small
+        if of is candidates and small:
+            return _Choice(small[-1], "smallest_tree", 0)
+        sizes = self._sizes(candidates)
+        spared = self._warmth.spared(candidates, sizes)
+        ranked = _small_alike(candidates, sizes, spared, text.length)
+        best = min(ranked)[:2]
+        ties = [index for load, size, index in ranked if (load, size) == best]
+        worker = candidates[ties[self._turn % len(ties)]]
+        return _Choice(
+            worker, "smallest_tree", len(ties), spared=tuple(spared), sizes=sizes, ranked=ranked
+        )
+
+    def _chose_small(self, choice: _Choice, candidates: Sequence[Worker]) -> None:
+        if not choice.ranked:
+            self._small[1].pop()
+            return
+        self._warmth.chose(choice.worker, candidates, choice.sizes)
+        if good_for := _good_for(candidates, SIZES_FOR):
+            ranked = nsmallest(good_for + 1, choice.ranked)
+            next_ones = [candidates[index] for _, _, index in reversed(ranked)]
+            self._small = (candidates, [each for each in next_ones if each is not choice.worker])
+
+    def _sizes(self, candidates: Sequence[Worker]) -> Sequence[float]:
+        sizes = self._tree.sizes_of(candidates)
+        if self._weights.take(candidates) and candidates[0].weight == 1:
+            return sizes
+        return [size / worker.weight for size, worker in zip(sizes, candidates, strict=True)]
+
+    def _mask_of(self, candidates: Sequence[Worker]) -> int:
+        of, membership, mask = self._among
+        if of is not candidates or membership != self._tree.membership:
+            mask = self._tree.mask_of(candidates)
+            self._among = (candidates, self._tree.membership, mask)
+        return mask
+
+    def _load(self, worker: Worker) -> float:
+        """In flight; where weights differ, as if all had their mean."""
+        weights = self._weights
+        return worker.in_flight if weights.even else worker.in_flight * weights.mean / worker.weight
+
+    def _imbalanced(self, candidates: Sequence[Worker]) -> bool:
+        of, verdict, picks = self._judged
+        if of is candidates and picks:
+            self._judged = (of, verdict, picks - 1)
+            return verdict
+        verdict = self._loads_differ(candidates)
+        self._judged = (candidates, verdict, _good_for(candidates, LOADS_FOR))
+        return verdict
+
+    def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
+        if self._weights.take(candidates):
+            loads: list[float] = [worker.in_flight for worker in candidates]
+        else:
+            loads = [self._load(worker) for worker in candidates]
+        low, high = min(loads), max(loads)
+        rules = self._rules
+        return high - low > rules.balance_abs_threshold and high > rules.balance_rel_threshold * low
+
+    def _spills(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
+        self._weights.take(candidates)
+        mean = sum(map(self._load, candidates)) / len(candidates)
+        load = self._load(worker)
+        rules = self._rules
+        return load > rules.balance_rel_threshold * mean and (
+            load > mean + rules.balance_abs_threshold
+        )
+
+    def _words(self, choice: _Choice, text: _Text) -> str:
+        worker = choice.worker
+        queue = f"the shortest queue is taken: {load_word(worker)}"
+        share = f"{choice.matched} of {text.length} bytes match"
+        match choice.branch:
+            case "no_text":
+                return f"the request has no text, {queue}"
+            case "imbalanced":
+                return f"loads differ beyond the balance thresholds, {queue}"
+            case "spilled":
+                return f"{share}, but who holds them has too much in flight; {queue}"
+            case "matched":
+                names = ", ".join(holder.display_id for holder in choice.holders)
+                return f"{share}, held by {names}"
+            case "least_loaded":
+                return f"only {share}, {queue}"
+        size = self._tree.size_of(worker)
+        spared = ", ".join(each.display_id for each in choice.spared)
+        more = f" (not {spared}, which warms up)" if spared else ""
+        smaller = any(other < size / worker.weight for _, other, _ in choice.ranked)
+        which = "a small tree with the shortest queue" if smaller else "the smallest tree"
+        return f"only {share}, {which} is taken: {size} bytes{more}"
+
+
+def _good_for(candidates: Sequence[Worker], each: int) -> int:
+    """How many more picks go by what one has seen that looked at all of them."""
+    count = len(candidates)
+    return count // each if count > EXACT else 0
+
+
+def _small_alike(
+    candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker], more: int
+) -> list[_Rank]:
+    """Those with the smallest tree, or one hardly larger, now that `more` bytes come."""
+    out = set(spared)
+    left = [
+        (size, index, worker)
+        for index, (size, worker) in enumerate(zip(sizes, candidates, strict=True))
+        if worker not in out
+    ]
+    bound = min(left)[0] * ALIKE + more
+    return [
+        (worker.in_flight / worker.weight, size, index)
+        for size, index, worker in left
+        if size <= bound
+    ]
+
+
+def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
+    text = prefix_text(need.body)
+    if not text:
+        return _NO_TEXT
+    # Where workers name models, the candidates for a model are those that name it.
+    model = candidates[0].model if need.model and candidates[0].model == need.model else ""
+    name = (model or "").encode("utf-8", "surrogatepass")
+    # The mark does not count: all texts of a kind share it.
+    return _Text(name + text, len(name) + 1)

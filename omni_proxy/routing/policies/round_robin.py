@@ -1,0 +1,83 @@
+"""Policies that look at no load: turns, and chance. CandidateWeights make turns more frequent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.candidate_weights import CandidateWeights
+from omni_proxy.routing.policies.policy import Below, Policy
+
+
+class RoundRobin(Policy):
+    """One counter over all requests, taken modulo this request's candidates (omni-router.md 8).
+
+    Candidates of unlike weight take smooth turns: each earns its weight per request, the richest
+    goes and pays what all earned, so that heavy workers are not picked in bursts.
+    """
+
+    __slots__ = ("_earned", "_even", "_turn", "_weights", "name")
+
+    def __init__(self) -> None:
+        self.name = "round_robin"
+        self._turn = 0
+        self._even: Sequence[Worker] | None = None  # a list known to hold equal weights only
+        self._weights = CandidateWeights()
+        self._earned: dict[Worker, int] = {}
+
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+        if candidates is not self._even:
+            if not self._weights.take(candidates):
+                return self._pay(candidates)
+            self._even = candidates
+        chosen = candidates[self._turn % len(candidates)]
+        self._turn += 1
+        return chosen
+
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        if self._weights.take(candidates):
+            place = self._turn % len(candidates)
+            return candidates[place], f"it is its turn: {place + 1} of {len(candidates)}"
+        chosen = self._richest(candidates)
+        share = f"{chosen.weight} of {self._weights.total}"
+        return chosen, f"it is its turn: by weight it gets {share} requests"
+
+    def forget(self, worker: Worker) -> None:
+        self._earned.pop(worker, None)
+
+    def _richest(self, candidates: Sequence[Worker]) -> Worker:
+        earned = self._earned
+        return max(candidates, key=lambda worker: earned.get(worker, 0) + worker.weight)
+
+    def _pay(self, candidates: Sequence[Worker]) -> Worker:
+        chosen = self._richest(candidates)
+        for worker in candidates:
+            self._earned[worker] = self._earned.get(worker, 0) + worker.weight
+        self._earned[chosen] -= self._weights.total
+        return chosen
+
+
+class Random(Policy):
+    """By weight, else uniform; a diagnostic policy."""
+
+    __slots__ = ("_below", "_weights", "name")
+
+    def __init__(self, below: Below) -> None:
+        self.name = "random"
+        self._below = below
+        self._weights = CandidateWeights()
+
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+        if self._weights.take(candidates):
+            return candidates[self._below(len(candidates))]
+        drawn = self._below(self._weights.total)
+        for worker in candidates:
+            drawn -= worker.weight
+            if drawn < 0:
+                return worker
+        raise AssertionError("a draw beyond the sum of the weights")
+
+    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        how = "" if self._weights.take(candidates) else " by weight"
+        return self.pick(candidates, need), f"drawn at random{how}; another draw may differ"

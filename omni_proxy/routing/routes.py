@@ -1,0 +1,125 @@
+"""The route table: which paths are model traffic, and what each one needs of a worker.
+
+There is no catch-all: a path that stands here goes to a worker, any other to the front.
+Source: omni-router.md 4, 7 and 12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omni_proxy.fleet.capabilities import mask_of
+from omni_proxy.fleet.request_counters import place_of
+
+
+class BodyKind(Enum):
+    """How the inspection reads a body."""
+
+    JSON = "json"  # where the content type says so
+    ALWAYS_JSON = "always_json"
+    FORM = "form"
+    OPAQUE = "opaque"
+
+
+# Of an enum itself a member costs 0.2 us to look up in Python 3.11, ten times a name of a module.
+JSON, ALWAYS_JSON, FORM, OPAQUE = BodyKind
+
+
+class Pinning(Enum):
+    """Routes that are bound to one worker instead of chosen by the policy."""
+
+    ANY = "any"
+    VOICE_OWNER = "voice_owner"
+    NAMED = "named"  # by the header x-sglang-omni-route-worker
+
+
+UNPINNED, VOICE_OWNER, NAMED = Pinning
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counts_at`
+    where they begin."""
+
+    path: str
+    methods: frozenset[str]
+    traffic: str
+    mask: int
+    body: BodyKind
+    place: Pinning = Pinning.ANY
+    websocket: bool = False
+    counts_at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts_at", place_of(self.traffic))
+
+
+def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) -> Route:
+    methods = more.pop("methods", "POST")
+    return Route(
+        path,
+        frozenset(str(methods).split()),
+        traffic,
+        mask_of([needs]),
+        body,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+_ROWS = (
+    _row("/v1/chat/completions", "generation", "chat", BodyKind.JSON),
+    _row("/v1/completions", "generation", "chat", BodyKind.JSON),
+    _row("/v1/embeddings", "generation", "chat", BodyKind.JSON),
+    _row("/generate", "generation", "chat", BodyKind.JSON),
+    _row("/v1/audio/speech", "speech_http", "speech", BodyKind.ALWAYS_JSON),
+    _row("/v1/audio/speech/batch", "speech_batch", "speech", BodyKind.ALWAYS_JSON),
+    _row("/v1/audio/transcriptions", "transcription", "audio_input", BodyKind.FORM),
+    _row("/v1/audio/translations", "transcription", "audio_input", BodyKind.FORM),
+    _row(
+        "/v1/audio/voices", "voice_control", "speech", BodyKind.OPAQUE,
+        methods="GET POST", place=Pinning.VOICE_OWNER,
+    ),
+)  # fmt: skip
+_EXACT = {row.path: row for row in _ROWS}
+_SPEECH_STREAM = Route(
+    "/v1/audio/speech/stream", frozenset(("GET",)), "tts_websocket",
+    mask_of(["speech", "streaming"]), BodyKind.OPAQUE, websocket=True,
+)  # fmt: skip
+_OUTCOME = Route(
+    "/v1/audio/speech/{request_id}", frozenset(("GET",)), "speech_outcome",
+    mask_of(["speech"]), BodyKind.OPAQUE, Pinning.NAMED,
+)  # fmt: skip
+_VOICE = Route(
+    "/v1/audio/voices/{name}", frozenset(("DELETE",)), "voice_control",
+    mask_of(["speech"]), BodyKind.OPAQUE, Pinning.VOICE_OWNER,
+)  # fmt: skip
+_EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
+PATHS = tuple(_EXACT)  # those that are spelled out
+
+
+class WrongMethod(Exception):
+    """The path is model traffic, the method isn't one of its own."""
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        super().__init__("Method Not Allowed")
+        self.allowed = allowed
+
+
+def match(method: str, path: str) -> Route | None:
+    """The row of a model route, None for what the front answers. Raises WrongMethod."""
+    row = _EXACT.get(path)
+    if row is None:
+        row = _one_segment_below(path, "/v1/audio/speech/", _OUTCOME) or _one_segment_below(
+            path, "/v1/audio/voices/", _VOICE
+        )
+    if row is None:
+        return None
+    if method not in row.methods:
+        raise WrongMethod(row.methods)
+    return row
+
+
+def _one_segment_below(path: str, stem: str, row: Route) -> Route | None:
+    rest = path[len(stem) :] if path.startswith(stem) else ""
+    return row if rest and "/" not in rest else None

@@ -1,0 +1,57 @@
+"""Which weights a request accepts: a label of theirs, a least epoch, or both.
+
+Invariant: a version is refused by `against` exactly when `met_by` says no. A condition that can't
+be read is refused, never dropped: whoever asks for weights must not get others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from omni_proxy.fleet.weight_version import WeightVersion
+from omni_proxy.wire.errors import HttpError
+
+LABEL: Final = b"weight-version"  # as hints are keyed
+EPOCH: Final = b"min-weight-epoch"
+_EPOCH: Final = re.compile(rb"[0-9]{1,18}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionConstraint:
+    """`label` as the client wrote it: the worker's own, or as answers show it."""
+
+    label: str | None = None
+    min_epoch: int = 0
+
+    def met_by(self, version: WeightVersion) -> bool:
+        label = self.label is None or self.label in (version.label, version.shown)
+        return label and version.epoch >= self.min_epoch
+
+    def against(self, version: WeightVersion) -> str:
+        """Why these weights won't do; "" where they do."""
+        return "" if self.met_by(version) else f"has weights {version}, not {self}"
+
+    def __str__(self) -> str:
+        label = [] if self.label is None else [repr(self.label)]
+        epoch = [f"of epoch {self.min_epoch} or later"] if self.min_epoch else []
+        return " ".join(label + epoch)
+
+
+def wanted_by(hints: Mapping[bytes, bytes]) -> VersionConstraint | None:
+    """None where the hints ask for no weights. Raises HttpError 400 for what can't be read."""
+    label, epoch = hints.get(LABEL), hints.get(EPOCH)
+    if label is None and epoch is None:
+        return None
+    name = None
+    if label is not None:
+        if not label.startswith(b"=") or not label[1:].strip():
+            raise HttpError(400, "x-omni-weight-version must be =LABEL", "invalid_request")
+        name = label[1:].strip().decode("latin-1")
+    if epoch is not None and not _EPOCH.match(epoch):
+        raise HttpError(
+            400, "x-omni-min-weight-epoch must be a number of 1 to 18 digits", "invalid_request"
+        )
+    return VersionConstraint(name, int(epoch or b"0"))

@@ -1,0 +1,1 @@
+"""The running configuration: store, reload, state file, membership lock, worker drain."""

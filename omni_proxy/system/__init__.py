@@ -1,0 +1,1 @@
+"""Operating system resources: TLS contexts, descriptor limit, runtime directory, stderr."""

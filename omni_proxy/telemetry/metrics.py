@@ -1,0 +1,316 @@
+"""What the door counts of each exchange that has ended, and of streams meanwhile, in plain numbers.
+
+Invariant: `count` costs less than 3 us and neither waits nor fails. Its labels are bounded: routes
+are those of the table, workers those of the fleet, and a model that no worker names is "other".
+Nothing here reads a body, but for the last piece of one where `usage` is wanted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from sys import intern
+from time import monotonic
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.histogram import DURATION, FINE, LateHistogram
+from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow, Slot
+from omni_proxy.telemetry.series import UNASKED, Cell, Phases
+from omni_proxy.telemetry.token_usage import TAIL_BYTES, tokens_in
+
+if TYPE_CHECKING:
+    from omni_proxy.dataplane.exchange.exchange import Exchange
+
+OTHER: Final = "other"
+FRONT: Final = "front"  # the route of whatever is not model traffic
+AT_ONCE: Final = 2048  # times that are sorted in together: a third of a millisecond
+UNREAD: Final = "unread"  # no head that could be read
+
+K = TypeVar("K")
+
+
+class Metrics:
+    """Of the running program, for as long as it runs; whoever is removed from the fleet is
+    forgotten."""
+
+    def __init__(self, fleet: Fleet, recent: RecentWindow) -> None:
+        self.failed_tries: Counter[tuple[Worker, str]] = Counter()
+        self.ejections: Counter[Worker] = Counter()
+        self.health_changes: Counter[tuple[Worker, Health]] = Counter()
+        self.retries = 0
+        self._phases: dict[str, Phases] = {}
+        self._cells: dict[str, dict[Worker | None, Cell]] = {}
+        self._fleet = fleet
+        self._recent = recent
+        self._members: list[Worker] = []
+        self._models = fleet.models
+        recent.gather = self.gather
+        fleet.watch_members(self._follow_fleet)
+        fleet.watch_ejected(self._ejected)
+        fleet.watch_health(self._changed)
+
+    @property
+    def cells(self) -> dict[tuple[str, Worker | None], Cell]:
+        """By route and worker, with everything that has ended."""
+        self.gather(None)
+        return {
+            (route, worker): cell
+            for route, cells in self._cells.items()
+            for worker, cell in cells.items()
+        }
+
+    @property
+    def phases(self) -> dict[str, Phases]:
+        """By route, with everything that has ended."""
+        self.gather(None)
+        return self._phases
+
+    @property
+    def workers(self) -> list[Worker]:
+        return self._fleet.workers
+
+    def cell(self, route: str, worker: Worker | None) -> Cell:
+        """That one, made where it has to be."""
+        cells = self._cells.get(route)
+        if cells is None:
+            cells = self._cells[route] = {}
+        cell = cells.get(worker)
+        if cell is None:
+            cell = cells[worker] = Cell(self.phases_of(route))
+            self._recent.sums.setdefault(worker, Slot())
+        return cell
+
+    def gaps(self, mine: Exchange) -> LateHistogram | None:
+        """Where the relay counts the gaps of this stream while it lasts; None: nowhere."""
+        return self.cell(mine.route.path, mine.worker).between if mine.route is not None else None
+
+    def gaps_of(self, worker: Worker) -> int:
+        """How many there have been in its streams, those that go on included."""
+        cells = (cells[worker] for cells in self._cells.values() if worker in cells)
+        return sum(sum(cell.between.counts) for cell in cells)
+
+    def phases_of(self, route: str) -> Phases:
+        return self._phases.setdefault(route, Phases())
+
+    def gather(self, worker: Worker | None) -> None:
+        """Make readable what was counted of this worker; None: of all."""
+        for cells in self._cells.values():
+            if worker is None:
+                for each, cell in cells.items():
+                    self._gather(each, cell)
+            elif worker in cells:
+                self._gather(worker, cells[worker])
+        if worker is None:
+            for phases in self._phases.values():
+                phases.gather()
+
+    def _gather(self, worker: Worker | None, cell: Cell) -> None:
+        if any(cell.whole):
+            cell.gather(self._recent.sums[worker])
+
+    def count(self, mine: Exchange, worker: Worker | None) -> None:
+        """`mine` has ended; nothing of it is kept.
+
+        What most answers are is told apart first: whole in one piece, of a request that left in
+        the moment it came. All that they took is then one time, but for a head that came earlier.
+        """
+        route = mine.route
+        if route is None:
+            self._count_front(mine)
+            return
+        try:
+            cell = self._cells[route.path][worker]
+        except KeyError:
+            cell = self.cell(route.path, worker)
+        ended, started = mine.ended_at, mine.started_at
+        if (
+            mine.first_at != ended
+            or mine.dialled_at != started
+            or mine.pieces != 1
+            or mine.attempts != 1
+            or mine.status != 200
+            or mine.outcome != "completed"
+            or mine.tail
+            or mine.need is None
+            or (mine.need.model != cell.asked and not self._counts_for(cell, mine.need.model))
+        ):
+            self._count_any(mine, worker, cell)
+            return
+        if mine.wait_at != ended:
+            secs, phases = ended - started, cell.phases
+            phases.head.counts[bisect_left(FINE, secs)] -= 1
+            phases.head.sum -= secs
+            phases.heads.append(mine.wait_at - started)
+        self.count_whole(mine, worker)
+
+    def count_whole(self, mine: Exchange, worker: Worker | None) -> None:
+        """As `count`, of a completed exchange whose answer came whole in one piece, of a request
+        that left in the moment it came."""
+        route, need = mine.route, mine.need
+        assert route is not None
+        assert need is not None
+        try:
+            cell = self._cells[route.path][worker]
+        except KeyError:
+            cell = self.cell(route.path, worker)
+        if (
+            mine.status != 200
+            or mine.tail
+            or (need.model != cell.asked and not self._counts_for(cell, need.model))
+        ):
+            self._count_any(mine, worker, cell)
+            return
+        ended = mine.ended_at
+        secs = ended - mine.started_at
+        place = bisect_left(FINE, secs)
+        cell.whole[place] += 1
+        cell.whole_secs += secs
+        cell.bytes_in += mine.bytes_in
+        cell.bytes_out += mine.bytes_out
+        recent, own = self._recent, cell.phases.own
+        recent.whole[place] += 1
+        if recent.ends_left:
+            recent.note_end(mine, worker)
+        own.append(mine.own_secs + monotonic() - ended)
+        if len(own) >= AT_ONCE:
+            cell.phases.gather()
+
+    def _counts_for(self, cell: Cell, asked: str | None) -> bool:
+        """Whether what comes whole for this model may be counted with what is there already."""
+        model = asked if asked is None or asked in self._models else OTHER
+        if model != cell.model:
+            if any(cell.whole):
+                return False
+            cell.model = model
+        if asked is None:
+            cell.asked = None
+        else:  # one string for all cells: with many workers each one's own is in no cache
+            cell.asked = intern(asked) if len(asked) <= TEXT_CHARS else UNASKED
+        return True
+
+    def _count_any(self, mine: Exchange, worker: Worker | None, cell: Cell) -> None:
+        end, ended = mine.outcome or "cut_by_proxy", mine.ended_at
+        model = mine.need.model if mine.need is not None else None
+        if model is not None and model not in self._models:
+            model = OTHER
+        key = (model, mine.status // 100, end)
+        cell.ends[key] = cell.ends.get(key, 0) + 1
+        cell.bytes_in += mine.bytes_in
+        cell.bytes_out += mine.bytes_out
+        cell.pieces += mine.pieces
+        secs = ended - mine.started_at
+        cell.total.counts[bisect_left(DURATION, secs)] += 1
+        cell.total.sum += secs
+        first, place = mine.first_at, -1
+        if first:
+            secs = first - mine.started_at
+            place = bisect_left(FINE, secs)
+            cell.first.counts[place] += 1
+            cell.first.sum += secs
+            if mine.longest_gap and mine.stream:
+                cell.phases.longest_gap.observe(mine.longest_gap)
+        if mine.dialled_at:
+            phases = cell.phases
+            if mine.wait_at:
+                phases.heads.append(mine.wait_at - mine.dialled_at)
+            phases.own.append(mine.own_secs + monotonic() - ended)
+            if len(phases.own) >= AT_ONCE:
+                phases.gather()
+        if mine.queued_secs or mine.connect_secs or mine.tail or mine.tried is not None:
+            self._count_rarer(mine, cell, model)
+        self._count_lately(mine, worker, place)
+
+    def _count_lately(self, mine: Exchange, worker: Worker | None, place: int) -> None:
+        """`place` in FINE: when the first chunk came for the client; -1 where none did."""
+        recent = self._recent
+        second = recent.second
+        second.requests += 1
+        slot = recent.sums[worker]
+        slot.requests += 1
+        if place >= 0:
+            second.firsts[place] += 1
+            if mine.dialled_at != mine.started_at:  # what came before is not the worker's
+                place = bisect_left(FINE, mine.first_at - mine.dialled_at)
+            slot.firsts[place] += 1
+        if mine.status >= 400 or mine.outcome != "completed" or mine.attempts > 1:
+            recent.note_trouble(mine, worker, slot)
+        elif recent.ends_left:
+            recent.note_end(mine, worker)
+
+    def _count_front(self, mine: Exchange) -> None:
+        cell = self.cell(FRONT if mine.method != "-" else UNREAD, None)
+        key = (None, mine.status // 100, mine.outcome or "cut_by_proxy")
+        cell.ends[key] = cell.ends.get(key, 0) + 1
+        cell.bytes_in += mine.bytes_in
+        cell.bytes_out += mine.bytes_out
+
+    def _count_rarer(self, mine: Exchange, cell: Cell, model: str | None) -> None:
+        if mine.queued_secs:
+            cell.phases.queue.observe(mine.queued_secs)
+        if mine.connect_secs:
+            cell.phases.connect.observe(mine.connect_secs)
+        if mine.tried:
+            self.retries += mine.attempts - 1
+            for worker, cause in mine.tried:
+                self.failed_tries[worker, cause] += 1
+        if mine.tail:
+            for kind, count in tokens_in(mine.tail[-TAIL_BYTES:]).items():
+                cell.tokens[model, kind] += count
+
+    def _ejected(self, worker: Worker) -> None:
+        self.ejections[worker] += 1
+
+    def _changed(self, worker: Worker, _: Health) -> None:
+        self.health_changes[worker, worker.machine.state] += 1
+
+    def _follow_fleet(self) -> None:
+        members = self._fleet.workers
+        if members != self._members:
+            self._members = members
+            self.forget_strangers()
+        if self._fleet.models is not self._models:
+            self._models = self._fleet.models
+            for cells in self._cells.values():
+                for cell in cells.values():
+                    cell.asked = UNASKED
+
+    def forget_strangers(self) -> None:
+        """Who is not in the fleet any more; an exchange of one may have ended after it went."""
+        here = {*self._fleet.workers, None}
+        for cells in self._cells.values():
+            for worker in cells.keys() - here:
+                del cells[worker]
+        self._recent.keep(here)
+        _keep(self.failed_tries, {key for key in self.failed_tries if key[0] in here})
+        _keep(self.health_changes, {key for key in self.health_changes if key[0] in here})
+        _keep(self.ejections, {worker for worker in self.ejections if worker in here})
+
+
+def _keep(counted: Counter[K], wanted: set[K]) -> None:
+    for key in counted.keys() - wanted:
+        del counted[key]
+
+
+# What grouped weight syncs came to: their steps, the time of these, aborts, and bytes.
+#
+# Invariant: every label is a word of this program; nothing that a trainer says becomes one.
+
+
+class SyncMeters:
+    """`ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`: by what ended a sync.
+
+    `nbytes`: what members received, by what they say of it, else by what was announced.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.secs: dict[str, float] = {}
+        self.aborts: Counter[str] = Counter()
+        self.nbytes = 0
+
+    def note(self, phase: str, secs: float, *, ok: bool) -> None:
+        self.ended[phase, "ok" if ok else "failed"] += 1
+        self.secs[phase] = self.secs.get(phase, 0.0) + secs

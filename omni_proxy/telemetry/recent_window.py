@@ -1,0 +1,224 @@
+"""What happened lately: a point per second for 15 minutes, each worker's last minute, recent ends.
+
+Invariant: everything here is bounded, whatever clients send. Pure: `tick` brings the clock, once a
+second; its meters bring what has ended. A worker's last minute is what it has now, less what it had
+then: nothing has to be cleared for each worker while requests go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import add, sub
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.histogram import FINE, quantile
+
+if TYPE_CHECKING:
+    from omni_proxy.dataplane.exchange.exchange import Exchange
+
+POINTS: Final = 900
+MARK_SECS: Final = 10
+LATELY_SECS: Final = 60  # a worker's numbers are those of its last 50 to 60 seconds, never more
+KEPT_ENDS: Final = 50
+KEPT_TROUBLES: Final = 150
+ENDS_PER_SECOND: Final = 5  # a busy second would push all others out
+TROUBLES_PER_SECOND: Final = 30
+TEXT_CHARS: Final = 200
+
+
+@dataclass(slots=True)
+class Slot:
+    """Counts of some time. `firsts`: how many first chunks lie at each place of FINE."""
+
+    requests: int = 0
+    errors: int = 0
+    troubles: int = 0
+    marked_at: float = 0.0  # when a copy of it was kept last
+    firsts: list[int] = field(default_factory=lambda: [0] * (len(FINE) + 1))
+
+    def copy(self) -> Slot:
+        return Slot(self.requests, self.errors, firsts=self.firsts.copy())
+
+
+class Point(NamedTuple):
+    """One second. `at` is Unix time; the times are milliseconds, None where no answer began."""
+
+    at: int
+    requests: int
+    errors: int
+    first_p50_ms: float | None
+    first_p99_ms: float | None
+    in_flight: int
+    waiting: int
+
+
+class Lately(NamedTuple):
+    """A worker's last minute. `answers`: how many began; the times are those of these."""
+
+    rate: float
+    errors: int
+    answers: int
+    first_p50_ms: float | None
+    first_p99_ms: float | None
+
+
+class End(NamedTuple):
+    """How one exchange ended. `at` is of the pump's clock."""
+
+    at: float
+    route: str
+    model: str | None
+    worker: str
+    status: int
+    end: str
+    ended_by: str
+    phase: str
+    error: str
+    attempts: int
+    first_secs: float | None
+    total_secs: float
+    request_id: str
+
+
+def _nothing_more(_: Worker | None) -> None:
+    """Everything is in `sums` at once."""
+
+
+class RecentWindow:
+    """The door's meters count into `second` and `sums`, and note some of the ends: of good ones
+    `ends_left` more in this second.
+
+    `whole`: what `second` still lacks, by its place in FINE. `gather(worker)` brings into `sums`
+    what the meters hold back of that worker, of all for None.
+    """
+
+    def __init__(self) -> None:
+        self.points: deque[Point] = deque(maxlen=POINTS)
+        self.second = Slot()
+        self.whole = [0] * (len(FINE) + 1)
+        self.ends_left = ENDS_PER_SECOND
+        self.sums: dict[Worker | None, Slot] = {}  # of each worker, since it came
+        self.gather: Callable[[Worker | None], None] = _nothing_more
+        self._began = 0.0  # Unix time, as all here
+        # How much it was at which times; the oldest is the one that `of` needs, or soon will.
+        self._marks: dict[Worker | None, deque[tuple[float, Slot]]] = {}
+        self._ends: deque[End] = deque(maxlen=KEPT_ENDS)
+        self._troubles: deque[End] = deque(maxlen=KEPT_TROUBLES)
+
+    def keep(self, workers: Collection[Worker | None]) -> None:
+        """Forget all others."""
+        for worker in [each for each in self.sums if each not in workers]:
+            del self.sums[worker]
+            self._marks.pop(worker, None)
+
+    def note_end(self, mine: Exchange, worker: Worker | None) -> None:
+        """Of one that went well."""
+        self.ends_left -= 1
+        self._ends.append(_end_of(mine, worker))
+
+    def note_trouble(self, mine: Exchange, worker: Worker | None, slot: Slot) -> None:
+        """Of one that did not; whether that is an error to count depends on whose fault it was."""
+        cut = mine.outcome != "completed" and mine.status < 400 and mine.ended_by != "client"
+        if cut or mine.status >= 500:
+            slot.errors += 1
+            self.second.errors += 1
+        if self.second.troubles < TROUBLES_PER_SECOND:
+            self.second.troubles += 1
+            self._troubles.append(_end_of(mine, worker))
+
+    def add(self, end: End, *, trouble: bool) -> None:
+        """One that was noted elsewhere, where the times are of the same clock."""
+        (self._troubles if trouble else self._ends).append(end)
+
+    def second_so_far(self) -> Slot:
+        second = self.second
+        second.requests += sum(self.whole)
+        second.firsts = list(map(add, second.firsts, self.whole))
+        self.whole = [0] * len(self.whole)
+        return second
+
+    def tick(self, at: float, in_flight: int, waiting: int) -> None:
+        """A second (of Unix time `at`) is over."""
+        self._began = self._began or at - 1
+        second, self.second = self.second_so_far(), Slot()
+        self.ends_left = ENDS_PER_SECOND
+        self.points.append(
+            Point(int(at), second.requests, second.errors, *_firsts(second), in_flight, waiting)
+        )
+        self._mark(at)
+
+    def _mark(self, at: float) -> None:
+        """Of each worker, every ten seconds; not of all in the same one, should they be many."""
+        since = at - MARK_SECS
+        due = (each for each, slot in self.sums.items() if slot.marked_at <= since)
+        for worker in list(islice(due, len(self.sums) // MARK_SECS + 1)):
+            self.gather(worker)
+            slot = self.sums[worker]
+            slot.marked_at = at
+            marks = self._marks.setdefault(worker, deque())
+            marks.append((at, slot.copy()))
+            while len(marks) > 1 and at - marks[1][0] > LATELY_SECS:
+                marks.popleft()
+
+    def of(self, worker: Worker, at: float) -> Lately:
+        self.gather(worker)
+        now, then = self.sums.get(worker) or Slot(), Slot()
+        began = max(self._began or at - 1, at - LATELY_SECS)
+        marks = self._marks.get(worker, ())
+        if marks and at - marks[0][0] > LATELY_SECS:
+            # Never more than the minute: beside it stands what `points` has of the same minute.
+            inside = (mark for mark in marks if at - mark[0] <= LATELY_SECS)
+            began, then = next(inside, marks[-1])
+        lately = Slot(
+            requests=now.requests - then.requests,
+            errors=now.errors - then.errors,
+            firsts=list(map(sub, now.firsts, then.firsts)),
+        )
+        rate = round(lately.requests / max(at - began, 1.0), 2)
+        return Lately(rate, lately.errors, sum(lately.firsts), *_firsts(lately))
+
+    def ends(self) -> list[End]:
+        """The newest first."""
+        return sorted((*self._ends, *self._troubles), key=lambda end: end.at, reverse=True)
+
+    def since(self, at: int) -> Iterable[Point]:
+        """The points after that second, the oldest first."""
+        newer = []
+        for point in reversed(self.points):
+            if point.at <= at:
+                break
+            newer.append(point)
+        return reversed(newer)
+
+
+def _end_of(mine: Exchange, worker: Worker | None) -> End:
+    """Texts are cut: clients and workers choose them."""
+    need, route = mine.need, mine.route
+    model = need.model if need is not None else None
+    return End(
+        mine.ended_at,
+        route.path if route is not None else "",
+        model[:TEXT_CHARS] if model else model,
+        worker.url if worker is not None else "",
+        mine.status,
+        mine.outcome or "cut_by_proxy",
+        mine.ended_by,
+        mine.phase,
+        mine.error[:TEXT_CHARS],
+        mine.attempts,
+        mine.first_at - mine.started_at if mine.first_at else None,
+        mine.ended_at - mine.started_at,
+        mine.request_id[:TEXT_CHARS].decode("latin-1"),
+    )
+
+
+def _firsts(slot: Slot) -> tuple[float | None, float | None]:
+    return _ms(quantile(slot.firsts, 0.5)), _ms(quantile(slot.firsts, 0.99))
+
+
+def _ms(secs: float | None) -> float | None:
+    return None if secs is None else round(secs * 1000, 1)

@@ -1,0 +1,105 @@
+"""Where the door's meters count: one cell for each route on each worker, and each route's phases.
+
+Invariant: an answer that came whole in one piece is counted in `Whole`, where it costs one place
+and three sums, and nowhere else until `gather` spreads it over what is read. So whoever reads a
+cell gathers it first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import compress
+from typing import Final
+
+from omni_proxy.telemetry.histogram import (
+    BETWEEN_CHUNKS,
+    COARSE,
+    DURATION,
+    FINE,
+    LONGEST_GAP,
+    SHORT,
+    Histogram,
+    LateHistogram,
+)
+from omni_proxy.telemetry.recent_window import Slot
+
+End = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
+
+UNASKED: Final = object()  # equal to no model
+_PLACES: Final = range(len(FINE) + 1)
+
+
+class Phases:
+    """The times of one route, over all workers.
+
+    `heads` and `own` are times of `head` and `overhead` that still have to be sorted in.
+    """
+
+    __slots__ = ("connect", "head", "heads", "longest_gap", "overhead", "own", "queue")
+
+    def __init__(self) -> None:
+        self.heads: list[float] = []
+        self.own: list[float] = []
+        self.queue = Histogram(DURATION)
+        self.connect = Histogram(SHORT)
+        self.head = Histogram(FINE)
+        self.longest_gap = Histogram(LONGEST_GAP)
+        self.overhead = Histogram(SHORT)
+
+    def gather(self) -> None:
+        self.head.observe_all(self.heads)
+        self.overhead.observe_all(self.own)
+
+
+class Whole:
+    """What every request touches, close together: with many workers none of it is in a cache.
+
+    `whole`: how many lie at each place of FINE, by their time. All of them ended as 2xx, for one
+    model: `asked` as the client wrote it, `model` as it is told.
+    """
+
+    __slots__ = ("asked", "bytes_in", "bytes_out", "model", "phases", "whole", "whole_secs")
+
+    def __init__(self, phases: Phases) -> None:
+        self.phases = phases
+        self.asked: object = UNASKED
+        self.model: str | None = None
+        self.whole = [0] * len(_PLACES)
+        self.whole_secs = 0.0
+        self.bytes_in = self.bytes_out = 0
+
+
+class Cell(Whole):
+    """One route on one worker; no worker where nobody was tried."""
+
+    __slots__ = ("between", "ends", "first", "pieces", "tokens", "total")
+
+    def __init__(self, phases: Phases) -> None:
+        super().__init__(phases)
+        self.ends: dict[End, int] = {}
+        self.total = Histogram(DURATION)
+        self.first = Histogram(FINE)
+        self.between = LateHistogram(BETWEEN_CHUNKS)
+        self.pieces = 0
+        self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
+
+    def gather(self, lately: Slot) -> None:
+        """Spread what came whole, over the worker's slot as well. As little as can be for each
+        place: it is done for whole fleets at once."""
+        counts = list(compress(self.whole, self.whole))
+        places = list(compress(_PLACES, self.whole))
+        total, first, head = self.total, self.first, self.phases.head
+        for place, count in zip(places, counts, strict=True):
+            total.counts[COARSE[place]] += count
+            first.counts[place] += count
+            head.counts[place] += count
+            lately.firsts[place] += count
+            self.whole[place] = 0
+        for times in (total, first, head):
+            times.sum += self.whole_secs
+        self.whole_secs = 0.0
+        count = sum(counts)
+        end = (self.model, 2, "completed")
+        self.ends[end] = self.ends.get(end, 0) + count
+        self.pieces += count
+        lately.requests += count

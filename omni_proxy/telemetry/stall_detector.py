@@ -1,0 +1,78 @@
+"""Which workers have requests and say nothing: seen long before enough of their probes have failed.
+
+Invariant: pure, bounded by the fleet, and a fifth of it at a time. Life is whatever ends or gets a
+further piece; a socket that is kept open for speech may be silent as long as it likes.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.request_counters import FAILED, ROUTED, SUCCEEDED, place_of
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.histogram import quantile
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
+
+PARTS: Final = 5  # so each worker is looked at every five seconds
+LEAST_SECS: Final = 15.0
+USUAL_TIMES: Final = 3.0  # so many times what most of its answers took to begin
+MOST: Final = 0.95  # one that was stuck before must not make that usual
+UNKNOWN_SECS: Final = 60.0  # of one that has never answered
+SESSIONS: Final = "tts_websocket"
+
+
+class EngineStallDetector:
+    """`tick` brings Unix time, once a second."""
+
+    def __init__(self, fleet: Fleet, meters: Metrics, recent: RecentWindow) -> None:
+        self._fleet = fleet
+        self._meters = meters
+        self._recent = recent
+        self._part = 0
+        # How much had come when it was looked at, and since when no more has.
+        self._heard: dict[Worker, tuple[int, float]] = {}
+
+    def tick(self, at: float) -> None:
+        workers = self._fleet.workers
+        self._part = (self._part + 1) % PARTS
+        for worker in islice(workers, self._part, None, PARTS):
+            heard = self._heard_of(worker)
+            if not _busy(worker):
+                self._heard.pop(worker, None)
+            elif worker not in self._heard or self._heard[worker][0] != heard:
+                self._heard[worker] = heard, at
+        if len(self._heard) > len(workers):
+            here = set(workers)
+            self._heard = {each: told for each, told in self._heard.items() if each in here}
+
+    def of(self, worker: Worker, at: float) -> float | None:
+        """For how many seconds it has been silent, where that is longer than is usual for it."""
+        if worker not in self._heard or not _busy(worker):
+            return None
+        heard, since = self._heard[worker]
+        secs = at - since
+        if secs < LEAST_SECS or heard != self._heard_of(worker):
+            return None
+        return round(secs, 1) if secs >= self._usual(worker) else None
+
+    def _usual(self, worker: Worker) -> float:
+        self._recent.gather(worker)
+        slot = self._recent.sums.get(worker)
+        usual = quantile(slot.firsts, MOST) if slot is not None else None
+        return UNKNOWN_SECS if usual is None else USUAL_TIMES * usual
+
+    def _heard_of(self, worker: Worker) -> int:
+        ended = sum(worker.succeeded.values()) + sum(worker.failed.values())
+        return ended + self._meters.gaps_of(worker)
+
+
+def _busy(worker: Worker) -> bool:
+    if not worker.in_flight:
+        return False
+    routed, succeeded, failed = (
+        worker.counts[place_of(SESSIONS) + kind] for kind in (ROUTED, SUCCEEDED, FAILED)
+    )
+    return worker.in_flight > routed - succeeded - failed

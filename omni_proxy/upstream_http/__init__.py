@@ -1,0 +1,1 @@
+"""HTTP calls from the proxy itself to workers: client, broadcast, name resolution."""

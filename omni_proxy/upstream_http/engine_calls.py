@@ -1,0 +1,56 @@
+"""What engines of several kinds do under names of their own: flush the cache, generate a token.
+
+Invariant: a success is the engine's own word for the thing that was asked, never another route's
+200. Sources: routers.md 1.6, real-engines.md 5.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.broadcast import CallResult, ask
+from omni_proxy.upstream_http.client import Call
+
+ABSENT: Final = (404, 405, 501)
+FLUSH_PATHS: Final = ("/flush_cache", "/reset_prefix_cache")  # SGLang's, vLLM's
+_JSON: Final = {"content-type": "application/json"}
+_TOKEN: Final = {"max_tokens": 1, "temperature": 0}
+
+
+async def flush_cache(
+    worker: Worker, headers: Mapping[str, str], timeout_secs: float
+) -> CallResult:
+    """The outcome of the first flush route that the worker has."""
+    calls = [Call("POST", path, headers=headers, timeout_secs=timeout_secs) for path in FLUSH_PATHS]
+    return await _first_of(worker, calls)
+
+
+async def generate_token(
+    worker: Worker, headers: Mapping[str, str], timeout_secs: float
+) -> CallResult:
+    """A health check that generates, where the worker has one; else one token of a completion."""
+    sent = {**headers, **_JSON}
+    completion = {"prompt": "hi", **_TOKEN, **({"model": worker.model} if worker.model else {})}
+    sampling = {"text": "hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    calls = [
+        Call("GET", "/health_generate", headers=headers, timeout_secs=timeout_secs),
+        Call("POST", "/v1/completions", _body(completion), sent, timeout_secs),
+        Call("POST", "/generate", _body(sampling), sent, timeout_secs),
+    ]
+    return await _first_of(worker, calls)
+
+
+async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
+    """That of the first route that the worker has; of the last one where it has none."""
+    for call in calls[:-1]:
+        outcome = await ask(worker, call)
+        if outcome.status not in ABSENT:
+            return outcome
+    return await ask(worker, calls[-1])
+
+
+def _body(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields).encode()

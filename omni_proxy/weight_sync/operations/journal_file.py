@@ -1,0 +1,94 @@
+"""Where the journal and the epoch are kept: a folder of our own, 0700, with files of 0600.
+
+Invariant: what was written is on the disk when `write` returns, file and folder both. A journal
+that can't be read is set aside, never overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from omni_proxy.config.schema import Config
+from omni_proxy.runtime_config.state_file import sweep_leftovers, write_atomically
+from omni_proxy.weight_sync.protocol.journal import (
+    Journal,
+    UnreadableJournal,
+    decode,
+    encode,
+    readable_json,
+)
+from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
+
+
+def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
+    """Beside the state file, or in the user's state folder under the address we listen on."""
+    if state_file is not None:
+        name = state_file.name.removesuffix(".toml").removesuffix(".state")
+        return state_file.with_name(f"{name}.weights")
+    home = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    place = f"{config.server.host}-{config.server.port}".replace("/", "_")
+    return Path(home) / "omni-proxy" / place
+
+
+class JournalFile:
+    """Every method blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "journal.json"
+        self._epoch_path = folder / "epoch.json"
+
+    def read(self) -> Journal:
+        """At the start. Without a file nothing is under way. Raises UnreadableJournal."""
+        for path in (self.path, self._epoch_path):
+            sweep_leftovers(path)
+        try:
+            return decode(self.path.read_bytes())
+        except FileNotFoundError:
+            return Journal()
+        except OSError as error:
+            raise UnreadableJournal(f"{self.path}: {error.strerror}") from None
+
+    def set_aside(self) -> None:
+        """What could not be read stays for whoever wants to know. Raises OSError."""
+        self.path.replace(self.path.with_suffix(".unreadable"))
+
+    def write(self, journal: Journal) -> None:
+        """Raises OSError; the old record is whole then."""
+        if journal:
+            self._put(self.path, encode(journal).decode())
+        elif self.path.exists():
+            self.path.unlink()
+            _sync(self.folder)
+
+    def read_published(self) -> PublishedVersion:
+        try:
+            return msgspec.json.decode(self._epoch_path.read_bytes(), type=PublishedVersion)
+        except FileNotFoundError:
+            return PublishedVersion(0, None)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            # Seconds are above any count of updates: so the number still never goes back.
+            return PublishedVersion(int(time.time()), None)
+
+    def write_published(self, published: PublishedVersion) -> None:
+        """Raises OSError."""
+        self._put(self._epoch_path, readable_json(published).decode() + "\n")
+
+    def _put(self, path: Path, text: str) -> None:
+        new = not self.folder.exists()
+        write_atomically(path, text)
+        if new:
+            _sync(self.folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

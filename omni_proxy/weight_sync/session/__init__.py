@@ -1,0 +1,1 @@
+"""One weight sync session with a trainer: endpoint, lifecycle, steps, commit, verification."""

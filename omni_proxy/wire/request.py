@@ -1,0 +1,296 @@
+"""Request heads: judged whole, cleaned once, kept as the bytes a worker will get.
+
+Invariant: a `RequestHead` has exactly one meaning. Whatever two parsers could read differently
+(lengths that disagree, folded lines, bare line ends, a second Host) is refused here and never
+reaches a worker. llhttp judges; one regular expression finds the fields that are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import httptools
+import msgspec
+
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.head_template import HeadTemplate
+from omni_proxy.wire.log_text import masked
+
+MAX_HEAD_BYTES = 65536
+MAX_TARGET_BYTES = 16384
+CHUNKED = -1
+
+HINT_PREFIX = b"x-sglang-omni-route-"
+# What clients say of routing, and how it is keyed in a head.
+HINTS = {
+    **{HINT_PREFIX + key: key for key in (b"model", b"stream", b"capabilities", b"worker")},
+    b"x-omni-weight-version": b"weight-version",
+    b"x-omni-min-weight-epoch": b"min-weight-epoch",
+}
+_CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
+
+# Fields that end at us (RFC 9110 7.6.1) or are written anew.
+_ENDING = (
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+    b"proxy-connection", b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade", b"host",
+    b"content-length", b"expect", *HINTS,
+)  # fmt: skip
+REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
+# Read and passed on.
+_PASSED = (
+    b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
+    b"x-omni-hop",
+)  # fmt: skip
+# Of all other fields only the syntax is judged.
+READ_FIELDS = frozenset((*_ENDING, *_PASSED))
+_OURS = re.compile(
+    rb"\r\n(?i:(%b)|(%b))[ \t]*:[ \t]*([^\r\n]*)" % (b"|".join(_ENDING), b"|".join(_PASSED))
+)
+# Stricter than llhttp, which takes several spaces, RTSP and fragments (RFC 9112 3).
+_REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
+_REQUEST_LINE_SPARE = 64  # room for method and version beside the longest target
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]*)(.*)")
+_PORT = rb"(?:[0-9]{0,4}|[0-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::" + _PORT + rb")?\Z")
+_LENGTH = re.compile(rb"[0-9]{1,18}\Z")
+PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))
+
+
+class RequestHead(msgspec.Struct, gc=False):
+    """What the rest of the program may know of a request's head."""
+
+    method: bytes
+    target: bytes  # origin form, as it will be sent on
+    lines: bytes  # request line and the client's own fields, each ended by CRLF
+    keep_alive: bool
+    http_1_0: bool
+    length: int  # bytes of body; CHUNKED where only the end tells
+    expects_continue: bool = False
+    upgrade: bytes = b""
+    host: bytes = b""
+    content_type: bytes = b""
+    request_id: bytes = b""
+    websocket_key: bytes = b""
+    idempotency_key: bool = False
+    hints: dict[bytes, bytes] = {}
+    origin: bytes = b""
+    words: tuple[str, str, str] = ("", "", "")  # method, target without secrets, path: as text
+    spelling: HeadTemplate | None = None  # how it was written, where that is remembered
+
+
+def _bad(message: str, code: str = "malformed_request") -> HttpError:
+    return HttpError(400, message, code, close=True)
+
+
+def past_empty_lines(buffer: bytes) -> bytes:
+    """What follows the empty lines before a request (RFC 9112 2.2); half a line end is none."""
+    if buffer[:2] != b"\r\n":
+        return buffer
+    at = 2
+    while buffer.startswith(b"\r\n", at):
+        at += 2
+    return buffer[at:]
+
+
+def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
+    """Where the head ends (past its blank line), 0 while it isn't whole.
+
+    `searched` bytes were looked at before. Raises HttpError 414 or 431 when no end can come any more,
+    and 400 at once for bytes that can't begin a request (TLS).
+    """
+    end = buffer.find(b"\r\n\r\n", searched - 3 if searched > 3 else 0)
+    if 0 <= end <= MAX_HEAD_BYTES - 4:
+        return end + 4
+    if buffer[:1] == b"\x16":
+        raise _bad("this listener speaks plain HTTP, and TLS bytes came", "tls_on_plain_port")
+    if end < 0 and len(buffer) <= MAX_HEAD_BYTES:
+        longest = MAX_TARGET_BYTES + _REQUEST_LINE_SPARE
+        if len(buffer) > longest and buffer.find(b"\r\n", 0, longest) < 0:
+            raise _too_long()
+        if _BARE_LF.search(buffer, max(0, searched - 1)):
+            raise _bad("lines must end with CRLF")
+        return 0
+    raise HttpError(
+        431, f"the request head is larger than {MAX_HEAD_BYTES} bytes", "head_too_large", close=True
+    )
+
+
+def _too_long() -> HttpError:
+    return HttpError(414, "the request target is too long", "target_too_long", close=True)
+
+
+def judge(head: bytes) -> RequestHead:
+    """Read one whole head (ends with its blank line). Raises HttpError for what must not pass."""
+    parser = _parsed(head)
+    version, method = parser.get_http_version(), parser.get_method()
+    if version not in ("1.1", "1.0"):
+        raise HttpError(505, f"HTTP/{version} is not spoken here", "http_version", close=True)
+    if method in (b"CONNECT", b"TRACE"):
+        raise HttpError(
+            405, f"{method.decode()} is not served", "method_not_allowed", close=True,
+            detail="Method Not Allowed",
+        )  # fmt: skip
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        raise _bad("the request line is not METHOD TARGET HTTP/1.1, with one space between each")
+    lines, fields = _split(head)
+    host = _host(fields, optional=version == "1.0")
+    target = _origin_form(line[1], method, host)
+    nominated = nominated_by(fields.get(b"connection", ()))
+    if not PLAIN_OPTIONS.issuperset(nominated):
+        lines = drop_fields(lines, nominated)
+    expected = {value.lower() for value in fields.get(b"expect", ())}
+    if expected - {b"100-continue"}:
+        raise HttpError(417, "only 100-continue can be expected", "expectation", close=True)
+    return RequestHead(
+        method=method,
+        target=target,
+        lines=b"%b %b HTTP/1.1\r\n%b" % (method, target, lines),
+        keep_alive=stays_open(nominated, http_1_0=version == "1.0"),
+        http_1_0=version == "1.0",
+        length=_length(fields, version),
+        host=host,
+        expects_continue=bool(expected) and version == "1.1",  # RFC 9110 10.1.1: not of HTTP/1.0
+        upgrade=_first(fields, b"upgrade").lower() if b"upgrade" in nominated else b"",
+        content_type=_first(fields, b"content-type"),
+        request_id=_request_id(fields),
+        websocket_key=_first(fields, b"sec-websocket-key"),
+        idempotency_key=b"idempotency-key" in fields,
+        hints=_hints(fields),
+        origin=_first(fields, b"origin"),
+        words=_words(method, target),
+    )
+
+
+def _words(method: bytes, target: bytes) -> tuple[str, str, str]:
+    text = target.decode("latin-1")
+    return method.decode("latin-1"), masked(text), text.partition("?")[0]
+
+
+def _parsed(head: bytes) -> httptools.HttpRequestParser:
+    """What llhttp takes, less HTTP/2 and folded lines."""
+    if head.startswith(b"PRI * HTTP/2"):
+        raise HttpError(505, "HTTP/2 is not spoken here", "http_version", close=True)
+    parser = httptools.HttpRequestParser(None)  # no listener: the parser itself is asked
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass  # llhttp stops here so that we can decide: `upgrade` in the head
+    except httptools.HttpParserError as error:
+        raise _bad(f"malformed request head: {error}") from None
+    if b"\r\n " in head or b"\r\n\t" in head:
+        raise _bad("folded header lines are not accepted")  # RFC 9112 5.2
+    return parser
+
+
+_Fields = dict[bytes, list[bytes]]
+
+
+def _split(head: bytes) -> tuple[bytes, _Fields]:
+    """The client's own field lines without those that end here, and every field that we read."""
+    kept: list[bytes] = []
+    fields: _Fields = {}
+    at = head.index(b"\r\n")  # the request line is written anew
+    for found in _OURS.finditer(head, at):
+        ours, passed, value = found.groups()
+        fields.setdefault((ours or passed).lower(), []).append(value.rstrip(b" \t"))
+        if ours is not None:
+            kept.append(head[at : found.start()])
+            at = found.end()
+    kept.append(head[at:-2])
+    return b"".join(kept)[2:], fields
+
+
+def _hints(fields: _Fields) -> dict[bytes, bytes]:
+    """Of a hint said twice the first counts; two conditions could be met by no worker."""
+    if any(len(fields.get(name, ())) > 1 for name in _CONDITIONS):
+        raise _bad("a condition on the weights is said twice")
+    return {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
+
+
+def hint_lines(hints: Mapping[bytes, bytes]) -> bytes:
+    """Hints as field lines again."""
+    told = {name: hints[key] for name, key in HINTS.items() if key in hints}
+    return b"".join(b"%b: %b\r\n" % field for field in told.items())
+
+
+def _first(fields: _Fields, name: bytes) -> bytes:
+    values = fields.get(name)
+    return values[0] if values else b""
+
+
+def stays_open(options: frozenset[bytes], *, http_1_0: bool) -> bool:
+    """RFC 9112 9.3. llhttp can't be asked: it forgets the options once a message is complete."""
+    return b"close" not in options and (not http_1_0 or b"keep-alive" in options)
+
+
+def nominated_by(connection: Iterable[bytes]) -> frozenset[bytes]:
+    """The field names and options in values of `connection`, lower case."""
+    tokens = (token.strip().lower() for value in connection for token in value.split(b","))
+    return frozenset(token for token in tokens if token)
+
+
+def _length(fields: _Fields, version: str) -> int:
+    lengths = fields.get(b"content-length", [])
+    codings = fields.get(b"transfer-encoding", [])
+    if lengths and codings:
+        raise _bad("content-length and transfer-encoding together")  # RFC 9112 6.3: smuggling
+    if len(lengths) > 1 or len(codings) > 1:
+        raise _bad("the body's length is said twice")
+    if lengths:
+        if not _LENGTH.match(lengths[0]):
+            raise _bad("content-length is not a plain number")
+        return int(lengths[0])
+    if not codings:
+        return 0
+    if version == "1.0":
+        raise _bad("HTTP/1.0 has no transfer-encoding")
+    if codings[0].lower() != b"chunked":
+        raise HttpError(501, "transfer-encoding must be chunked", "transfer_encoding", close=True)
+    return CHUNKED
+
+
+def _host(fields: _Fields, *, optional: bool) -> bytes:
+    hosts = fields.get(b"host", [])
+    if len(hosts) > 1 or not (hosts or optional):
+        raise _bad("a request needs exactly one Host")  # RFC 9112 3.2
+    host = hosts[0] if hosts else b""
+    if not _HOST.match(host):
+        raise _bad("the Host is not valid")
+    return host
+
+
+def _request_id(fields: _Fields) -> bytes:
+    return next((fields[name][0] for name in REQUEST_ID_FIELDS if fields.get(name, [b""])[0]), b"")
+
+
+def _origin_form(target: bytes, method: bytes, host: bytes) -> bytes:
+    if len(target) > MAX_TARGET_BYTES:
+        raise _too_long()
+    if target.startswith(b"/") or (target == b"*" and method == b"OPTIONS"):
+        return target
+    absolute = _ABSOLUTE.match(target)
+    if absolute is None:
+        raise _bad("the request target must begin with a slash")
+    if absolute[1].lower() != host.lower():
+        raise _bad("the target names another host than the Host field")
+    path = absolute[2]
+    return path if path.startswith(b"/") else b"/" + path
+
+
+def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
+    """Field lines without those of these lower-case names (RFC 9110 7.6.1 for nominated ones)."""
+    kept = [
+        line + b"\r\n"
+        for line in lines.split(b"\r\n")[:-1]
+        if line.partition(b":")[0].strip().lower() not in names
+    ]
+    return b"".join(kept)
+
+
+def with_bearer(lines: bytes, key: bytes) -> bytes:
+    """Field lines with this key as their one authorization."""
+    kept = drop_fields(lines, frozenset((b"authorization",)))
+    return b"%bauthorization: Bearer %b\r\n" % (kept, key)

@@ -1,0 +1,289 @@
+"""A worker's answer: its head cleaned, its body followed to the true end.
+
+Invariant: `whole` becomes true only when the framing said so, and no byte past the end is ever
+handed on (response splitting); `excess` says that some came, and that the connection can't be used
+again. Bytes of the body are never changed here.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from http import HTTPStatus
+
+import httptools
+
+from omni_proxy.wire.chunked import LAST_CHUNK
+from omni_proxy.wire.request import (
+    MAX_HEAD_BYTES,
+    PLAIN_OPTIONS,
+    drop_fields,
+    nominated_by,
+    stays_open,
+)
+
+# Interim (1xx) heads before one answer: there is use for two or three, and each costs a turn.
+INTERIM_HEADS = 100
+_STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
+_CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
+# A worker that nominates the length can't take it from the client.
+_STAYING = PLAIN_OPTIONS | {b"content-length"}
+# Of these fields of an answer only the proxy's own may reach a client (`dataplane.exchange.exchange.diagnostics`,
+# `fleet.weight_version`): a worker could claim to be another one, or to have other weights.
+DIAGNOSTICS = (
+    b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",
+    b"x-omni-attempts", b"x-omni-weight-version", b"x-omni-weight-version-end",
+    b"x-omni-weight-epoch", b"x-omni-weight-epoch-end",
+)  # fmt: skip
+_OURS = re.compile(
+    rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-connection|te|trailer|upgrade"
+    rb"|transfer-encoding|x-(?:%b))|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
+    % b"|".join(name.removeprefix(b"x-") for name in DIAGNOSTICS)
+)
+
+
+class Framing(Enum):
+    """How the end of the body is told (RFC 9112 6.3)."""
+
+    LENGTH = "length"
+    CHUNKED = "chunked"
+    CLOSE = "close"
+
+
+# Of an enum itself a member costs 0.2 us to look up in Python 3.11, ten times a name of a module.
+LENGTH, CHUNKED, CLOSE = Framing
+
+
+class UpstreamProtocolError(Exception):
+    """The worker's bytes are no HTTP/1.1 answer."""
+
+
+class UpstreamResponse:
+    """One answer, fed piece by piece after its head. Also llhttp's listener."""
+
+    __slots__ = (
+        "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining", "sse",
+        "status", "whole",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.parser: httptools.HttpResponseParser | None = None  # only where it has work
+        self.status = 0
+        self.lines = b""  # status line and the worker's own fields, each ended by CRLF
+        self.framing = LENGTH
+        self.remaining = 0
+        self.keep_alive = False
+        self.sse = False
+        self.whole = False
+        self.excess = False
+        self.refused = b""  # the piece of a chunked body that broke its framing
+
+    def read_head(self, head: bytes, *, to_head: bool) -> None:
+        """Take one whole head; `to_head` says that the request was a HEAD.
+
+        Raises UpstreamProtocolError. A 1xx head leaves the answer unread: feed the next one to a new
+        UpstreamResponse.
+        """
+        if b"\r\n " in head or b"\r\n\t" in head:
+            raise UpstreamProtocolError("folded header line")
+        if not _STATUS_LINE.match(head):
+            raise UpstreamProtocolError("malformed status line")
+        self.parser = httptools.HttpResponseParser(self)
+        try:
+            self.parser.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            pass
+        except httptools.HttpParserError as error:
+            raise UpstreamProtocolError(str(error)) from None
+        self.status = self.parser.get_status_code()
+        if not 100 <= self.status <= 599:
+            raise UpstreamProtocolError(f"status {self.status}")
+        self._clean(head)
+        if to_head or self.status in (204, 304) or self.status < 200:
+            self.whole = True  # RFC 9112 6.3: no body, whatever the fields say
+        elif self.framing is LENGTH:
+            self.whole = self.remaining == 0
+        else:
+            self.whole = False
+            self.keep_alive &= self.framing is CHUNKED
+
+    def _clean(self, head: bytes) -> None:
+        kept: list[bytes] = []
+        at = 0
+        length = -1
+        codings: list[bytes] = []
+        connection: list[bytes] = []
+        for found in _OURS.finditer(head):
+            ours, read, value = found.groups()
+            if ours is not None:
+                kept.append(head[at : found.start()])
+                at = found.end()
+                name = ours.lower()
+                if name == b"transfer-encoding":
+                    codings.append(value.strip().lower())
+                elif name == b"connection":
+                    connection.append(value)
+            elif read.lower() == b"content-length":
+                length = int(value)  # llhttp has judged it
+            else:
+                self.sse = value[:17].lower() == b"text/event-stream"
+        kept.append(head[at:-2])
+        lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may speak HTTP/1.0, we do not
+        nominated = nominated_by(connection)
+        self.keep_alive = stays_open(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
+        names = nominated - _STAYING
+        self.lines = drop_fields(lines, names) if names else lines
+        if codings:
+            # Of any other coding llhttp would read to the connection's end, and call it whole.
+            if codings != [b"chunked"]:
+                raise UpstreamProtocolError("a transfer-encoding other than chunked")
+            self.framing = CHUNKED
+        elif length >= 0:
+            self.framing, self.remaining = LENGTH, length
+        else:
+            self.framing = CLOSE
+
+    def feed(self, piece: bytes) -> bytes:
+        """Follow the body; the part of `piece` that belongs to it.
+
+        Raises UpstreamProtocolError where the framing is broken, or where bytes follow a chunked end:
+        which of them were the body's isn't known then, and they could be taken for another answer.
+        """
+        if self.framing is CHUNKED and self.parser is not None:
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade:  # another answer stands behind this one
+                self.excess = True
+            except httptools.HttpParserError as error:
+                self.refused = piece
+                raise UpstreamProtocolError(str(error)) from None
+            if self.excess:
+                self.refused = piece
+                raise UpstreamProtocolError("bytes after the end of the answer")
+            if self.whole:
+                return self._without_stray_lines(piece)
+        elif self.framing is LENGTH:
+            self.remaining -= len(piece)
+            if self.remaining <= 0:
+                self.whole = True
+                if self.remaining < 0:
+                    self.excess = True
+                    return piece[: self.remaining]
+        return piece
+
+    def _without_stray_lines(self, piece: bytes) -> bytes:
+        """llhttp skips empty lines after the last chunk; a client may not."""
+        end = len(piece.rstrip(b"\r\n")) + 4
+        if 4 < end < len(piece):
+            self.excess = True
+            return piece[:end]
+        return piece
+
+    def stands_between_chunks(self, last: bytes) -> bool:
+        """Whether what was accepted so far, whose last piece is `last`, ends with a chunk. Asked
+        once: nothing can be fed after it.
+
+        llhttp would tell of each chunk, which costs every event a tenth; so it is tried. Where a
+        piece was refused it can't be: it is believed then if `last` ends with a whole chunk, and
+        the refused piece would be refused behind one.
+        """
+        if self.parser is None:
+            return False
+        if self.refused:
+            ended = not last or _ends_with_chunk(last)
+            return ended and _is_refused_behind_a_chunk(self.refused)
+        if self.whole:
+            return False
+        try:
+            self.parser.feed_data(LAST_CHUNK)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            return False
+        return self.whole
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+    def on_message_begin(self) -> None:
+        self.excess = self.whole
+
+
+def check_interim(count: int) -> None:
+    """Raises UpstreamProtocolError where so many interim heads before an answer are too many."""
+    if count > INTERIM_HEADS:
+        raise UpstreamProtocolError(f"more than {INTERIM_HEADS} interim heads before the answer")
+
+
+def _ends_with_chunk(piece: bytes) -> bool:
+    """Whether a piece ends with a whole chunk. What it begins with isn't known: so the first line
+    counts from which on it reads as chunks."""
+    for found in _CHUNK_SIZE.finditer(piece):
+        ended = _walks_to_its_end(piece, found)
+        if ended is not None:
+            return ended
+    return False
+
+
+def _walks_to_its_end(piece: bytes, size: re.Match[bytes]) -> bool | None:
+    """From a size line on: None where no chunk stands there."""
+    at: re.Match[bytes] | None = size
+    while at is not None:
+        end = at.end() + int(at[1], 16)
+        if piece[end : end + 2] != b"\r\n":
+            return False if at is not size or end + 2 > len(piece) else None
+        if end + 2 == len(piece):
+            return True
+        at = _CHUNK_SIZE.match(piece, end + 2)
+    return False
+
+
+def _is_refused_behind_a_chunk(piece: bytes) -> bool:
+    other = UpstreamResponse()
+    other.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
+    try:
+        other.feed(piece)
+    except UpstreamProtocolError:
+        return True
+    return False
+
+
+def find_answer_end(buffer: bytes | bytearray) -> int:
+    """Where the head ends (past its blank line), 0 while it isn't whole. Raises UpstreamProtocolError."""
+    end = buffer.find(b"\r\n\r\n")
+    if end >= 0:
+        return end + 4
+    if len(buffer) > MAX_HEAD_BYTES:
+        raise UpstreamProtocolError("the head is too large")
+    if not b"HTTP/".startswith(buffer[:5]) and not buffer.startswith(b"HTTP/"):
+        raise UpstreamProtocolError("no HTTP answer")
+    return 0
+
+
+class Unchunker:
+    """The payload of a chunked body, for a client that can't read chunks (HTTP/1.0)."""
+
+    __slots__ = ("_parser", "_payload")
+
+    def __init__(self) -> None:
+        self._payload: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def on_body(self, payload: bytes) -> None:
+        self._payload.append(payload)
+
+    def feed(self, piece: bytes) -> bytes:
+        """Only for pieces that an `UpstreamResponse` has accepted."""
+        self._parser.feed_data(piece)
+        payload = b"".join(self._payload)
+        self._payload.clear()
+        return payload
+
+
+def with_reason(answer: UpstreamResponse) -> bytes:
+    """Its lines with the usual reason phrase where a server (Hypercorn) sends an empty one."""
+    bare = b"HTTP/1.1 %d \r\n" % answer.status
+    if not answer.lines.startswith(bare):
+        return answer.lines
+    reasons = HTTPStatus.__members__.values()
+    reason = next((known.phrase for known in reasons if known == answer.status), "")
+    return bare[:-2] + reason.encode() + b"\r\n" + answer.lines[len(bare) :]

@@ -1,0 +1,103 @@
+import pytest
+
+from omni_proxy.admin_api.access.auth import needs_key
+from omni_proxy.config.schema import AdminConfig, Config
+from tests.admin_api.house import A, build_house, entry
+
+CLOSED = """
+GET /status  GET /config  POST /reload  POST /explain  GET /explain  GET /engine_metrics
+GET /metrics  GET /weights  GET /weights/versions  GET /model_info  POST /model_info
+GET /weights_checker  POST /flush_cache  GET /v1/rl/workers  POST /v1/rl/engine/pause
+POST /workers  PUT /workers/x  PATCH /workers/x  DELETE /workers/x  GET /dashboard/feed
+POST /pause_generation  POST /continue_generation  POST /update_weights_from_disk
+"""
+OPEN = """
+GET /live  GET /ready  GET /health  HEAD /health  GET /workers  GET /workers/http://a:1
+GET /v1/models  GET /server_info  GET /get_server_info  GET /get_model_info  GET /get_loads
+GET /list_workers  GET /liveness  GET /readiness  GET /health_generate  GET /openapi.json
+GET /dashboard  OPTIONS /workers
+"""
+
+
+def rows(table):
+    words = table.split()
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("method", "path"), rows(CLOSED))
+def test_a_closed_route_needs_the_key(method, path):
+    assert needs_key(method, path, AdminConfig(api_key="k"))
+
+
+@pytest.mark.parametrize(("method", "path"), rows(OPEN))
+def test_an_open_route_needs_no_key(method, path):
+    assert not needs_key(method, path, AdminConfig(api_key="k"))
+
+
+def test_metrics_can_be_opened():
+    assert not needs_key("GET", "/metrics", AdminConfig(api_key="k", open_metrics=True))
+
+
+async def test_without_a_key_everything_is_open(house):
+    assert (await house.client().get("/config")).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "Basic s3cret", "s3cret"])
+async def test_a_missing_or_malformed_key_is_a_401_that_says_how(sent):
+    headers = {} if sent is None else {"Authorization": sent}
+    answer = await build_house(entry(A), key="s3cret").client().get("/config", headers=headers)
+    assert answer.status_code == 401
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    detail = (await answer.get_json())["detail"]
+    assert detail == "Admin API key required: Authorization: Bearer <key>"
+
+
+async def test_a_wrong_key_is_a_403():
+    client = build_house(entry(A), key="s3cret").client()
+    answer = await client.get("/config", headers={"Authorization": "Bearer s3cre"})
+    assert answer.status_code == 403
+    assert (await answer.get_json())["detail"] == "Invalid admin API key"
+
+
+@pytest.mark.parametrize("sent", ["Bearer s3cret", "bearer s3cret", "BEARER  s3cret "])
+async def test_the_right_key_opens_whatever_the_case_of_its_scheme(sent):
+    client = build_house(entry(A), key="s3cret").client()
+    assert (await client.get("/config", headers={"Authorization": sent})).status_code == 200
+
+
+async def test_a_key_beyond_ascii_is_compared_as_bytes():
+    client = build_house(entry(A), key="schlüssel").client()
+    sent = {"Authorization": "Bearer schlüssel"}  # the test client sends UTF-8
+    assert (await client.get("/config", headers=sent)).status_code == 200
+
+
+async def test_the_key_is_hot():
+    house = build_house(entry(A))
+    house.keeper.config = Config(admin=AdminConfig(api_key="new"))
+    assert (await house.client().get("/config")).status_code == 401
+    house.keeper.config = Config()
+    assert (await house.client().get("/config")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("PUT", "/live", 405)]
+)
+async def test_what_does_not_exist_asks_for_no_key(method, path, status):
+    client = build_house(entry(A), key="s3cret").client()
+    assert (await client.open(path, method=method)).status_code == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+async def test_changing_workers_needs_the_key(method):
+    house = build_house(entry(A), key="s3cret")
+    path = "/workers" if method == "POST" else f"/workers/{A}"
+    assert (await house.client().open(path, method=method, data=b"{}")).status_code == 401
+    assert house.keeper.revision == 1
+
+
+async def test_who_shows_the_key_may_come_from_anywhere():
+    house = build_house(entry(A), key="s3cret")
+    headers = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer s3cret"}
+    path = f"/workers/{house.worker(A).id}"
+    answer = await house.client().put(path, json={"disabled": True}, headers=headers)
+    assert answer.status_code == 200

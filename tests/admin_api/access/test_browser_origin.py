@@ -1,0 +1,277 @@
+"""What a page of somebody else's can have a browser send, and what becomes of it without a key."""
+
+import pytest
+
+from omni_proxy.admin_api.access.browser_origin import ANY_HOST, READING
+from omni_proxy.config.schema import AdminConfig, ServerConfig
+from omni_proxy.origins import host_name, is_own_name, split_origin
+from tests.admin_api.house import A, build_house, entry
+
+HOST = "10.0.0.5:30000"
+OWN = f"http://{HOST}"
+# What the app serves beside the READING rules: by these methods it changes something, or may.
+CHANGING = """
+POST /workers  PUT /workers/<path:name>  PATCH /workers/<path:name>  DELETE /workers/<path:name>
+POST /workers/<path:name>/drain  POST /add_worker  POST /remove_worker  POST /reload  POST /explain
+GET /flush_cache  POST /flush_cache  POST /weights/resolve  POST /weight_update_journal/resolve
+POST /weights/rollback  POST /model_info  GET /weights_checker  POST /weights_checker
+GET /get_weights_by_name  POST /get_weights_by_name  POST /start_profile  POST /stop_profile
+POST /continue_generation
+POST /pause_generation  POST /init_weights_update_group  POST /prepare_weights_update
+POST /complete_weights_update  POST /destroy_weights_update_group  POST /begin_weight_update
+POST /end_weight_update  POST /update_weights_from_disk  POST /update_weights_from_distributed
+POST /update_weights_from_tensor  POST /update_weight_version
+"""
+ENGINE = ("/v1/rl/engine/<path:path>", "/v1/rl/workers/<path:name>/engine/<path:path>")
+ENGINE_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+FOREIGN = [
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": f"https://{HOST}"},
+    {"Origin": "http://10.0.0.5:8080"},
+    {"Origin": "http://10.0.0.5"},
+    {"Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"},
+    {"Origin": "http://evil.example", "Sec-Fetch-Site": "none"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "cross-site", "Origin": OWN},
+    {"Referer": "http://evil.example/page"},
+]
+
+
+def received(host=HOST, *, scheme="http", listener="tcp"):
+    return {"X-Omni-Received": f"{listener} {scheme} {host}"}
+
+
+def rows(table):
+    words = table.split()
+    return set(zip(words[::2], words[1::2], strict=True))
+
+
+def test_every_route_is_listed_as_reading_or_as_changing(house):
+    served = {
+        (method, rule.rule)
+        for rule in house.app.url_map.iter_rules()
+        for method in rule.methods - {"OPTIONS", "HEAD"}
+    }
+    changing = rows(CHANGING) | {(method, rule) for rule in ENGINE for method in ENGINE_METHODS}
+    assert served - changing == {("GET", rule) for rule in READING}
+    assert changing <= served
+    assert ANY_HOST <= READING
+
+
+def path_of(rule):
+    return rule.replace("<path:name>", "x").replace("<path:path>", "release_memory_occupation")
+
+
+def code_of(answer):
+    return (answer["error"]["code"], "detail" in answer)
+
+
+@pytest.mark.parametrize("page", FOREIGN, ids=str)
+async def test_a_page_of_another_origin_adds_no_worker(house, page):
+    sent = {"Content-Type": "text/plain;charset=UTF-8", **received(), **page}
+    answer = await house.client().post("/workers", data=b'{"url":"http://c:1"}', headers=sent)
+    assert answer.status_code == 403
+    assert code_of(await answer.get_json()) == ("cross_site", True)
+    assert len(house.fleet.workers) == 2
+
+
+@pytest.mark.parametrize("page", FOREIGN, ids=str)
+async def test_it_changes_nothing_by_any_route(house, page):
+    changing = rows(CHANGING) | {(method, rule) for rule in ENGINE for method in ENGINE_METHODS}
+    for method, rule in sorted(changing):
+        answer = await house.client().open(
+            path_of(rule), method=method, headers={**received(), **page}
+        )
+        assert answer.status_code == 403, (method, rule)
+        assert (await answer.get_json())["error"]["code"] == "cross_site"
+
+
+async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(house):
+    sent = {**received(), "Sec-Fetch-Site": "cross-site"}
+    assert (await house.client().head("/flush_cache", headers=sent)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
+        {"Sec-Fetch-Mode": "no-cors"},
+        {"Sec-Fetch-Dest": "image"},
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"},
+        {"Origin": OWN},
+        {"Referer": f"{OWN}/dashboard"},
+    ],
+    ids=str,
+)
+async def test_nothing_is_changed_by_a_browsers_get(house, signs):
+    for path in ("/flush_cache", "/v1/rl/engine/start_profile?selector=x!%3Dy"):
+        answer = await house.client().get(path, headers={**received(), **signs})
+        assert answer.status_code == 403
+        assert (await answer.get_json())["error"]["code"] == "browser_get"
+
+
+@pytest.mark.parametrize("page", FOREIGN, ids=str)
+async def test_a_page_may_be_followed_to_what_only_reads(house, page):
+    for path in ("/config", "/dashboard", "/workers", "/live"):
+        answer = await house.client().get(path, headers={**received(), **page})
+        assert answer.status_code == 200
+        assert "Access-Control-Allow-Credentials" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("own", "headers", "server"),
+    [
+        (received(), {}, ServerConfig()),
+        (received(), {"Sec-Fetch-Mode": "cors"}, ServerConfig()),
+        (received(), {"Origin": OWN, "Sec-Fetch-Site": "same-origin"}, ServerConfig()),
+        (received(), {"Referer": f"{OWN}/dashboard"}, ServerConfig()),
+        (received("localhost"), {"Origin": "http://localhost"}, ServerConfig()),
+        (
+            received("localhost:443", scheme="https"),
+            {"Origin": "https://localhost"},
+            ServerConfig(),
+        ),
+        (received("[::1]:30000"), {"Origin": "http://[::1]:30000"}, ServerConfig()),
+        (
+            received("127.0.0.1:1"),
+            {"Origin": "https://127.0.0.2", "X-Forwarded-Proto": "https"}
+            | {"X-Forwarded-Host": "127.0.0.2, 127.0.0.1:1"},
+            ServerConfig(forwarded="append"),
+        ),
+    ],
+)
+async def test_the_dashboard_and_commands_may_change_workers(own, headers, server):
+    house = build_house(entry(A), server=server)
+    path = f"/workers/{house.worker(A).id}"
+    answer = await house.client().put(path, json={"disabled": True}, headers={**own, **headers})
+    assert answer.status_code == 200
+    assert house.worker(A).disabled
+
+
+async def test_what_a_client_says_was_forwarded_is_believed_only_where_the_file_says_so():
+    claims = {"X-Forwarded-Host": "evil.example", "Origin": "http://evil.example"}
+    for forwarded, code in {
+        "off": "cross_site", "replace": "cross_site", "append": "host_not_allowed",
+    }.items():  # fmt: skip
+        house = build_house(entry(A), server=ServerConfig(forwarded=forwarded))
+        answer = await house.client().post("/reload", headers={**received(), **claims})
+        assert answer.status_code == 403
+        assert (await answer.get_json())["error"]["code"] == code
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_browsers_body_must_say_that_it_is_json(house, kind):
+    sent = {**received(), "Origin": OWN, **({"Content-Type": kind} if kind else {})}
+    body = b'{"url":"http://c.test:1"}'
+    sent["Content-Length"] = str(len(body))
+    answer = await house.client().post("/workers", data=body, headers=sent)
+    assert answer.status_code == 415
+    assert (await answer.get_json())["error"]["code"] == "unsupported_media_type"
+
+
+async def test_a_command_need_not_say_of_what_type_its_body_is(house):
+    answer = await house.client().post(
+        "/workers",
+        data=b'{"url":"http://c.test:1"}',
+        headers={**received(), "Content-Type": "application/x-www-form-urlencoded"},
+    )
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:30000", "localhost.evil", "1.2.3"])
+async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(house, host):
+    routes = {("GET", rule) for rule in READING - ANY_HOST} | rows(CHANGING)
+    for method, rule in sorted(routes):
+        answer = await house.client().open(path_of(rule), method=method, headers=received(host))
+        assert answer.status_code == 403, (method, rule)
+        told = (await answer.get_json())["error"]
+        assert told["code"] == "host_not_allowed"
+        assert "[admin] allowed_hosts" in told["message"]
+        assert repr(host_name(host)) in told["message"]
+
+
+async def test_health_is_told_under_any_name_and_no_address_with_it(house):
+    for path in ("/live", "/ready", "/health", "/liveness", "/readiness", "/dashboard"):
+        answer = await house.client().get(path, headers=received("omni-proxy.default.svc"))
+        assert answer.status_code in (200, 503)
+        assert A not in await answer.get_data(as_text=True)
+    answer = await house.client().get("/health", headers=received())
+    assert A in await answer.get_data(as_text=True)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        received("127.0.0.1:30000"), received("[::1]:30000"), received("192.0.2.7"),
+        received("localhost"), received("LOCALHOST.:1"), received("a.localhost:1"),
+        received("Proxy.Internal:30000"), received("proxy.internal."), received(""),
+        received("admin", listener="unix"), {},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_addresses_localhost_and_listed_names_are_answered(own):
+    house = build_house(entry(A), admin=AdminConfig(allowed_hosts=("proxy.internal",)))
+    assert (await house.client().get("/config", headers=own)).status_code == 200
+
+
+async def test_a_name_that_a_trusted_proxy_tells_of_is_judged_too():
+    claims = {"X-Forwarded-Host": "evil.example"}
+    house = build_house(entry(A), server=ServerConfig(forwarded="append"))
+    for own in (received(), received("proxy", listener="unix")):
+        answer = await house.client().get("/config", headers={**own, **claims})
+        assert answer.status_code == 403
+    stamped = {**received("admin", listener="unix"), "X-Forwarded-Host": "admin"}
+    assert (await house.client().get("/config", headers=stamped)).status_code == 200
+
+
+async def test_open_metrics_are_scraped_under_any_name():
+    house = build_house(entry(A), admin=AdminConfig(open_metrics=True))
+    sent = received("omni-proxy:30000")
+    assert (await house.client().get("/metrics", headers=sent)).status_code == 200
+
+
+async def test_a_valid_key_may_come_from_anywhere_and_under_any_name():
+    house = build_house(entry(A), key="s3cret")
+    path = f"/workers/{house.worker(A).id}"
+    for page in FOREIGN:
+        sent = {**received("evil.example"), **page, "Authorization": "Bearer s3cret"}
+        answer = await house.client().put(path, json={"disabled": True}, headers=sent)
+        assert answer.status_code == 200
+
+
+async def test_what_needs_no_key_beside_one_is_answered_under_any_name():
+    client = build_house(entry(A), key="s3cret").client()
+    assert (await client.get("/workers", headers=received("proxy"))).status_code == 200
+    assert (await client.get("/config", headers=received("proxy"))).status_code == 401
+
+
+async def test_a_page_reaches_a_listener_without_a_key_as_little():
+    admin = AdminConfig(api_key="s3cret", listen="127.0.0.1:1", listen_key=False)
+    house = build_house(entry(A), admin=admin)
+    there = {"Host": "admin", **received()}
+    assert (await house.client().post("/reload", headers=there)).status_code == 200
+    for page in FOREIGN:
+        answer = await house.client().post("/reload", headers={**there, **page})
+        assert answer.status_code == 403
+    rebound = {"Host": "admin", **received("evil.example")}
+    assert (await house.client().get("/config", headers=rebound)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("A.B:1", "a.b"), ("[::1]:1", "::1"), ("[::1]", "::1"), ("a.", "a"), ("", ""), (":1", "")],
+)
+def test_a_host_without_its_port(host, name):
+    assert host_name(host) == name
+
+
+@pytest.mark.parametrize("name", ["2130706433", "0x7f.1", "localhost.evil", "notlocalhost", "1.2"])
+def test_what_only_looks_like_an_address_is_a_name(name):
+    assert not is_own_name(name)
+
+
+@pytest.mark.parametrize("text", ["null", "", "http://", "http://a:b", "http://[", "a:1"])
+def test_what_has_no_origin_equals_no_origin(text):
+    assert split_origin(text) == ("", "", None)

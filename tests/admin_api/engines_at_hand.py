@@ -1,0 +1,42 @@
+"""Workers that answer control calls from a table, over httpx's own transport."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+
+from omni_proxy.upstream_http import broadcast
+
+
+class Engines:
+    """`says[(url, path)]` is a reply, an exception, or a list of such, one per call."""
+
+    def __init__(self):
+        self.says, self.asked = {}, []
+
+    def tell(self, url, path, body, status=200):
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.says[url, path] = (status, raw)
+
+    async def answer(self, request):
+        self.asked.append(request)
+        base = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
+        said = self.says.get((base, request.url.path), (404, b"{}"))
+        if isinstance(said, list):
+            said = said.pop(0) if len(said) > 1 else said[0]
+        if isinstance(said, Exception):
+            raise said
+        status, raw = said
+
+        async def pieces():
+            yield raw
+
+        return httpx.Response(status, content=pieces())
+
+    def install(self, monkeypatch):
+        def open_client(worker):
+            return httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
+
+        monkeypatch.setattr(broadcast, "open_client", open_client)
+        return self

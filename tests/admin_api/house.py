@@ -1,0 +1,190 @@
+"""A real fleet and real overlays behind the front; keeper, prober and door are stand-ins."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import trio
+
+from omni_proxy.admin_api.app import create_app
+from omni_proxy.admin_api.services import Services
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.overlay import desired
+from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
+from omni_proxy.config.state import SavedState
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.routing.policies import build
+from omni_proxy.runtime_config.membership_lock import MembershipLock
+from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.telemetry.instruments import Instruments
+from omni_proxy.watchdog import Watchdog
+from omni_proxy.weight_sync.operations.journal_file import JournalFile
+from omni_proxy.weight_sync.operations.queue import WeightOperations
+from tests.rest import at_rest
+
+NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
+A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
+NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
+
+# As the server below the app has a request.
+SCOPE = {
+    "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+    "scheme": "http", "path": "/feed", "raw_path": b"/feed", "query_string": b"", "root_path": "",
+    "headers": [(b"host", b"door")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    "extensions": {},
+}  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    outcome: str
+    revision: int
+    diff: dict = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class KeeperStandIn:
+    """Applies edits to a fleet as the keeper does, in memory."""
+
+    def __init__(self, fleet, config):
+        self.fleet, self.config, self.state = fleet, config, SavedState()
+        self.revision, self.last_reload = 1, {"outcome": "applied"}
+        self.reloads = Counter()
+        self.file = self.state_file = None
+        self.state_error = ""
+        self.next_reload = Outcome("unchanged", 1)
+        self.turn = trio.Lock()
+        self.freeze = MembershipLock()
+        self.apply()
+
+    def apply(self):
+        self.fleet.apply(desired(self.config, (), self.state), NOW)
+
+    async def change(self, edit, if_match=None, *, at_once=False):
+        if if_match is not None and if_match.strip('"') != str(self.revision):
+            return Outcome("precondition_failed", self.revision)
+        state = edit(self.state, self.config)
+        if state == self.state:
+            return Outcome("unchanged", self.revision)
+        self.state = state
+        self.revision += 1
+        self.apply()
+        return Outcome("applied", self.revision)
+
+    async def reload(self, source, if_match=None):
+        if if_match is not None and if_match.strip('"') != str(self.revision):
+            return Outcome("precondition_failed", self.revision)
+        return self.next_reload
+
+    async def thaw(self):
+        self.freeze.end()
+
+    def subscribe(self, callback):
+        pass
+
+
+class ProberStandIn:
+    def __init__(self, fleet):
+        self.fleet, self.probed = fleet, []
+
+    async def probe_once(self, worker):
+        self.probed.append(worker.url)
+        epoch = worker.machine.epoch
+        self.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=epoch)
+
+
+class DoorStandIn:
+    def __init__(self):
+        self.policy = build(RoutingConfig(), lambda _: 0, 0.0)
+        self.draining = False
+        self.voices = VoiceRegistry()
+        self.door_rows = []
+        self.watched = Watchdog()
+
+    def status(self):
+        return {"connections": 0}
+
+    def counts(self):
+        return {"accepted": 0, "connections": 0, "ended": {}, "failures": 0}
+
+    def admission(self):
+        return {"inflight": 0, "max_inflight": 0, "peak_inflight": 0, "rejected_total": 0}
+
+    def watchdog(self):
+        return self.watched.status()
+
+    def rows(self):
+        return self.door_rows
+
+    def addresses(self):
+        return ["http://127.0.0.1:30000"]
+
+
+class House(SimpleNamespace):
+    """Everything behind one app."""
+
+    def client(self):
+        return self.app.test_client()
+
+    def worker(self, url=A):
+        found = self.fleet.find(url)
+        assert found is not None
+        return found
+
+    async def settle(self):
+        """Wait for the label of every worker, which the desk asks for when one comes up."""
+        with trio.fail_after(30):
+            for worker in self.fleet.workers:
+                self.fleet.forgotten(worker)
+            await at_rest()
+
+    def healthy(self, *urls):
+        for url in urls:
+            worker = self.worker(url)
+            for _ in range(self.fleet.thresholds.rise):
+                self.fleet.observe_probe(
+                    worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch
+                )
+
+
+def entry(url, **fields):
+    return WorkerEntry(url=url, capabilities=fields.pop("capabilities", CAPABILITIES), **fields)
+
+
+def build_house(*entries, key="", folder=NO_FOLDER, rooms=None, **tables):
+    """Whoever runs its `desk` gives it a `folder` to write to; `rooms` has further fields of the
+    Services."""
+    fleet = Fleet()
+    config = Config(workers=entries, **{"admin": AdminConfig(api_key=key), **tables})
+    keeper = KeeperStandIn(fleet, config)
+    house = House(
+        fleet=fleet,
+        keeper=keeper,
+        desk=WeightOperations(fleet, keeper, JournalFile(folder)),
+        prober=ProberStandIn(fleet),
+        door=DoorStandIn(),
+        drains=WorkerDrains(fleet, keeper),
+        instruments=Instruments(fleet, lambda: (0, 0), {}),
+        leaving=False,
+    )
+    house.rooms = Services(
+        fleet=fleet,
+        keeper=house.keeper,
+        prober=house.prober,
+        door=house.door,
+        desk=house.desk,
+        launcher=None,
+        instruments=house.instruments,
+        drains=house.drains,
+        supervisors=lambda: [{"name": "door", "state": "running"}],
+        leaving=lambda: house.leaving,
+        **(rooms or {}),
+    )
+    house.app = create_app(house.rooms)
+    return house

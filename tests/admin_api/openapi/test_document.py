@@ -1,0 +1,81 @@
+import re
+
+import pytest
+
+from omni_proxy import __version__
+from omni_proxy.admin_api.access.auth import needs_key
+from omni_proxy.admin_api.openapi.document import description
+from omni_proxy.admin_api.openapi.routes import TABLE
+from omni_proxy.config.schema import AdminConfig
+from tests.admin_api.house import A, B, build_house, entry
+
+
+def operations():
+    for path, methods in description()["paths"].items():
+        for method, told in methods.items():
+            yield method.upper(), path, told
+
+
+def test_it_describes_every_route_of_the_front_and_nothing_else():
+    served = set()
+    for rule in build_house().app.url_map.iter_rules():
+        path = (
+            rule.rule.replace("<path:path>", "{path}")
+            .replace("<path:model>", "{model}")
+            .replace("<path:name>", "{worker_id}")
+        )
+        served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
+    assert {(method, path) for method, path, _ in operations()} == served
+
+
+def test_no_route_is_described_twice():
+    assert len({(route.method, route.path) for route in TABLE}) == len(TABLE)
+    names = [told["operationId"] for _, _, told in operations()]
+    assert len(set(names)) == len(names)
+
+
+def test_each_route_tells_whether_it_needs_the_key():
+    for method, path, told in operations():
+        closed = needs_key(method, path, AdminConfig(api_key="k"))
+        assert told.get("security") == ([{"key": []}] if closed else None), (method, path)
+        assert ({"401", "403"} <= told["responses"].keys()) is closed, (method, path)
+    scheme = description()["components"]["securitySchemes"]["key"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+
+
+def references(value):
+    if isinstance(value, dict):
+        yield from ([value["$ref"]] if "$ref" in value else ())
+        for inner in value.values():
+            yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_every_schema_is_used_and_every_used_one_is_there():
+    told = description()
+    named = {f"#/components/schemas/{name}" for name in told["components"]["schemas"]}
+    assert set(references(told)) == named
+
+
+def test_every_place_in_a_path_is_a_parameter():
+    for _, path, told in operations():
+        given = {each["name"] for each in told.get("parameters", ()) if each["in"] == "path"}
+        assert given == set(re.findall(r"{(\w+)}", path))
+
+
+async def test_it_is_answered_without_the_key_and_names_the_version():
+    answer = await build_house(key="secret").client().get("/openapi.json")
+    assert answer.status_code == 200
+    assert answer.content_type == "application/json"
+    told = await answer.get_json()
+    assert told == description()
+    assert (told["openapi"], told["info"]["version"]) == ("3.1.0", __version__)
+
+
+@pytest.mark.parametrize(("schema", "path"), [("Worker", f"/workers/{A}"), ("Pool", "/health")])
+async def test_every_key_of_an_answer_is_described(schema, path):
+    house = build_house(entry(A), entry(B))
+    told = await (await house.client().get(path)).get_json()
+    assert told.keys() <= description()["components"]["schemas"][schema]["properties"].keys()

@@ -1,0 +1,159 @@
+import json
+
+import pytest
+
+from omni_proxy.admin_api.routes.broadcast_routes import NO_TENSORS
+from omni_proxy.admin_ops.routes import ROUTES
+from omni_proxy.config.schema import WeightSyncConfig
+from tests.admin_api.house import A, B, build_house, entry
+from tests.weight_sync.desks import Gated
+
+ENGINES = Gated
+UPDATE = "/update_weights_from_disk"
+PARTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+
+
+@pytest.fixture
+def house(settled):
+    return settled
+
+
+async def said(house, path, method="post", **how):
+    answer = await getattr(house.client(), method)(path, **how)
+    return answer.status_code, await answer.get_json(), answer
+
+
+async def test_the_callers_own_bytes_query_and_key_go_to_every_worker(house, engines):
+    body = b'{"model_path":  "/m", "weight_version": "v1"}'
+    status, told, _ = await said(
+        house, f"{UPDATE}?a=1&selector=model!=x&b=%20", data=body,
+        headers={"Authorization": "Bearer t", "Connection": "close", "X-Own": "1"},
+    )  # fmt: skip
+    assert (status, told["path"], told["worker_count"]) == (200, UPDATE, 2)
+    sent = [r for r in engines.asked if r.url.path == UPDATE]
+    assert sorted(r.url.port for r in sent) == [8011, 8012]
+    for request in sent:
+        assert request.content == body
+        assert request.url.raw_path == b"/update_weights_from_disk?a=1&b=%20"
+        assert request.headers["authorization"] == "Bearer t"
+        assert request.headers["content-type"] == "application/json"
+        assert request.headers["x-own"] == "1"
+        assert "connection" not in {name.lower() for name in request.headers if name == "close"}
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+async def test_every_route_of_the_table_is_served_by_its_methods_alone(house, route):
+    served = {
+        rule.rule: rule.methods - {"HEAD", "OPTIONS"} for rule in house.app.url_map.iter_rules()
+    }
+    assert served[route.path] == set(route.methods)
+
+
+async def test_a_selector_narrows_it(house, engines):
+    status, told, _ = await said(house, "/pause_generation?selector=model=n", json={})
+    assert (status, [each["worker"] for each in told["results"]]) == (200, [B])
+    assert {r.url.port for r in engines.asked} == {8012}
+
+
+async def test_a_selector_may_speak_of_what_engines_tell(house, engines):
+    engines.tell(A, "/server_info", {"tp_size": 2, "version": "0.5"})
+    engines.tell(B, "/server_info", {"tp_size": 1})
+    status, told, _ = await said(house, "/pause_generation?selector=tp_size=2", json={})
+    assert (status, [each["worker"] for each in told["results"]]) == (200, [A])
+
+
+async def test_tensors_are_a_501_and_nothing_is_sent(house, engines):
+    status, told, _ = await said(house, "/update_weights_from_tensor", data=b"\x80anything")
+    assert (status, told["error"]) == (501, NO_TENSORS["error"])
+    assert engines.asked == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (UPDATE, b"{", "invalid JSON"),
+        (UPDATE, b"[]", "must be a JSON object"),
+        ("/pause_generation", b"\xff", "invalid JSON"),
+        ("/update_weights_from_distributed", json.dumps({**PARTS, "names": []}).encode(), "length"),
+        ("/update_weights_from_distributed", json.dumps({**PARTS, "dtypes": 3}).encode(), "length"),
+        ("/update_weights_from_distributed", b"{}", "length"),
+        ("/pause_generation?selector=model", b"{}", "at offset 5"),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused_before_anybody_hears_of_it(
+    house, engines, path, body, reason
+):
+    status, told, _ = await said(house, path, data=body)
+    assert (status, told["success"], told["status"]) == (400, False, "error")
+    assert reason in told["message"]
+    assert engines.asked == []
+
+
+async def test_in_mode_off_a_receive_that_is_whole_is_passed_on(engines, tmp_path, nursery):
+    off = WeightSyncConfig(mode="off")
+    house = build_house(entry(A), entry(B), folder=tmp_path / "off", weight_sync=off)
+    house.healthy(A, B)
+    await nursery.start(house.desk.run)
+    status, told, _ = await said(house, "/update_weights_from_distributed", json=PARTS)
+    assert (status, told["worker_count"]) == (200, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status"),
+    [
+        ("post", "/pause_generation", None, 401),
+        ("post", "/update_weights_from_tensor", None, 401),
+        ("post", "/weights/resolve", "wrong", 403),
+        ("get", "/pause_generation", "k", 405),
+        ("get", "/model_info", None, 401),
+    ],
+)
+async def test_refusals_of_others_have_the_top_keys_too(method, path, key, status):
+    house = build_house(entry(A), key="k")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found, told, answer = await said(house, path, method, headers=headers)
+    assert (found, told["success"], told["status"]) == (status, False, "error")
+    assert told["message"] == told["error"]["message"]
+    assert "detail" in told
+    assert ("WWW-Authenticate" in answer.headers) is (status == 401)
+
+
+async def test_the_answers_of_other_routes_are_left_alone(house):
+    _, told, _ = await said(house, "/workers", json={"url": "ftp://x"})
+    assert "success" not in told
+
+
+async def test_model_info_of_all_is_one(house, engines):
+    status, told, _ = await said(house, "/model_info", "get")
+    assert (status, told["weight_version"], told["worker_count"]) == (200, "v1", 2)
+    engines.labels[B] = "v2"
+    status, told, _ = await said(house, "/model_info", json={})
+    assert (status, told["detail"]["message"]) == (409, "mixed worker weight_version")
+
+
+async def test_the_checker_of_a_get_has_its_query(house, engines):
+    status, told, _ = await said(house, "/weights_checker?action=checksum", "get")
+    assert (status, told["worker_count"]) == (200, 2)
+    assert engines.asked[-1].url.query == b"action=checksum"
+
+
+async def test_rows_that_all_workers_have_are_told_as_one_engine_tells_them(house, engines):
+    path = "/get_weights_by_name"
+    for url in (A, B):
+        engines.tell(url, path, [[1.0, 2.0]])
+    asked = {"name": "w", "truncate_size": 1}
+    assert (await said(house, path, json=asked))[:2] == (200, [[1.0, 2.0]])
+    status, told, _ = await said(
+        house, "/v1/rl/engine/get_weights_by_name?selector=id!=x", json=asked
+    )
+    assert (status, told["succeeded"]) == (200, 2)
+    engines.tell(B, path, [[1.0, 2.5]])
+    status, told, _ = await said(house, path, json=asked)
+    assert (status, told["success"], len(told["results"])) == (409, False, 2)
+    for url in (A, B):
+        engines.says[url, path] = (400, b'{"error": {"message": "no such tensor"}}')
+    status, told, _ = await said(house, path, json=asked)
+    assert (status, told["error"], told["status"]) == (400, {"message": "no such tensor"}, "error")
+    engines.tell(B, path, [[1.0, 2.5]])
+    status, told, _ = await said(house, path, json=asked)
+    assert (status, told["success"]) == (502, False)

@@ -1,0 +1,42 @@
+from omni_proxy.config.problem import ConfigError, Problem
+from tests.admin_api.house import A, Outcome, build_house, entry
+
+
+async def test_the_configuration_is_shown_with_its_revision_and_without_keys():
+    client = build_house(entry(A), key="s3cret").client()
+    answer = await client.get("/config", headers={"Authorization": "Bearer s3cret"})
+    body = await answer.get_json()
+    assert answer.headers["ETag"] == '"1"'
+    assert list(body) == ["revision", "config", "last_reload"]
+    assert body["config"]["admin"]["api_key"] == "***"
+    assert body["config"]["workers"][0]["url"] == A
+
+
+async def test_a_reload_tells_what_changed(house):
+    house.keeper.next_reload = Outcome("applied", 2, {"changed": {"health.interval_secs": [10, 5]}})
+    answer = await house.client().post("/reload")
+    assert (answer.status_code, answer.headers["ETag"]) == (200, '"2"')
+    assert await answer.get_json() == {
+        "outcome": "applied",
+        "revision": 2,
+        "diff": {"changed": {"health.interval_secs": [10, 5]}},
+    }
+
+
+async def test_a_refused_file_is_a_422_that_names_the_place(house):
+    problem = Problem("server.prot", 12, "unknown key", "did you mean `port`?", "proxy.toml")
+    error = ConfigError([problem], "proxy.toml")
+    house.keeper.next_reload = Outcome("refused", 1, error=error)
+    answer = await house.client().post("/reload")
+    body = await answer.get_json()
+    assert (answer.status_code, body["error"]["code"]) == (422, "config_refused")
+    assert "proxy.toml:12: server.prot: unknown key" in body["error"]["message"]
+    assert body["refused"]["problems"][0]["line"] == 12
+    assert body["revision"] == 1
+
+
+async def test_a_reload_for_another_revision_is_a_412(house):
+    answer = await house.client().post("/reload", headers={"If-Match": '"9"'})
+    assert answer.status_code == 412
+    answer = await house.client().post("/reload", headers={"If-Match": '"1"'})
+    assert answer.status_code == 200

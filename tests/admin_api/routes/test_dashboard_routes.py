@@ -1,0 +1,132 @@
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import pytest
+
+from omni_proxy.admin_api.routes.dashboard_routes import policy
+from tests.admin_api.house import A, build_house, entry
+
+PAGE = (files("omni_proxy.admin_api") / "pages" / "dashboard.html").read_text()
+MOST_BYTES = 80_000
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+@pytest.fixture
+def tags():
+    parser = Tags()
+    parser.feed(PAGE)
+    return parser.found
+
+
+def rules(answer):
+    told = answer.headers["Content-Security-Policy"]
+    return dict(rule.strip().split(" ", 1) for rule in told.split(";"))
+
+
+async def test_the_page_is_served_whole(house):
+    answer = await house.client().get("/dashboard")
+    assert answer.status_code == 200
+    assert answer.content_type == "text/html; charset=utf-8"
+    assert await answer.get_data(as_text=True) == PAGE
+
+
+async def test_the_page_is_the_same_without_a_key_and_tells_nothing():
+    house = build_house(entry(A, model="secret-model"), key="hunter2")
+    answer = await house.client().get("/dashboard")
+    assert (answer.status_code, await answer.get_data(as_text=True)) == (200, PAGE)
+
+
+async def test_only_what_stands_in_the_page_may_run_and_only_our_api_be_asked(house):
+    told = rules(await house.client().get("/dashboard"))
+    assert told["default-src"] == "'none'"
+    assert told["connect-src"] == "'self'"
+    for kind in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", told[kind])
+    assert "unsafe" not in str(told)
+    assert told["frame-ancestors"] == told["base-uri"] == told["form-action"] == "'none'"
+    assert told["require-trusted-types-for"] == "'script'"
+
+
+def test_another_script_has_another_hash():
+    one, other = (policy(f"<style>a</style><script>{text}</script>") for text in ("1", "2"))
+    assert one != other
+
+
+async def test_nobody_may_frame_sniff_or_keep_it(house):
+    headers = (await house.client().get("/dashboard")).headers
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert headers["Cache-Control"] == "no-cache"
+
+
+async def test_an_unchanged_page_is_not_sent_again(house):
+    client = house.client()
+    tag = (await client.get("/dashboard")).headers["ETag"]
+    again = await client.get("/dashboard", headers={"If-None-Match": tag})
+    assert (again.status_code, await again.get_data()) == (304, b"")
+    assert (await client.get("/dashboard", headers={"If-None-Match": '"x"'})).status_code == 200
+
+
+def test_the_page_names_no_other_place():
+    namespaces = {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE)) - namespaces <= {"https?:"}
+    assert "@import" not in PAGE
+    assert "url(" not in PAGE
+
+
+def test_every_source_of_the_page_is_inside_it(tags):
+    for tag, attributes in tags:
+        assert not {"src", "srcset", "action", "ping"} & attributes.keys(), tag
+        target = attributes.get("href", "#")
+        assert target.startswith(("#", "data:")), target
+
+
+def test_nothing_is_styled_or_run_past_the_policy(tags):
+    for tag, attributes in tags:
+        assert "style" not in attributes, tag
+        assert not [name for name in attributes if name.startswith("on")], tag
+    assert len([tag for tag, _ in tags if tag in ("script", "style")]) == 2
+
+
+def test_nothing_becomes_markup():
+    ways = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
+    assert [way for way in ways if way in PAGE] == []
+
+
+def test_the_key_is_kept_for_this_tab_alone():
+    assert "sessionStorage" in PAGE
+    assert [each for each in ("localStorage", "document.cookie", "indexedDB") if each in PAGE] == []
+
+
+def test_every_field_that_can_be_filled_has_a_name(tags):
+    labelled = {"only", "failures", "hold"}  # inside their labels
+    for tag, attributes in tags:
+        if tag in ("input", "select", "textarea") and attributes["id"] not in labelled:
+            assert attributes["aria-label"], attributes
+
+
+def test_the_page_is_small():
+    assert len(PAGE.encode()) < MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("accept", "status"),
+    [("text/html,application/xhtml+xml,*/*;q=0.8", 302), ("*/*", 404), ("application/json", 404)],
+)
+async def test_a_browser_at_the_root_is_led_to_it_and_a_program_gets_a_404(house, accept, status):
+    answer = await house.client().get("/", headers={"Accept": accept})
+    assert answer.status_code == status
+    if status == 302:
+        assert answer.headers["Location"].endswith("dashboard")
+    else:
+        assert (await answer.get_json())["error"]["code"] == "not_found"

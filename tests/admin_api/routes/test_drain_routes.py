@@ -1,0 +1,150 @@
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from tests.admin_api.house import A, B
+
+AT = f"/workers/{A}"
+
+
+@pytest.fixture
+async def running(house, nursery):
+    """The house with somebody who looks after its drains; A is busy."""
+    house.healthy(A, B)
+    house.worker(A).in_flight = 1
+    await nursery.start(house.drains.run)
+    return house
+
+
+async def draining(house):
+    return (await (await house.client().get(AT)).get_json())["draining"]
+
+
+async def drain(house, **body):
+    answer = await house.client().post(f"{AT}/drain", json=body)
+    return answer.status_code, await answer.get_json()
+
+
+async def test_it_stops_new_requests_and_tells_how_the_running_ones_go(running):
+    status, told = await drain(running, timeout_secs=60)
+    assert (status, told["status"]) == (202, "draining")
+    assert (told["worker"]["disabled"], told["worker"]["routable"]) == (True, False)
+    shown = await draining(running)
+    assert (shown["state"], shown["in_flight"]) == ("draining", 1)
+    assert shown["since"] < shown["deadline"]
+    running.worker(A).in_flight = 0
+    with trio.fail_after(30):
+        while (await draining(running))["state"] != "drained":  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    assert running.fleet.find(A).disabled
+
+
+async def test_a_worker_that_does_nothing_is_drained_already(running):
+    running.worker(A).in_flight = 0
+    status, told = await drain(running)
+    assert (status, told["status"]) == (200, "drained")
+
+
+async def test_zero_is_no_deadline_and_none_is_the_configured_one(running):
+    await drain(running, timeout_secs=0)
+    assert (await draining(running))["deadline"] is None
+    await drain(running)
+    assert running.drains.secs_left(running.worker(A)) == pytest.approx(120, abs=5)
+
+
+async def test_enabling_ends_it(running):
+    await drain(running)
+    await running.client().put(AT, json={"disabled": False})
+    assert await draining(running) is None
+    assert running.worker(A).routable
+
+
+@pytest.mark.parametrize("secs", [-1, "soon", True, [], 1e12, "nan", {}])
+async def test_a_deadline_that_is_none_is_refused_and_nothing_changes(running, secs):
+    status, told = await drain(running, timeout_secs=secs)
+    assert (status, told["error"]["code"]) == (400, "invalid_request")
+    assert not running.worker(A).disabled
+
+
+async def test_a_worker_that_is_not_there_is_a_404(running):
+    answer = await running.client().post("/workers/nobody/drain")
+    assert answer.status_code == 404
+    assert (await running.client().delete("/workers/nobody?drain=true")).status_code == 404
+
+
+async def test_a_removal_waits_for_what_runs(running, nursery):
+    answers = []
+
+    async def remove():
+        answers.append(await running.client().delete(f"{AT}?drain=true&timeout_secs=60"))
+
+    nursery.start_soon(remove)
+    await wait_all_tasks_blocked(0.01)
+    assert running.fleet.find(A).disabled
+    assert not answers
+    running.worker(A).in_flight = 0
+    with trio.fail_after(30):
+        while not answers:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    assert running.fleet.find(A) is None
+    assert (await answers[0].get_json())["drained"] is True
+
+
+async def test_a_removal_at_its_deadline_says_that_something_still_ran(running):
+    with trio.fail_after(30):
+        answer = await running.client().delete(f"{AT}?drain=true&timeout_secs=0.05")
+    assert (await answer.get_json())["drained"] is False
+    assert running.fleet.find(A) is None
+
+
+async def test_who_prefers_not_to_wait_is_answered_while_it_drains(running):
+    client = running.client()
+    answer = await client.delete(f"{AT}?drain=true", headers={"Prefer": "respond-async"})
+    assert (answer.status_code, (await answer.get_json())["status"]) == (202, "accepted")
+    assert (await draining(running))["state"] == "draining"
+    running.worker(A).in_flight = 0
+    with trio.fail_after(30):
+        while running.fleet.find(A):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+async def test_a_plain_removal_does_not_wait(running):
+    answer = await running.client().delete(AT)
+    assert "drained" not in await answer.get_json()
+    assert running.fleet.find(A) is None
+
+
+async def test_who_enables_it_meanwhile_keeps_it(running, nursery):
+    answers = []
+
+    async def remove():
+        answers.append(await running.client().delete(f"{AT}?drain=true"))
+
+    nursery.start_soon(remove)
+    await wait_all_tasks_blocked(0.01)
+    await running.client().put(AT, json={"disabled": False})
+    with trio.fail_after(30):
+        while not answers:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    assert answers[0].status_code == 409
+    assert (await answers[0].get_json())["error"]["code"] == "drain_cancelled"
+    assert running.worker(A).routable
+
+
+async def test_whoever_asked_for_the_removal_may_leave(running):
+    async with trio.open_nursery() as callers:
+        callers.start_soon(running.client().delete, f"{AT}?drain=true")
+        await wait_all_tasks_blocked(0.01)
+        assert running.fleet.find(A).disabled
+        callers.cancel_scope.cancel()
+    assert running.fleet.find(A) is not None
+    running.worker(A).in_flight = 0
+    with trio.fail_after(30):
+        while running.fleet.find(A):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+async def test_drain_must_be_yes_or_no(running):
+    answer = await running.client().delete(f"{AT}?drain=maybe")
+    assert answer.status_code == 400
+    assert running.fleet.find(A) is not None

@@ -1,0 +1,94 @@
+import pytest
+import trio
+
+from omni_proxy.admin_api.routes.explain_routes import top_of
+from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.routing.inspect.json_walk import SLICE_BYTES
+from omni_proxy.routing.inspect.large_json import AT_ONCE_BYTES
+from omni_proxy.routing.policies import build
+from tests.admin_api.house import A, B
+
+CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
+
+
+async def test_every_worker_has_a_verdict_and_nothing_is_sent(house):
+    house.healthy(A)
+    answer = await house.client().post("/explain", data=CHAT)
+    body = await answer.get_json()
+    assert answer.status_code == 200
+    assert [(row["url"], row["eligible"]) for row in body["workers"]] == [(A, True), (B, False)]
+    assert body["workers"][1]["reasons"]
+    assert body["pick"]["url"] == A
+    assert body["need"]["capabilities"] == ["chat", "streaming"]
+    assert sum(house.worker().routed.values()) == 0
+
+
+async def test_the_path_chooses_the_route_and_hints_count(house):
+    answer = await house.client().post(
+        "/explain?path=/v1/audio/speech",
+        data=b"{}",
+        headers={"x-sglang-omni-route-capabilities": "speech"},
+    )
+    assert (await answer.get_json())["need"]["capabilities"] == ["speech"]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/workers", "/v1/audio/voices/x", ""])
+async def test_a_path_that_is_no_model_route_is_refused(house, path):
+    answer = await house.client().post(f"/explain?path={path}", data=CHAT)
+    assert answer.status_code == 400
+    assert (await answer.get_json())["error"]["code"] == "unknown_path"
+
+
+async def test_a_body_that_a_worker_would_not_get_is_refused_alike(house):
+    answer = await house.client().post("/explain", data=b"{not json")
+    assert answer.status_code == 400
+    assert "invalid JSON body" in (await answer.get_json())["error"]["message"]
+
+
+async def test_what_curl_calls_a_form_is_read_as_json(house):
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = await house.client().post("/explain", data=CHAT, headers=kind)
+    assert (await answer.get_json())["need"]["model"] == "m"
+
+
+async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house):
+    house.healthy(A, B)
+    house.door.policy = build(RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0)
+    client = house.client()
+
+    async def picked(key):
+        answer = await client.post("/explain", data=CHAT, headers={"X-Session-Id": key})
+        return (await answer.get_json())["pick"]["url"]
+
+    by_key = {key: await picked(key) for key in map(str, range(40))}
+    assert set(by_key.values()) == {A, B}
+    assert {key: await picked(key) for key in by_key} == by_key
+
+
+LARGE = b'{"messages": [' + b'{"role": "user"},' * (AT_ONCE_BYTES // 16) + b'{}], "model": "m"}'
+
+
+async def test_a_large_body_is_explained_as_a_small_one(house):
+    house.healthy(A)
+    answer = await house.client().post("/explain", data=LARGE)
+    body = await answer.get_json()
+    assert answer.status_code == 200
+    assert (body["need"]["model"], body["pick"]["url"]) == ("m", A)
+    answer = await house.client().post("/explain", data=LARGE[:-1])
+    assert (answer.status_code, (await answer.get_json())["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_others_have_their_turns_while_a_large_body_is_walked_over():
+    turns = 0
+
+    async def other():
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        assert bytes((await top_of(LARGE)).model) == b'"m"'
+        nursery.cancel_scope.cancel()
+    assert turns >= len(LARGE) // SLICE_BYTES // 2

@@ -1,0 +1,329 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import trio
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from omni_proxy.admin_api.routes import metrics_routes
+from omni_proxy.config.schema import AdminConfig, RoutingConfig
+from omni_proxy.routing.policies import build
+from omni_proxy.telemetry.line_log import LineLog
+from omni_proxy.telemetry.otel import CELLS_AT_ONCE, standard
+from omni_proxy.telemetry.prometheus import PART, gauges
+from omni_proxy.telemetry.series import Cell, Phases
+from tests.admin_api.house import NOW, SCOPE, A, B, build_house, entry
+from tests.telemetry.ends import ended, refused
+from tests.telemetry.lint import names, problems
+
+ROOT = Path(__file__).parents[3]
+BOARD = json.loads((ROOT / "contrib/grafana/omni-proxy.json").read_text())
+ALERTS = (ROOT / "contrib/grafana/alerts.yaml").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+
+
+@pytest.fixture
+def busy():
+    """A house in which everything that can be counted has happened once."""
+    house = build_house(entry(A, model="m"), entry(B))
+    house.healthy(A, B)
+    a, b = house.worker(A), house.worker(B)
+    count = house.instruments.meters.count
+    usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
+    count(ended(a, model="m", tail=usage, queued_secs=0.1, connect_secs=0.01), a)
+    count(ended(b, model="x", attempts=2, tried=[(a, "503")]), b)
+    count(refused(model="y"), None)
+    count(ended(route=None, need=None), None)
+    for _ in range(house.fleet.thresholds.fall):
+        house.fleet.observe_request_failure(b, status=None, error="gone", at=NOW)
+    house.fleet.hold(a, "updating")
+    house.fleet.versioned(a, 'odd "label" \\ \u2028', 3)
+    house.door.policy = build(
+        RoutingConfig(policy="cache_aware", sticky_sessions=True), lambda _: 0, 0
+    )
+    house.door.policy.inner._branches["hit"] += 1
+    house.keeper.reloads["refused", "SIGHUP"] += 1
+    house.keeper.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
+    house.desk.ended["/update_weights_from_disk", False] += 1
+    house.desk.spent_secs["/update_weights_from_disk"] = 2.5
+    house.instruments.logs["access_log"] = LineLog()
+    held = {"connections": 3, "restarts": 1}
+    house.door.door_rows = [
+        {"door": 0, "state": "serving", "in_flight": 2, **held},
+        {"door": 1, "state": "starting", "in_flight": 0, **held},
+    ]
+    return house
+
+
+async def scrape(house):
+    answer = await house.client().get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["Content-Type"] == metrics_routes.CONTENT_TYPE
+    return (await answer.get_data()).decode()
+
+
+async def values(house, name):
+    """The samples of that name, by their labels' values in the labels' order."""
+    text = await scrape(house)
+    return {
+        tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+async def test_the_exposition_passes_the_lint(busy, house):
+    assert problems(await scrape(busy)) == []
+    assert problems(await scrape(house)) == []
+
+
+def test_the_lint_would_see_what_is_wrong():
+    bad = (
+        "# TYPE a_ms counter\na_ms 1\n# HELP b_gauge x\n# TYPE b_gauge gauge\n"
+        'b_gauge{client="1"} 1\nb_gauge{client="1"} 1\n'
+    )
+    found = "\n".join(problems(bad))
+    for wrong in ("no HELP", "base unit", "part of its name", "nobody vouches", "twice"):
+        assert wrong in found
+
+
+async def test_requests_count_by_route_model_worker_status_and_end(busy):
+    route = "/v1/chat/completions"
+    assert await values(busy, "omni_proxy_requests_total") == {
+        ("completed", "m", route, "2xx", A): 1,
+        ("completed", "other", route, "2xx", B): 1,
+        ("refused", "other", route, "5xx", ""): 1,
+        ("completed", "", "front", "2xx", ""): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("omni_proxy_failed_tries_total", {("503", A): 1}),
+        ("omni_proxy_retries_total", {(): 1}),
+        ("omni_proxy_tokens_total", {("m", "input", A): 3, ("m", "output", A): 4}),
+        ("omni_proxy_worker_ejections_total", {(A,): 0, (B,): 1}),
+        ("omni_proxy_worker_health", {("healthy", A): 1, ("unhealthy", B): 1}),
+        ("omni_proxy_worker_held", {("updating", A): 1}),
+        ("omni_proxy_worker_weight_epoch", {(A,): 3, (B,): 0}),
+        ("omni_proxy_worker_disabled", {}),
+        ("omni_proxy_worker_on_trial", {}),
+        ("omni_proxy_config_last_reload_successful", {(): 0}),
+        ("omni_proxy_config_last_reload_timestamp_seconds", {(): NOW.timestamp()}),
+        ("omni_proxy_config_reloads_total", {("refused", "SIGHUP"): 1}),
+        (
+            "omni_proxy_weight_operations_total",
+            {("/update_weights_from_disk", "failed"): 1},
+        ),
+        ("omni_proxy_policy_picks_total", {("hit",): 1}),
+        ("omni_proxy_queue_seconds_count", {("/v1/chat/completions",): 1}),
+    ],
+)
+async def test_what_has_happened_is_told(busy, name, told):
+    assert await values(busy, name) == told
+
+
+async def test_opentelemetrys_names_tell_the_same_over_all_workers(busy):
+    name = "gen_ai_client_operation_{}_seconds_{}"
+    by_model = {("chat", ""): 1, ("chat", "m"): 1}
+    for kind, ours in (
+        ("duration", "request_duration"), ("time_to_first_chunk", "time_to_first_chunk"),
+    ):  # fmt: skip
+        assert await values(busy, name.format(kind, "count")) == by_model
+        told = await values(busy, name.format(kind, "sum"))
+        by_worker = await values(busy, f"omni_proxy_{ours}_seconds_sum")
+        asked = [secs for (_, worker), secs in by_worker.items() if worker]
+        assert sum(told.values()) == pytest.approx(sum(asked))
+
+
+def test_a_large_fleet_is_added_up_in_parts():
+    cell = Cell(Phases())
+    cell.total.observe(0.5)
+    worker = build_house(entry(A, model="m")).worker(A)
+    parts = list(standard([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
+    assert len(parts) == 3 * 4
+    (told,) = (
+        sample
+        for family in text_string_to_metric_families(
+            b"".join(metrics_routes.written(parts)).decode()
+        )
+        for sample in family.samples
+        if sample.name == "gen_ai_client_operation_duration_seconds_count"
+    )
+    assert told.value == 3 * CELLS_AT_ONCE + 1
+    assert told.labels == {
+        "gen_ai_operation_name": "generate_content", "gen_ai_request_model": "m",
+    }  # fmt: skip
+
+
+async def test_the_policy_of_a_door_behind_sticky_sessions_is_seen(busy):
+    assert (await values(busy, "omni_proxy_prefix_tree_limit_bytes"))[()] > 0
+    assert await values(busy, "omni_proxy_sticky_picks_total") == {("begun",): 0, ("kept",): 0}
+
+
+async def test_open_metrics_needs_no_key():
+    house = build_house(entry(A), admin=AdminConfig(api_key="k", open_metrics=True))
+    assert problems(await scrape(house)) == []
+    assert (await house.client().get("/feed")).status_code == 401
+
+
+def test_a_family_that_is_written_in_slices_is_the_same():
+    family = GaugeMetricFamily("many", "with\nlines", labels=["n"])
+    for number in range(3 * metrics_routes.SLICE + 1):
+        family.add_metric([f"{number}"], number)
+
+    class Whole(Collector):
+        def collect(self):
+            yield family
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Whole())
+    parts = list(metrics_routes.written([family]))
+    assert len(parts) == 4
+    assert b"".join(parts) == generate_latest(registry)
+
+
+def test_a_family_that_comes_in_parts_is_one():
+    rows = [((f"{number}",), number) for number in range(3 * PART)]
+    parts = list(gauges("many", "so many", ("worker",), rows))
+    assert len(parts) == 4
+    text = b"".join(metrics_routes.written(parts)).decode()
+    assert text.count("# HELP") == text.count("# TYPE") == 1
+    (family,) = text_string_to_metric_families(text)
+    assert [sample.value for sample in family.samples] == list(range(3 * PART))
+
+
+async def test_those_that_scrape_at_once_share_their_text(house, monkeypatch):
+    made = []
+    families = metrics_routes.of_program
+    monkeypatch.setattr(
+        metrics_routes, "of_program", lambda rooms: made.append(1) or families(rooms)
+    )
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(scrape, house)
+    assert len(made) <= 2  # one for the first, and one that all others had asked for by then
+
+
+async def test_scrapers_are_bounded_and_leave_their_place(monkeypatch):
+    monkeypatch.setattr(metrics_routes, "SCRAPES", 0)
+    refused = await build_house().client().get("/metrics")
+    assert refused.status_code == 503
+    assert (await refused.get_json())["error"]["code"] == "too_many_scrapes"
+    monkeypatch.setattr(metrics_routes, "SCRAPES", 1)
+    house = build_house()
+    for _ in range(3):
+        await scrape(house)
+
+
+async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, house):
+    asked = [{"type": "http.request", "body": b""}]
+    ended = trio.Event()
+
+    async def receive():
+        if not asked:
+            await trio.sleep_forever()
+        return asked.pop()
+
+    async def send(message):
+        if message.get("body"):
+            await trio.sleep_forever()
+
+    async def scraper():
+        await house.app({**SCOPE, "path": "/metrics", "raw_path": b"/metrics"}, receive, send)
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scraper)
+        with trio.fail_after(2 * metrics_routes.SEND_SECS):
+            await ended.wait()
+
+
+def asked_for(expression):
+    """The metrics in a query."""
+    found = re.findall(r"\b((?:omni_proxy|process)_[a-z_]+)\b", expression)
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+
+
+async def test_the_dashboard_of_grafana_asks_for_nothing_that_is_not_there(busy):
+    told = names(await scrape(busy))
+    panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+    assert len(panels) > 20
+    for panel in panels:
+        for target in panel["targets"]:
+            used = asked_for(target["expr"])
+            assert used, panel["title"]
+            assert used <= told, panel["title"]
+
+
+async def test_the_alert_rules_ask_for_nothing_that_is_not_there(busy):
+    told = names(await scrape(busy))
+    rules = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", ALERTS)
+    assert len(rules) == ALERTS.count("expr:") > 5
+    for name, expression in rules:
+        assert asked_for(expression), name
+        assert asked_for(expression) <= told, name
+
+
+@pytest.mark.parametrize("about", ["workers_paused", "paused_timestamp", "loop_stalls"])
+def test_pauses_and_stalls_are_on_the_board_and_among_the_alerts(about):
+    assert about in json.dumps(BOARD)
+    assert about in ALERTS
+
+
+async def test_every_metric_is_in_the_guide_and_no_other(busy):
+    told = names(await scrape(busy))
+    listed = set(re.findall(r"^\| `((?:omni_proxy|process)_[a-z_]+)", OPERATIONS, re.MULTILINE))
+    assert {name for name in told if name.startswith("omni_proxy")} == {
+        name for name in listed if name.startswith("omni_proxy")
+    }
+    assert listed <= told
+
+
+def door_says(pattern):
+    """The words that the door's code gives its exchanges and connections."""
+    texts = [path.read_text() for path in sorted((ROOT / "omni_proxy/dataplane").rglob("*.py"))]
+    return {word for text in texts for found in re.findall(pattern, text) for word in found if word}
+
+
+def test_every_end_state_is_in_the_guide_and_no_other():
+    ends = door_says(r'\bend\("(\w+)"(?: if .* else "(\w+)")?')
+    ends |= door_says(r'\b(?:ended|outcome) = "(\w+)" if .* else "(\w+)"')
+    ends |= door_says(r'outcome or "(cut_by_proxy)"()')
+    assert len(ends) == 9
+    section = OPERATIONS.split("## End states")[1].split("## Clocks")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == ends
+
+
+def test_every_phase_is_in_the_guide():
+    phases = door_says(r'clock\("(\w+)"()') | door_says(r'phase(?:, [\w.]+)? = "(\w+)"()')
+    assert {"queue", "backoff", "relay"} <= phases
+    assert {phase for phase in phases if f"`{phase}`" not in OPERATIONS} == set()
+
+
+def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
+    code = "\n".join(path.read_text() for path in (ROOT / "omni_proxy").rglob("*.py"))
+    section = OPERATIONS.split("## Log lines")[1].split("## Taking")[0]
+    lines = [
+        line
+        for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+        for line in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(lines) > 12
+    for line in lines:
+        for part in line.split("…"):
+            assert part.strip() in code, line
+
+
+async def test_each_door_process_has_its_row(busy):
+    told = await scrape(busy)
+    assert 'omni_proxy_door_up{door="0"} 1.0' in told
+    assert 'omni_proxy_door_up{door="1"} 0.0' in told
+    assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in told
+    assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in told

@@ -1,0 +1,64 @@
+import pytest
+from trio.testing import wait_all_tasks_blocked
+
+from tests.admin_api.house import A, B, build_house, entry
+from tests.weight_sync.desks import LOST, UPDATE, Gated, call
+
+ENGINES = Gated
+
+
+@pytest.fixture
+async def house(engines, tmp_path, nursery):
+    made = build_house(entry(A), entry(B), folder=tmp_path / "w")
+    made.healthy(A, B)
+    await nursery.start(made.desk.run)
+    return made
+
+
+async def test_the_page_shows_holder_progress_versions_and_history(house, engines, nursery):
+    await house.desk.submit(call(caller="before"))
+    engines.shut(UPDATE, A)
+    nursery.start_soon(house.desk.submit, call(caller="trainer"))
+    await engines.came[A, UPDATE].wait()
+    nursery.start_soon(house.desk.submit, call("/pause_generation", caller="next"))
+    await wait_all_tasks_blocked()
+    answer = await house.client().get("/weights")
+    told = await answer.get_json()
+    running = told["operation"]
+    assert (running["path"], running["caller"], running["step"]) == (UPDATE, "trainer", "calling")
+    assert running["age_secs"] >= 0
+    assert [each["progress"] for each in running["workers"]] == ["asked", "done"]
+    assert [each["caller"] for each in told["waiting"]] == ["next"]
+    assert (told["weight_epoch"], told["weight_version"]) == (1, "v1")
+    assert [(w["weight_version"], w["weight_epoch"]) for w in told["workers"]] == [(None, 0)] * 2
+    assert [w["held_by"] for w in told["workers"]] == [["updating"]] * 2
+    (past,) = told["history"]
+    assert (past["path"], past["http_status"], past["caller"]) == (UPDATE, 200, "before")
+    assert told["journal"]["readable"] is True
+    engines.open(UPDATE, A)
+
+
+@pytest.mark.parametrize("path", ["/weights/resolve", "/weight_update_journal/resolve"])
+async def test_resolving_needs_an_acknowledgement(house, engines, path):
+    engines.says[B, UPDATE] = LOST
+    await house.desk.submit(call())
+    for body in ({}, {"acknowledge": False}, {"acknowledge": "yes"}):
+        answer = await house.client().post(path, json=body)
+        told = await answer.get_json()
+        assert (answer.status_code, told["success"], told["status"]) == (422, False, "error")
+        assert house.worker(B).holds == {"uncertain"}
+    headers = {"Authorization": "Bearer t"}
+    answer = await house.client().post(path, json={"acknowledge": True}, headers=headers)
+    told = await answer.get_json()
+    assert (answer.status_code, told["status"]) == (200, "ok")
+    assert told["resolved_worker_ids"] == [house.worker(B).id]
+    continued = [r for r in engines.asked if r.url.path == "/continue_generation"]
+    assert [(r.url.port, r.headers["authorization"]) for r in continued] == [(8012, "Bearer t")]
+    assert house.worker(B).holds == set()
+
+
+async def test_a_record_shows_version_and_epoch(house):
+    await house.desk.submit(call())
+    answer = await house.client().get(f"/workers/{house.worker(A).id}")
+    told = await answer.get_json()
+    assert (told["weight_version"], told["weight_epoch"]) == ("v1", 1)

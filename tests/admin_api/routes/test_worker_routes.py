@@ -1,0 +1,395 @@
+import json
+from urllib.parse import quote
+
+import pytest
+
+from omni_proxy.admin_api import fleet_changes
+from omni_proxy.upstream_http.resolver import RefusedAddress
+from tests.admin_api.house import NOW, A, B, build_house, entry
+
+C = "http://127.0.0.1:8013"
+ID_A = quote(A, safe="")
+
+
+async def call(house, method, path, body=None, **headers):
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    answer = await house.client().open(path, method=method, data=data, headers=headers)
+    return answer.status_code, await answer.get_json(), answer.headers
+
+
+async def message(house, method, path, body=None, **headers):
+    status, told, _ = await call(house, method, path, body, **headers)
+    return status, told["error"]["message"]
+
+
+async def test_the_list_is_the_pool_summary_in_order(house):
+    status, body, _ = await call(house, "GET", "/workers")
+    assert (status, body["status"], body["total"]) == (200, "ok", 2)
+    assert [record["url"] for record in body["workers"]] == [A, B]
+    assert body["stats"] == {"prefill_count": 0, "decode_count": 0, "regular_count": 2}
+
+
+async def test_the_list_can_be_narrowed_to_a_model():
+    house = build_house(entry(A, model="m"), entry(B, model="n"))
+    _, body, _ = await call(house, "GET", "/workers?model=n")
+    assert [record["url"] for record in body["workers"]] == [B]
+
+
+@pytest.mark.parametrize("name", [ID_A, A, quote(ID_A, safe=""), quote(A, safe=":/")])
+async def test_a_worker_is_found_by_id_or_url_encoded_or_not(house, name):
+    status, body, _ = await call(house, "GET", f"/workers/{name}")
+    assert (status, body["worker_id"], body["id"], body["url"]) == (200, ID_A, ID_A, A)
+
+
+@pytest.mark.parametrize("name", [f"HTTP{A[4:]}", f"{A}/", quote(f"HTTP{A[4:]}/", safe="")])
+async def test_a_worker_is_found_in_every_spelling_that_would_add_it(house, name):
+    status, body, _ = await call(house, "GET", f"/workers/{name}")
+    assert (status, body["url"]) == (200, A)
+    status, body, _ = await call(house, "DELETE", f"/workers/{name}")
+    assert (status, body["worker_id"]) == (200, ID_A)
+
+
+async def test_a_record_speaks_both_dialects(house):
+    house.healthy(A)
+    _, body, _ = await call(house, "GET", f"/workers/{ID_A}")
+    assert (body["health_state"], body["routable"]) == ("healthy", True)
+    assert (body["is_healthy"], body["status"], body["worker_type"]) == (True, "ready", "regular")
+    assert (body["priority"], body["cost"], body["labels"]) == (50, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("method", "body"),
+    [("GET", None), ("PUT", {"disabled": True}), ("PATCH", {"cost": 2}), ("DELETE", None)],
+)
+async def test_an_unknown_worker_is_a_404(house, method, body):
+    assert await message(house, method, f"/workers/{C}", body) == (404, "worker not found")
+
+
+async def test_an_added_worker_is_probed_once_and_shown(house):
+    status, body, headers = await call(
+        house, "POST", "/workers", {"url": "HTTP://127.0.0.1:8013/", "capabilities": ["chat"]}
+    )
+    assert (status, body["status"]) == (200, "ok")
+    assert body["worker"]["url"] == C
+    assert body["worker"]["origin"] == "api"
+    assert body["worker"]["capabilities"] == ["chat"]
+    assert (body["worker"]["consecutive_successes"], body["worker"]["health_state"]) == (
+        1,
+        "unknown",
+    )
+    assert house.prober.probed == [C]
+    assert headers["ETag"] == '"2"'
+
+
+async def test_a_worker_that_the_prober_saw_already_is_not_probed_again(house, monkeypatch):
+    change = house.keeper.change
+
+    async def change_slowly(edit, if_match=None, **how):
+        changed = await change(edit, if_match)
+        await house.prober.probe_once(house.worker(C))
+        return changed
+
+    monkeypatch.setattr(house.keeper, "change", change_slowly)
+    _, body, _ = await call(house, "POST", "/workers", {"url": C})
+    assert body["worker"]["consecutive_successes"] == 1
+
+
+async def test_the_url_of_the_query_wins(house):
+    status, body, _ = await call(house, "POST", f"/workers?url={C}", {"url": A})
+    assert (status, body["worker"]["url"]) == (200, C)
+    status, body, _ = await call(house, "POST", "/workers?worker_url=http://127.0.0.1:9")
+    assert (status, body["worker"]["url"]) == (200, "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "invalid JSON body"),
+        (b"[]", "request body must be a JSON object"),
+        (b"", "worker url is required"),
+        ({"url": ""}, "worker url is required"),
+        ({"url": 7}, "worker url is required"),
+        ({"zebra": 1, "ant": 2}, "unsupported fields: ant, zebra"),
+    ],
+)
+async def test_a_post_is_judged_in_the_contracts_order(house, body, said):
+    assert await message(house, "POST", "/workers", body) == (400, said)
+    assert house.keeper.revision == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:1", "ftp://h", "http://h/v1", "http://u@h", "http://h:99999", "http://169.254.1.2",
+        "http://[::ffff:169.254.169.254]", "http://2852039166", "unix:/run/w.sock",
+    ],
+)  # fmt: skip
+async def test_a_bad_url_is_refused(house, url):
+    status, said = await message(house, "POST", "/workers", {"url": url})
+    assert status == 400
+    assert said.startswith("url ")
+
+
+async def test_a_name_that_leads_to_a_refused_address_is_refused(house, monkeypatch):
+    async def leads_astray(host, port):
+        raise RefusedAddress(f"{host}: link-local address 169.254.0.1 is not allowed")
+
+    monkeypatch.setattr(fleet_changes, "addresses", leads_astray)
+    status, said = await message(house, "POST", "/workers", {"url": "http://sly.example:1"})
+    assert (status, "169.254.0.1" in said) == (400, True)
+    assert house.keeper.revision == 1
+
+
+async def test_a_name_that_nobody_knows_yet_is_kept(house, monkeypatch):
+    async def knows_nothing(host, port):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(fleet_changes, "addresses", knows_nothing)
+    status, body, _ = await call(house, "POST", "/workers", {"url": "http://later.example:1"})
+    assert (status, body["worker"]["url"]) == (200, "http://later.example:1")
+
+
+async def test_a_known_url_is_a_409_however_it_is_spelled(house):
+    said = (409, "worker already registered")
+    assert await message(house, "POST", "/workers", {"url": A}) == said
+    assert await message(house, "POST", "/workers", {"url": A + "/"}) == said
+
+
+async def test_smgs_dialect_is_accepted_at_once(house):
+    status, body, headers = await call(
+        house,
+        "POST",
+        "/workers",
+        {"url": C, "priority": 9, "labels": {"zone": "a"}, "api_key": "k"},
+    )
+    assert (status, body["status"], body["worker_id"]) == (202, "accepted", quote(C, safe=""))
+    assert headers["Location"] == body["location"] == f"/workers/{quote(C, safe='')}"
+    assert body["ignored"] == ["api_key"]
+    assert house.prober.probed == []
+    _, record, _ = await call(house, "GET", headers["Location"])
+    assert (record["priority"], record["labels"]) == (9, {"zone": "a"})
+
+
+async def test_a_client_may_prefer_not_to_wait(house):
+    headers = {"Prefer": "wait=1, respond-async"}
+    assert (await call(house, "POST", "/workers", {"url": C}, **headers))[0] == 202
+    status, _, answered = await call(house, "PUT", f"/workers/{C}", {"disabled": True}, **headers)
+    assert (status, answered["Location"]) == (202, f"/workers/{quote(C, safe='')}")
+    assert house.worker(C).disabled
+
+
+async def test_every_answer_names_the_worker_at_the_top(house):
+    named = {"worker_id": ID_A, "url": A, "location": f"/workers/{ID_A}"}
+    await call(house, "DELETE", f"/workers/{A}")
+    for method, path, body in (
+        ("POST", "/workers", {"url": A}),
+        ("PUT", f"/workers/{ID_A}", {"disabled": False}),
+        ("PUT", f"/workers/{ID_A}", {"url": A}),
+        ("PATCH", f"/workers/{ID_A}", {"cost": 1}),
+    ):
+        status, told, _ = await call(house, method, path, body)
+        assert (status, {key: told[key] for key in named}) == (
+            202 if method == "PATCH" else 200, named,
+        )  # fmt: skip
+        assert told["worker"]["url"] == A
+
+
+async def test_another_url_in_a_put_is_refused_in_either_dialect(house):
+    status, said = await message(house, "PUT", f"/workers/{ID_A}", {"url": B})
+    assert (status, said) == (400, "url must stay the same; add a worker for another url")
+
+
+async def test_a_router_answers_at_once_unless_the_client_waits():
+    house = build_house(entry(A), rooms={"dialect": "sglang"})
+    status, told, headers = await call(house, "POST", "/workers", {"url": C})
+    assert (status, told["status"], told["url"]) == (202, "accepted", C)
+    assert headers["Location"] == told["location"]
+    assert house.prober.probed == []
+    assert (await call(house, "PUT", told["location"], {"url": C}))[0] == 202
+    assert (await call(house, "DELETE", told["location"]))[0] == 202
+    assert house.fleet.find(C) is None
+    waits = {"Prefer": "wait=5"}
+    assert (await call(house, "POST", "/workers", {"url": C}, **waits))[0] == 200
+    assert house.prober.probed == [C]
+    assert (await call(house, "DELETE", told["location"], **waits))[0] == 200
+
+
+@pytest.mark.parametrize("key", ["PUT", "PATCH"])
+async def test_smgs_put_and_patch_leave_notes(house, key):
+    body = {"cost": 2.5} if key == "PATCH" else {"cost": 2.5, "url": A, "worker_type": "regular"}
+    assert (await call(house, key, f"/workers/{ID_A}", body))[0] == 202
+    assert (await call(house, "GET", f"/workers/{ID_A}"))[1]["cost"] == 2.5
+
+
+async def test_a_patch_takes_smgs_keys_only(house):
+    said = await message(house, "PATCH", f"/workers/{ID_A}", {"disabled": True})
+    assert said == (400, "unsupported fields: disabled")
+
+
+async def test_notes_go_with_their_worker(house):
+    await call(house, "POST", "/workers", {"url": C, "cost": 9})
+    await call(house, "DELETE", f"/workers/{C}")
+    await call(house, "POST", "/workers", {"url": C, "priority": 1})
+    assert (await call(house, "GET", f"/workers/{C}"))[1]["cost"] == 1.0
+
+
+async def test_switches_take_effect_and_health_stays(house):
+    house.healthy(A)
+    status, body, headers = await call(
+        house, "PUT", f"/workers/{ID_A}", {"disabled": True, "model": "m", "capabilities": ["chat"]}
+    )
+    record = body["worker"]
+    assert (status, body["status"], headers["ETag"]) == (200, "ok", '"2"')
+    assert (record["disabled"], record["routable"]) == (True, False)
+    assert (record["health_state"], record["model"]) == ("healthy", "m")
+    assert record["capabilities"] == ["chat"]
+    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"disabled": False, "model": None})
+    assert (body["worker"]["routable"], body["worker"]["model"]) == (True, None)
+    assert house.prober.probed == []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"nonsense", "invalid JSON body"),
+        (b"", "at least one worker field is required"),
+        ({"weird": 1}, "unsupported fields: weird"),
+        ({"is_dead": "yes"}, "is_dead must be a boolean"),
+        ({"disabled": 1}, "disabled must be a boolean"),
+    ],
+)
+async def test_a_put_is_judged_before_its_worker_is_looked_up(house, body, said):
+    assert await message(house, "PUT", f"/workers/{ID_A}", body) == (400, said)
+    assert await message(house, "PUT", "/workers/nobody", body) == (400, said)
+
+
+async def test_a_refused_put_changes_nothing(house):
+    body = {"disabled": True, "is_dead": True, "capabilities": ["fly"]}
+    assert (await message(house, "PUT", f"/workers/{ID_A}", body))[0] == 400
+    assert not house.worker().disabled
+    assert house.worker().machine.state == "unknown"
+
+
+async def test_dead_is_dead_until_revived_with_one_probe(house):
+    house.healthy(A)
+    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": True})
+    assert (body["worker"]["health_state"], body["worker"]["status"]) == ("dead", "failed")
+    assert house.prober.probed == []
+    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": False})
+    record = body["worker"]
+    assert (record["health_state"], record["consecutive_successes"]) == ("unknown", 1)
+    assert house.prober.probed == [A]
+
+
+async def test_reviving_a_living_worker_resets_its_counters_and_probes_it(house):
+    worker = house.worker()
+    house.fleet.observe_probe(worker, status=500, error="x", at=NOW, epoch=worker.machine.epoch)
+    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": False})
+    assert body["worker"]["consecutive_failures"] == 0
+    assert house.prober.probed == [A]
+
+
+async def test_a_deleted_worker_is_gone_and_comes_back_fresh(house):
+    house.healthy(A)
+    status, body, headers = await call(house, "DELETE", f"/workers/{ID_A}")
+    assert (status, body) == (200, {"status": "ok", "worker_id": ID_A})
+    assert headers["ETag"] == '"2"'
+    assert house.fleet.find(A) is None
+    _, body, _ = await call(house, "POST", "/workers", {"url": A})
+    assert (body["worker"]["health_state"], body["worker"]["origin"]) == ("unknown", "file")
+
+
+async def test_who_prefers_not_to_wait_for_a_removal_gets_a_202(house):
+    prefer = {"Prefer": "respond-async"}
+    status, told, headers = await call(house, "DELETE", f"/workers/{ID_A}", **prefer)
+    assert (status, told["status"], told["url"]) == (202, "accepted", A)
+    assert headers["Location"] == told["location"] == f"/workers/{ID_A}"
+    assert (await call(house, "GET", told["location"]))[0] == 404
+
+
+async def test_the_last_worker_may_be_deleted(house):
+    for url in (A, B):
+        assert (await call(house, "DELETE", f"/workers/{url}"))[0] == 200
+    assert (await call(house, "GET", "/workers"))[1]["total_workers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/workers", {"url": C}),
+        ("PUT", f"/workers/{A}", {"disabled": True}),
+        ("PUT", f"/workers/{A}", {"is_dead": True}),
+        ("PATCH", f"/workers/{A}", {"cost": 2}),
+        ("DELETE", f"/workers/{A}", None),
+    ],
+)
+async def test_a_change_for_another_revision_is_a_412(house, method, path, body):
+    status, told, headers = await call(house, method, path, body, **{"If-Match": '"7"'})
+    assert (status, told["error"]["code"]) == (412, "precondition_failed")
+    assert headers["ETag"] == '"1"'
+    assert (house.fleet.find(C), house.worker().disabled) == (None, False)
+    assert house.worker().machine.state == "unknown"
+    assert (await call(house, method, path, body, **{"If-Match": "1"}))[0] in (200, 202)
+
+
+async def test_an_addition_in_the_background_has_a_job_until_it_is_seen_well(house):
+    client = house.client()
+    added = await client.post("/workers", json={"url": C, "priority": 3})
+    assert added.status_code == 202
+    place = added.headers["Location"]
+    job = (await (await client.get(place)).get_json())["job_status"]
+    assert (job["job_type"], job["worker_url"], job["status"]) == ("AddWorker", C, "pending")
+    worker = house.worker(C)
+    house.fleet.observe_probe(worker, status=None, error="refused", at=NOW, epoch=0)
+    job = (await (await client.get(place)).get_json())["job_status"]
+    assert (job["status"], job["message"]) == ("processing", "refused")
+    house.healthy(C)
+    assert "job_status" not in await (await client.get(place)).get_json()
+    house.fleet.mark_dead(worker, NOW)
+    assert "job_status" not in await (await client.get(place)).get_json()
+
+
+async def test_a_job_whose_worker_died_has_failed(house):
+    client = house.client()
+    place = (await client.post("/workers", json={"url": C, "cost": 1})).headers["Location"]
+    house.fleet.mark_dead(house.worker(C), NOW)
+    assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "code"),
+    [
+        ("POST", "/workers", {"url": A}, "WORKER_ALREADY_EXISTS"),
+        ("POST", "/workers", {}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": "ftp://x"}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": C, "worker_type": "prefill"}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": C, "colour": "red"}, "BAD_REQUEST"),
+        ("POST", "/workers", b"{", "BAD_REQUEST"),
+        ("GET", "/workers/none", None, "WORKER_NOT_FOUND"),
+        ("PUT", "/workers/none", {"priority": 1}, "WORKER_NOT_FOUND"),
+        ("PUT", f"/workers/{ID_A}", {"url": C, "priority": 1}, "BAD_REQUEST"),
+        ("PATCH", "/workers/none", {"priority": 1}, "WORKER_NOT_FOUND"),
+        ("PATCH", f"/workers/{ID_A}", {"priority": -1}, "BAD_REQUEST"),
+        ("DELETE", "/workers/none", None, "WORKER_NOT_FOUND"),
+    ],
+)
+async def test_refusals_carry_the_other_dialects_code_too(house, method, path, body, code):
+    _, told, headers = await call(house, method, path, body)
+    assert (told["code"], headers["X-SMG-Error-Code"]) == (code, code)
+    assert headers.getlist("X-SMG-Error-Code") == [code]
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize("body", [{"model": HALF}, {"labels": {"a": HALF}}, {HALF: 1}])
+async def test_half_a_character_is_refused_and_the_lists_stay_readable(house, body):
+    status, told, _ = await call(house, "POST", "/workers", {"url": C, **body})
+    assert (status, told["error"]["code"]) == (400, "invalid_json")
+    assert (await call(house, "GET", "/workers"))[0] == 200
+
+
+async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(house):
+    house.worker(A).health_body = {"name": HALF}
+    status, told, _ = await call(house, "GET", "/workers")
+    assert (status, told["workers"][0]["health"]) == (200, {"name": HALF})

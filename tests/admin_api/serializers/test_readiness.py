@@ -1,0 +1,94 @@
+import pytest
+
+from omni_proxy.config.schema import AdminConfig, RoutingConfig
+from omni_proxy.weight_sync.protocol.journal import PauseRecord
+from tests.admin_api.house import NOW, A, B, build_house, entry
+
+PAUSE = PauseRecord(
+    at="2026-11-21T05:44:28+00:00", by="trainer from 10.0.0.3", path="/pause_generation",
+    mode="retract",
+)  # fmt: skip
+TOLD = {"at": PAUSE.at, "by": PAUSE.by, "path": PAUSE.path, "mode": "retract"}
+
+
+async def get(house, path):
+    answer = await house.client().get(path)
+    return answer.status_code, await answer.get_json()
+
+
+@pytest.fixture
+def paused():
+    """Both workers are routable, and their engines stand still."""
+    house = build_house(entry(A), entry(B))
+    house.healthy(A, B)
+    for url in (A, B):
+        house.desk.book.stand_still(url, PAUSE)
+    return house
+
+
+async def test_a_fleet_that_is_paused_is_not_ready_and_says_what_ends_it(paused):
+    status, told = await get(paused, "/ready")
+    assert (status, told["status"], told["reason"]) == (503, "not_ready", "paused")
+    assert "omni-proxy weights continue" in told["message"]
+    assert PAUSE.at in told["message"]
+    assert (await get(paused, "/readiness"))[0] == 503
+    assert (await get(paused, "/health"))[0] == 200
+
+
+async def test_every_page_for_programs_tells_the_pause(paused):
+    _, status = await get(paused, "/status")
+    assert (status["ready"], status["reason"]) == (False, "paused")
+    assert status["paused"] == {A: TOLD, B: TOLD}
+    _, feed = await get(paused, "/feed?once=true")
+    assert (feed["ready"], feed["reason"]) == (False, "paused")
+    assert [row["paused"] for row in feed["fleet"]] == [TOLD, TOLD]
+    assert (await get(paused, "/weights"))[1]["paused"] == {A: TOLD, B: TOLD}
+    metrics = await (await paused.client().get("/metrics")).get_data(as_text=True)
+    assert "omni_proxy_ready 0.0" in metrics
+    assert "omni_proxy_workers_paused 2.0" in metrics
+    began = f'omni_proxy_worker_paused_timestamp_seconds{{worker="{A}"}} 1.795'
+    assert began in metrics
+
+
+async def test_one_worker_that_goes_on_makes_it_ready(paused):
+    assert paused.desk.book.run_again([A])
+    assert (await get(paused, "/ready"))[0] == 200
+    _, feed = await get(paused, "/feed?once=true")
+    assert [row["paused"] for row in feed["fleet"]] == [None, TOLD]
+
+
+async def test_workers_that_are_held_for_the_pause_are_told_alike():
+    house = build_house(entry(A), routing=RoutingConfig(while_paused="hold"))
+    house.healthy(A)
+    house.desk.book.stand_still(A, PAUSE)
+    house.desk.book.pause(A)
+    assert (await get(house, "/ready"))[1]["reason"] == "paused"
+    _, told = await get(house, "/workers")
+    why = told["workers"][0]["why"]
+    assert why.startswith(f"paused since {PAUSE.at} by trainer from 10.0.0.3")
+    assert "omni-proxy weights continue" in why
+
+
+async def test_a_paused_worker_that_is_out_anyway_is_not_the_cause(paused):
+    for url in (A, B):
+        paused.fleet.mark_dead(paused.worker(url), NOW)
+    assert (await get(paused, "/ready"))[1]["reason"] == "no_routable_worker"
+
+
+async def test_who_has_no_key_is_not_told_who_paused(paused):
+    keyed = build_house(entry(A), admin=AdminConfig(api_key="sesame"))
+    keyed.healthy(A)
+    keyed.desk.book.stand_still(A, PAUSE)
+    _, told = await get(keyed, "/ready")
+    assert told["reason"] == "paused"
+    assert "10.0.0.3" not in str(told)
+    keyed.desk.book.pause(A)
+    paths = ("/workers", f"/workers/{keyed.worker().id}")
+    for path in paths:
+        _, told = await get(keyed, path)
+        assert "paused" in str(told)
+        assert "10.0.0.3" not in str(told)
+    for path in paths:
+        bearer = {"Authorization": "Bearer sesame"}
+        whole = await keyed.client().get(path, headers=bearer)
+        assert "10.0.0.3" in await whole.get_data(as_text=True)

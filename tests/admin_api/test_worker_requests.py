@@ -1,0 +1,120 @@
+import pytest
+
+from omni_proxy.admin_api.worker_requests import judge_add, judge_patch, judge_switch
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.wire.errors import HttpError
+
+URL = "http://127.0.0.1:1"
+
+
+def add(body, *, prefers_async=False):
+    return judge_add(body, prefers_async=prefers_async)
+
+
+def switch(body, *, prefers_async=False):
+    return judge_switch(body, URL, prefers_async=prefers_async)
+
+
+def refusal(judge, *args, **kwargs):
+    with pytest.raises(HttpError) as caught:
+        judge(*args, **kwargs)
+    assert caught.value.status == 400
+    return caught.value.message
+
+
+@pytest.mark.parametrize("url", [URL, URL + "/", "HTTP://127.0.0.1:1"])
+def test_a_whole_spec_may_spell_its_workers_url_in_another_way(url):
+    assert switch({"url": url, "priority": 3}).remarks == {"priority": 3}
+
+
+@pytest.mark.parametrize("url", [URL + "0", "nonsense", 5, None])
+def test_a_whole_spec_may_not_move_its_worker(url):
+    assert "url must stay the same" in refusal(switch, {"url": url, "priority": 3})
+
+
+def test_omnis_keys_are_answered_when_done():
+    judged = add({"url": URL, "model": " m ", "capabilities": ["streaming", "chat", "chat"]})
+    assert not judged.in_background
+    assert judged.switches == {"model": "m", "capabilities": ("chat", "streaming")}
+
+
+@pytest.mark.parametrize("key", ["worker_type", "priority", "cost", "labels", "api_key", "dp_size"])
+def test_a_key_of_smg_is_answered_at_once(key):
+    value = {"worker_type": "regular", "labels": {}, "priority": 1, "cost": 2}.get(key, "x")
+    assert add({"url": URL, key: value}).in_background
+
+
+def test_a_preference_is_enough_for_an_answer_at_once():
+    assert add({"url": URL}, prefers_async=True).in_background
+
+
+def test_unknown_keys_are_named_in_order():
+    assert refusal(add, {"url": URL, "b": 1, "a": 2}) == "unsupported fields: a, b"
+    assert refusal(switch, {"x": 1}) == "unsupported fields: x"
+    assert refusal(judge_patch, {"disabled": True}) == "unsupported fields: disabled"
+
+
+def test_a_put_may_name_the_url_that_the_worker_has():
+    assert not switch({"url": URL}).in_background
+    assert switch({"url": URL}).switches == {}
+    assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2"})
+    assert switch({"url": URL, "priority": 2}).in_background
+    assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2", "priority": 2})
+
+
+def test_a_switch_or_patch_says_something():
+    assert refusal(switch, {}) == "at least one worker field is required"
+    assert refusal(judge_patch, {}) == "at least one worker field is required"
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, None, []])
+@pytest.mark.parametrize("name", ["is_dead", "disabled"])
+def test_flags_are_booleans(name, value):
+    assert refusal(switch, {name: value}) == f"{name} must be a boolean"
+
+
+@pytest.mark.parametrize("value", [[], "chat", None, {}, ["fly"], [1], [["chat"]]])
+def test_capabilities_are_known_names(value):
+    assert "capabilit" in refusal(add, {"url": URL, "capabilities": value})
+
+
+def test_every_capability_is_accepted():
+    assert add({"capabilities": list(CAPABILITIES)}).switches["capabilities"] == CAPABILITIES
+
+
+@pytest.mark.parametrize("value", [None, "", "   "])
+def test_a_blank_model_clears_it(value):
+    assert switch({"model": value}).switches == {"model": ""}
+
+
+@pytest.mark.parametrize("value", [1, True, [], {}])
+def test_a_model_is_a_string(value):
+    assert refusal(switch, {"model": value}) == "model must be a string or null"
+
+
+@pytest.mark.parametrize(
+    "body", [{"model_id": "m"}, {"models": ["m", "n"]}, {"models": [{"id": "m"}]}]
+)
+def test_smgs_ways_to_name_a_model_are_read(body):
+    assert add(body).switches == {"model": "m"}
+
+
+def test_smgs_remarks_are_kept_and_the_rest_is_named_as_ignored():
+    judged = add({"url": URL, "priority": 7, "labels": {"a": "b"}, "api_key": "x", "kv_role": "y"})
+    assert judged.remarks == {"priority": 7, "labels": {"a": "b"}}
+    assert judged.ignored == ["api_key", "kv_role"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"priority": -1}, {"priority": True}, {"priority": 1.5}, {"cost": "1"}, {"cost": False},
+        {"labels": []}, {"worker_type": "prefill"}, {"connection_mode": "grpc"},
+    ],
+)  # fmt: skip
+def test_smg_values_that_we_cannot_honour_are_refused(body):
+    assert f"{next(iter(body))} must be" in refusal(add, body)
+
+
+def test_nothing_is_read_into_a_url_that_is_not_there():
+    assert judge_switch({"url": URL, "cost": 1}, None, prefers_async=False).in_background

@@ -1,0 +1,208 @@
+import socket
+import threading
+
+import pytest
+
+from omni_proxy.cli.admin_client import (
+    AdminClientError,
+    AdminReply,
+    AdminTarget,
+    Proxy,
+    with_command,
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "proxy.toml"
+
+
+@pytest.mark.parametrize(
+    ("typed", "url"),
+    [
+        ("http://h:1/", "http://h:1"),
+        ("h:1", "http://h:1"),
+        (":1", "http://127.0.0.1:1"),
+        ("https://h/proxy/", "https://h/proxy"),
+        ("unix:/run/p.sock", "unix:/run/p.sock"),
+    ],
+)
+def test_a_url_may_be_typed_short(place, typed, url):
+    assert place("--url", typed).url == url
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8123"),
+        ("0.0.0.0", "http://127.0.0.1:8123"),
+        ("::", "http://[::1]:8123"),
+        ("fe80::1", "http://[fe80::1]:8123"),
+        ("[::]", "http://[::1]:8123"),
+        ("proxy.local", "http://proxy.local:8123"),
+    ],
+)
+def test_a_file_says_where_its_proxy_listens(place, file, host, url):
+    file.write_text(f'[server]\nhost = "{host}"\nport = 8123\n')
+    assert place("--config", file).url == url
+
+
+@pytest.mark.parametrize(
+    ("tables", "url"),
+    [
+        ("[server]\nhost = 'unix:/run/p.sock'", "unix:/run/p.sock"),
+        ("[admin]\nlisten = 'unix:/run/a.sock'", "unix:/run/a.sock"),
+        ("[admin]\nlisten = '0.0.0.0:9'", "http://127.0.0.1:9"),
+        ("[admin]\nlisten = '[::1]:9'", "http://[::1]:9"),
+        ("[server]\nport = 0\n[admin]\nlisten = 'h:9'", "http://h:9"),
+    ],
+)
+def test_it_is_asked_where_it_takes_control_requests(place, file, tables, url):
+    file.write_text(tables)
+    assert place("--config", file).url == url
+
+
+def test_a_proxy_with_tls_is_known_by_the_certificate_of_its_file(place, file):
+    file.write_text("[server]\ntls_cert = 'c.pem'\ntls_key = 'k.pem'\n")
+    found = place("--config", file)
+    assert (found.url, found.certificate) == ("https://127.0.0.1:30000", "c.pem")
+    with pytest.raises(AdminClientError, match=r"c\.pem: No such file"):
+        Proxy(found)
+
+
+def test_without_a_word_it_is_where_it_is_by_default(place):
+    assert place() == AdminTarget("http://127.0.0.1:30000")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("", "list"),
+        ("-h", "-h"),
+        ("drain a --wait", "drain a --wait"),
+        ("--config f drain a --wait", "drain --config f a --wait"),
+        ("--config=f --json drain a", "drain --config=f --json a"),
+        ("--url list", "list --url list"),
+        ("--url h --api-key drain", "list --url h --api-key drain"),
+        (
+            "--ca f --client-cert g --client-key h add a",
+            "add --ca f --client-cert g --client-key h a",
+        ),
+        ("--url h -h", "list --url h -h"),
+        ("--model m", "list --model m"),
+        ("--model drain", "list --model drain"),
+    ],
+)
+def test_a_command_may_stand_behind_the_words_that_say_which_proxy(typed, meant):
+    assert with_command(typed.split(), "list") == meant.split()
+
+
+def test_a_file_that_names_no_port_can_not_be_asked_by(place, file):
+    file.write_text("[server]\nport = 0\n")
+    with pytest.raises(AdminClientError, match=r"any free port.*--url"):
+        place("--config", file)
+
+
+def test_a_broken_file_tells_its_problems(place, file):
+    file.write_text("[server]\nprot = 1\n")
+    with pytest.raises(AdminClientError, match=r"proxy.toml:2: server.prot: unknown key"):
+        place("--config", file)
+
+
+def test_the_key_that_was_typed_wins_then_the_files_then_the_environments(place, file, monkeypatch):
+    file.write_text('[admin]\napi_key = "of the file"\n')
+    monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "of the environment")
+    typed = place("--config", file, "--api-key", "typed")
+    assert (typed.key, typed.key_from) == ("typed", "--api-key")
+    assert place("--config", file).key == "of the file"
+    other = place("--url", "h:1")
+    assert (other.key, other.key_from) == ("of the environment", "SGLANG_OMNI_ADMIN_KEY")
+
+
+def asked(url, key=""):
+    with Proxy(AdminTarget(url, key, "--api-key" if key else "")) as proxy:
+        return proxy.get("/feed")
+
+
+def test_an_answer_is_told_with_its_refusal(proxy):
+    proxy.says["/feed"] = (200, {"ready": True})
+    assert asked(proxy.url) == AdminReply(200, {"ready": True})
+    assert asked(proxy.url).refusal == ""
+    proxy.says["/feed"] = (503, {"error": {"message": "full", "code": "too_many_readers"}})
+    assert asked(proxy.url).refusal == "full"
+    proxy.says["/feed"] = (502, {"results": []})
+    assert asked(proxy.url).refusal == "status 502"
+
+
+def test_a_missing_or_wrong_key_is_told_with_its_cure(proxy):
+    proxy.says["/feed"] = (401, {"error": {"message": "m", "code": "admin_key_required"}})
+    with pytest.raises(AdminClientError, match="wants its admin key: give it by --api-key"):
+        asked(proxy.url)
+    proxy.says["/feed"] = (403, {"error": {"message": "m", "code": "admin_key_invalid"}})
+    with pytest.raises(AdminClientError, match="another admin key than the one from --api-key"):
+        asked(proxy.url, "käse")
+    assert proxy.asked[-1][2].encode("latin-1") == "Bearer käse".encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(200, b"<html>"), (404, {"detail": "Not Found"}), (200, []), (404, b"")],
+)
+def test_what_is_no_omni_proxy_is_told_from_one(proxy, answer):
+    proxy.says["/feed"] = answer
+    with pytest.raises(AdminClientError, match="not as an omni-proxy"):
+        asked(proxy.url)
+
+
+def test_where_nobody_listens_it_says_how_to_name_another():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(
+            AdminClientError, match=r"cannot connect to \S+ \(Connection refused\).*--url"
+        ):
+            asked(url)
+
+
+@pytest.mark.parametrize("url", ["http://h:99999999", "http://[::1", "ftp://h:1", "http://a b"])
+def test_what_is_no_url_is_told(url):
+    with pytest.raises(AdminClientError):
+        asked(url)
+
+
+def test_a_silent_port_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            Proxy(AdminTarget(url), 0.05) as proxy,
+            pytest.raises(AdminClientError, match="in time"),
+        ):
+            proxy.get("/feed")
+
+
+def test_a_unix_socket_is_asked_like_a_port(tmp_path):
+    path = tmp_path / "p.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def answer():
+            conn, _ = listener.accept()
+            with conn:
+                conn.recv(4096)
+                conn.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert asked(f"unix:{path}").told == {}
+        thread.join()
+
+
+def test_an_answer_that_breaks_off_while_it_is_followed_is_told(proxy):
+    proxy.says["/feed"] = (200, b"data: 1\n\ndata: 2\n")
+    with Proxy(AdminTarget(proxy.url)) as at, at.lines("/feed") as lines:
+        assert [line for line in lines if line] == ["data: 1", "data: 2"]
+    proxy.says["/feed"] = (503, {"error": {"message": "32 readers are served already"}})
+    full = pytest.raises(AdminClientError, match="32 readers")
+    with Proxy(AdminTarget(proxy.url)) as at, full, at.lines("/feed"):
+        pass

@@ -1,0 +1,190 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.cli.admin_client import AdminClientError
+from omni_proxy.cli.diagnosis import (
+    _median_without,
+    by_urgency,
+    judge,
+    last_minute,
+    reload_words,
+    weight_words,
+)
+from omni_proxy.cli.feed_model import feed_of, read_feed
+from omni_proxy.cli.text_table import moment
+from tests.cli.feeds import AT, FEEDS, feed, point, row
+
+
+def judged(*rows):
+    picture = feed_of(feed(*rows))
+    verdicts = judge(picture)
+    return [(verdicts[each.id].kind, verdicts[each.id].state) for each in picture.fleet]
+
+
+def test_a_worker_is_slow_beside_the_others_of_its_model():
+    rows = [row(f"a:{n}", model="m", first_p50_ms=100.0) for n in range(3)]
+    slow = row("b:1", model="m", first_p50_ms=250.0)
+    other_model = row("c:1", model="large", first_p50_ms=900.0)
+    assert judged(*rows, slow, other_model) == [
+        *[("well", "ok")] * 3,
+        ("slow", "slow"),
+        ("well", "ok"),
+    ]
+    said = judge(feed_of(feed(*rows, slow)))[slow["id"]].said
+    assert said == "is slow: first chunk after 250 ms, the others' after 100 ms"
+
+
+def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
+    assert judged(row(first_p50_ms=10.0), row("b:1", first_p50_ms=31.0))[1][0] == "slow"
+    assert judged(row(first_p50_ms=1.0), row("b:1", first_p50_ms=9.0))[1][0] == "well"
+    assert judged(row(first_p50_ms=500.0)) == [("well", "ok")]
+
+
+def test_an_answer_or_two_make_nobody_slow_nor_the_measure_of_others():
+    few = {"first_p50_ms": 900.0, "answers": 4}
+    assert judged(row(first_p50_ms=10.0), row("b:1", **few)) == [("well", "ok")] * 2
+    assert judged(row(first_p50_ms=10.0), row("b:1", **few | {"answers": 5}))[1][0] == "slow"
+    quick = {"first_p50_ms": 1.0, "answers": 4}
+    assert judged(row(first_p50_ms=100.0), row("b:1", **quick)) == [("well", "ok")] * 2
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=30), st.data())
+def test_the_median_of_the_others_is_that_of_a_list_without_it(times, data):
+    times.sort()
+    at = data.draw(st.integers(0, len(times) - 1))
+    others = times[:at] + times[at + 1 :]
+    below = sum(each <= _median_without(times, at) for each in others)
+    above = sum(each >= _median_without(times, at) for each in others)
+    assert min(below, above) * 2 >= len(others)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "state"),
+    [
+        ({"health": "dead", "why": "dead: Connection refused"}, "out", "dead"),
+        ({"disabled": True}, "leaving", "disabled"),
+        ({"drain": {"state": "draining"}, "disabled": True}, "leaving", "draining"),
+        ({"held_by": ["uncertain"]}, "out", "uncertain"),
+        ({"trial": True}, "leaving", "trial"),
+    ],
+)
+def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
+    assert judged(row(routable=False, **fields)) == [(kind, state)]
+
+
+def test_a_reason_tells_for_how_long_where_it_is_known():
+    out = row(routable=False, health="dead", why="dead: gone", since="2026-11-21T18:48:00+00:00")
+    assert judge(feed_of(feed(out)))[out["id"]].said == "dead: gone (for 12 min)"
+
+
+def test_a_twentieth_of_errors_is_failing():
+    assert judged(row(rate=10.0, errors=29)) == [("well", "ok")]
+    assert judged(row(rate=10.0, errors=30)) == [("failing", "failing")]
+
+
+def test_one_that_has_requests_and_says_nothing_is_told_ahead_of_its_times():
+    silent = row("a:1", in_flight=6, silent_secs=31.0, first_p50_ms=10.0, model="m")
+    picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
+    first, second = judge(picture).values()
+    assert (first.kind, first.state) == ("slow", "silent")
+    assert first.said == "is silent: 6 in flight, nothing has come from it for 31 s"
+    assert second.state == "slow"
+
+
+def test_the_urgent_come_first_then_the_busy():
+    rows = [
+        row("idle:1"), row("busy:1", in_flight=5), row("dead:1", routable=False, health="dead"),
+        row("off:1", routable=False, disabled=True), row("bad:1", errors=9),
+    ]  # fmt: skip
+    picture = feed_of(feed(*rows))
+    ordered = [each.name for each in by_urgency(picture, judge(picture))]
+    assert ordered == ["dead:1", "bad:1", "off:1", "busy:1", "idle:1"]
+
+
+def test_the_last_minute_is_what_ended_in_it():
+    points = [point(at, requests=1, errors=at % 2) for at in range(100)]
+    assert last_minute(feed_of(feed(history=points)).history) == (60, 30)
+    assert last_minute(()) == (0, 0)
+
+
+def test_a_reload_is_told_with_what_it_changed():
+    diff = {
+        "changed": {"routing.policy": ["random", "least_request"], "x": [1, 2], "y": [1, 2]},
+        "workers": {"added": ["http://b"], "removed": [], "changed": {}},
+    }
+    at = "2026-11-21T18:55:00+00:00"
+    told = {"outcome": "applied", "source": "file", "at": at, "diff": diff}
+    assert reload_words(told, moment(AT)) == (
+        "applied by file, 5 min ago: routing.policy random -> least_request; x 1 -> 2; y 1 -> 2; "
+        "1 more"
+    )
+    assert reload_words(None, moment(AT)) == "none yet"
+    assert (
+        reload_words({"source": "start", "at": at}, moment(AT)) == "none since the start, 5 min ago"
+    )
+
+
+def test_a_refused_file_is_told_with_its_first_problem():
+    hint = "did you mean `port`?"
+    first = {"path": "server.prot", "line": 2, "reason": "unknown key", "hint": hint}
+    problems = [first, {"path": "x"}]
+    error = {"message": "m", "file": "p.toml", "problems": problems}
+    told = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
+    assert reload_words(told, moment(AT)) == (
+        "refused by SIGHUP, 0 s ago; the former runs on: "
+        "p.toml line 2 server.prot: unknown key; did you mean `port`? (and 1 more)"
+    )
+
+
+SYNC = {
+    "state": "committing",
+    "owner": {"group_name": "g", "master": "h:1", "caller": "trl", "age_secs": 12.4},
+    "step_secs": 3.2,
+    "members": [
+        {"member": "http://a", "progress": "done"},
+        {"member": "http://b", "progress": "asked"},
+    ],
+}
+
+
+def test_a_sync_is_told_with_its_owner_its_step_and_who_is_waited_for():
+    told = weight_words(feed_of(feed(weights={"sync": SYNC})))
+    assert told == (
+        "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
+    )
+    armed = SYNC | {"state": "armed", "members": [{"member": "http://a", "progress": "idle"}]}
+    assert "armed for 3 s, begun 12 s ago, members: 1" in weight_words(
+        feed_of(feed(weights={"sync": armed}))
+    )
+    assert weight_words(feed_of(feed(weights={"sync": {"state": "idle", "owner": None}}))) == ""
+
+
+def test_weights_are_told_by_their_versions():
+    rows = [row("a:1", weight_version="v2", weight_epoch=2), row("b:1", weight_version="v1")]
+    assert weight_words(feed_of(feed(*rows[:1]))) == "v2 (epoch 2) on 1"
+    weights = {"operation": {"path": "/update", "step": "calling"}, "uncertain": {"http://b": "x"}}
+    assert weight_words(feed_of(feed(*rows, weights=weights))) == (
+        "2 versions: v1 on 1, v2 (epoch 2) on 1; under way: /update, calling; uncertain: 1"
+    )
+    assert weight_words(feed_of(feed(row()))) == ""
+
+
+@settings(max_examples=50)
+@given(FEEDS)
+def test_whatever_a_feed_says_it_can_be_judged(told):
+    picture = read_feed(json.dumps(told))
+    verdicts = judge(picture)
+    assert len(by_urgency(picture, verdicts)) == len(picture.fleet)
+    for words in (reload_words(picture.last_reload, moment(picture.at)), weight_words(picture)):
+        assert words.isprintable()
+    for verdict in verdicts.values():
+        assert f"{verdict.state}{verdict.said}".isprintable()
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"at": 1}'])
+def test_what_is_no_feed_is_refused(text):
+    with pytest.raises(AdminClientError, match="no feed"):
+        read_feed(text)

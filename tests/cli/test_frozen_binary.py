@@ -1,0 +1,51 @@
+import os
+import subprocess
+import sys
+
+from omni_proxy.cli.frozen_binary import be_a_group, in_one_file, settle_in
+from tests.tree import ROOT
+
+OUTER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+sys.stdin.read()
+"""
+INNER = """
+import os, pathlib, sys, threading
+from omni_proxy.cli.frozen_binary import follow
+follow(os.getppid(), pathlib.Path(sys.argv[1]))
+print(os.getpid(), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_the_inner_process_ends_with_the_outer_one_and_its_folder_goes(tmp_path):
+    folder = tmp_path / "unpacked"
+    (folder / "deep").mkdir(parents=True)
+    command = [sys.executable, "-c", OUTER, INNER, str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as outer:
+        assert int(outer.stdout.readline()) != outer.pid
+        assert folder.exists()
+        outer.kill()
+        # Its end of the pipe was the inner one's too: this returns when both are gone.
+        assert outer.stdout.read() == b""
+    assert not folder.exists()
+
+
+def test_where_nothing_was_unpacked_nothing_is_followed(monkeypatch):
+    before = os.getpgid(0)
+    settle_in()
+    be_a_group()
+    assert not in_one_file()
+    assert os.getpgid(0) == before
+
+
+def test_a_build_in_a_folder_is_one_process(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(sys, "executable", "/opt/omni/omni-proxy")
+    monkeypatch.setattr(sys, "_MEIPASS", "/opt/omni/_internal", raising=False)
+    assert not in_one_file()
+    monkeypatch.setattr(sys, "_MEIPASS", "/tmp/_MEI1", raising=False)
+    assert in_one_file()

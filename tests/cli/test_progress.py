@@ -1,0 +1,32 @@
+from concurrent.futures import Future
+
+import pytest
+
+from omni_proxy.cli import progress
+from omni_proxy.cli.admin_client import AdminReply
+
+
+class LateFuture(Future):
+    """Its answer comes right after the first look for it has timed out."""
+
+    def result(self, timeout=None):
+        if timeout is not None:
+            super().result()
+            raise TimeoutError
+        return super().result()
+
+
+def test_an_answer_that_comes_in_the_moment_of_a_timeout_is_returned(monkeypatch):
+    monkeypatch.setattr(progress, "Future", LateFuture)
+    answer = AdminReply(200, {})
+    assert progress.answered(lambda: answer, lambda: "") is answer
+
+
+def test_a_timeout_of_the_question_itself_is_raised(monkeypatch):
+    monkeypatch.setattr(progress, "Future", LateFuture)
+
+    def ask():
+        raise TimeoutError("nobody answered")
+
+    with pytest.raises(TimeoutError, match="nobody answered"):
+        progress.answered(ask, lambda: "")

@@ -1,0 +1,118 @@
+import re
+import ssl
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.cli.admin_client import AdminClientError, Proxy
+from omni_proxy.cli.tls_options import ClientCert, ClientCertError, context_of, tls_trouble
+from tests.promises.secure import AUTHORITY, FILES
+
+CLIENT = ClientCert(str(AUTHORITY), str(FILES / "client.pem"), str(FILES / "client-key.pem"))
+
+
+def test_one_authority_is_believed_in_and_no_other():
+    (believed,) = context_of(CLIENT).get_ca_certs()
+    assert "authority of the tests" in str(believed["subject"])
+    context = context_of(replace(CLIENT, cert="", key=""))
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+
+
+def test_the_certificate_of_the_proxys_file_is_believed_in_unless_an_authority_is_named():
+    pinned = str(FILES / "server.pem")
+    assert not context_of(ClientCert(), pinned).check_hostname
+    assert context_of(ClientCert(ca=str(AUTHORITY)), pinned).check_hostname
+
+
+def test_the_systems_authorities_are_nobodys_to_change():
+    with_own = context_of(ClientCert(cert=CLIENT.cert, key=CLIENT.key))
+    assert with_own is not context_of(ClientCert())
+    assert context_of(ClientCert()) is context_of(ClientCert())
+
+
+def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
+    both = tmp_path / "both.pem"
+    both.write_bytes((FILES / "client.pem").read_bytes() + (FILES / "client-key.pem").read_bytes())
+    context_of(ClientCert(cert=str(both)))
+
+
+@pytest.mark.parametrize(
+    ("papers", "words"),
+    [
+        (ClientCert(ca="nowhere.pem"), "--ca nowhere.pem: No such file"),
+        (ClientCert(ca=CLIENT.key), "--ca .* holds no certificates"),
+        (replace(CLIENT, cert=""), "--client-key alone is not enough"),
+        (replace(CLIENT, key=""), "has no key in it: name --client-key"),
+        (replace(CLIENT, cert="nowhere"), "--client-cert nowhere: No such file"),
+        (replace(CLIENT, key="nowhere"), "--client-key nowhere: No such file"),
+        (replace(CLIENT, key=str(FILES / "server-key.pem")), "is not the key of"),
+        (replace(CLIENT, key=str(FILES / "locked-key.pem")), "is encrypted"),
+        (replace(CLIENT, cert=CLIENT.key), "--client-cert .* can't be used"),
+    ],
+)
+def test_a_file_that_can_not_be_used_is_told_with_its_flag(papers, words):
+    with pytest.raises(ClientCertError, match=words):
+        context_of(papers)
+
+
+WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT.key)
+
+
+@pytest.mark.parametrize(
+    ("where", "url"),
+    [
+        ((), "https://127.0.0.1:30000"),
+        (("--url", "h:1"), "https://h:1"),
+        (("--url", ":1"), "https://127.0.0.1:1"),
+        (("--url", "https://h"), "https://h"),
+        (("--url", "unix:/run/p.sock"), "unix:/run/p.sock"),
+    ],
+)
+def test_who_names_papers_means_https(place, where, url):
+    found = place(*where, *WORDS)
+    assert (found.url, found.papers) == (url, CLIENT)
+
+
+def test_papers_are_of_no_use_without_tls(place, tmp_path):
+    with pytest.raises(AdminClientError, match="without TLS"):
+        place("--url", "http://h:1", *WORDS)
+    file = tmp_path / "proxy.toml"
+    file.write_text("[server]\nport = 1\n")
+    with pytest.raises(AdminClientError, match="without TLS"):
+        place("--config", file, *WORDS)
+
+
+def test_a_file_that_asks_clients_for_certificates_says_so_before_anybody_is_asked(place, tmp_path):
+    file = tmp_path / "proxy.toml"
+    tls = f"[server]\ntls_cert = 'c'\ntls_key = 'k'\ntls_client_ca = '{AUTHORITY}'\n"
+    file.write_text(tls)
+    with pytest.raises(AdminClientError, match=r"authority\.pem\): name yours by --client-cert"):
+        place("--config", file)
+    assert place("--config", file, *WORDS).papers == CLIENT
+    file.write_text(tls + "tls_client_require = false\n")
+    assert place("--config", file).url.startswith("https:")
+    file.write_text(tls + "[admin]\nlisten = 'unix:/run/a.sock'\n")
+    assert place("--config", file).url == "unix:/run/a.sock"
+
+
+def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
+    with pytest.raises(AdminClientError, match="--ca nowhere: No such file"):
+        Proxy(place("--ca", "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "speaks no TLS"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
+         "certificate is not valid for 'h'. (_ssl.c:1)", "for another name"),
+        ("[SSL: SSLV3_ALERT_HANDSHAKE_FAILURE] sslv3 alert handshake failure (_ssl.c:1)",
+         "name yours by --client-cert"),
+        ("[SSL: SSLV3_ALERT_CERTIFICATE_EXPIRED] sslv3 alert certificate expired (_ssl.c:1)",
+         r"that we show \(certificate expired\)"),
+        ("Connection refused", "^$"),
+    ],
+)  # fmt: skip
+def test_what_openssl_says_is_told_with_its_cure(said, words):
+    assert re.search(words, tls_trouble("https://h", said, ClientCert()))

@@ -1,0 +1,52 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.cli.arguments import launch_parser, router_parser, serve_parser
+from omni_proxy.cli.engines import ENGINES
+from omni_proxy.cli.unknown_flags import THEIRS
+from omni_proxy.config.flags import FLAGS
+
+MIGRATION = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+PARSERS = (serve_parser(), router_parser(), launch_parser(tuple(ENGINES)))
+
+
+def refused(capsys, parser, *words):
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.partition("error: ")[2].splitlines()
+
+
+def test_a_near_miss_is_told_the_flag_that_was_meant(capsys):
+    said = refused(capsys, serve_parser(), "--prot", "8080")
+    assert said == ["unrecognized arguments: --prot 8080", "  --prot: did you mean `--port`?"]
+
+
+def test_a_word_that_resembles_nothing_gets_no_advice(capsys):
+    said = refused(capsys, router_parser(), "--zzz", "extra")
+    assert said == ["unrecognized arguments: --zzz extra"]
+
+
+@pytest.mark.parametrize("flag", THEIRS)
+def test_another_routers_flag_is_told_by_what_is_here_with_its_value_or_without(capsys, flag):
+    for words in ([flag, "3"], [f"{flag}=3"]):
+        said = refused(capsys, router_parser(), *words)
+        assert said[1:] == [f"  {flag} is here: {THEIRS[flag]} (docs/migration.md)"]
+
+
+def test_no_flag_of_ours_is_called_a_strangers():
+    ours = {name for each in PARSERS for action in each._actions for name in action.option_strings}
+    assert not ours & set(THEIRS)
+
+
+def test_what_is_said_of_another_routers_flag_names_flags_that_are_there():
+    named = {name for said in THEIRS.values() for name in re.findall(r"--[a-z-]+", said)}
+    assert named <= {*FLAGS, "--engine"}
+
+
+def test_the_page_for_those_who_come_from_there_has_the_flag():
+    assert [
+        flag for flag in THEIRS if f"{flag}`" not in MIGRATION and f"{flag} " not in MIGRATION
+    ] == []

@@ -1,0 +1,405 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from omni_proxy.fleet.health import Health
+from omni_proxy.routing.pick import eligible
+from omni_proxy.routing.version_constraint import VersionConstraint
+from tests.dataplane.waiters import Room
+from tests.fleet.entries import NOW, entry, heal
+
+QUEUED = "queue_size = 100\n"
+
+
+@pytest.fixture
+def room_of():
+    made = []
+
+    def build(*entries, **more):
+        made.append(Room(*entries, **more))
+        return made[-1]
+
+    yield build
+    for room in made:
+        room.close()
+
+
+def test_past_the_bound_they_wait_and_go_in_as_they_came(room_of):
+    room = room_of(entry("a"), config=QUEUED + "max_inflight = 2")
+    came = [room.come() for _ in range(5)]
+    assert (room.gone_in, room.queue.waiting) == (came[:2], 3)
+    assert [each.phase for each in came[2:]] == ["queue"] * 3
+    came[1].finish()
+    room.turn()
+    assert room.gone_in == [came[0], came[2]]
+    came[0].finish()
+    came[2].finish()
+    room.turn()
+    assert (room.gone_in, room.queue.waiting) == (came[3:], 0)
+    assert (room.door.peak_in_flight, room.queue.peak_waiting) == (2, 3)
+
+
+def test_room_is_handed_over_before_a_newcomer_can_see_it(room_of):
+    room = room_of(entry("a", max_inflight=1), config=QUEUED)
+    first, waiting = room.come(), room.come()
+    first.finish()
+    newcomer = room.come()  # the one that waits has not run yet
+    room.turn()
+    assert (room.gone_in, room.queue.waiting) == ([waiting], 1)
+    waiting.finish()
+    room.turn()
+    assert room.gone_in == [newcomer]
+
+
+def test_who_waits_for_one_model_does_not_stand_in_the_way_of_another(room_of):
+    room = room_of(
+        entry("a", model="m", max_inflight=1), entry("b", model="n", max_inflight=1), config=QUEUED
+    )
+    m, n = room.come("m"), room.come("n")
+    more_m, more_n = room.come("m"), room.come("n")
+    n.finish()
+    room.turn()
+    assert room.gone_in == [m, more_n]
+    m.finish()
+    room.turn()
+    assert room.gone_in == [more_n, more_m]
+
+
+def test_a_waiter_for_a_worker_gives_its_slot_to_others(room_of):
+    room = room_of(
+        entry("a", model="m", disabled=True), entry("b", model="n"),
+        config=QUEUED + "max_inflight = 1",
+    )  # fmt: skip
+    waits = room.come("m")
+    assert (room.queue.waiting, room.door.in_flight) == (1, 0)
+    goes = room.come("n")
+    assert room.gone_in == [goes]
+    room.fleet.apply([entry("a", model="m"), entry("b", model="n")], NOW)
+    room.turn()
+    assert room.gone_in == [goes]  # a worker there is, but no slot
+    goes.finish()
+    room.turn()
+    assert room.gone_in == [waits]
+
+
+def test_every_change_of_the_fleet_lets_go_whom_it_helps(room_of):
+    room = room_of(entry("a"), config=QUEUED, healthy=False)
+    (worker,) = room.fleet.workers
+    waiting = room.come()
+    heal(room.fleet, worker)
+    room.turn()
+    assert room.gone_in == [waiting]
+    room.fleet.hold(worker, "launch")
+    held = room.come()
+    assert room.queue.waiting == 1
+    room.fleet.release(worker, "launch")
+    room.turn()
+    assert room.gone_in == [waiting, held]
+
+
+@pytest.mark.parametrize(
+    ("entries", "model", "code"),
+    [
+        ([entry("a", capabilities=frozenset({"speech"}))], None, "no_capable_worker"),
+        ([entry("a", model="m")], "n", "model_not_found"),
+    ],
+)
+def test_what_waiting_can_not_mend_is_refused_at_once(room_of, entries, model, code):
+    room = room_of(*entries, config=QUEUED)
+    assert room.come(model).refusal.code == code
+
+
+@pytest.mark.parametrize(
+    ("entries", "code"),
+    [
+        ([], "no_workers"),
+        ([entry("a", disabled=True)], "all_disabled"),
+        ([entry("a")], "none_healthy"),
+    ],
+)
+def test_without_a_queue_nobody_waits(room_of, entries, code):
+    room = room_of(*entries, healthy=False)
+    assert room.come().refusal.code == code
+    assert room.queue.waiting == 0
+
+
+def test_without_a_queue_the_bound_refuses_as_it_always_did(room_of):
+    room = room_of(entry("a"), config="max_inflight = 1")
+    room.come()
+    refusal = room.come().refusal
+    assert (refusal.status, refusal.code, refusal.type) == (503, 503, "overloaded_error")
+    assert refusal.message == "router overloaded: max in-flight requests reached"
+    assert (refusal.extra["reason"], room.door.rejected) == ("max_inflight", 1)
+
+
+def test_a_full_queue_refuses(room_of):
+    room = room_of(entry("a"), config="queue_size = 2\nmax_inflight = 1")
+    for _ in range(3):
+        room.come()
+    refusal = room.come().refusal
+    assert (refusal.status, refusal.type) == (503, "overloaded_error")
+    assert refusal.extra["reason"] == "queue_full"
+    assert ("retry-after", "1") in refusal.headers
+    assert (room.queue.waiting, room.door.rejected) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("entries", "config", "reason"),
+    [
+        ([entry("a")], "max_inflight = 1", "queue_timeout"),
+        ([entry("a", max_inflight=1)], "", "all_full"),
+    ],
+)
+def test_whose_time_is_over_is_told_what_it_waited_for(room_of, entries, config, reason):
+    room = room_of(*entries, config=f"queue_timeout_secs = 7\n{QUEUED}{config}")
+    room.come()
+    late = room.come()
+    assert late.due == room.door.pump.now + 7
+    late.expire()
+    assert (late.refusal.status, late.refusal.extra["reason"]) == (503, reason)
+    assert "waited 7 s in the queue" in late.refusal.message
+    assert (room.queue.waiting, room.door.rejected) == (0, 1)
+
+
+OVERLOAD_429 = "overload_status = 429\n"
+
+
+@pytest.mark.parametrize(
+    ("entries", "config", "status"),
+    [
+        ([entry("a")], "max_inflight = 1", 408),
+        ([entry("a", max_inflight=1)], "", 408),
+        ([entry("a", disabled=True)], "", 503),  # out of order, not busy
+    ],
+)
+def test_with_429_a_wait_that_was_too_long_ends_with_408(room_of, entries, config, status):
+    room = room_of(*entries, config=f"{OVERLOAD_429}{QUEUED}{config}")
+    room.come()
+    late = room.come()
+    late.expire()
+    assert (late.refusal.status, late.refusal.code) == (status, status)
+    assert late.refusal.headers == (("retry-after", "1"),)
+
+
+@pytest.mark.parametrize(
+    ("entries", "config"),
+    [
+        ([entry("a")], "max_inflight = 1"),
+        ([entry("a", max_inflight=1)], ""),
+        ([entry("a")], "max_inflight = 1\nqueue_size = 1"),
+    ],
+)
+def test_what_is_full_says_429_where_that_is_asked_for(room_of, entries, config):
+    room = room_of(*entries, config=OVERLOAD_429 + config)
+    for _ in range(room.door.config.server.queue_size + 1):
+        room.come()
+    refused = room.come()
+    assert refused.refusal.status == 429
+    assert refused.refusal.headers == (("retry-after", "1"),)
+    room.reconfigure(config)
+    assert room.come().refusal.status == 503
+
+
+def test_the_time_in_the_queue_is_bounded_in_all(room_of):
+    room = room_of(
+        entry("a", max_inflight=1), config=f"queue_timeout_secs = 7\n{QUEUED}max_inflight = 1"
+    )
+    first, second = room.come(), room.come()
+    room.door.pump.now += 5
+    room.fleet.apply([], NOW)
+    first.finish()  # a slot is free, but there is no worker any more
+    room.turn()
+    assert (room.queue.waiting, second.mine.queued_secs) == (1, 5)
+    assert second.due == pytest.approx(room.door.pump.now + 2)
+
+
+def test_one_that_was_let_go_can_not_run_out_of_time_before_it_runs(room_of):
+    room = room_of(entry("a", max_inflight=1), config=QUEUED)
+    first, waiting = room.come(), room.come()
+    first.finish()
+    assert waiting.due == float("inf")
+
+
+def test_who_leaves_gives_back_what_it_was_just_given(room_of):
+    room = room_of(entry("a", max_inflight=1), config=QUEUED)
+    first, leaves, stays = room.come(), room.come(), room.come()
+    first.finish()
+    leaves.leave()
+    room.turn()
+    assert (room.gone_in, room.fleet.workers[0].in_flight) == ([stays], 1)
+
+
+def test_a_larger_bound_lets_go_at_once(room_of):
+    room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
+    came = [room.come() for _ in range(4)]
+    room.reconfigure(QUEUED + "max_inflight = 3")
+    room.turn()
+    assert room.gone_in == came[:3]
+
+
+def test_models_that_begin_to_matter_part_those_who_stood_together(room_of):
+    room = room_of(entry("a", max_inflight=1), config=QUEUED)
+    room.come("m")
+    n, m = room.come("n"), room.come("m")
+    room.fleet.apply([entry("b", model="m")], NOW)
+    heal(room.fleet, room.fleet.workers[0])
+    room.turn()
+    assert room.gone_in[1:] == [m]
+    assert room.queue.waiting == 1
+    n.leave()
+
+
+def test_a_worker_on_trial_takes_one_of_those_who_wait(room_of):
+    room = room_of(entry("a"), config=QUEUED)
+    (worker,) = room.fleet.workers
+    for _ in range(3):
+        room.fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
+    came = [room.come() for _ in range(5)]
+    heal(room.fleet, worker)
+    room.turn()
+    assert (room.gone_in, room.queue.waiting) == (came[:1], 4)
+    room.fleet.observe_good_answer(worker, came[0].mine.trial)
+    room.turn()
+    assert room.gone_in == came
+
+
+def test_ten_thousand_waiters_cost_each_a_constant(room_of, monkeypatch):
+    room = room_of(entry("a", max_inflight=1), config="queue_size = 10000")
+    came = [room.come(f"model {number}") for number in range(10_001)]
+    looked = []
+    monkeypatch.setattr(
+        "omni_proxy.dataplane.admission.queue.eligible",
+        lambda *args: looked.append(1) or eligible(*args),
+    )
+    for number in range(10_000):
+        came[number].finish()
+        room.turn()
+        assert room.gone_in == [came[number + 1]]
+    assert len(looked) < 20_000  # at the one that goes, and at the one behind it
+
+
+def test_lines_that_were_left_do_not_pile_up_while_nothing_ends(room_of):
+    room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
+    room.come()
+    for _ in range(1000):
+        room.come().leave()
+    assert len(room.queue._full) < 100
+    stays = room.come()
+    room.gone_in[0].finish()
+    room.turn()
+    assert room.gone_in == [stays]
+
+
+class QueueLife(RuleBasedStateMachine):
+    """Against a list of all who wait, searched from its beginning at each change."""
+
+    @initialize(bound=st.integers(0, 3), rooms=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def begin(self, bound, rooms):
+        models = (None, "m", "n")
+        self.entries = [
+            entry(name, model=models[at], max_inflight=rooms[at]) for at, name in
+            zip(range(len(rooms)), "abc", strict=False)
+        ]  # fmt: skip
+        self.room = Room(*self.entries, config=f"queue_size = 6\nmax_inflight = {bound}")
+        self.all = []
+
+    def teardown(self):
+        if hasattr(self, "room"):
+            self.room.close()
+
+    def waiting(self):
+        return [each for each in self.all if each.phase == "queue" and not each.granted]
+
+    def drop(self, waiter):
+        self.all.remove(waiter)
+
+    @rule(model=st.sampled_from([None, "m", "n"]), label=st.sampled_from([None, None, "v1", "v2"]))
+    def somebody_comes(self, model, label):
+        came = self.room.come(model, VersionConstraint(label) if label else None)
+        if not came.refusal:
+            self.all.append(came)
+        else:
+            came.finish()
+
+    @precondition(lambda self: self.room.gone_in)
+    @rule(data=st.data())
+    def somebody_is_done(self, data):
+        done = data.draw(st.sampled_from(self.room.gone_in))
+        self.drop(done)
+        done.finish()
+
+    @precondition(lambda self: self.waiting())
+    @rule(data=st.data(), late=st.booleans())
+    def somebody_gives_up(self, data, late):
+        waiter = data.draw(st.sampled_from(self.waiting()))
+        self.drop(waiter)
+        if late:
+            waiter.expire()
+            waiter.finish()
+        else:
+            waiter.leave()
+
+    @precondition(lambda self: any(each.granted for each in self.all))
+    @rule()
+    def one_that_was_just_let_go_leaves(self):
+        waiter = next(each for each in self.all if each.granted)
+        self.drop(waiter)
+        waiter.leave()
+
+    @rule(data=st.data())
+    def a_worker_goes_out_or_comes_back(self, data):
+        worker = data.draw(st.sampled_from(self.room.fleet.workers))
+        if worker.machine.state is Health.HEALTHY:
+            self.room.fleet.mark_dead(worker, NOW)
+        else:
+            self.room.fleet.revive(worker, NOW)
+            heal(self.room.fleet, worker)
+
+    @rule(data=st.data(), label=st.sampled_from(["v1", "v2"]))
+    def a_worker_gets_other_weights(self, data, label):
+        fleet = self.room.fleet
+        fleet.versioned(data.draw(st.sampled_from(fleet.workers)), label, 0)
+
+    @rule(data=st.data())
+    def an_update_of_a_worker_begins_or_ends(self, data):
+        fleet = self.room.fleet
+        worker = data.draw(st.sampled_from(fleet.workers))
+        (fleet.release if worker.holds else fleet.hold)(worker, "updating")
+
+    @rule()
+    def the_pump_turns(self):
+        self.room.turn()
+
+    @invariant()
+    def nobody_waits_who_could_go(self):
+        door = self.room.door
+        for waiter in self.waiting() if door.has_slot() else []:
+            assert waiter.wants != "slot"
+            assert not eligible(door.fleet, waiter.mine.need)
+
+    @invariant()
+    def nobody_overtakes_who_wants_the_same(self):
+        for granted in [each for each in self.all if each.granted]:
+            before = [w for w in self.waiting() if w.joined < granted.joined]
+            assert granted.wants not in [each.wants for each in before]
+
+    @invariant()
+    def the_bounds_hold(self):
+        room, door = self.room, self.room.door
+        bound = door.config.server.max_inflight
+        assert not bound or door.in_flight <= bound
+        for worker in room.fleet.workers:
+            assert not worker.max_inflight or worker.in_flight <= worker.max_inflight
+            assert worker.in_flight >= 0
+        assert 0 <= room.queue.waiting <= 6
+
+    @invariant()
+    def none_is_lost(self):
+        assert self.room.queue.waiting == len(self.waiting())
+        lines = self.room.queue._lines.values()
+        assert sum(len(line.tickets) for line in lines) == len(self.waiting())
+
+
+QueueLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueLife = QueueLife.TestCase

@@ -1,0 +1,170 @@
+import pytest
+
+from omni_proxy.routing.version_constraint import VersionConstraint
+from tests.dataplane.waiters import Room
+from tests.fleet.entries import NOW, entry, heal
+
+QUEUE = "queue_size = 9\n"
+
+
+@pytest.fixture
+def room_of():
+    made = []
+
+    def build(*entries, queue=QUEUE, updating="hold", paused="pass"):
+        rules = (
+            f"[weight_sync]\nwhile_updating = '{updating}'\n[routing]\nwhile_paused = '{paused}'"
+        )
+        made.append(Room(*entries, config=queue + rules))
+        return made[-1]
+
+    yield build
+    for room in made:
+        room.close()
+
+
+def held(room, *holds):
+    for worker, reasons in zip(room.fleet.workers, holds, strict=True):
+        for reason in reasons:
+            room.fleet.hold(worker, reason)
+
+
+SHED = "updating shed"
+RULES = {
+    "hold": {"updating": "hold", "paused": "hold"},
+    "updating shed": {"updating": "shed", "paused": "hold"},
+    "paused shed": {"updating": "hold", "paused": "shed"},
+    "paused pass": {"updating": "shed", "paused": "pass"},
+    "all pass": {"updating": "pass", "paused": "pass"},
+}
+
+
+@pytest.mark.parametrize(
+    ("rules", "holds", "refused"),
+    [
+        ("hold", [{"updating"}], None),
+        ("hold", [{"paused"}], None),
+        ("hold", [{"uncertain"}], None),
+        ("all pass", [{"uncertain"}], None),
+        ("updating shed", [{"updating"}], "weights_updating"),
+        ("updating shed", [{"uncertain"}], "weights_uncertain"),
+        ("updating shed", [{"paused"}], None),
+        ("updating shed", [{"launch"}], None),
+        ("updating shed", [{"updating"}, {"launch"}], None),
+        ("updating shed", [{"updating"}, {"paused"}], None),
+        ("updating shed", [{"updating"}, {"uncertain"}], "weights_updating"),
+        ("paused shed", [{"paused"}], "paused"),
+        ("paused shed", [{"updating"}], None),
+        ("paused shed", [{"paused", "updating"}], "weights_updating"),
+        ("paused shed", [{"paused"}, {"updating"}], None),
+        ("paused pass", [{"paused"}], "paused"),  # only while the call itself is under way
+    ],
+)
+def test_what_the_configuration_says_decides_who_may_wait(room_of, rules, holds, refused):
+    room = room_of(*(entry(f"w{number}") for number in range(len(holds))), **RULES[rules])
+    held(room, *holds)
+    came = room.come()
+    assert (came.refusal.code if came.refusal else None) == refused
+    assert room.queue.waiting == (0 if refused else 1)
+
+
+def test_a_worker_that_only_lacks_room_may_be_waited_for(room_of):
+    room = room_of(entry("a"), entry("b", max_inflight=1), **RULES[SHED])
+    held(room, {"updating"}, ())
+    goes, waits = room.come(), room.come()
+    assert (room.gone_in, room.queue.waiting) == ([goes], 1)
+    goes.finish()
+    room.turn()
+    assert room.gone_in == [waits]
+
+
+def test_who_waits_goes_on_when_the_update_ends(room_of):
+    room = room_of(entry("a"), **RULES["hold"])
+    held(room, {"updating"})
+    waits = room.come()
+    room.fleet.versioned(room.fleet.workers[0], "v2", 1)
+    room.turn()
+    assert room.gone_in == []
+    room.fleet.release(room.fleet.workers[0], "updating")
+    room.turn()
+    assert (room.gone_in, waits.mine.version.label) == ([waits], "v2")
+
+
+def test_without_a_queue_the_refusal_names_the_reason(room_of):
+    room = room_of(entry("a"), queue="", **RULES["hold"])
+    held(room, {"updating"})
+    assert room.come().refusal.code == "weights_updating"
+
+
+def test_it_tells_for_how_long_that_has_been(room_of):
+    room = room_of(entry("a"), entry("b"), **RULES[SHED])
+    a, b = room.fleet.workers
+    room.fleet.hold(a, "updating")
+    room.door.pump.now += 5
+    room.fleet.hold(b, "updating")
+    room.fleet.hold(a, "paused")
+    room.door.pump.now += 2.4
+    refusal = room.come().refusal
+    assert refusal.message.endswith(
+        "every worker that could take it is being updated or paused by a trainer, for 7 s so far"
+    )
+    assert refusal.headers == (("retry-after", "1"),)
+    for hold in ("updating", "paused"):
+        room.fleet.release(a, hold)
+    room.fleet.release(b, "updating")
+    room.fleet.hold(a, "updating")
+    room.fleet.hold(b, "updating")
+    assert room.come().refusal.message.endswith("being updated, for 0 s so far")
+
+
+def test_a_dead_worker_beside_it_does_not_keep_the_rule_from_counting(room_of):
+    room = room_of(entry("a"), entry("b"), **RULES[SHED])
+    held(room, {"updating"}, ())
+    room.fleet.mark_dead(room.fleet.workers[1], NOW)
+    assert room.come().refusal.code == "weights_updating"
+
+
+def test_who_wants_other_weights_waits_until_they_are_there_and_keeps_nobody_back(room_of):
+    room = room_of(entry("a"), entry("b"), **RULES["hold"])
+    a, b = room.fleet.workers
+    room.fleet.versioned(a, "v1", 1)
+    later = room.come(version=VersionConstraint("v2"))
+    epoch = room.come(version=VersionConstraint(None, 2))
+    now = room.come()
+    assert (room.gone_in, room.queue.waiting) == ([now], 2)
+    room.fleet.versioned(b, "v1", 2)
+    room.turn()
+    assert (room.gone_in, epoch.mine.worker) == ([now, epoch], b)
+    room.fleet.versioned(a, "v2", 3)
+    room.turn()
+    assert (room.gone_in, later.mine.worker) == ([now, epoch, later], a)
+
+
+def test_who_wants_other_weights_is_refused_where_nobody_may_wait(room_of):
+    room = room_of(entry("a"), queue="", **RULES["hold"])
+    refusal = room.come(version=VersionConstraint("v2")).refusal
+    assert (refusal.status, refusal.code) == (503, "weight_version_unavailable")
+    assert refusal.headers == (("retry-after", "1"),)
+
+
+def test_an_update_towards_the_wanted_weights_is_waited_for_where_others_are_shed(room_of):
+    room = room_of(entry("a"), **RULES[SHED])
+    (worker,) = room.fleet.workers
+    room.fleet.versioned(worker, "v1", 1)
+    held(room, {"updating"})
+    assert room.come(version=VersionConstraint("v1")).refusal.code == "weights_updating"
+    waits = room.come(version=VersionConstraint("v2"))
+    room.fleet.versioned(worker, "v2", 2)
+    room.fleet.release(worker, "updating")
+    room.turn()
+    assert room.gone_in == [waits]
+
+
+def test_workers_that_have_left_are_not_remembered(room_of):
+    room = room_of(entry("a"), entry("b"), **RULES[SHED])
+    held(room, {"updating"}, {"updating"})
+    room.fleet.apply([entry("b")], NOW)
+    assert list(room.door.holding._since) == room.fleet.workers
+    room.fleet.apply([entry("b"), entry("c")], NOW)
+    heal(room.fleet, room.fleet.workers[1])
+    assert room.come().refusal is None

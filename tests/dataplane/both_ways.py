@@ -1,0 +1,380 @@
+"""A door whose clients and workers are told step by step what to do, with the short way or without.
+
+Every socket is a Unix one, where what was sent has come: so a turn waits for nothing, and the same
+steps give the same course. `seen` is all that they came to, but for the order of fields in an
+answer.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import socket
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.exchange import exchange
+from omni_proxy.dataplane.exchange import fast_path as short_ways
+from omni_proxy.dataplane.exchange.fast_path import FastPath, FastPathCache
+from omni_proxy.dataplane.loop.task import pause
+from omni_proxy.fleet.weight_version import UNKNOWN
+from omni_proxy.telemetry import metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
+from tests.dataplane.by_hand import ByHand, heard
+from tests.fleet.entries import NOW, entry, heal
+
+HEAD = re.compile(rb"((?:POST |HTTP/1\.1)[^\r\n]*\r\n)(.*?\r\n)\r\n", re.DOTALL)
+LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+
+
+def alike(came):
+    """With each head's fields in one order."""
+
+    def in_order(found):
+        fields = sorted(found[2].split(b"\r\n")[:-1])
+        return found[1] + b"\r\n".join(fields) + b"\r\n\r\n"
+
+    return HEAD.sub(in_order, came)
+
+
+def spelled(name=b"content-length", request_id=b"", body=b'{"messages": []}', **more):
+    """One way of writing a chat request."""
+    said = more.get("length", b"%d" % len(body))
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: door", b"%b: %b" % (name, said)]
+    lines += [b"X-Request-Id: %b" % request_id] if request_id else []
+    lines += [b"content-type: application/json", *more.get("fields", ())]
+    if more.get("turned"):
+        lines[1:] = reversed(lines[1:])
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def listening(folder, names="ab"):
+    """Where the workers of any number of worlds are met, one after the other."""
+    made = {}
+    for name in names:
+        made[name] = socket.socket(socket.AF_UNIX)
+        made[name].bind(str(folder / name))
+        made[name].listen()
+        made[name].setblocking(False)
+    return made
+
+
+def answered(world, client):
+    asked(world, client)
+    world.answer(WHOLE)
+
+
+def asked(world, client, request=None):
+    world.ask(client, request or spelled())
+    assert world.door.in_flight == 1
+
+
+class End:
+    """A worker's end of a connection; `plan` is what it has still to say. None: it closes."""
+
+    def __init__(self, name, sock):
+        self.name, self.sock = name, sock
+        self.came, self.end = b"", "open"
+        self.read, self.asked, self.plan = 0, 0, []
+
+    def look(self):
+        if self.end == "open":
+            more, self.end = heard(self.sock)
+            self.came += more
+        while found := HEAD.search(self.came, self.read):
+            told = LENGTH.search(found[2])
+            whole = found.end() + int(told[1] if told else 0)
+            if len(self.came) < whole:
+                break
+            self.read = whole
+            self.asked += 1
+
+    def say(self):
+        piece = self.plan.pop(0)
+        if piece is None:
+            self.close()
+            return
+        with contextlib.suppress(OSError):
+            self.sock.sendall(piece)
+
+    def close(self):
+        self.sock.close()
+        self.end, self.asked, self.plan = "ours", 0, []
+
+
+class Client:
+    def __init__(self, sock, conn, slow):
+        self.sock, self.conn, self.slow = sock, conn, slow
+        self.came, self.end = b"", "open"
+        self._asked = False
+
+    def has_begun(self):
+        """Whether the short way has asked a worker since this was asked last."""
+        short, before = self.conn.short, self._asked
+        self._asked = short is not None and short.asked is not None
+        return self._asked and not before
+
+    def look(self):
+        if self.end == "open":
+            more, self.end = heard(self.sock)
+            self.came += more
+
+    def leave(self, *, half=False):
+        if half:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+            return
+        self.look()
+        self.sock.close()
+        self.end = "left" if self.end == "open" else self.end
+
+
+class Pauses:
+    """Between two tries: over when the test's clock moves on."""
+
+    def __init__(self):
+        self.tasks = []
+
+    async def sleep(self, task, secs):
+        self.tasks.append(task)
+        try:
+            while task in self.tasks:
+                task.awaits = self
+                await pause
+        finally:
+            if task in self.tasks:
+                self.tasks.remove(task)
+
+    def end(self):
+        ended, self.tasks = self.tasks, []
+        for task in ended:
+            task.pump.resume(task)
+
+
+class InOrder(dict):
+    """A set of tasks that tells them in the order in which they came."""
+
+    def add(self, task):
+        self[task] = None
+
+    def discard(self, task):
+        self.pop(task, None)
+
+
+class World(ByHand):
+    def __init__(self, patch, listeners, config="", *, short=True):
+        super().__init__(patch, config)
+        for room in (short_ways, metrics):
+            patch.setattr(room, "monotonic", lambda: self.now)
+        self.recent = RecentWindow()
+        self.door.meters = self.meters = metrics.Metrics(self.fleet, self.recent)
+        self.listeners, self.short = listeners, short
+        self.door.pump.tasks = InOrder()
+        self.door.timers = self.pauses = Pauses()
+        self.lines, self.clients, self.routes = [], [], []
+        self.entries = [
+            replace(entry(name), url=f"unix:{listener.getsockname()}")
+            for name, listener in listeners.items()
+        ]
+        self.apply()
+        for worker in self.fleet.workers:
+            heal(self.fleet, worker)
+        self.began = self.handed_over = 0  # of the exchanges of the short way
+        self.door.route_log = self.Routes(self.routes)
+
+    class Routes:
+        def __init__(self, kept):
+            self.kept = kept
+
+        def write(self, record):
+            told = json.loads(record)
+            del told["timestamp"]
+            self.kept.append(told)
+
+    def write(self, record):
+        super().write(record)
+        del self.log[-1]["at"]
+
+    @contextlib.contextmanager
+    def at_work(self):
+        """Ids are counted instead of drawn; whoever is handed over is counted, too."""
+        numbers, hand_over = itertools.count(1), FastPath.hand_over
+
+        def counted(short, *came):
+            self.handed_over += short.asked is not None
+            hand_over(short, *came)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "getrandbits", lambda bits: next(numbers))
+            patch.setattr(FastPath, "hand_over", counted)
+            if not self.short:
+                patch.setattr(FastPathCache, "of", lambda usuals, head: None)
+            try:
+                yield self
+            finally:
+                self.close()
+
+    def apply(self):
+        self.fleet.apply(self.entries, NOW)
+
+    def turn(self):
+        made = self.door.pump
+        while (events := made._set.poll(0)) or made._again:
+            made._batch(events)
+            self.began += sum(client.has_begun() for client in self.clients)
+        made.settle()
+        for end in self.lines:
+            end.look()
+        for name, listener in self.listeners.items():
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self.lines.append(End(name, listener.accept()[0]))
+                    self.ends.append(self.lines[-1].sock)
+                    self.lines[-1].look()
+        for client in self.clients:
+            if not client.slow:
+                client.look()
+
+    def come(self, *, slow=False, warm=0, like=None):
+        """A client that has had `warm` answers already."""
+        before = set(self.door.pump.tasks)
+        far = self.client()
+        (conn,) = set(self.door.pump.tasks) - before
+        if slow:
+            conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        self.clients.append(Client(far, conn, slow=False))
+        for _ in range(warm):
+            self.ask(self.clients[-1], like or spelled())
+            self.answer(WHOLE)
+        self.clients[-1].slow = slow
+        return self.clients[-1]
+
+    def ask(self, client, *pieces):
+        for piece in pieces:
+            with contextlib.suppress(OSError):
+                client.sock.sendall(piece)
+            self.turn()
+
+    def answer(self, *plan):
+        """Of the worker that has waited longest, the first piece; `more` says the next ones."""
+        for end in self.lines:
+            if end.asked and not end.plan:
+                end.asked -= 1
+                end.plan = list(plan)
+                end.say()
+                break
+        self.turn()
+
+    def more(self):
+        for end in self.lines:
+            if end.plan:
+                end.say()
+                break
+        self.turn()
+
+    def idle_ends(self):
+        return [end for end in self.lines if end.end == "open" and not (end.asked or end.plan)]
+
+    def change(self, at, **fields):
+        self.entries[at] = replace(self.entries[at], **fields)
+        self.apply()
+        self.turn()
+
+    def remove(self, at):
+        del self.entries[at]
+        self.apply()
+        self.door.pump.settle()
+        self.turn()
+
+    def wait(self, secs):
+        super().wait(secs)
+        self.pauses.end()
+        self.turn()
+
+    def blame(self, worker):
+        """For a request that has failed."""
+        self.fleet.observe_request_failure(worker, status=502, error="so told", at=NOW)
+
+    def eject(self, worker):
+        """For failed requests; good probes let it back, and it owes a trial."""
+        while not worker.machine.trial_owed:
+            self.blame(worker)
+        heal(self.fleet, worker)
+        self.turn()
+
+    def finish(self):
+        for client in self.clients:
+            client.leave()
+        self.turn()
+
+    def seen(self, *, whole=False):
+        door = self.door
+        return {
+            "clients": [
+                (alike(each.came) if whole or not each.slow else len(each.came), each.end)
+                for each in self.clients
+            ],
+            "workers": [(end.name, end.came, end.end) for end in self.lines],
+            "fleet": [_of(worker) for worker in self.fleet.workers],
+            "idle": {worker.url: len(lane.idle) for worker, lane in door._lanes.items()},
+            "phases": sorted(self.phases),
+            "shown": [door.shown(each.conn) for each in self.clients],
+            "door": [door.admission(), door.counts(), door.held_bytes],
+            "log": list(self.log),
+            "routes": list(self.routes),
+            "metrics": self.counted(),
+        }
+
+    def counted(self):
+        cells = {
+            (route, worker and worker.url): (
+                dict(cell.ends), cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
+                ([*cell.total.counts], cell.total.sum), ([*cell.first.counts], cell.first.sum),
+            )
+            for (route, worker), cell in self.meters.cells.items()
+        }  # fmt: skip
+        phases = {
+            route: [([*of.counts], of.sum) for of in (each.head, each.queue, each.overhead)]
+            for route, each in self.meters.phases.items()
+        }
+        return cells, phases, self.recent.ends()
+
+    def reload(self, config):
+        """As a configuration that was judged and is in force now."""
+        self.door._take(parse(f"[server]\nlog_format = 'json'\n{config}"))
+        self.turn()
+
+
+def both(listeners, script, config="", *, warm=6):
+    """Have `script(world, client)` done the long way and the short one; whatever is seen must be
+    the same. The world of the short one, with what it began and handed over in the script."""
+    worlds, seen = [], []
+    for short in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            made = World(patch, listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
+            with made.at_work() as world:
+                client = world.come(warm=warm)
+                world.began = world.handed_over = 0
+                script(world, client)
+                seen.append(world.seen(whole=True))
+                world.finish()
+                seen[-1]["ended"] = world.seen(whole=True)
+                assert not world.door.pump.tasks
+                assert world.door.in_flight == 0
+                assert len(world.log) == sum(world.door.ended.values())
+                worlds.append(world)
+    assert seen[1] == seen[0]
+    assert worlds[0].began == 0
+    return worlds[1]
+
+
+def _of(worker):
+    machine = worker.machine
+    return (
+        worker.url, worker.in_flight, worker.peak_in_flight, list(worker.counts),
+        worker.version is UNKNOWN, machine.state, machine.failed_tries, machine.trial,
+        machine.trial_owed, machine.last_error, machine.consecutive_failures,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""A door with a worker behind it, real sockets on both sides, and a clock that the test moves."""
+
+import contextlib
+import json
+import socket
+from dataclasses import replace
+
+from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.downstream.connection import Connection
+from omni_proxy.dataplane.loop import event_loop, timeouts
+from omni_proxy.dataplane.upstream import attempt
+from tests.fleet.entries import entry, fleet_of
+
+QUIET_SECS = 0.02  # nothing comes any more over loopback after that
+CHAT = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-length: %d\r\n"
+    b"content-type: application/json\r\n\r\n%b"
+)
+
+
+def chat(body=b'{"messages": []}'):
+    return CHAT % (len(body), body)
+
+
+STREAMED = chat(b'{"messages": [], "stream": true}')
+
+
+class ByHand:
+    """`now` is every clock of the door."""
+
+    def __init__(self, monkeypatch, config=""):
+        self.now = 1000.0
+        for room in (attempt, timeouts, event_loop):
+            monkeypatch.setattr(room, "monotonic", lambda: self.now)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        host, port = self.listener.getsockname()
+        self.fleet = fleet_of(replace(entry("a"), url=f"http://{host}:{port}"))
+        config = parse(config)
+        self.door = DataPlane(self.fleet, config, front_socket="/nowhere", below=lambda bound: 0)
+        self.door.access_log, self.door.access_json = self, True
+        self.log = []
+        self.ends = []
+
+    def write(self, record):
+        self.log.append(json.loads(record))
+
+    def client(self, sent=b""):
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        far.settimeout(5)
+        self.ends.append(far)
+        Connection(self.door, near, "test").start()
+        if sent:
+            far.sendall(sent)
+        self.turn()
+        return far
+
+    def worker(self):
+        """The end of the connection that the door has opened."""
+        self.listener.settimeout(5)
+        near, _ = self.listener.accept()
+        near.settimeout(5)
+        self.ends.append(near)
+        self.turn()
+        return near
+
+    def turn(self):
+        """Until nothing happens any more."""
+        made = self.door.pump
+        while (events := made._set.poll(QUIET_SECS)) or made._again:
+            made._batch(events)
+
+    def wait(self, secs):
+        self.now += secs
+        timeouts.sweep(self.door.pump)
+        self.turn()
+
+    def tell(self, end, sent):
+        end.sendall(sent)
+        self.turn()
+
+    @property
+    def phases(self):
+        return [task.phase for task in self.door.pump.tasks]
+
+    def close(self):
+        for end in (*self.ends, self.listener):
+            end.close()
+        for task in list(self.door.pump.tasks):
+            task.abandon()
+        for lane in self.door._lanes.values():
+            lane.close()
+        self.door.pump.settle()
+        self.door.pump._set.close()
+
+
+def heard(end):
+    """All that has come, and whether that was the end: "open", "closed" or "reset"."""
+    came = b""
+    end.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        try:
+            while piece := end.recv(1 << 20):
+                came += piece
+        except ConnectionResetError:
+            return came, "reset"
+        return came, "closed"
+    return came, "open"

@@ -1,0 +1,61 @@
+"""Lines of both logs about what clients may name as they like."""
+
+import json
+
+import msgspec
+import pytest
+
+from omni_proxy.dataplane.exchange.access_log import access_text, log
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.routing.inspect.requirements import Requirements
+from tests.fleet.entries import entry, fleet_of
+
+# CSI in 8 bits, NEL, line separator, right-to-left override, zero-width space, a tag, DEL
+ODD = "m\x9b\x85\u2028\u202e\u200b\U000e0041\x7fé"
+
+
+class Sink:
+    def __init__(self):
+        self.lines = []
+
+    def write(self, line):
+        self.lines.append(line)
+
+
+class House:
+    def __init__(self, *, access_json):
+        self.access_log, self.route_log, self.access_json = Sink(), Sink(), access_json
+
+
+@pytest.fixture
+def exchange():
+    made = Exchange(1.0, "127.0.0.1:9")
+    made.method, made.target, made.ended_at = "POST", "/v1/chat/completions", 2.0
+    made.need = Requirements(model=ODD, mask=0)
+    made.worker_seen = ("healthy", False, True)
+    return made
+
+
+@pytest.mark.parametrize("access_json", [True, False])
+def test_nothing_that_a_terminal_obeys_stands_in_a_log(exchange, access_json):
+    house = House(access_json=access_json)
+    log(house, exchange, fleet_of(entry("a")).workers[0])
+    (route,), (access,) = house.route_log.lines, house.access_log.lines
+    assert route.isascii()
+    assert route.decode().isprintable()
+    assert json.loads(route)["model"] == ODD
+    assert access.decode().isprintable()
+    if access_json:
+        assert access.isascii()
+        assert json.loads(access)["model"] == ODD
+    else:
+        assert "é" in access.decode()
+        assert "\\u202e" in access.decode()
+
+
+def test_a_text_line_is_that_of_its_record(exchange):
+    house = House(access_json=True)
+    log(house, exchange, None)
+    record = msgspec.json.decode(house.access_log.lines[0])
+    assert record["model"] == ODD
+    assert access_text(house.access_log.lines[0]).decode().isprintable()

@@ -1,0 +1,383 @@
+"""Each way out of the short way, by name: what comes of it is what the long way comes to."""
+
+import contextlib
+
+import pytest
+
+from omni_proxy.dataplane.exchange.exchange import Exchange, diagnostics
+from omni_proxy.fleet.weight_version import WeightVersion
+from omni_proxy.wire.response import DIAGNOSTICS
+from tests.dataplane.both_ways import WHOLE, answered, asked, both, listening, spelled
+from tests.fleet.entries import entry, fleet_of
+
+
+@pytest.fixture
+def listeners(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+
+
+def taken(world):
+    """Of the exchanges since its clients were warm: begun in the short way, and handed over."""
+    return world.began, world.handed_over
+
+
+def test_a_request_like_the_last_and_an_answer_like_the_last_never_meet_the_coroutine(listeners):
+    def script(world, client):
+        for _ in range(5):
+            answered(world, client)
+
+    world = both(listeners, script)
+    assert taken(world) == (5, 0)
+    assert world.log[-1]["outcome"] == "completed"
+
+
+UNIQUE = [
+    b"traceparent", b"X-Amzn-Trace-Id", b"CF-Ray", b"idempotency-key", b"baggage", b"x-request-id",
+    b"x-session-id", b"authorization", b"x-never-heard-of",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNIQUE)
+@pytest.mark.parametrize("config", ["", "[routing]\nsticky_sessions = true\n"])
+def test_a_field_that_is_new_in_every_request_goes_the_short_way(listeners, name, config):
+    def script(world, client):
+        for number in range(8):
+            world.began = 0 if number == 3 else world.began
+            world.ask(client, spelled(fields=(b"%b: 00-%d" % (name, number), b"accept: a/b")))
+            world.answer(WHOLE)
+        assert b"%b: 00-7\r\naccept: a/b\r\n" % name in b"".join(end.came for end in world.lines)
+
+    assert taken(both(listeners, script, config)) == (5, 0)
+
+
+HOSTILE_FIELDS = [
+    b"x-new: 1\r\n folded", b"x-new: 1\nx: 2", b"x-new: 1\0", b"x-new : 1", b"x-new: \x01",
+    b"x-new", b": 1", b"x-new: 1\r\nconnection: close", b"x-new: 1\r\nconnection: x-new",
+    b"x-new: 1\r\ntransfer-encoding: chunked", b"x-new: 1\r\ncontent-length: 15",
+    b"x-new: 1\r\nx-new: 2", b"X-New: 1", b"x-new:", b"x-new:  1", b"x-new: 1\r\nhost: other",
+    b"x-new: \xe9", b"x-new: x-new: 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HOSTILE_FIELDS)
+def test_what_stands_in_the_place_of_a_field_that_varies_is_judged(listeners, field):
+    def script(world, client):
+        for number in range(5):
+            world.ask(client, spelled(fields=(b"x-new: %d" % number, b"accept: a/b")))
+            world.answer(WHOLE)
+        for each in (field, field, field):
+            world.ask(client, spelled(fields=(each, b"accept: a/b")))
+            world.answer(WHOLE)
+
+    both(listeners, script)
+
+
+@pytest.mark.parametrize("size", [4095, 4096, 16000])
+def test_bodies_that_come_whole_may_be_large(listeners, size):
+    text = bytes(b"1" * size)
+
+    def script(world, client):
+        world.ask(client, spelled(body=b'{"messages": [], "x": %b}' % text))
+        world.answer(WHOLE[:-6].replace(b": 2", b": %d" % size) + b"\r\n\r\n" + text)
+
+    assert taken(both(listeners, script)) == (1, 0)
+
+
+SPOOFED = b"".join(b"%b: spoofed\r\n" % name for name in DIAGNOSTICS)
+
+
+def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
+    spoofed = WHOLE.replace(b"content-type", SPOOFED + b"content-type")
+
+    def script(world, client):
+        for label in ("", "", "", "v1", "v1", "v1"):
+            if label:
+                world.fleet.versioned(world.fleet.workers[0], label, 0)
+                world.fleet.versioned(world.fleet.workers[1], label, 0)
+            world.ask(client, spelled())
+            world.answer(spoofed)
+
+    world = both(listeners, script)
+    assert world.began > world.handed_over
+    came = world.clients[0].came.lower()
+    assert b"spoofed" not in came
+    assert came.count(b"x-omni-weight-version: v1") == 3
+    assert came.count(b"x-sglang-omni-worker:") == came.count(b"http/1.1 200") == 12
+
+
+def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
+    worker = fleet_of(entry("a")).workers[0]
+    mine = Exchange(0.0, "test")
+    mine.worker, mine.attempts, mine.tried = worker, 2, [(worker, "503")]
+    lines = (
+        diagnostics(mine)
+        + WeightVersion("a", 1).lines
+        + WeightVersion("b", 2).end_lines(WeightVersion("a", 1))
+    )
+    written = {line.partition(b":")[0].lower() for line in lines.split(b"\r\n")[:-1]}
+    assert written == set(DIAGNOSTICS)
+
+
+def test_the_tokens_that_an_answer_tells_are_counted(listeners):
+    told = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}}'
+
+    def script(world, client):
+        for text in (told, told, b"{}"):
+            world.ask(client, spelled())
+            world.answer(WHOLE[:-6].replace(b": 2", b": %d" % len(text)) + b"\r\n\r\n" + text)
+
+    world = both(listeners, script, "usage_metrics = true\n")
+    assert taken(world) == (3, 0)
+    assert sum(sum(cell.tokens.values()) for cell in world.meters.cells.values()) == 24
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        spelled(turned=True),
+        spelled(b"Content-Length"),
+        spelled(request_id=b"new"),
+        spelled(fields=(b"expect: 100-continue",)),
+        spelled(body=b'{"messages": "%b"}' % (b"x" * 20000)),
+        spelled(length=b"016"),
+        spelled(length=b"15"),
+        spelled(length=b"17"),
+        spelled(body=b"{"),
+        b"\r\n" + spelled(),
+        spelled() + spelled(),
+        spelled() + b"POST",
+    ],
+    ids=lambda sent: sent[:12] + b"..." + sent[37:80],
+)
+def test_whatever_is_not_like_the_last_misses(listeners, request_of):
+    def script(world, client):
+        world.ask(client, request_of)
+        world.answer(WHOLE)
+        world.answer(WHOLE)
+
+    assert taken(both(listeners, script)) == (0, 0)
+
+
+@pytest.mark.parametrize("at", range(1, len(spelled()), 7))
+def test_a_request_in_two_pieces_misses(listeners, at):
+    def script(world, client):
+        world.ask(client, spelled()[:at], spelled()[at:])
+        world.answer(WHOLE)
+
+    assert taken(both(listeners, script)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [b"\r\n\r\n", b"\r\nx-more: 1\r\n\r\n", b"\r\nx: 1\r\n\r\n\r\n"],
+)
+def test_a_head_without_its_blank_line_is_no_head_yet(listeners, more):
+    def script(world, client):
+        world.ask(client, spelled(body=b"").removesuffix(b"\r\n\r\n"))
+        assert not world.door.in_flight
+        world.ask(client, more)
+        world.answer(WHOLE)
+
+    both(listeners, script)
+
+
+def test_an_id_cut_in_the_middle_is_not_the_id(listeners):
+    last = {"turned": True, "body": b""}
+    request = spelled(**last, fields=(b"traceparent: 00-abcdef",))
+    lines = request.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    head = b"\r\n".join([*sorted(lines[1:]), b""]).removesuffix(b"\r\n")
+    assert head.endswith(b"traceparent: 00-abcdef")
+    head = lines[0] + b"\r\n" + head
+
+    def script(world, client):
+        for _ in range(4):
+            world.ask(client, head + b"\r\n\r\n")
+            world.answer(WHOLE)
+        world.began = 0
+        world.ask(client, head[:-3])
+        assert not world.door.in_flight
+        world.ask(client, head[-3:] + b"\r\n\r\n")
+        world.answer(WHOLE)
+
+    assert both(listeners, script).began == 0
+
+
+def test_without_an_idle_connection_the_coroutine_dials(listeners):
+    def script(world, client):
+        for end in world.idle_ends():
+            end.close()
+        world.turn()
+        answered(world, client)
+
+    world = both(listeners, script)
+    assert (world.handed_over, len(world.lines), world.log[-1]["status"]) == (1, 3, 200)
+
+
+@pytest.mark.parametrize("config", ["", "queue_size = 2\n"], ids=["refused", "waits"])
+def test_where_nobody_is_routable_it_is_refused_or_waits(listeners, config):
+    def script(world, client):
+        for at in range(2):
+            world.change(at, disabled=True)
+        world.ask(client, spelled())
+        world.change(1, disabled=False)
+        world.answer(WHOLE)
+
+    world = both(listeners, script, config)
+    assert world.log[-1]["status"] == (200 if config else 503)
+    assert world.handed_over == 1
+
+
+@pytest.mark.parametrize("config", ["queue_size = 2\n", "queue_size = 2\nhalf_close = 'answer'\n"])
+def test_without_a_slot_it_waits_for_one(listeners, config):
+    def script(world, client):
+        other = world.come()
+        asked(world, other)
+        world.ask(client, spelled())
+        assert sorted(world.phases) == ["queue", "wait"]
+        world.answer(WHOLE)
+        world.answer(WHOLE)
+
+    world = both(listeners, script, f"max_inflight = 1\n{config}")
+    assert [each["status"] for each in world.log[-2:]] == [200, 200]
+
+
+def test_time_in_the_queue_for_a_slot_is_no_time_of_the_exchange(listeners):
+    def script(world, client):
+        asked(world, world.come(), spelled(body=b'{"messages": [], "stream": true}'))
+        world.ask(client, spelled())
+        world.wait(4)
+        world.answer(WHOLE)
+        world.wait(4)
+        world.answer(WHOLE)
+
+    config = "max_inflight = 1\nqueue_size = 2\nrequest_timeout_secs = 5\n"
+    assert both(listeners, script, config).log[-1]["status"] == 200
+
+
+def test_without_a_slot_and_a_queue_it_is_refused(listeners):
+    def script(world, client):
+        asked(world, world.come())
+        world.ask(client, spelled())
+        world.answer(WHOLE)
+
+    world = both(listeners, script, "max_inflight = 1\n")
+    assert sorted(each["status"] for each in world.log[-2:]) == [200, 503]
+    assert world.door.rejected == 1
+
+
+def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
+    monkeypatch.setenv("KEY_OF_A_WORKER", "secret")
+
+    def script(world, client):
+        for at in range(2):
+            world.change(at, api_key_env="KEY_OF_A_WORKER")
+        answered(world, client)
+
+    world = both(listeners, script)
+    assert sum(end.came.count(b"authorization: Bearer secret\r\n") for end in world.lines) == 1
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        WHOLE.replace(b"200 OK", b"404 Not Found"),
+        *[WHOLE.replace(b"200 OK", b"%d Oh" % status) for status in (500, 502, 503, 504)],
+        WHOLE.replace(b"application/json", b"text/event-stream"),
+        WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),
+        WHOLE.replace(b"\r\n\r\n", b"\r\ndate: now\r\n\r\n"),
+    ],
+    ids=lambda told: told[9:12].decode() + told[31:48].decode() + told[60:75].decode(),
+)
+def test_an_answer_that_comes_again_and_again_is_relayed_as_the_first(listeners, told):
+    def script(world, client):
+        for _ in range(8):
+            world.ask(client, spelled())
+            world.answer(told)
+
+    config = "[routing]\nmax_total_retries = 1\nmax_worker_retries = 0\n[health]\n"
+    both(listeners, script, f"{config}failure_threshold = 99\n")
+
+
+@pytest.mark.parametrize("said", [1, 3], ids=["less", "more"])
+def test_an_answer_of_another_length_than_it_says(listeners, said):
+    def script(world, client):
+        asked(world, client)
+        world.answer(WHOLE.replace(b": 2", b": %d" % said), b" ")
+        world.more()
+        answered(world, client)
+
+    both(listeners, script)
+
+
+def test_the_ids_of_clients_are_kept(listeners):
+    def script(world, client):
+        for number in range(6):
+            asked(world, client, spelled(request_id=b"id-%d" % number))
+            world.answer(WHOLE)
+        told = [each["request_id"] for each in world.log[-6:]]
+        assert told == [f"id-{number}" for number in range(6)]
+
+    assert both(listeners, script).began >= 4
+
+
+def test_a_good_answer_makes_good_for_a_failed_one(listeners):
+    def script(world, client):
+        for worker in world.fleet.workers:
+            world.blame(worker)
+        answered(world, client)
+        answered(world, client)
+
+    world = both(listeners, script)
+    assert [worker.machine.failed_tries for worker in world.fleet.workers] == [0, 0]
+
+
+def test_a_trial_that_went_well_brings_its_worker_back(listeners):
+    def script(world, client):
+        for worker in world.fleet.workers:
+            world.eject(worker)
+        answered(world, client)
+        answered(world, client)
+
+    world = both(listeners, script)
+    assert not any(worker.machine.trial_owed for worker in world.fleet.workers)
+
+
+def test_new_weights_while_it_waits_are_told(listeners):
+    def script(world, client):
+        asked(world, client)
+        for worker in world.fleet.workers:
+            world.fleet.versioned(worker, "new", 2)
+        world.answer(WHOLE)
+        answered(world, client)
+
+    world = both(listeners, script)
+    assert world.clients[0].came.count(b"x-omni-weight-version: new\r\n") == 1
+
+
+def test_what_is_asked_is_shown(listeners):
+    def script(world, client):
+        asked(world, client)
+        assert world.door.shown(client.conn)["target"] == "/v1/chat/completions"
+        assert world.door.shown(client.conn)["worker"].startswith("unix:")
+
+    both(listeners, script)
+
+
+def test_clients_that_are_known_stay_with_their_worker(listeners):
+    def script(world, client):
+        keyed = spelled(fields=(b"x-session-id: me",))
+        for _ in range(7):
+            asked(world, client, keyed)
+            world.answer(WHOLE)
+        assert len({each["worker"] for each in world.log[-7:]}) == 1
+
+    world = both(listeners, script, "[routing]\nsticky_sessions = true\n")
+    assert world.began >= 4
+
+
+@pytest.mark.parametrize("key", ["sse_keepalive_secs = 5", "max_payload_size = 100",
+                                 "request_id_header = 'x-request-id'"])  # fmt: skip
+def test_what_the_short_way_does_not_know_goes_the_long_one(listeners, key):
+    world = both(listeners, lambda world, client: answered(world, client), f"{key}\n")
+    assert taken(world) == (0, 0)

@@ -1,0 +1,127 @@
+"""What changes while clients are on the short way: settings, the fleet, the sockets themselves."""
+
+import contextlib
+import gc
+import socket
+
+import pytest
+
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.fleet.worker import Worker
+from tests.dataplane.both_ways import WHOLE, World, answered, asked, both, listening, spelled
+
+
+@pytest.fixture
+def listeners(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+
+
+CLAIMS = (b"x-mine: m1", b"x-forwarded-for: 1.2.3.4")
+
+
+@pytest.mark.parametrize("before", ["append", "replace", "off"])
+@pytest.mark.parametrize("after", ["append", "replace", "off"])
+@pytest.mark.parametrize("name", ["", "x-mine"])
+def test_other_stamps_hold_for_open_connections_too(listeners, before, after, name):
+    def script(world, client):
+        for config in (f"forwarded = '{after}'\nrequest_id_header = '{name}'\n", f"{config_of}"):
+            world.reload(config)
+            for _ in range(3):
+                world.ask(client, spelled(fields=CLAIMS))
+                world.answer(WHOLE)
+
+    config_of = f"forwarded = '{before}'\nrequest_id_header = 'x-mine'\n"
+    both(listeners, script, config_of)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sse_keepalive_secs = 0.5\n",
+        "max_payload_size = 10\n",
+        "usage_metrics = true\n",
+        "max_inflight = 1\n",
+        "half_close = 'answer'\n",
+        "[routing]\npolicy = 'cache_aware'\n",
+        "[routing]\nsticky_sessions = true\n",
+    ],
+)
+def test_another_setting_holds_for_the_next_request_of_an_open_connection(listeners, config):
+    def script(world, client):
+        for each in (config, ""):
+            world.reload(each)
+            for body in (b'{"messages": []}', b'{"messages": [], "stream": true}'):
+                world.ask(client, spelled(body=body))
+                world.wait(1)
+                world.answer(WHOLE)
+
+    both(listeners, script)
+
+
+def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners):
+    def script(world, client):
+        for end in world.idle_ends():
+            end.sock.shutdown(socket.SHUT_RD)
+        world.turn()
+        world.ask(client, spelled())
+        for end in world.lines:
+            with contextlib.suppress(OSError):
+                end.sock.sendall(WHOLE)
+        world.turn()
+
+    world = both(listeners, script)
+    assert world.log[-1]["status"] == 200
+
+
+@pytest.mark.parametrize("config", ["half_close = 'abort'\n", "half_close = 'answer'\n"])
+def test_what_was_pipelined_is_begun_before_its_clients_leaving_is_heard(listeners, config):
+    def script(world, client):
+        world.ask(client, spelled())
+        world.ask(client, spelled())
+        for end in world.lines:
+            if end.asked:
+                end.asked -= 1
+                end.plan = [WHOLE]
+                end.say()
+        client.leave(half=True)
+        world.turn()
+        world.answer(WHOLE)
+
+    both(listeners, script, config)
+
+
+def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
+    def script(world, client):
+        others = [world.come(warm=3) for _ in range(3)]
+        asked(world, client)
+        world.answer(WHOLE)
+        conns = [conn for lane in world.door._lanes.values() for conn in lane.idle]
+        world.remove(0)
+        world.remove(0)
+        world.turn()
+        assert all(conn.closed for conn in conns)
+        for each in (client, *others):
+            short = each.conn.short
+            if short is not None:
+                assert short._way is None
+                refers = gc.get_referents(short, *filter(None, (short._mine,)))
+                assert not any(isinstance(each, Worker | UpstreamPool) for each in refers)
+                assert not any(isinstance(each, Stream) and each.closed for each in refers)
+
+    both(listeners, script)
+
+
+def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monkeypatch):
+    with World(monkeypatch, listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
+        client = world.come(warm=6)
+        asked(world, client)
+        (lane,) = [lane for lane in world.door._lanes.values() if not lane.idle]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(lane), "give_back", lambda lane, conn: 1 / 0)
+            world.answer(WHOLE)
+        assert (world.door.in_flight, world.door.pump.failures) == (0, 1)
+        assert not any(worker.in_flight for worker in world.fleet.workers)
+        assert len(world.log) == 7
+        answered(world, world.come())

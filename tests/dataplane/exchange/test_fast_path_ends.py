@@ -1,0 +1,216 @@
+"""What ends an exchange of the short way before its answer, or behind it: nothing stays behind."""
+
+import contextlib
+import logging
+import socket
+
+import pytest
+
+from omni_proxy.dataplane.loop import stream
+from tests.dataplane.both_ways import WHOLE, World, answered, asked, both, listening, spelled
+
+CLOSES = None
+
+
+@pytest.fixture
+def listeners(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+
+
+@pytest.fixture
+def world(listeners, monkeypatch):
+    """The short way alone, and a client of it."""
+    with World(monkeypatch, listeners).at_work() as made:
+        made.door.access_json = True
+        made.come(warm=6)
+        made.began = made.handed_over = 0
+        yield made
+
+
+@pytest.mark.parametrize("half_close", ["abort", "answer"])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_client_that_leaves_while_it_waits(listeners, half_close, half):
+    def script(world, client):
+        asked(world, client)
+        client.leave(half=half)
+        world.turn()
+        world.answer(WHOLE)
+
+    world = both(listeners, script, f"half_close = '{half_close}'\n")
+    served = half and half_close == "answer"
+    assert world.log[-1]["outcome"] == ("completed" if served else "client_disconnected")
+    assert len(world.log) == 7
+
+
+@pytest.mark.parametrize("half_close", ["abort", "answer"])
+def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_close):
+    def script(world, client):
+        client.sock.sendall(spelled())
+        client.leave(half=True)
+        world.turn()
+        world.answer(WHOLE)
+
+    world = both(listeners, script, f"half_close = '{half_close}'\n")
+    served = half_close == "answer"
+    assert world.log[-1]["outcome"] == ("completed" if served else "client_disconnected")
+
+
+@pytest.mark.parametrize("total", [0, 5])
+def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
+    def script(world, client):
+        asked(world, client)
+        limits = world.door.limits
+        world.wait(limits.total + 1 if total else limits.response_head + 1)
+
+    world = both(listeners, script, f"request_timeout_secs = {total}\n")
+    assert (world.log[-1]["status"], world.log[-1]["error"]) == (504, "response_timeout")
+    assert sum(worker.machine.failed_tries for worker in world.fleet.workers) == 1
+
+
+def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
+    def script(world, client):
+        asked(world, client)
+        for task in list(world.door.pump.tasks):
+            task.abandon()
+        world.turn()
+
+    world = both(listeners, script)
+    assert (world.log[-1]["outcome"], len(world.log)) == ("cut_by_proxy", 7)
+
+
+def broken(*args):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("place", ["_begin", "_finish"])
+def test_a_fault_of_ours_ends_its_connection_and_no_other(world, place, monkeypatch, caplog):
+    other = world.come(warm=4)
+    client = world.clients[0]
+    before = len(world.log)
+    if place == "_finish":
+        asked(world, client)
+        for worker in world.fleet.workers:
+            monkeypatch.setattr(world.door.lane(worker), "usual", None)
+        world.answer(WHOLE)
+    else:
+        monkeypatch.setattr(world.door, "lane", broken)
+        world.ask(client, spelled())
+    monkeypatch.undo()
+    world.turn()
+    assert (client.end, other.end, world.door.pump.failures) == ("closed", "open", 1)
+    assert [each["outcome"] for each in world.log[before:]] == ["cut_by_proxy"]
+    assert (world.door.in_flight, [each.in_flight for each in world.fleet.workers]) == (0, [0, 0])
+    answered(world, other)
+    assert world.log[-1]["status"] == 200
+    assert caplog.records[0].levelno == logging.ERROR
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("speaks", [False, True])
+def test_a_kept_connection_that_has_died_is_dialled_anew_once(
+    listeners, monkeypatch, at_once, speaks
+):
+    """Its end comes with the same events as the request, behind it."""
+    monkeypatch.setattr(stream, "LATE_AT_MOST", 1 if at_once else stream.LATE_AT_MOST)
+
+    def script(world, client):
+        client.sock.sendall(spelled())
+        for end in world.idle_ends():
+            end.plan = [b"HTTP/1.1 408 Bored\r\ncontent-length: 0\r\n\r\n"] if speaks else []
+            end.plan += [CLOSES]
+            while end.plan:
+                end.say()
+        world.turn()
+        world.answer(WHOLE)
+        answered(world, client)
+
+    world = both(listeners, script)
+    assert world.log[-1]["status"] == 200
+    if not speaks:
+        assert [each["status"] for each in world.log] == [200] * 8
+        assert not any(worker.machine.failed_tries for worker in world.fleet.workers)
+
+
+def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypatch):
+    """What was to be sent at once could not be, and the next request has come before the turn's
+    end."""
+    monkeypatch.setattr(stream, "LATE_AT_MOST", 1)
+
+    def script(world, client):
+        pump = world.door.pump
+        client.sock.sendall(spelled())
+        for end in world.idle_ends():
+            end.close()
+        for fd, mask in pump._set.poll(0):
+            if pump._slots[fd] is not None:
+                pump._slots[fd].on_event(mask)
+        client.sock.sendall(spelled())
+        world.turn()
+        world.answer(WHOLE)
+        world.answer(WHOLE)
+        world.more()
+
+    assert [each["status"] for each in both(listeners, script).log] == [200] * 8
+
+
+def test_a_drain_while_it_waits_closes_behind_the_answer(listeners):
+    def script(world, client):
+        asked(world, client)
+        world.door.begin_drain()
+        world.answer(WHOLE)
+
+    world = both(listeners, script)
+    assert world.clients[0].came.count(b"connection: close\r\n") == 1
+    assert world.clients[0].end == "closed"
+
+
+def reads_late(world, client):
+    """It has answers that it has not read."""
+    client.conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    client.slow = True
+    long = WHOLE.replace(b": 2", b": 4000").removesuffix(b"{}") + bytes(4000)
+    while not client.conn.client.late:
+        world.ask(client, spelled())
+        world.answer(long)
+    return long
+
+
+def test_a_client_that_does_not_read_keeps_its_exchange(listeners):
+    def script(world, client):
+        long = reads_late(world, client)
+        before = len(world.log)
+        world.ask(client, spelled())
+        world.answer(long)
+        assert (world.phases, len(world.log)) == (["client"], before)
+        client.slow = False
+        for _ in range(5):
+            world.turn()
+        assert (world.phases, len(world.log)) == (["idle"], before + 1)
+
+    both(listeners, script)
+
+
+def test_a_drain_closes_behind_an_answer_that_was_read_late(listeners):
+    def script(world, client):
+        reads_late(world, client)
+        world.door.begin_drain()
+        client.slow = False
+        for _ in range(5):
+            world.turn()
+        assert client.end == "closed"
+
+    both(listeners, script)
+
+
+def test_a_removed_workers_connections_close_behind_their_answer(listeners):
+    def script(world, client):
+        other = world.come()
+        asked(world, client)
+        world.ask(other, spelled())
+        world.remove(0)
+        for _ in range(2):
+            world.answer(WHOLE.replace(b"\r\n\r\n", b"\r\ndate: now\r\n\r\n"))
+        assert [end.end for end in world.lines] == ["closed", "open"]
+
+    both(listeners, script)

@@ -1,0 +1,96 @@
+"""What an exchange leaves behind in the counts of its door."""
+
+import socket
+
+import pytest
+
+from omni_proxy.dataplane.upstream.pool import AdminApiPool
+from tests.dataplane.by_hand import chat, heard
+
+ANSWER = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
+LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
+EXPECTING = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-length: 5\r\n"
+    b"expect: 100-continue\r\n\r\n"
+)
+
+
+@pytest.fixture
+def front(tmp_path):
+    """Where the control routes are answered."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "front"))
+        listener.listen()
+        listener.settimeout(5)
+        yield listener
+
+
+def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_hand, front):
+    door = by_hand()
+    door.door.front = AdminApiPool(door.door.pump, front.getsockname(), "front")
+    client = door.client(b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc")
+    assert door.door.held_bytes == 3
+    door.tell(client, b"def")
+    near, _ = front.accept()
+    with near:
+        assert near.recv(65536).endswith(b"\r\n\r\nabcdef")
+        door.tell(near, ANSWER)
+    assert heard(client)[0].startswith(ANSWER[:12])
+    assert (door.phases, door.door.held_bytes) == (["idle"], 0)
+    door.door.front.close()
+
+
+def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_hand):
+    door = by_hand("[server]\nmax_inflight = 1\nqueue_size = 1\n")
+    stuck = door.client()
+    (task,) = door.door.pump.tasks
+    task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    door.tell(stuck, chat())
+    worker = door.worker()
+    door.tell(worker, LONG)
+    assert task.client.late  # which it does not read either
+    door.client(chat())
+    door.tell(stuck, EXPECTING)
+    assert sorted(door.phases) == ["queue", "wait"]
+    door.tell(worker, ANSWER)
+    assert (sorted(door.phases), door.door.in_flight) == (["body", "idle"], 1)
+    door.wait(door.door.limits.client_body + 1)
+    assert sorted(door.phases) == ["idle", "refuse"]  # it takes no 408 either
+    door.wait(door.door.limits.idle + 1)
+    assert door.door.in_flight == 0
+
+
+def asking(path):
+    fields = b"host: door\r\ncontent-length: 5\r\nexpect: 100-continue"
+    return b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (path, fields)
+
+
+def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(by_hand):
+    door = by_hand()
+    client = door.client(asking(b"/nowhere"))
+    head, _, body = heard(client)[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 404 ")
+    assert b"Not Found: POST /nowhere" in body
+    assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("path", [b"/workers", b"/%77orkers", b"/workers/x/drain", b"/flush_cache"])
+def test_for_a_path_of_the_control_routes_he_may_go_on(by_hand, path):
+    door = by_hand()
+    assert heard(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_the_control_routes_hear_how_a_request_came_from_us_alone(by_hand, front):
+    door = by_hand()
+    door.door.front = AdminApiPool(door.door.pump, front.getsockname(), "front")
+    door.client(
+        b"GET /config HTTP/1.1\r\nhost: evil.example:1\r\n"
+        b"X-Omni-Received: unix http localhost\r\nx-omni-received: tcp http localhost\r\n\r\n"
+    )
+    near, _ = front.accept()
+    with near:
+        fields = near.recv(65536).lower().split(b"\r\n")
+        told = [line for line in fields if line.startswith(b"x-omni-received")]
+        assert len(told) == 1
+        assert told[0].endswith(b" http evil.example:1")
+    door.door.front.close()

@@ -1,0 +1,95 @@
+"""A pump that runs, and tasks made of a plain coroutine function."""
+
+import socket
+
+import pytest
+import trio
+
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.task import ConnectionTask, pause
+
+
+class Scripted(ConnectionTask):
+    """Runs `script(self)`; counts as ended once its `finally` ran."""
+
+    def __init__(self, pump: EventLoop, script) -> None:
+        super().__init__(pump)
+        self.script = script
+        self.ended = trio.Event()
+
+    async def serve(self) -> None:
+        try:
+            await self.script(self)
+        finally:
+            self.ended.set()
+
+    async def wait_for(self, awaited) -> None:
+        """Until there is something to read: that a socket is writable is an event, too."""
+        self.awaits = awaited
+        await pause
+        while isinstance(awaited, Stream) and not awaited.hot:
+            await pause
+
+
+class Wires:
+    """Socket pairs: our end in the pump, the far end in the hands of the test."""
+
+    def __init__(self, pump: EventLoop) -> None:
+        self.pump = pump
+        self._ends: list[tuple[Stream, socket.socket]] = []
+
+    def conn(self, task: ConnectionTask | None) -> tuple[Stream, socket.socket]:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        self._ends.append((Stream(self.pump, near, task), far))
+        return self._ends[-1]
+
+    def close(self) -> None:
+        for conn, far in self._ends:
+            conn.close()
+            far.close()
+        self.pump.settle()
+
+
+async def _never_idle(task) -> None:
+    """Its `bell` is set in the batch whose number it was given."""
+    conn, far = task.ends
+    while not task.over:
+        far.send(b"x")
+        await task.wait_for(conn)
+        conn.read(1)
+        task.batches += 1
+        if task.batches == task.rings_at:
+            task.bell.set()
+
+
+@pytest.fixture
+async def busy(pump, wires):
+    """A task that gives its pump no rest until the test ends."""
+    task = Scripted(pump, _never_idle)
+    task.over, task.batches, task.rings_at, task.bell = False, 0, 0, trio.Event()
+    task.ends = wires.conn(task)
+    task.start()
+    yield task
+    task.over = True
+
+
+async def until(holds) -> None:
+    with trio.fail_after(30):
+        while not holds():  # noqa: ASYNC110  an epoll set rings no bell here
+            await trio.sleep(0.001)
+
+
+@pytest.fixture
+async def pump(nursery):
+    made = EventLoop()
+    await nursery.start(made.run)
+    return made
+
+
+@pytest.fixture
+def wires(pump):
+    made = Wires(pump)
+    yield made
+    made.close()

@@ -1,0 +1,57 @@
+import msgspec
+
+from omni_proxy.config.parse import parse
+from omni_proxy.config.schema import Config
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.fleet.registry import Fleet
+from tests.fleet.entries import NOW, entry, fleet_of
+
+
+def config_of(**server) -> Config:
+    lines = "\n".join(
+        f"{key} = {msgspec.json.encode(value).decode()}" for key, value in server.items()
+    )
+    return parse(f"[server]\nport = 0\n{lines}\n")
+
+
+async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path):
+    door = DataPlane(Fleet(), config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
+    await nursery.start(door.run)
+    door.prepare(config_of())()
+    assert len(door.addresses()) == 1
+    door.begin_drain()
+    door.prepare(config_of(host="127.0.0.2"))()
+    assert door.addresses() == []
+    assert door.config.server.host == "127.0.0.2"
+
+
+async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tmp_path):
+    fleet = fleet_of(entry("a"), entry("b"))
+    door = DataPlane(fleet, config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
+    heard = []
+
+    class Listening(type(door.policy)):
+        def forget(self, worker):
+            heard.append(worker.url)
+
+        def tend(self, now):
+            heard.append(now)
+
+        def facts(self):
+            return {"picks": 7}
+
+    door.policy = Listening()
+    fleet.forgotten(fleet.workers[1])
+    fleet.apply([entry("b")], NOW)
+    door._sweep()
+    assert heard == ["http://b:1", "http://a:1", door.pump.now]
+    assert door.status()["policy"] == {"name": "round_robin", "picks": 7}
+
+
+async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_it(tmp_path):
+    door = DataPlane(Fleet(), config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
+    first = door.policy
+    door._take(config_of(queue_size=7))
+    assert door.policy is first
+    door._take(parse('[routing]\npolicy = "random"'))
+    assert door.policy.name == "random"

@@ -1,0 +1,138 @@
+"""What `Stream.put` has taken: it leaves with the end of a turn, in order, and is never lost."""
+
+import contextlib
+import socket
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.stream import LATE_AT_MOST, Stream
+from omni_proxy.dataplane.loop.task import pause
+from tests.dataplane.by_hand import ByHand, chat, heard
+from tests.dataplane.pumping import Scripted, until
+
+ROUND = 1000
+
+
+def small_buffers(conn, far) -> None:
+    conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+
+async def read_all(far: socket.socket, size: int) -> bytes:
+    far.setblocking(False)
+    came = b""
+    with trio.fail_after(30):
+        while len(came) < size:
+            await trio.lowlevel.wait_readable(far)
+            piece = far.recv(65536)
+            assert piece, "closed early"
+            came += piece
+    return came
+
+
+def test_nothing_leaves_before_the_turn_is_over():
+    pump = EventLoop()
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    with near, far:
+        conn = Stream(pump, near, None)
+        conn.put(b"one ")
+        conn.put(b"two")
+        try:
+            came = far.recv(10)
+        except BlockingIOError:
+            came = b""
+        assert came == b""
+        pump.settle()
+        assert (far.recv(10), conn.late) == (b"one two", b"")
+
+
+def test_a_turn_that_is_long_sends_in_between():
+    pump = EventLoop()
+    pairs = [socket.socketpair() for _ in range(LATE_AT_MOST)]
+    try:
+        for near, far in pairs:
+            near.setblocking(False)
+            far.setblocking(False)
+            Stream(pump, near, None).put(b"x")
+        assert [far.recv(2) for _, far in pairs] == [b"x"] * LATE_AT_MOST
+    finally:
+        for near, far in pairs:
+            near.close()
+            far.close()
+
+
+async def test_what_the_peer_does_not_take_follows_when_it_reads(pump, wires):
+    payload = bytes(range(256)) * ROUND
+    conn, far = wires.conn(None)
+    small_buffers(conn, far)
+    conn.put(payload)
+    pump.settle()
+    assert 0 < len(conn.late) < len(payload)
+    conn.put(b"the end")
+    assert await read_all(far, len(payload) + 7) == payload + b"the end"
+    await until(lambda: conn.late == b"")
+
+
+async def test_a_peer_that_is_gone_is_met_by_the_next_read(pump, wires):
+    met = []
+
+    async def script(task):
+        conn = task.first[0]
+        conn.put(b"hello")
+        task.awaits = conn
+        await pause
+        try:
+            met.append(conn.read(10))
+        except OSError as error:
+            met.append(type(error))
+
+    task = Scripted(pump, script)
+    task.first = wires.conn(task)
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    conn, far = task.first
+    far.close()
+    task.start()
+    pump.settle()
+    with trio.fail_after(30):
+        await task.ended.wait()
+    assert met in ([b""], [ConnectionResetError], [BrokenPipeError])
+    assert (conn.late, conn.ended) == (b"", True)
+
+
+async def test_closing_sends_what_was_late(pump, wires):
+    conn, far = wires.conn(None)
+    conn.put(b"last words")
+    conn.close()
+    pump.settle()
+    assert await read_all(far, 10) == b"last words"
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    with contextlib.closing(ByHand(monkeypatch, "[server]\nhalf_close = 'answer'\n")) as made:
+        yield made
+
+
+def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(by_hand):
+    body = bytes(12000)
+    client = by_hand.client()
+    (task,) = by_hand.door.pump.tasks
+    task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.sendall(chat())
+    client.shutdown(socket.SHUT_WR)
+    by_hand.turn()
+    by_hand.tell(by_hand.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body)
+    assert len(task.client.late) > 0
+    came, end = b"", "open"
+    while end == "open":
+        more, end = heard(client)
+        assert more or end == "closed"
+        came += more
+        by_hand.turn()
+    assert came.endswith(b"\r\n\r\n" + body)

@@ -1,0 +1,135 @@
+"""How much of one connection is done before the others have their turn."""
+
+import pytest
+from wsproto.utilities import generate_accept_token
+
+from omni_proxy.dataplane.exchange.request_body import CHUNKED_PIECE_BYTES
+from omni_proxy.dataplane.loop.task import READS_PER_TURN
+from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
+from omni_proxy.dataplane.websocket.relay import CONFIG_PIECE_BYTES
+from tests.dataplane.by_hand import QUIET_SECS, ByHand, heard
+
+CHUNKED = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n"
+    b"content-type: application/json\r\n\r\n"
+)
+BODY = b'{"messages": []}'
+REFUSED = b"PUT /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n"
+UPGRADE = (
+    b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: door\r\nupgrade: websocket\r\n"
+    b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+TEXT, PING = 0x81, 0x89
+PIECES = 5
+AT_ONCE = 2
+
+
+@pytest.fixture
+def door(monkeypatch):
+    made = ByHand(monkeypatch)
+    yield made
+    made.close()
+
+
+def chunks(payload):
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in payload)
+
+
+def frame(kind, payload=b""):
+    """As a client masks it, with zeros."""
+    size = len(payload)
+    length = bytes((0x80 | size,)) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
+    return bytes((kind,)) + length + bytes(4) + payload
+
+
+def batch(door):
+    """One of events; whoever gives up his turn in it has one more at its end."""
+    pump = door.door.pump
+    pump._batch(pump._set.poll(QUIET_SECS))
+
+
+def exchange(door):
+    (task,) = door.door.pump.tasks
+    return task.exchange
+
+
+def session(door):
+    """A client and a worker that have one, and have said all that they had to."""
+    client = door.client(UPGRADE)
+    door.tell(client, frame(TEXT, b'{"type":"session.config","session":{"model":"m"}}'))
+    worker = door.worker()
+    lines = worker.recv(65536).split(b"\r\n")
+    key = next(line for line in lines if line.startswith(b"sec-websocket-key: "))[19:]
+    door.tell(
+        worker,
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-accept: %b\r\n\r\n" % generate_accept_token(key),
+    )
+    return client, worker
+
+
+def test_the_smallest_chunks_are_read_piece_by_piece(door):
+    client = door.client(CHUNKED)
+    body = BODY + b" " * CHUNKED_PIECE_BYTES
+    client.sendall(chunks(body))
+    batch(door)
+    assert exchange(door).bytes_in <= AT_ONCE * CHUNKED_PIECE_BYTES // len(chunks(b" "))
+    door.turn()
+    door.tell(client, b"0\r\n\r\n")
+    assert door.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
+
+
+def test_large_chunks_need_no_turn_each(door):
+    client = door.client(CHUNKED)
+    size = PIECES * CHUNKED_PIECE_BYTES
+    client.sendall(b"%x\r\n%b" % (size, bytes(size)))
+    batch(door)
+    assert exchange(door).bytes_in == size
+
+
+def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(door):
+    client = door.client()
+    many = PIECES * READS_PER_TURN
+    client.sendall(REFUSED * many)
+    batch(door)
+    assert len(door.log) <= AT_ONCE * READS_PER_TURN
+    door.turn()
+    answers, end = heard(client)
+    assert (answers.count(b"HTTP/1.1 405 "), len(door.log), end) == (many, many, "open")
+
+
+@pytest.mark.parametrize(
+    "message", [frame(TEXT, b'{"type":"input.text"}'), frame(PING)], ids=["texts", "pings"]
+)
+def test_a_client_that_always_has_more_to_say_gives_up_its_turn(door, message):
+    client, _ = session(door)
+    before = exchange(door).bytes_in
+    sent = message * (PIECES * PIECE_BYTES // len(message))
+    client.sendall(sent)
+    batch(door)
+    assert exchange(door).bytes_in - before <= AT_ONCE * PIECE_BYTES
+    door.turn()
+    assert exchange(door).bytes_in - before == len(sent)
+
+
+def test_one_that_has_not_said_its_first_message_does_too(door):
+    client = door.client(UPGRADE)
+    sent = frame(PING) * (PIECES * CONFIG_PIECE_BYTES // len(frame(PING)))
+    client.sendall(sent)
+    batch(door)
+    assert exchange(door).bytes_in <= AT_ONCE * CONFIG_PIECE_BYTES
+    door.turn()
+    assert exchange(door).bytes_in == len(sent)
+
+
+def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(door):
+    client, worker = session(door)
+    heard(client)
+    event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one
+    many = PIECES * PIECE_BYTES // len(event)
+    worker.sendall(event * many)
+    batch(door)
+    assert exchange(door).pieces <= AT_ONCE * PIECE_BYTES // len(event)
+    door.turn()
+    assert exchange(door).pieces == many

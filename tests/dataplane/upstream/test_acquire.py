@@ -1,0 +1,67 @@
+"""Taking a worker where others may be quicker to its last place: a fleet says when they were."""
+
+import pytest
+
+from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.upstream.acquire import CHOICES, leave, take
+from omni_proxy.fleet.request_counters import SUCCEEDED
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.wire.errors import HttpError
+from tests.fleet.entries import entry, fleet_of
+
+
+@pytest.fixture
+async def door():
+    fleet = fleet_of(entry("a", max_inflight=2), entry("b", max_inflight=2))
+    return DataPlane(fleet, parse("[server]\n"), front_socket="/nowhere", below=lambda n: 0)
+
+
+def quicker(fleet, times):
+    """Others take the place `times` times, and have gone again at the next choice."""
+    asked = []
+
+    def overfilled(worker):
+        asked.append(worker)
+        return len(asked) <= times
+
+    fleet.overfilled = overfilled
+    return asked
+
+
+def request():
+    mine = Exchange(0.0, "1.1.1.1:1")
+    mine.need = Requirements(1)
+    return mine
+
+
+async def test_a_place_that_another_door_took_is_given_back_and_another_one_taken(door):
+    asked = quicker(door.fleet, 1)
+    mine = request()
+    worker = take(door, mine)
+    assert (len(asked), asked[1]) == (2, worker)
+    counts = {each: (each.in_flight, each.peak_in_flight) for each in door.fleet.workers}
+    assert counts.pop(worker) == (1, 1)
+    assert list(counts.values()) == [(0, 0)]
+    assert (mine.worker, mine.attempts) == (worker, 1)
+    leave(door, mine, SUCCEEDED)
+    assert [each.in_flight for each in door.fleet.workers] == [0, 0]
+
+
+async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(door):
+    asked = quicker(door.fleet, CHOICES)
+    mine = request()
+    with pytest.raises(HttpError, match="full a moment ago") as told:
+        take(door, mine)
+    assert told.value.code == "all_full"
+    assert len(asked) == CHOICES
+    assert [(w.in_flight, w.peak_in_flight) for w in door.fleet.workers] == [(0, 0)] * 2
+    assert (mine.worker, mine.attempts) == (None, 0)
+
+
+async def test_where_no_worker_has_a_bound_nobody_looks_again(door):
+    asked = quicker(door.fleet, CHOICES)
+    door.fleet.limited = False
+    take(door, request())
+    assert asked == []

@@ -1,0 +1,88 @@
+import pytest
+
+from omni_proxy.dataplane.upstream.pool import IDLE_SECS, UpstreamPool
+from tests.dataplane.pumping import Scripted, until
+
+
+@pytest.fixture
+def lane(pump):
+    return UpstreamPool(pump, ("127.0.0.1", 1), "worker:1")
+
+
+async def nothing(task):
+    return
+
+
+@pytest.fixture
+def task(pump):
+    return Scripted(pump, nothing)
+
+
+async def test_what_is_given_back_last_is_taken_first(pump, wires, lane, task):
+    first, second = (wires.conn(task)[0] for _ in range(2))
+    lane.give_back(first)
+    lane.give_back(second)
+    other = Scripted(pump, nothing)
+    assert [lane.take(other), lane.take(other), lane.take(other)] == [second, first, None]
+    assert first.task is second.task is other
+
+
+async def test_an_idle_connection_that_its_worker_closes_is_never_taken(wires, lane, task):
+    conn, far = wires.conn(task)
+    lane.give_back(conn)
+    far.close()
+    await until(lambda: conn.closed)
+    assert lane.take(task) is None
+
+
+async def test_an_idle_connection_that_speaks_unasked_is_dropped(wires, lane, task):
+    conn, far = wires.conn(task)
+    lane.give_back(conn)
+    far.send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+    await until(lambda: conn.closed)
+    assert lane.take(task) is None
+
+
+async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kept(
+    wires, lane, task
+):
+    ended, far = wires.conn(task)
+    far.close()
+    await until(lambda: ended.ended)
+    lane.give_back(ended)
+    unread, far = wires.conn(task)
+    far.send(b"more")
+    await until(lambda: unread.hot)
+    lane.give_back(unread)
+    assert (ended.closed, unread.closed, lane.idle) == (True, True, [])
+
+
+async def test_one_that_was_read_to_the_brim_but_is_empty_is_kept(wires, lane, task):
+    conn, far = wires.conn(task)
+    far.send(b"full")
+    await until(lambda: conn.hot)
+    assert (conn.read(4), conn.hot) == (b"full", True)
+    lane.give_back(conn)
+    assert (lane.take(task), conn.hot) == (conn, False)
+
+
+async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(pump, wires, lane, task):
+    old, young = (wires.conn(task)[0] for _ in range(2))
+    lane.give_back(old)
+    lane.give_back(young)
+    old.idle_since, young.idle_since = 100.0, 100.0 + IDLE_SECS
+    pump.now = 100.0 + IDLE_SECS + 1
+    lane.sweep()
+    assert (old.closed, young.closed, lane.idle) == (True, False, [young])
+
+
+async def test_a_closed_lane_keeps_nothing(wires, lane, task):
+    idle, used = (wires.conn(task)[0] for _ in range(2))
+    lane.give_back(idle)
+    lane.close()
+    lane.give_back(used)
+    assert (idle.closed, used.closed, lane.take(task)) == (True, True, None)
+
+
+async def test_the_host_line_names_the_worker(lane):
+    assert lane.host_line == b"host: worker:1\r\n"

@@ -1,0 +1,101 @@
+"""A queue over a fleet, with waiters that are tasks without sockets; the pump is turned by hand."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+
+from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.exchange.exchange import Exchange, settle
+from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
+from omni_proxy.dataplane.upstream.acquire import take
+from omni_proxy.fleet.capabilities import BIT
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.wire.errors import HttpError
+from tests.fleet.entries import fleet_of
+
+
+class Waiter(ConnectionTask):
+    """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
+
+    def __init__(self, room, model=None, version=None):
+        super().__init__(room.door.pump)
+        self.room, self.door, self.model = room, room.door, model
+        self.deadline = inf
+        self.client = SimpleNamespace(ended=False)
+        self.mine = Exchange(self.pump.now, "test")
+        self.mine.need = Requirements(BIT["chat"], model, version=version)
+        self.refusal = None
+        self.wants = ""  # what it waits for, and since when
+        self.joined = 0
+
+    @property
+    def granted(self):
+        """Let go, though its turn is yet to come."""
+        return self.phase == "queue" and self.due == inf
+
+    def clock(self, phase, secs):
+        self.phase = phase
+        self.joined = next(self.room.numbers)
+        self.due = min(self.pump.now + secs, self.deadline)
+
+    async def serve(self):
+        try:
+            await self._ask()
+        except HttpError as refusal:
+            self.refusal = refusal
+        except ClientDisconnected:
+            pass
+        else:
+            self.phase = "in"
+            self.room.gone_in.append(self)
+
+    async def _ask(self):
+        door, mine = self.door, self.mine
+        self.wants = "slot"
+        if not door.count_in(mine):
+            await door.queue.for_slot(self, mine, unread=False)
+        self.phase, self.wants = "pick", (self.model, mine.need.version)
+        try:
+            take(door, mine)
+        except HttpError as nobody:
+            await door.queue.for_worker(self, mine, nobody)
+
+    def finish(self):
+        if self in self.room.gone_in:
+            self.room.gone_in.remove(self)
+        settle(self.door, self.mine, "done")
+
+    def leave(self):
+        self.throw(ClientDisconnected())
+        self.finish()
+
+
+class Room:
+    def __init__(self, *entries, config="", healthy=True):
+        self.fleet = fleet_of(*entries, healthy=healthy)
+        self.door = DataPlane(
+            self.fleet, parse(f"[server]\n{config}"), front_socket="/nowhere", below=lambda n: 0
+        )
+        self.queue = self.door.queue
+        self.gone_in = []  # in the order in which they got what they wanted
+        self.numbers = iter(range(10**9))
+
+    def come(self, model=None, version=None):
+        waiter = Waiter(self, model, version)
+        waiter.start()
+        return waiter
+
+    def turn(self):
+        """Everything that was resumed runs."""
+        pump = self.door.pump
+        again, pump._again = pump._again, []
+        for task in again:
+            task.step()
+
+    def reconfigure(self, config):
+        self.door._take(parse(f"[server]\n{config}"))
+
+    def close(self):
+        self.door.pump._set.close()

@@ -1,0 +1,46 @@
+"""A fleet, a keeper's stand-in and a real prober, for the prober's tests."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.overlay import Desired
+from omni_proxy.config.schema import Config, HealthConfig
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.health.prober import Prober
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+URL = "http://127.0.0.1:8011"
+
+
+def desired(url):
+    return Desired(
+        url=url, model=None, capabilities=frozenset(CAPABILITIES), disabled=False, weight=1,
+        max_inflight=0, origin="file",
+    )  # fmt: skip
+
+
+class World(SimpleNamespace):
+    def configure(self, **health):
+        old, self.keeper.config = self.keeper.config, Config(health=HealthConfig(**health))
+        for callback in self.keeper.callbacks:
+            callback(old, self.keeper.config)
+
+    def add(self, *urls):
+        self.urls.extend(urls)
+        self.fleet.apply([desired(url) for url in self.urls], NOW)
+        return self.fleet.find(urls[-1])
+
+    def remove(self, url):
+        self.urls.remove(url)
+        self.fleet.apply([desired(known) for known in self.urls], NOW)
+
+
+def build_world():
+    callbacks = []
+    keeper = SimpleNamespace(config=Config(), callbacks=callbacks, subscribe=callbacks.append)
+    fleet = Fleet()
+    prober = Prober(fleet, keeper, jitter=lambda: 0.5)
+    return World(fleet=fleet, keeper=keeper, urls=[], prober=prober)

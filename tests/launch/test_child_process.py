@@ -1,0 +1,77 @@
+import os
+import signal
+import sys
+
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.launch.child_process import LINE_CHARS, OutputLines, ParentDeathGuard
+from tests.processes import until_gone
+
+KEPT = """
+import sys, trio
+from omni_proxy.launch.child_process import ParentDeathGuard
+
+async def main():
+    leash = ParentDeathGuard()
+    await leash.attach()
+    for _ in range(2):
+        child = await leash.start(["sleep", "600"], {"PATH": "/usr/bin:/bin"}, print)
+        print(child.pid, flush=True)
+    await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+async def test_a_program_that_is_killed_leaves_no_child_behind():
+    argv = [sys.executable, "-c", KEPT]
+    keeper = await trio.lowlevel.open_process(argv, stdout=-1)
+    printed = b""
+    while printed.count(b"\n") < 2:
+        printed += await keeper.stdout.receive_some()
+    pids = [int(line) for line in printed.split()]
+    os.kill(keeper.pid, signal.SIGKILL)
+    await keeper.wait()
+    await keeper.stdout.aclose()
+    for pid in pids:
+        await until_gone(pid)
+
+
+async def test_last_words_are_read_although_the_child_has_ended():
+    said = []
+    leash = ParentDeathGuard()
+    await leash.attach()
+    script = "import sys; print('x' * 200_000); print('last words'); sys.exit(4)"
+    child = await leash.start([sys.executable, "-c", script], dict(os.environ), said.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(child.pass_on_output)
+        assert await child.ended() == "process ended with exit status 4"
+        nursery.cancel_scope.cancel()
+    await child.stop()
+    await leash.detach()
+    assert said[-1] == "last words"
+
+
+@given(st.lists(st.text("ab \r\n", max_size=50)), st.data())
+def test_lines_do_not_depend_on_how_the_output_was_cut(parts, data):
+    whole = "".join(parts).encode() + b"\n"
+    expected = [line.rstrip() for line in whole.decode().replace("\r", "\n").split("\n")]
+    lines, found, rest = OutputLines(), [], whole
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        found += lines.feed(rest[:size])
+        rest = rest[size:]
+    assert found == [line for line in expected if line]
+
+
+@given(st.binary(max_size=20_000))
+def test_no_line_is_endless_or_moves_the_cursor(output):
+    for line in OutputLines().feed(output + b"\n"):
+        assert len(line) <= LINE_CHARS + len(" [cut]")
+        assert not any(char < " " and char != "\t" for char in line)
+
+
+def test_colours_are_dropped():
+    assert OutputLines().feed(b"\x1b[32mINFO\x1b[0m ready\n") == ["INFO ready"]

@@ -1,0 +1,68 @@
+import sys
+
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.launch.command import argv_of, environment_of, recipe
+
+ENTRY = LaunchEntry(
+    command=("serve", "--at={host}:{port}", '--json={"port": 1, "x": {}}', "{index}/{gpus}"),
+    base_port=31000,
+    env={"HIP_VISIBLE_DEVICES": "{gpus}", "HOME": "/there"},
+    gpus_per_replica=2,
+)
+
+
+def test_place_holders_are_filled_and_other_braces_kept():
+    words = ["serve", "--at=127.0.0.1:31003", '--json={"port": 1, "x": {}}', "3/4,5"]
+    assert argv_of(ENTRY, 3, ("4", "5")) == words
+
+
+def test_the_entry_has_the_last_word_over_the_environment():
+    env = environment_of(ENTRY, 0, ("4", "5"), {"HOME": "/here", "CUDA_VISIBLE_DEVICES": "0"})
+    assert env == {
+        "PYTHONUNBUFFERED": "1",
+        "HOME": "/there",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+        "HIP_VISIBLE_DEVICES": "4,5",
+    }
+
+
+def test_without_gpus_of_its_own_it_sees_those_that_we_see():
+    env = environment_of(LaunchEntry(command=("x",)), 0, (), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_our_own_name_needs_no_path():
+    entry = LaunchEntry(command=("omni-proxy", "replica"))
+    assert argv_of(entry, 0, ()) == [sys.executable, "-m", "omni_proxy", "replica"]
+
+
+def test_a_single_file_build_is_its_own_interpreter(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    entry = LaunchEntry(command=("omni-proxy", "replica"))
+    assert argv_of(entry, 0, ()) == [sys.executable, "replica"]
+
+
+def test_an_archive_is_started_again_as_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["./omni-proxy.pyz", "--config", "x"])
+    argv = argv_of(LaunchEntry(command=("omni-proxy", "replica")), 0, ())
+    assert argv == [sys.executable, f"{tmp_path}/omni-proxy.pyz", "replica"]
+
+
+def test_a_single_file_builds_libraries_are_for_itself_alone(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    unpacked = {"LD_LIBRARY_PATH": "/tmp/_MEI1", "_PYI_ARCHIVE_FILE": "/bin/omni-proxy"}
+    env = {"HOME": "/here", **unpacked}
+    other, ours = LaunchEntry(command=("vllm",)), LaunchEntry(command=("omni-proxy", "replica"))
+    assert environment_of(other, 0, (), env) == {"PYTHONUNBUFFERED": "1", "HOME": "/here"}
+    assert environment_of(ours, 0, (), env) == {"PYTHONUNBUFFERED": "1", **env}
+    before = {**env, "LD_LIBRARY_PATH_ORIG": "/opt/cuda"}
+    assert environment_of(other, 0, (), before)["LD_LIBRARY_PATH"] == "/opt/cuda"
+    monkeypatch.setattr(sys, "frozen", False)
+    assert environment_of(other, 0, (), env)["LD_LIBRARY_PATH"] == "/tmp/_MEI1"
+
+
+def test_only_what_a_process_is_started_from_is_in_its_recipe():
+    same = LaunchEntry(command=("x",), replicas=5, model="m", restart="never")
+    assert recipe(same) == recipe(LaunchEntry(command=("x",)))
+    assert recipe(same) != recipe(LaunchEntry(command=("x",), base_port=32000))

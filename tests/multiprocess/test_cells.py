@@ -1,0 +1,33 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.multiprocess.shared_counters import FreeSlots
+
+COUNT = 5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sets(st.integers(1, COUNT)))))
+def test_a_cell_that_is_taken_is_nobody_elses_and_was_free_for_longest(steps):
+    cells = FreeSlots(COUNT)
+    taken: list[int] = []
+    free = list(range(1, COUNT))  # in the order of when each was given back
+    for takes, which, in_use in steps:
+        if takes:
+            expected = next((cell for cell in free if cell not in in_use), COUNT)
+            fresh = cells.highest < COUNT - 1  # nothing is counted where nobody ever was
+            expected = free[0] if fresh else expected
+            assert cells.take(in_use.__contains__) == expected
+            if expected != COUNT:
+                passed_over = free[: free.index(expected)]
+                free = free[free.index(expected) + 1 :] + passed_over
+            else:
+                free = list(free)
+            taken.append(expected)
+            assert cells.highest >= max(taken)
+        elif taken:
+            cell = taken.pop(which % len(taken))
+            cells.give_back(cell)
+            if cell != COUNT:
+                free.append(cell)
+        mine = [cell for cell in taken if cell != COUNT]
+        assert len(set(mine)) == len(mine)

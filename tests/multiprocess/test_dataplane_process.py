@@ -1,0 +1,54 @@
+"""What a door does with control's messages, in this process."""
+
+import os
+import socket
+
+import msgspec
+import pytest
+
+from omni_proxy.config.parse import parse
+from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.multiprocess import shared_sessions
+from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
+from omni_proxy.multiprocess.ipc_channel import IpcChannel
+from omni_proxy.multiprocess.messages import (
+    Begin,
+    Forget,
+    StateSnapshot,
+    ToControl,
+    ToDoor,
+    VoiceListMessage,
+)
+from omni_proxy.multiprocess.shared_counters import SharedCounters
+from tests.fleet.entries import entry, fleet_of
+
+
+@pytest.fixture
+async def house(logging_as_it_was, nursery):
+    """A door that has been told of two workers, with the serials 1 and 2."""
+    one, other = socket.socketpair()
+    control = IpcChannel(one, msgspec.msgpack.Decoder(ToControl))
+    door = IpcChannel(other, msgspec.msgpack.Decoder(ToDoor))
+    kept = shared_sessions.made()
+    begin = Begin(1, "/nowhere", 5.0)
+    control.tell(begin, [SharedCounters.made().descriptor, kept])
+    os.close(kept)
+    nursery.start_soon(control.pass_on)
+    assert await door.hear() == [begin]
+    fleet = fleet_of(entry("a"), entry("b"))
+    rows = tuple(
+        row_of(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
+    )
+    yield DataPlaneProcess(
+        begin, StateSnapshot(1, rows, parse(""), VoiceListMessage("", None), 0, 1), door
+    )
+    control.close()
+    door.close()
+
+
+async def test_what_control_calls_forgotten_is_forgotten_and_a_worker_that_left_is_no_fault(house):
+    forgotten = []
+    house.fleet.watch_forgotten(forgotten.append)
+    house.take(Forget(2))
+    house.take(Forget(3))
+    assert [worker.url for worker in forgotten] == ["http://b:1"]

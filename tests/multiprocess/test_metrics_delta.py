@@ -1,0 +1,128 @@
+"""What is counted at doors and summed by control is what one process would have counted."""
+
+import msgspec
+
+from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.multiprocess.messages import Tally
+from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, add
+from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
+from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
+from tests.fleet.entries import NOW, entry, fleet_of
+from tests.telemetry.ends import ended, refused, whole
+
+
+def fleets():
+    """One process's, and that of a door beside it."""
+    whole = fleet_of(entry("a"), entry("b"))
+    rows = [row_of(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)]
+    follows = ReplicatedFleet(SharedCounters.made(), 1, lambda: 0.0, lambda message: None)
+    follows.follow(rows, NOW)
+    return whole, follows
+
+
+def exchanges(fleet):
+    a, b = fleet.workers
+    yield ended(a), a
+    yield ended(a, outcome="cut_by_proxy", ended_by="proxy"), a
+    yield ended(b, status=502, outcome="upstream_error", model="m"), b
+    tried = [(a, "connect_failure"), (b, "503")]
+    yield ended(b, tried=tried, attempts=3, queued_secs=0.3, connect_secs=0.1), b
+    usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
+    yield ended(a, tail=usage), a
+    yield refused(), None
+    for secs in (0.1, 30.0):
+        yield whole(a, secs, model="m"), a
+    yield whole(b, wait_at=100.15), b
+
+
+def shown(meters, recent):
+    names = {worker: worker.url for worker in meters._fleet.workers} | {None: ""}
+    cells = {
+        (route, names[worker]): (
+            cell.ends, cell.total.counts, cell.first.counts, cell.between.counts,
+            round(cell.total.sum, 6), round(cell.first.sum, 6),
+            cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
+        )
+        for (route, worker), cell in meters.cells.items()
+    }  # fmt: skip
+    phases = {
+        route: [getattr(each, name).counts for name in PHASES]
+        for route, each in meters.phases.items()
+    }
+    tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_tries.items()}
+    slots = {names[worker]: slot.requests for worker, slot in recent.sums.items()}
+    so_far = recent.second_so_far()
+    second = (so_far.requests, so_far.errors, so_far.firsts)
+    return cells, phases, tries, meters.retries, slots, second, len(recent.ends())
+
+
+def overhead_aside(shown):
+    """It is measured with the clock of the moment."""
+    cells, phases, *rest = shown
+    return cells, {route: len(each) for route, each in phases.items()}, *rest
+
+
+def test_two_doors_make_what_one_would():
+    whole, follows = fleets()
+    recent, door = RecentWindow(), MetricsDelta(follows)
+    one = Metrics(whole, recent)
+    for mine, worker in exchanges(whole):
+        one.count(mine, worker)
+    summed_recent = RecentWindow()
+    summed = Metrics(whole, summed_recent)
+    workers = dict(enumerate(whole.workers, start=1))
+    for mine, worker in exchanges(follows):
+        door.count(mine, worker)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(door.taken()), type=Tally)
+        add(told, summed, summed_recent, workers.get)
+    left = door.taken()
+    assert not left.cells
+    assert not left.slots
+    wanted = overhead_aside(shown(one, recent))
+    assert overhead_aside(shown(summed, summed_recent)) == wanted
+    assert wanted[3] == 2
+
+
+def test_a_stream_that_outlasts_its_tallies_is_told_in_each_and_no_gap_twice():
+    whole, follows = fleets()
+    meters, recent, door = Metrics(whole, RecentWindow()), RecentWindow(), MetricsDelta(follows)
+    workers = dict(enumerate(whole.workers, start=1))
+    mine = ended()
+    mine.worker = follows.workers[0]
+    path = mine.route.path
+    gaps = door.gaps(mine)
+    add(door.taken(), meters, recent, workers.get)
+    for secs in (0.02, 0.3, 4.0):
+        gaps.observe(secs)
+        add(door.taken(), meters, recent, workers.get)
+        door.count(ended(mine.worker), mine.worker)  # another one ends meanwhile
+        add(door.taken(), meters, recent, workers.get)
+    between = meters.cells[path, whole.workers[0]].between
+    assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
+    assert not door.taken().cells
+
+
+def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
+    whole, follows = fleets()
+    door = MetricsDelta(follows)
+    mine = ended()
+    mine.worker = follows.workers[0]
+    gaps = door.gaps(mine)
+    follows.follow([row_of(whole.workers[1], 2, 2)], NOW)
+    gaps.observe(0.1)
+    assert not door.taken().cells
+
+
+def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped():
+    whole, follows = fleets()
+    meters, recent = Metrics(whole, RecentWindow()), RecentWindow()
+    door = MetricsDelta(follows)
+    for worker in follows.workers:
+        worker.count("generation", routed=3, failed=1)
+    told = door.taken()
+    add(told, meters, recent, {1: whole.workers[0]}.get)
+    assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
+    assert not whole.workers[1].routed
+    assert not door.taken().worker_ends

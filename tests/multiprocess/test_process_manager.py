@@ -1,0 +1,80 @@
+"""Control and its doors in this process; theirs are real."""
+
+import errno
+import os
+
+import pytest
+
+from omni_proxy.config.flags import Startup
+from omni_proxy.dataplane.accept.listener import Listener
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.multiprocess.process_manager import ProcessManager
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.telemetry.instruments import Instruments
+from omni_proxy.telemetry.line_log import LineLog
+
+
+@pytest.fixture
+async def house(nursery, tmp_path, logging_as_it_was):
+    """A keeper with its file, and the doors that follow it: one for now."""
+    file = tmp_path / "proxy.toml"
+    file.write_text("[server]\nport = 0\n")
+    fleet, socket = Fleet(), str(tmp_path / "front")
+    keeper = ConfigStore(Startup(file, {}, (), ""), fleet)
+    door = DataPlane(fleet, keeper.config, front_socket=socket, below=lambda _: 0)
+    logs = {"access_log": LineLog(), "route_log": LineLog()}
+    doors = ProcessManager(fleet, door, Instruments(fleet, lambda: (0, 0), logs), socket)
+    keeper.prepare_with(doors.prepare)
+    await nursery.start(door.run)
+    await nursery.start(doors.run)
+    keeper.start()
+    return file, keeper, doors
+
+
+def unable(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "number"),
+    [
+        ("[server]\nport = 0\nprocesses = 2\n", "dup", errno.EMFILE),
+        ("[server]\nhost = '127.0.0.2'\nport = 0\nprocesses = 2\n", "dup", errno.EMFILE),
+        ("[server]\nhost = '127.0.0.2'\nport = 0\nprocesses = 2\n", "watch", errno.ENOSPC),
+        ("[admin]\nlisten = 'unix:FOLDER/a'\n[server]\nport = 0\n", "watch", errno.ENOSPC),
+    ],
+)
+async def test_a_reload_for_which_there_is_no_room_changes_nothing_and_is_applied_when_there_is(
+    house, monkeypatch, tmp_path, text, part, number
+):
+    file, keeper, doors = house
+    before, descriptors = (keeper.config, doors.door.addresses()), set(os.listdir("/proc/self/fd"))
+    if part == "dup":
+        monkeypatch.setattr(Listener, "shared", unable(number))
+    else:
+        monkeypatch.setattr(doors.door.pump, "register", unable(number))
+    file.write_text(text.replace("FOLDER", str(tmp_path)))
+    told = await keeper.reload("file")
+    assert (told.outcome, told.revision) == ("refused", 1)
+    assert os.strerror(number) in str(told.error)
+    assert (keeper.config, doors.door.addresses()) == before
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    assert not (tmp_path / "a").exists()
+    monkeypatch.undo()
+    assert (await keeper.reload("file")).outcome == "applied"
+    assert len(doors.seats) == (2 if "processes" in text else 0)
+
+
+async def test_control_accepts_again_without_any_room(house, monkeypatch):
+    file, keeper, doors = house
+    file.write_text("[server]\nport = 0\nprocesses = 2\n")
+    await keeper.reload("file")
+    monkeypatch.setattr(Listener, "shared", unable(errno.EMFILE))
+    monkeypatch.setattr(doors.door.pump, "register", unable(errno.ENOSPC))
+    doors._port.rest()
+    doors._port.work()
+    assert not doors._port.rests

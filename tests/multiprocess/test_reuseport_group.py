@@ -1,0 +1,133 @@
+"""Real sockets: which of them new connections come to."""
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from omni_proxy.dataplane.accept.listener import Listener, open_socket
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
+
+
+@pytest.fixture
+def port():
+    pump = EventLoop()
+    listener = Listener(pump, open_socket("127.0.0.1", 0), lambda sock, peer: sock.close())
+    made = ReuseportGroup(pump, listener)
+    yield made
+    made.end()
+    listener.close()
+    pump.settle()
+
+
+def came(port, socks, count=60):
+    """How many of so many new connections each socket got."""
+    address = socks[0].getsockname()
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(address))
+        return [accepted(sock) for sock in socks]
+
+
+def accepted(sock):
+    number = 0
+    while True:
+        try:
+            sock.accept()[0].close()
+        except BlockingIOError:
+            return number
+        number += 1
+
+
+def test_each_seat_gets_its_share(port):
+    socks = [port.listen(seat) for seat in range(3)]
+    counts = came(port, socks, 120)
+    assert sum(counts) == 120
+    assert min(counts) > 10
+
+
+def test_connections_are_steered_to_the_seats_that_serve_whichever_they_are(port):
+    socks = [port.listen(seat) for seat in range(4)]
+    for seats in ([1, 3], [0], [2], [0, 1, 2], [3]):
+        port.steer(seats)
+        counts = came(port, socks)
+        assert {seat for seat, count in enumerate(counts) if count} == set(seats)
+    port.steer(range(4))
+    assert all(came(port, socks, 120))
+    port.steer([])
+    assert all(came(port, socks, 120))
+
+
+def test_steering_is_right_after_a_socket_in_the_middle_was_closed(port):
+    socks = {seat: port.listen(seat) for seat in range(4)}
+    port.steer([0, 2, 3])
+    port.close(1)
+    del socks[1]
+    for seats in ([3], [2], [0, 3]):
+        port.steer(seats)
+        counts = dict(zip(socks, came(port, list(socks.values())), strict=True))
+        assert {seat for seat, count in counts.items() if count} == set(seats)
+
+
+def test_closing_a_socket_leads_no_connection_to_another_than_before(port):
+    socks = [port.listen(seat) for seat in range(5)]
+    port.steer([2, 4])
+    for closed in (1, 3):
+        port.close(closed)
+        assert sum(came(port, [socks[2], socks[4]])) == 60
+    port.steer([0])
+    for closed in (4, 2):
+        port.close(closed)
+        assert came(port, socks[:1]) == [60]
+    assert [sock.fileno() for sock in socks[1:]] == [-1] * 4
+
+
+def test_a_seat_that_is_taken_anew_has_its_socket_again(port):
+    socks = [port.listen(seat) for seat in range(3)]
+    port.steer([2])
+    port.close(1)
+    assert port.listen(1) is socks[1]
+    port.close(2)
+    port.steer([1])
+    assert came(port, [socks[1]]) == [60]
+
+
+def test_what_waits_in_the_queue_of_a_door_that_ended_is_there_for_the_next(port):
+    lent = port.listen(1).dup()
+    port.steer([1])
+    with socket.create_connection(lent.getsockname()):
+        lent.close()
+        assert accepted(port.listen(1)) == 1
+
+
+def test_the_port_is_refused_to_others_all_the_same(port):
+    port.listen(1)
+    host, number = port.listener._sock.getsockname()
+    with pytest.raises(OSError, match="in use"):
+        open_socket(host, number)
+
+
+def test_control_rests_and_works_again_on_the_same_socket(port):
+    events = port._pump._set
+    events.poll(0)  # the bell's
+    port.rest()
+    with socket.create_connection(port.listener._sock.getsockname()):
+        assert events.poll(0.05) == []
+        port.work()  # it can see those who came meanwhile
+        assert [fd for fd, _ in events.poll(0)] == [port.listener._fd]
+        assert accepted(port.listener._sock) == 1
+    assert came(port, [port.listener._sock], 3) == [3]
+
+
+def test_a_unix_socket_is_the_same_one_for_all(tmp_path):
+    pump = EventLoop()
+    listener = Listener(pump, open_socket(f"unix:{tmp_path}/s", 0), lambda sock, peer: None)
+    port = ReuseportGroup(pump, listener)
+    assert port.listen(0) is port.listen(5)
+    port.steer([1])
+    port.close(1)
+    port.end()
+    assert (tmp_path / "s").exists()
+    listener.close()
+    pump.settle()

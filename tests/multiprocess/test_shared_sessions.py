@@ -1,0 +1,72 @@
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.multiprocess.replicated_fleet import SharedWorker
+from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_sessions import PLACES, SharedSessions, made
+from tests.fleet.entries import NOW, entry
+
+
+@pytest.fixture(scope="module")
+def row():
+    return SharedCounters.made().row(1)
+
+
+def world(row, count=4):
+    workers = {n: SharedWorker(entry(f"w{n}"), NOW, (n, n), row) for n in range(1, count + 1)}
+    descriptor = made()
+    doors = [SharedSessions(os.dup(descriptor), workers.get) for _ in range(2)]
+    os.close(descriptor)
+    for door in doors:
+        door.tune(100_000, 60.0)
+    return workers, doors
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.text(max_size=3), st.integers(1, 4), st.integers(0, 40)),
+        max_size=60,
+    )
+)
+def test_both_doors_agree_with_a_plain_table(row, steps):
+    workers, doors = world(row)
+    table, now = {}, 0.0
+    for door, key, serial, secs in steps:
+        now += secs
+        kept = table.get(key)
+        wanted = kept[0] if kept and now - kept[1] <= 60 else None
+        assert doors[door].find(key, now) is wanted
+        if wanted is None:
+            doors[1 - door].keep(key, workers[serial], now)
+            table[key] = (workers[serial], now)
+
+
+def test_past_the_bound_those_used_last_stay(row):
+    workers, (one, other) = world(row)
+    for door in (one, other):
+        door.tune(PLACES, 0.0)
+    for number in range(3 * PLACES):
+        one.keep(f"k{number}", workers[1], float(number))
+        one.keep("again", workers[2], float(number))
+    assert other.find("again", 99.0) is workers[2]
+    assert other.find(f"k{3 * PLACES - 1}", 99.0) is workers[1]
+    assert other.find("k0", 99.0) is None
+    assert len(other) == PLACES
+
+
+def test_a_session_of_a_worker_that_is_gone_is_none(row):
+    workers, (one, other) = world(row)
+    one.keep("me", workers[3], 0.0)
+    del workers[3]
+    assert other.find("me", 1.0) is None
+
+
+def test_the_number_of_sessions_is_about_right(row):
+    workers, (one, other) = world(row)
+    for number in range(40_000):
+        one.keep(str(number), workers[1], 1.0)
+    assert 30_000 < len(other) < 50_000

@@ -1,0 +1,59 @@
+"""What tests of receivers share: trainers, receivers of both kinds, one nest for all of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.process_group import forkserver_client as nests
+from omni_proxy.process_group.forkserver_client import SHARED, ForkServer
+from omni_proxy.process_group.receiver import open_receiver
+from tests.process_group.pooling import pool
+from tests.process_group.receiving import LIMITS, light
+
+__all__ = ["pool"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def held_nest():
+    """torch is imported once, however many receivers come."""
+    SHARED.hold()
+    yield
+    SHARED.release()
+
+
+@pytest.fixture
+def nest(monkeypatch):
+    """One whose forks know nothing of torch."""
+    monkeypatch.setattr(nests, "command", light())
+    nest = ForkServer()
+    nest.hold()
+    yield nest
+    nest.release()
+
+
+@pytest.fixture
+def trainer(pool):
+    return pool.trainer()
+
+
+@pytest.fixture(scope="module", params=["process", "thread"])
+def isolation(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kept(isolation):
+    # gloo holds a thread of this process until the receive's own time is over.
+    limits = LIMITS if isolation == "process" else replace(LIMITS, receive_secs=3.0)
+    receiver = open_receiver(isolation, limits, name="test")
+    receiver.warm()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def receiver(kept):
+    """One for all tests of a kind: what a test leaves behind must not matter to the next."""
+    yield kept
+    for group in kept.status()["groups"]:
+        kept.destroy(group["group_name"])

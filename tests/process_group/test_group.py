@@ -1,0 +1,290 @@
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch
+
+from omni_proxy.process_group.group import GroupError, GroupLimits, Groups, Rendezvous
+from tests.process_group.trainer_side import free_port
+from tests.process_group.waiting import until
+
+SPECS = [("a.weight", "float32", [2, 3])]
+TENSORS = [("float32", [2, 3], 1)]
+
+
+@pytest.fixture
+def groups():
+    groups = Groups(GroupLimits(stall_secs=5.0, silent_secs=10.0, ping_secs=1.0))
+    yield groups
+    groups.close()
+
+
+def meeting(port, name="g", **changes):
+    usual = {"master_address": "127.0.0.1", "rank": 1, "world_size": 2, "backend": "gloo"}
+    return Rendezvous(**{**usual, "timeout_s": 20.0, **changes}, master_port=port, group_name=name)
+
+
+def joined(groups, trainer, name="g", *, form="raw", host="127.0.0.1", **changes):
+    port = trainer.tell("open", group=name, form=form, host=host)["port"]
+    groups.init(meeting(port, name, **{"master_address": host, **changes}))
+    assert trainer.reply() == {"joined": True}
+    return port
+
+
+def works(groups, trainer, name="g"):
+    trainer.order("send", group=name, tensors=TENSORS)
+    received = groups.receive(name, SPECS)
+    assert len(trainer.reply()["sent"]) == 1
+    return received["a.weight"].shape == (2, 3)
+
+
+def left(groups, trainer, name="g"):
+    groups.destroy(name)
+    assert trainer.tell("destroy", group=name) == {"destroyed": True}
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0)
+        yield listener
+
+
+@pytest.mark.parametrize("form", ["raw", "helper", "rendezvous"])
+def test_it_meets_a_trainer_however_that_makes_its_group(groups, trainer, form):
+    joined(groups, trainer, form=form)
+    (shown,) = groups.status()["groups"]
+    assert shown["state"] == "ready"
+    assert not shown["owner_gone"]
+    assert works(groups, trainer)
+    left(groups, trainer)
+    assert groups.status()["groups"] == []
+
+
+def test_the_group_is_neither_the_default_one_nor_known_by_name(groups, trainer):
+    joined(groups, trainer)
+    assert not torch.distributed.is_initialized()
+    assert not torch.distributed.distributed_c10d._world.pg_names
+    left(groups, trainer)
+
+
+def test_a_port_may_be_a_numeric_string_and_an_address_a_name(groups, trainer):
+    port = trainer.tell("open", group="g")["port"]
+    groups.init(meeting(f" {port} ", master_address="localhost"))
+    assert trainer.reply() == {"joined": True}
+    left(groups, trainer)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
+def test_an_address_may_be_a_bracketed_one_of_version_6(groups, trainer):
+    port = trainer.tell("open", group="g", host="::1")["port"]
+    groups.init(meeting(port, master_address="[::1]"))
+    assert trainer.reply() == {"joined": True}
+    assert groups.status()["groups"][0]["owner"] == f"[::1]:{port}"
+    left(groups, trainer)
+
+
+def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
+    port = free_port()
+    with ThreadPoolExecutor(1) as threads:
+        init = threads.submit(groups.init, meeting(port))
+        until(lambda: groups.status()["groups"])
+        trainer.order("open", group="g", port=port)
+        init.result()
+    assert trainer.reply() == {"port": port}
+    assert trainer.reply() == {"joined": True}
+    left(groups, trainer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rank": 0}, "rank 0 is the trainer"),
+        ({"rank": 4, "world_size": 4}, "ours must be 1 to 3"),
+        ({"rank": -1}, "rank -1"),
+        ({"rank": "1"}, "rank must be an integer"),
+        ({"world_size": 1}, "world_size 1"),
+        ({"world_size": True}, "world_size must be an integer"),
+        ({"backend": "mpi"}, "'mpi'"),
+        ({"master_address": "[]"}, "master_address"),
+        ({"timeout_s": 0.0}, "timeout"),
+        ({"timeout_s": float("nan")}, "timeout"),
+        ({"timeout_s": 1e300}, "timeout"),
+    ],
+)
+def test_what_could_only_hang_is_refused_before_anything_is_opened(groups, listener, changes, said):
+    with pytest.raises(GroupError, match="(?s)" + said.replace("[", r"\[")):
+        groups.init(meeting(listener.getsockname()[1], **changes))
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    assert groups.status()["groups"] == []
+
+
+@pytest.mark.parametrize("port", [0, 65536, "port", "", "-1", None, True, 1.5, "²"])
+def test_a_port_that_is_none_is_refused(groups, port):
+    with pytest.raises(GroupError, match="master_port must be a port"):
+        groups.init(meeting(port))
+
+
+def test_a_group_needs_a_name(groups):
+    with pytest.raises(GroupError, match="group_name"):
+        groups.init(meeting(1, ""))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_nccl_without_a_gpu_is_refused_at_once(groups, listener):
+    with pytest.raises(GroupError, match="needs a CUDA device"):
+        groups.init(meeting(listener.getsockname()[1], backend="nccl"))
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+def test_nobody_at_the_address_is_said_when_the_time_is_over(groups):
+    port = free_port()
+    with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
+        groups.init(meeting(port, timeout_s=0.5))
+    until(lambda: not groups.status()["abandoned_threads"])
+
+
+def test_a_name_that_does_not_resolve_is_said_at_once(groups):
+    with pytest.raises(GroupError, match=r"'no\.such\.host\.invalid' does not resolve"):
+        groups.init(meeting(1, master_address="no.such.host.invalid"))
+
+
+def test_a_port_that_accepts_and_says_nothing_holds_no_thread(listener):
+    groups = Groups(GroupLimits(silent_secs=0.4))
+    before = threading.active_count()
+    with pytest.raises(GroupError, match="no torch store answered"):
+        groups.init(meeting(listener.getsockname()[1]))
+    assert groups.status() == {"groups": [], "abandoned_threads": [], "kept_bytes": 0}
+    until(lambda: threading.active_count() <= before)
+
+
+def test_a_service_of_another_kind_is_told_from_a_store(groups, listener):
+    listener.settimeout(10)
+
+    def answer():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            # Who has read enough hangs up, with or without reading the rest.
+            with suppress(ConnectionResetError):
+                while connection.recv(1 << 16):
+                    pass
+
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(answer)
+        with pytest.raises(GroupError, match="speaks another protocol"):
+            groups.init(meeting(listener.getsockname()[1]))
+        answered.result()
+
+
+def test_a_rank_that_never_comes_ends_the_meeting_and_its_thread_is_counted(groups, trainer):
+    port = trainer.tell("open", group="g", world=3, timeout=2.0)["port"]
+    with pytest.raises(GroupError, match="waiting for all 3 ranks"):
+        groups.init(meeting(port, world_size=3, timeout_s=1.0))
+    assert groups.status()["groups"] == []
+    assert "fault" in trainer.reply()
+    until(lambda: not groups.status()["abandoned_threads"])
+    joined(groups, trainer)
+    left(groups, trainer)
+
+
+def test_a_trainer_that_dies_during_the_meeting_ends_it_at_once(groups, trainer):
+    port = trainer.tell("open", group="g", world=3)["port"]
+    with ThreadPoolExecutor(1) as threads:
+        # Short enough that the thread which is given up is back before this test file ends.
+        init = threads.submit(groups.init, meeting(port, world_size=3, timeout_s=6.0))
+        until(lambda: groups.status()["groups"] and _linked(groups))
+        trainer.kill()
+        with pytest.raises(GroupError, match=r"trainer at .* has gone|no group, while waiting"):
+            init.result()
+    assert groups.status()["groups"] == []
+
+
+def _linked(groups):
+    return groups._members["g"].link is not None
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(lambda groups: groups.destroy("g"), "'g' was destroyed"), (Groups.close, "destroyed")],
+)
+def test_a_meeting_can_be_ended_from_another_thread(groups, end, said):
+    with ThreadPoolExecutor(1) as threads:
+        init = threads.submit(groups.init, meeting(free_port()))
+        until(lambda: groups.status()["groups"])
+        end(groups)
+        with pytest.raises(GroupError, match=said):
+            init.result()
+    until(lambda: not groups.status()["abandoned_threads"])
+
+
+def test_after_the_close_nothing_is_joined(groups):
+    groups.close()
+    with pytest.raises(GroupError, match="shutting down"):
+        groups.init(meeting(free_port()))
+
+
+def test_a_second_group_of_a_name_is_refused_while_its_trainer_lives(groups, trainer):
+    port = joined(groups, trainer)
+    with pytest.raises(GroupError, match=f"'g' is ready for the trainer at 127.0.0.1:{port}"):
+        groups.init(meeting(free_port()))
+    assert works(groups, trainer)
+    left(groups, trainer)
+
+
+def test_a_group_whose_trainer_has_gone_is_replaced(groups, pool):
+    first = pool.trainer()
+    joined(groups, first)
+    first.kill()
+    second = pool.trainer()
+    joined(groups, second)
+    assert works(groups, second)
+    left(groups, second)
+
+
+def test_groups_of_two_names_live_side_by_side(groups, trainer):
+    joined(groups, trainer, "one")
+    joined(groups, trainer, "two", form="helper")
+    assert works(groups, trainer, "two")
+    assert works(groups, trainer, "one")
+    left(groups, trainer, "one")
+    assert works(groups, trainer, "two")
+    left(groups, trainer, "two")
+
+
+def test_a_group_that_is_not_there_cannot_be_destroyed(groups, trainer):
+    with pytest.raises(GroupError, match=r"^The group to be destroyed does not exist\.$"):
+        groups.destroy("g")
+    joined(groups, trainer)
+    left(groups, trainer)
+    with pytest.raises(GroupError, match="does not exist"):
+        groups.destroy("g")
+
+
+def test_a_name_used_again_and_again_leaves_no_file_and_no_thread_behind(groups, trainer):
+    def cycle():
+        joined(groups, trainer)
+        assert works(groups, trainer)
+        left(groups, trainer)
+
+    cycle()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(5):
+        cycle()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+    until(lambda: threading.active_count() <= threads)
+    assert groups.status()["abandoned_threads"] == []
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_told_so(groups, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(GroupError, match="rank 1 of this replica needs GPU 1 for itself, and 1 "):
+        groups.init(meeting(1, backend="nccl", device=1))

@@ -1,0 +1,214 @@
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.process_group import child_handle, subprocess_receiver
+from omni_proxy.process_group.receiver import GroupError, GroupLimits, open_receiver
+from omni_proxy.process_group.tensor_plan import plans_of
+from tests.process_group.receiving import (
+    LIMITS,
+    TENSORS,
+    armed,
+    body_of,
+    joined,
+    moving,
+    recovers,
+)
+from tests.process_group.trainer_side import Trainer
+from tests.process_group.waiting import until, within
+from tests.processes import alive
+
+BIG_BYTES = 384 << 20
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_a_trainer_that_sends_too_little_is_found_out(receiver, trainer, pool):
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)], [("float32", [8], 2)])
+    trainer.order("send", group="g", tensors=[("float32", [8], 1), ("float32", [6], 2)])
+    with pytest.raises(GroupError, match=r"'layer\.1\.0' was announced with 32 bytes") as failure:
+        transfer.wait(20)
+    assert failure.value.group_dropped
+    trainer.reply()
+    trainer.tell("destroy", group="g")
+    assert recovers(receiver, pool)
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_a_trainer_that_sends_too_much_ends_nothing_but_its_group(receiver, pool):
+    us = os.getpid()
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    trainer.order("send", group="g", tensors=[("float32", [800], 1)])
+    with pytest.raises(GroupError, match="sent more bytes than it announced") as failure:
+        transfer.wait(20)
+    assert failure.value.group_dropped
+    assert str(transfer.fault()) == str(failure.value)
+    assert os.getpid() == us
+    trainer.kill()
+    assert recovers(receiver, pool)
+
+
+def test_a_trainer_that_dies_before_its_first_byte_is_noticed(receiver, pool):
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    trainer.kill()
+    until(lambda: transfer.fault() is not None)  # nobody has to wait for that
+    with pytest.raises(GroupError, match=r"Connection (closed|reset)|trainer has gone"):
+        transfer.wait(0)
+    with pytest.raises(GroupError, match=r"'g' is gone \(.*init_weights_update_group again"):
+        armed(receiver, [("float32", [8], 1)])
+    receiver.destroy("g")  # what a failure dropped may still be destroyed, once
+    with pytest.raises(GroupError, match="does not exist"):
+        receiver.destroy("g")
+    assert recovers(receiver, pool)
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_a_stopped_child_that_cannot_take_a_long_announcement_is_ended_and_replaced(
+    receiver, pool, monkeypatch
+):
+    monkeypatch.setattr(child_handle, "TAKE_SECS", 0.5)
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    child = receiver.status()["groups"][0]["process"]
+    os.kill(child, signal.SIGSTOP)
+    long = [("uint8", [1], 1)] * 6000
+    with pytest.raises(GroupError, match=r"hangs: it took no order for 0\.5 s") as failure:
+        within(30, lambda: armed(receiver, long))
+    assert failure.value.group_dropped
+    assert receiver.status()["groups"] == []
+    until(lambda: not alive(child))
+    trainer.kill()
+    assert recovers(receiver, pool)
+
+
+def test_a_trainer_that_has_died_already_is_no_reason_to_be_ready(receiver, pool):
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    trainer.kill()
+    until(lambda: receiver.status()["groups"][0]["owner_gone"])
+    with pytest.raises(GroupError, match="the trainer has gone") as refusal:
+        armed(receiver, [("float32", [8], 1)])
+    assert refusal.value.group_dropped
+    assert receiver.status()["groups"] == []
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_a_trainer_that_dies_while_bytes_move_is_noticed(receiver, pool):
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("uint8", [BIG_BYTES], 0)], digests=True)
+    trainer.order("big", group="g", nbytes=BIG_BYTES)
+    moving(transfer)
+    trainer.kill()
+    with pytest.raises(GroupError, match=r"trainer has gone|closed by peer|reset by peer"):
+        transfer.wait(20)
+    assert recovers(receiver, pool)
+
+
+def test_a_trainer_that_stops_while_bytes_move_is_a_stall(pool):
+    receiver = open_receiver("process", replace(LIMITS, stall_secs=1.0), name="stalled")
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("uint8", [BIG_BYTES], 0)])
+    trainer.order("big", group="g", nbytes=BIG_BYTES)
+    moving(transfer)
+    trainer.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(GroupError, match=r"nothing has come for 1 s") as failure:
+        transfer.wait(20)
+    assert failure.value.group_dropped
+    trainer.kill()
+    assert recovers(receiver, pool)
+    receiver.close()
+
+
+def test_a_trainer_that_exits_after_its_last_byte_has_sent_all(receiver, pool):
+    trainer = Trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [400], 1)])
+    trainer.tell("send", group="g", tensors=[("float32", [400], 1)])
+    trainer.close()
+    received = transfer.wait(20)
+    assert received.nbytes == 1600
+    received.close()
+
+
+@pytest.mark.parametrize("isolation", ["thread"], indirect=True)
+def test_who_waits_longer_than_allowed_disarms(receiver, trainer, pool):
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    with pytest.raises(GroupError, match=r"not complete within 0\.2 s") as failure:
+        transfer.wait(0.2)
+    assert failure.value.group_dropped
+    assert receiver.status()["groups"] == []
+    trainer.tell("destroy", group="g")
+    assert recovers(receiver, pool)
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_an_abort_says_to_everybody_why(receiver, trainer):
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(transfer.wait, 20)
+        transfer.abort("another rank refused")
+        with pytest.raises(GroupError, match="another rank refused"):
+            waiting.result()
+    with pytest.raises(GroupError, match=r"gone.*another rank refused"):
+        armed(receiver, [("float32", [8], 1)])
+    trainer.tell("destroy", group="g")
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_who_is_not_armed_in_time_is_disarmed(receiver, trainer, monkeypatch):
+    monkeypatch.setattr(subprocess_receiver, "SLACK_SECS", 0.1)
+    joined(receiver, trainer)
+    os.kill(receiver.status()["groups"][0]["process"], signal.SIGSTOP)
+    with pytest.raises(GroupError, match=r"no answer within 0\.2 s") as refusal:
+        receiver.arm("g", plans_of(body_of(TENSORS)), ready_secs=0.1)
+    assert refusal.value.group_dropped
+    assert receiver.status()["groups"] == []
+    trainer.tell("destroy", group="g")
+
+
+def test_a_close_is_heard_by_who_waits(isolation, pool):
+    receiver = open_receiver(isolation, LIMITS, name="closed")
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(transfer.wait, 20)
+        receiver.close()
+        with pytest.raises(GroupError, match=r"closed|destroyed"):
+            waiting.result()
+    trainer.tell("destroy", group="g")
+
+
+def test_the_first_byte_may_take_longer_than_a_stall(pool):
+    receiver = open_receiver("process", GroupLimits(stall_secs=0.2, first_byte_secs=20.0), name="x")
+    trainer = pool.trainer()
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1), ("float32", [8], 2)])
+    assert not transfer.ended(0.5)
+    trainer.tell("send", group="g", tensors=[("float32", [8], 1)])
+    with pytest.raises(GroupError, match=r"message 2 of 2: nothing has come for 0\.2 s"):
+        transfer.wait(20)
+    trainer.tell("destroy", group="g")
+    receiver.close()
+
+
+@pytest.mark.parametrize("isolation", ["process"], indirect=True)
+def test_a_child_that_is_killed_is_told_and_replaced(receiver, trainer, pool):
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    os.kill(receiver.status()["groups"][0]["process"], signal.SIGKILL)
+    with pytest.raises(GroupError, match=r"after 0 of 1 buckets: .* ended by SIGKILL"):
+        transfer.wait(20)
+    trainer.tell("destroy", group="g")
+    assert recovers(receiver, pool)

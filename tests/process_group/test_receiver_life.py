@@ -1,0 +1,192 @@
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.process_group.receiver import CancelToken, GroupError, open_receiver
+from omni_proxy.weight_sync.checksum import tensor_digest
+from tests.process_group.receiving import LIMITS, armed, joined, left, meeting, recovers, works
+from tests.process_group.trainer_side import free_port
+from tests.process_group.waiting import until
+from tests.tree import ROOT
+
+
+@contextmanager
+def closing_receiver(limits=LIMITS):
+    receiver = open_receiver("process", limits, name="test")
+    yield receiver
+    receiver.close()
+
+
+def test_a_group_is_destroyed_while_it_receives(receiver, trainer, pool):
+    joined(receiver, trainer)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    receiver.destroy("g")
+    with pytest.raises(GroupError, match="'g' was destroyed"):
+        transfer.wait(20)
+    with pytest.raises(GroupError, match="is not initialized"):
+        armed(receiver, [("float32", [8], 1)])
+    trainer.tell("destroy", group="g")
+    assert recovers(receiver, pool)
+
+
+def test_a_group_that_still_meets_is_destroyed(receiver):
+    with ThreadPoolExecutor(1) as threads:
+        init = threads.submit(receiver.init, meeting(free_port()))
+        until(lambda: receiver.status()["groups"])
+        receiver.destroy("g")
+        with pytest.raises(GroupError, match="'g' was destroyed"):
+            init.result(20)
+
+
+def test_a_meeting_is_given_up_at_a_word(receiver):
+    stop = CancelToken()
+    with ThreadPoolExecutor(1) as threads:
+        init = threads.submit(receiver.init, meeting(free_port()), stop)
+        until(lambda: receiver.status()["groups"])
+        stop.say("another rank refused")
+        with pytest.raises(GroupError, match="another rank refused"):
+            init.result(20)
+    with pytest.raises(GroupError, match="another rank refused"):
+        receiver.init(meeting(free_port()), stop)
+    assert receiver.status()["groups"] == []
+
+
+def test_a_word_that_comes_after_the_meeting_changes_nothing(receiver, trainer):
+    stop = CancelToken()
+    port = trainer.tell("open", group="g")["port"]
+    receiver.init(meeting(port), stop)
+    assert trainer.reply() == {"joined": True}
+    stop.say("too late")
+    assert works(receiver, trainer)
+    left(receiver, trainer)
+
+
+def test_a_port_that_accepts_and_says_nothing_is_told_in_time():
+    with closing_receiver(replace(LIMITS, silent_secs=0.3)) as receiver:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            pytest.raises(GroupError, match="no torch store answered"),
+        ):
+            receiver.init(meeting(listener.getsockname()[1]))
+        assert receiver.status()["groups"] == []
+
+
+def test_nobody_at_the_address_is_told_when_the_time_is_over(receiver):
+    port = free_port()
+    with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
+        receiver.init(meeting(port, timeout_s=0.3))
+    assert receiver.status()["groups"] == []
+
+
+def test_a_group_is_replaced_only_when_its_trainer_has_gone(receiver, pool):
+    first = pool.trainer()
+    port = joined(receiver, first)
+    with pytest.raises(GroupError, match=f"'g' is ready for the trainer at 127.0.0.1:{port}"):
+        receiver.init(meeting(free_port()))
+    assert works(receiver, first)
+    transfer = armed(receiver, [("float32", [8], 1)])
+    first.order("send", group="g", tensors=[])  # so that the pool gives out another one
+    first.process.send_signal(signal.SIGSTOP)  # it keeps its sockets open, and answers nobody
+    second = pool.trainer()
+    joined(receiver, second)
+    with pytest.raises(GroupError):
+        transfer.wait(20)
+    assert works(receiver, second)
+    left(receiver, second)
+    first.kill()
+
+
+def test_ten_cycles_leave_nothing_behind(receiver, trainer):
+    def cycle(fails):
+        joined(receiver, trainer)
+        assert works(receiver, trainer)
+        if fails:
+            transfer = armed(receiver, [("uint8", [1 << 20], 1)])
+            transfer.abort("a fault")
+            del transfer
+        left(receiver, trainer)
+
+    def counted():
+        gc.collect()
+        receiver.status()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            # Stores of versions, which other test processes make and remove, are not this room's.
+            sum(not each.startswith(("omni-proxy-", "omni-test-")) for each in shared_memory()),
+            len(receiver.status().get("processes", [])),
+        )
+
+    for fails in (True, False, False):
+        cycle(fails)
+    until(lambda: not receiver.status()["abandoned_threads"])
+    before = counted()
+    for number in range(10):
+        cycle(number == 5)
+    until(lambda: settled(before, counted()))
+
+
+def shared_memory():
+    return os.listdir("/dev/shm")
+
+
+def settled(before, after):
+    return all(now <= then + 1 for then, now in zip(before, after, strict=True))
+
+
+def test_after_the_close_nothing_is_joined(isolation):
+    receiver = open_receiver(isolation, LIMITS, name="closed")
+    receiver.close()
+    with pytest.raises(GroupError, match="shutting down"):
+        receiver.init(meeting(free_port()))
+
+
+PARENT = """
+import sys
+from omni_proxy.process_group.receiver import FileRegion, GroupLimits, Rendezvous, open_receiver
+from omni_proxy.process_group.tensor_plan import plans_of
+
+receiver = open_receiver("process", GroupLimits(), name="parent")
+receiver.init(Rendezvous("127.0.0.1", int(sys.argv[1]), 1, 2, "g", "gloo", 20.0))
+plans = plans_of({"names": ["w"], "dtypes": ["float32"], "shapes": [[8]]}, dense=True)
+armed = receiver.arm("g", plans, ready_secs=20, into=FileRegion(sys.argv[2], (0,)), digests=True)
+print("armed", flush=True)
+digest = armed.wait(20).digests["w"]
+print(digest, sorted({"torch", "numpy"} & sys.modules.keys()), flush=True)
+print(*receiver.status()["processes"], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_parent_needs_no_torch_and_its_children_end_with_it(trainer, tmp_path):
+    path = tmp_path / "version"
+    path.write_bytes(bytes(32))
+    port = trainer.tell("open", group="g")["port"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(port), str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout.readline() == "armed\n"
+        assert trainer.reply() == {"joined": True}
+        trainer.tell("send", group="g", tensors=[("float32", [8], 1)])
+        told = parent.stdout.readline()
+        expected = tensor_digest("w", "torch.float32", [8], path.read_bytes())
+        assert told == f"{expected} []\n"
+        children = [int(word) for word in parent.stdout.readline().split()]
+        assert len(children) == 2  # the nest, and the one in the group
+        parent.kill()
+    until(lambda: not [child for child in children if os.path.exists(f"/proc/{child}")])
+    trainer.tell("destroy", group="g")

@@ -1,0 +1,170 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from omni_proxy.process_group.receiver import (
+    FileRegion,
+    GroupError,
+    GroupLimits,
+    Meeting,
+    Rendezvous,
+    open_receiver,
+)
+from omni_proxy.process_group.tensor_plan import plans_of
+from tests.process_group.waiting import until
+
+LIMITS = GroupLimits(stall_secs=3.0, silent_secs=10.0)
+TENSORS = {
+    "a": torch.arange(12000, dtype=torch.float32).reshape(30, 400),
+    "b": torch.arange(7, dtype=torch.uint8),
+    "c": torch.tensor(3.0, dtype=torch.bfloat16),
+    "d": torch.zeros(0, 4),
+    "e": torch.arange(24).reshape(4, 6).t(),
+}
+
+
+@pytest.fixture(scope="module", params=["process", "thread"])
+def ours(request):
+    receiver = open_receiver(request.param, LIMITS, name="sends")
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def other():
+    """The far side: in a child, so that both of us are never in one process."""
+    receiver = open_receiver("process", LIMITS, name="far")
+    receiver.warm()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def sender(ours):
+    with_two = ours.sender(Meeting("127.0.0.1", 2, "relay", timeout_s=20.0))
+    yield with_two
+    with_two.close()
+
+
+@pytest.fixture
+def met(sender, other):
+    with ThreadPoolExecutor(1) as threads:
+        meeting = threads.submit(sender.meet)
+        other.init(Rendezvous("127.0.0.1", sender.port, 1, 2, "relay", "gloo", 20.0))
+        meeting.result(20)
+    yield sender
+    for group in other.status()["groups"]:
+        other.destroy(group["group_name"])
+
+
+def body_of(tensors, load_format=None):
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "load_format": load_format,
+    }
+
+
+def raw(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+@pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
+def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, in_file):
+    source = TENSORS
+    plans = plans_of(body_of(TENSORS, load_format), dense=in_file)
+    if in_file:
+        path = tmp_path / "version"
+        path.write_bytes(b"header!" + b"".join(map(raw, TENSORS.values())))
+        source = FileRegion(str(path), (7,))
+    for _ in range(2):
+        armed = other.arm("relay", plans, ready_secs=20)
+        sending = met.send(plans, source)
+        sent = sending.wait(20)
+        received = armed.wait(20)
+        assert sent.nbytes == received.nbytes == sending.progress().bytes_come
+        for name, tensor in received.tensors().items():
+            assert torch.equal(tensor, TENSORS[name])
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({}, "'a' is announced, but not among those to send"),
+        ({"a": torch.zeros(30, 401)}, r"announced as float32 \[30, 400\], and is .* \[30, 401\]"),
+        ({"a": torch.zeros(30, 400).half()}, "and is float16"),
+        (FileRegion("/dev/null", (0,)), "/dev/null has 0 bytes"),
+        (FileRegion("/nowhere", (0,)), "/nowhere cannot be read: No such file"),
+    ],
+)
+def test_a_source_that_lacks_what_was_announced_is_refused(met, other, there, said):
+    first = {"a": TENSORS["a"]}
+    plans = plans_of(body_of(first))
+    with pytest.raises(GroupError, match=said) as refusal:
+        met.send(plans, there)
+    assert not refusal.value.group_dropped
+    armed = other.arm("relay", plans, ready_secs=20)
+    met.send(plans, first).wait(20)
+    armed.wait(20).close()
+
+
+def test_a_receiver_that_dies_ends_the_send(met, other):
+    plans = plans_of(body_of({"w": torch.zeros(64 << 20, dtype=torch.uint8)}))
+    sending = met.send(plans, {"w": torch.zeros(64 << 20, dtype=torch.uint8)})
+    other.destroy("relay")  # it never received: its end is that of its connections
+    with pytest.raises(GroupError, match=r"send failed after 0 of 1 messages|ended") as failure:
+        sending.wait(20)
+    assert failure.value.group_dropped
+    with pytest.raises(GroupError, match=r"ended|gone"):
+        met.send(plans, {"w": torch.zeros(64 << 20, dtype=torch.uint8)})
+
+
+def test_a_receiver_that_takes_nothing_is_a_stall(met):
+    weights = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
+    sending = met.send(plans_of(body_of(weights)), weights)
+    with pytest.raises(GroupError, match="tensor 'w' was not taken within 3 s"):
+        sending.wait(20)
+
+
+def test_ranks_that_never_come_end_the_meeting(ours):
+    sender = ours.sender(Meeting("127.0.0.1", 3, "relay", timeout_s=0.5))
+    with pytest.raises(GroupError, match=r"(?i)within 0\.5 s|timeout|timed out"):
+        sender.meet()
+    sender.close()
+
+
+def test_nothing_is_sent_before_the_ranks_have_met(sender):
+    with pytest.raises(GroupError, match="have not met yet"):
+        sender.send(plans_of(body_of(TENSORS)), TENSORS)
+
+
+def test_a_port_that_is_taken_is_told(ours, sender):
+    with pytest.raises(GroupError, match=f"no store at 127.0.0.1:{sender.port}: .*in use"):
+        ours.sender(Meeting("127.0.0.1", 2, "relay", port=sender.port))
+
+
+def test_a_group_of_one_is_refused(ours):
+    with pytest.raises(GroupError, match="world_size 1"):
+        ours.sender(Meeting("127.0.0.1", 1, "relay"))
+
+
+def test_the_end_of_the_sender_is_noticed_at_once(met, other):
+    armed = other.arm("relay", plans_of(body_of(TENSORS)), ready_secs=20)
+    met.close()
+    with pytest.raises(GroupError, match=r"has gone|closed|reset"):
+        armed.wait(20)
+
+
+def test_a_closed_sender_leaves_no_thread(ours):
+    def opened():
+        ours.sender(Meeting("127.0.0.1", 2, "relay")).close()
+
+    opened()
+    before = threading.active_count()
+    for _ in range(3):
+        opened()
+    until(lambda: threading.active_count() <= before + 1)  # a spare child may still be starting

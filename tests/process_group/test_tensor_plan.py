@@ -1,0 +1,218 @@
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.process_group.tensor_plan import (
+    ALIGNMENT_BYTES,
+    FLATTENED,
+    ITEM_BYTES,
+    GroupError,
+    merged,
+    plan_of,
+    plans_of,
+    specs_of,
+)
+from tests.tree import ROOT
+
+SHAPES = st.lists(st.integers(0, 9), max_size=4)
+SPECS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), min_size=1, max_size=12)
+
+
+def named(pairs):
+    return [(f"layer.{index}", dtype, shape) for index, (dtype, shape) in enumerate(pairs)]
+
+
+def size(dtype, shape):
+    total = ITEM_BYTES[dtype]
+    for each in shape:
+        total *= each
+    return total
+
+
+@given(SPECS)
+def test_tensors_sent_one_by_one_never_overlap_and_may_be_of_any_dtype(pairs):
+    plan = plan_of(named(pairs))
+    end = 0
+    for tensor, offset, message in zip(plan.tensors, plan.offsets, plan.messages, strict=True):
+        assert offset >= end
+        assert offset % ALIGNMENT_BYTES == 0
+        assert (message.offset, message.nbytes) == (offset, tensor.nbytes)
+        end = offset + tensor.nbytes
+    assert plan.block_bytes == end
+    assert [tensor.nbytes for tensor in plan.tensors] == [size(*pair) for pair in pairs]
+
+
+@given(SPECS, st.booleans())
+def test_a_flattened_bucket_is_end_to_end(pairs, dense):
+    ends = list(itertools.accumulate(size(*pair) for pair in pairs))
+    plan = plan_of(named(pairs), FLATTENED, dense=dense)
+    assert list(plan.offsets) == [0, *ends[:-1]]
+    (message,) = plan.messages
+    assert (message.offset, message.nbytes) == (0, ends[-1])
+    assert plan.block_bytes == ends[-1]
+
+
+@given(SPECS)
+def test_a_dense_plan_lies_like_a_flattened_bucket_and_travels_one_by_one(pairs):
+    plan = plan_of(named(pairs), dense=True)
+    assert plan.offsets == plan_of(named(pairs), FLATTENED).offsets
+    assert [message.nbytes for message in plan.messages] == [size(*pair) for pair in pairs]
+    assert [message.offset for message in plan.messages] == list(plan.offsets)
+
+
+BUCKET = {"names": ["a", "b"], "dtypes": ["uint8", "float32"], "shapes": [[3], [2]]}
+OTHER = {"names": ["c"], "dtypes": ["bool"], "shapes": [[]]}
+
+
+def test_both_forms_of_a_prepare_are_the_same_plans():
+    (top,) = plans_of(BUCKET)
+    assert plans_of({"buckets": [BUCKET, OTHER], "num_buckets": 2, "group_name": "g"}) == (
+        top,
+        *plans_of(OTHER),
+    )
+    assert plans_of({**BUCKET, "buckets": None, "num_buckets": 1}) == (top,)
+    assert plans_of({**BUCKET, "buckets": []}) == (top,)
+
+
+def test_buckets_win_over_names_at_the_top():
+    (plan,) = plans_of({**BUCKET, "buckets": [OTHER]})
+    assert [tensor.name for tensor in plan.tensors] == ["c"]
+
+
+@pytest.mark.parametrize("transport", [None, "nccl_broadcast", "nccl", "gloo"])
+def test_transports_that_are_broadcasts_are_taken(transport):
+    assert len(plans_of({**BUCKET, "transport": transport})) == 1
+
+
+def test_the_load_format_is_of_all_buckets():
+    plans = plans_of({"buckets": [BUCKET, OTHER], "load_format": FLATTENED})
+    assert [len(plan.messages) for plan in plans] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "nothing is announced"),
+        ({"buckets": []}, "nothing is announced"),
+        ({"buckets": {"names": []}}, "buckets must be a list, not dict"),
+        ({"buckets": [BUCKET, 3]}, "bucket 2 of 2 must be an object"),
+        ({"buckets": [BUCKET], "num_buckets": 2}, "num_buckets is 2, but 1 are announced"),
+        ({**BUCKET, "num_buckets": 0}, "num_buckets is 0, but 1 are announced"),
+        ({**BUCKET, "num_buckets": True}, "num_buckets must be an integer"),
+        ({**BUCKET, "num_buckets": "1"}, "num_buckets must be an integer"),
+        ({**BUCKET, "transport": "p2p"}, "transport 'p2p' is not spoken here"),
+        ({**BUCKET, "transport": ["nccl"]}, "transport"),
+        ({**BUCKET, "load_format": "flattened_bucket_chunked:4"}, "unknown load_format"),
+        ({**BUCKET, "shapes": [[1]]}, "2 names, 2 dtypes, 1 shapes"),
+        ({"buckets": [BUCKET, {"names": ["c"]}]}, "bucket 2 of 2: dtypes must be a list"),
+        ({"buckets": [BUCKET, {**OTHER, "dtypes": ["c"]}]}, "bucket 2 of 2: .*unknown dtype 'c'"),
+        ({"buckets": [BUCKET, OTHER, BUCKET]}, "bucket 3 of 3: tensor 'a' is in bucket 1 already"),
+        ({"buckets": [{**OTHER, "names": ["a"]}, OTHER, {}]}, "bucket 3 of 3: names must be"),
+    ],
+)
+def test_what_is_wrong_with_a_prepare_is_named(body, said):
+    with pytest.raises(GroupError, match=said):
+        plans_of(body)
+
+
+@given(st.lists(SPECS, min_size=1, max_size=4), st.booleans())
+def test_buckets_in_one_block_never_overlap(buckets, dense):
+    plans = [
+        plan_of([(f"{number}.{name}", *rest) for name, *rest in named(pairs)], dense=dense)
+        for number, pairs in enumerate(buckets)
+    ]
+    whole = merged(plans)
+    end = 0
+    for message in whole.messages:
+        assert message.offset >= end
+        end = message.offset + message.nbytes
+    assert whole.block_bytes == end
+    assert [tensor.name for tensor in whole.tensors] == [
+        tensor.name for plan in plans for tensor in plan.tensors
+    ]
+
+
+def test_buckets_lie_where_they_are_told_to():
+    whole = merged([*plans_of(BUCKET, dense=True), *plans_of(OTHER, dense=True)], (100, 7))
+    assert whole.offsets == (100, 103, 7)
+    assert [message.offset for message in whole.messages] == [100, 103, 7]
+    assert whole.block_bytes == 111
+
+
+def test_a_dtype_is_known_with_and_without_its_prefix():
+    bare, prefixed = plan_of([("a", "bfloat16", [2]), ("b", "torch.bfloat16", (2,))]).tensors
+    assert (bare.dtype, bare.nbytes, bare.shape) == ("bfloat16", 4, (2,))
+    assert (prefixed.dtype, prefixed.nbytes, prefixed.shape) == ("bfloat16", 4, (2,))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (("", "float32", [1]), "name"),
+        ((3, "float32", [1]), "name"),
+        (("w", "float31", [1]), "'w': unknown dtype 'float31'"),
+        (("w", "torch.nn", [1]), "unknown dtype"),
+        (("w", None, [1]), "unknown dtype None"),
+        (("w", "float32", None), "shape must be a list"),
+        (("w", "float32", "12"), "shape must be a list"),
+        (("w", "float32", [float("nan")]), "integer of 0 or more, not nan"),
+        (("w", "float32", [2.0]), "integer of 0 or more"),
+        (("w", "float32", [True]), "integer of 0 or more"),
+        (("w", "float32", ["2"]), "integer of 0 or more"),
+        (("w", "float32", [-2]), "integer of 0 or more, not -2"),
+        (("w", "float32", [10**18, 10**18]), "larger than any memory"),
+        (("w", "float32", [0, 2**62, 2**62]), "larger than any memory"),
+        (("w", "float32", [1] * 65), "65 dimensions"),
+    ],
+)
+def test_a_wrong_spec_is_refused_by_what_is_wrong_with_it(spec, said):
+    with pytest.raises(GroupError, match=said) as refusal:
+        plan_of([("fine", "float32", [1]), spec])
+    assert not refusal.value.group_dropped
+
+
+def test_a_name_may_come_once():
+    with pytest.raises(GroupError, match="'w' is announced twice"):
+        plan_of([("w", "float32", [1]), ("w", "float16", [1])])
+
+
+def test_nothing_at_all_is_refused():
+    with pytest.raises(GroupError, match="no tensor is announced"):
+        plan_of([])
+
+
+@pytest.mark.parametrize("load_format", ["", "direct", "flattened_bucket_chunked:4", "FLATTENED"])
+def test_a_form_that_would_be_received_wrongly_is_refused(load_format):
+    with pytest.raises(GroupError, match="unknown load_format"):
+        plan_of([("w", "float32", [1])], load_format)
+
+
+def test_parallel_lists_become_specs():
+    specs = specs_of(["a", "b"], ["float32", "int8"], [[1], []])
+    assert specs == [("a", "float32", [1]), ("b", "int8", [])]
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ((["a"], ["float32", "int8"], [[1]]), "same length: 1 names, 2 dtypes, 1 shapes"),
+        ((["a"], ["float32"], []), "same length"),
+        ((None, [], []), "names must be a list, not NoneType"),
+        ((["a"], "float32", [[1]]), "dtypes must be a list, not str"),
+    ],
+)
+def test_lists_that_do_not_fit_together_are_refused(lists, said):
+    with pytest.raises(GroupError, match=said):
+        specs_of(*lists)
+
+
+def test_groups_are_importable_without_torch():
+    code = "import sys, omni_proxy.process_group.group; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

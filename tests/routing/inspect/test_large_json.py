@@ -1,0 +1,133 @@
+import json
+
+import pytest
+
+from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.routing.inspect.large_json import LARGE_BYTES, PREFIX_BYTES, settle
+from omni_proxy.routing.inspect.prefix_text import prefix_text
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
+from omni_proxy.routing.routes import match
+from omni_proxy.wire.errors import HttpError
+from tests.fleet.entries import entry, fleet_of
+
+CHAT, SPEECH, BATCH = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/speech/batch"
+ALL = frozenset(CAPABILITIES)
+PAD = "x" * LARGE_BYTES
+
+
+def look(body, path=CHAT, **hints):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {name.encode(): value.encode() for name, value in hints.items()}
+    return inspect(match("POST", path), raw, RequestFacts(b"application/json", sent))
+
+
+def large(path=CHAT, **fields):
+    return {**fields, "messages": [{"role": "user", "content": PAD}]}
+
+
+def fleet(*rows):
+    return fleet_of(
+        *(
+            entry(f"w{n}", model=model, capabilities=frozenset(names))
+            for n, (model, names) in enumerate(rows)
+        )
+    )
+
+
+def refused(fleet, need):
+    with pytest.raises(HttpError) as error:
+        settle(fleet, need)
+    assert error.value.status == 400
+    return error.value.message
+
+
+def test_the_top_of_a_large_body_is_read_and_its_parts_are_not():
+    image = {"type": "image_url", "image_url": {"url": PAD}}
+    body = {"messages": [{"content": [image]}], "model": "m", "stream": True, "request_id": "r"}
+    need = look(body)
+    assert (need.model, need.stream, need.request_id) == ("m", True, "r")
+    assert need.capabilities == ["chat", "streaming"]
+    assert need.large
+
+
+def test_a_body_of_the_very_limit_is_still_read_whole():
+    frame = json.dumps({"images": [""], "messages": []})
+    body = frame.replace('""', '"' + "i" * (LARGE_BYTES - len(frame)) + '"').encode()
+    assert len(body) == LARGE_BYTES
+    assert look(body).capabilities == ["chat", "image_input"]
+    assert look(body + b" ").capabilities == ["chat"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": "' + PAD.encode(),
+        b"[" + b"1," * LARGE_BYTES + b"1]",
+        b'{"a": ' + b"[" * LARGE_BYTES,
+        b'{"a": NaN, "b": "' + PAD.encode() + b'"}',
+        b'{"b": "' + PAD.encode() + b'\xff"} x',
+    ],
+)
+def test_a_large_body_that_is_no_object_is_refused(body):
+    with pytest.raises(HttpError, match="invalid JSON body"):
+        look(body)
+
+
+def test_its_prefix_is_its_text_as_it_is_spelled_and_bounded():
+    first, second = (look(large(model=name)) for name in "ab")
+    text = prefix_text(first.body)
+    assert text == prefix_text(second.body)
+    assert PREFIX_BYTES <= len(text) <= PREFIX_BYTES + 8
+    assert prefix_text(look({"prompt": PAD + "1"}).body) != text
+
+
+def test_where_workers_serve_several_models_the_model_must_be_said():
+    mixed = fleet(("m", ALL), ("n", ALL))
+    said = refused(mixed, look(large()))
+    assert (
+        said == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
+    )
+    for need in (look(large(model="m")), look(large(), model="m")):
+        settle(mixed, need)
+    settle(fleet(("m", ALL), ("m", ALL)), look(large()))
+
+
+def test_a_large_batch_needs_the_hint_even_if_it_names_a_model():
+    mixed = fleet(("m", ALL), ("n", ALL))
+    body = {"model": "m", "items": [{"input": PAD}]}
+    assert refused(mixed, look(body, BATCH)).startswith("large speech batch requests")
+    settle(mixed, look(body, BATCH, model="m"))
+
+
+def test_the_widest_set_of_capabilities_is_asked_for_where_there_is_one():
+    narrow = ("chat", "streaming")
+    need = look(large())
+    settle(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
+    assert need.capabilities == ["chat", "image_input", "streaming"]
+    same = look(large())
+    settle(fleet(("m", narrow), ("m", narrow)), same)
+    assert same.capabilities == ["chat"]
+
+
+def test_sets_of_which_none_is_the_widest_need_the_hint():
+    mixed = fleet(("m", ("chat", "image_input")), ("m", ("chat", "audio_input")))
+    assert "x-sglang-omni-route-capabilities" in refused(mixed, look(large()))
+    need = look(large(), capabilities="image_input")
+    settle(mixed, need)
+    assert need.capabilities == ["chat", "image_input"]
+
+
+def test_a_hint_may_say_more_than_the_top_of_a_large_body_and_not_against_it():
+    assert look(large(), capabilities="image_input").mask
+    with pytest.raises(HttpError, match="conflicts with JSON body model"):
+        look(large(model="m"), model="n")
+    with pytest.raises(HttpError, match="conflicts with JSON body stream"):
+        look(large(), stream="true")
+
+
+def test_large_speech_may_hold_a_reference():
+    assert "audio_input" in look({"input": "hi", "ref_audio": PAD}, SPEECH).capabilities
+
+
+def test_with_nobody_routable_the_usual_refusal_comes_later():
+    settle(fleet(), look(large()))

@@ -1,0 +1,135 @@
+import gc
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.inspect.payload import (
+    decode,
+    elements_in,
+    payload_of,
+    present,
+    restored,
+    text_in,
+    value_in,
+)
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
+from omni_proxy.routing.routes import match
+from omni_proxy.wire.errors import HttpError
+
+texts = st.text(max_size=8) | st.sampled_from(
+    ["m", "NaN", "-Infinity", "\ud800", "\udc00\ud800", "a\\ud800", "image_url", "\x01", "[1]"]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=10,
+)
+FIELDS = ["model", "stream", "request_id", "stream_format", "image", "voice", "x"]
+bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=5)
+
+
+def spelled(body, encoding="utf-8", **how) -> bytes:
+    return json.dumps(body, **how).encode(encoding, "surrogatepass")
+
+
+def refused(body: bytes) -> str:
+    with pytest.raises(HttpError) as caught:
+        decode(body)
+    return caught.value.message
+
+
+def there(value) -> bool:
+    """Not null, not false, not empty; a number counts even when it is 0."""
+    return bool(value) or (isinstance(value, int | float) and value is not False)
+
+
+@given(
+    bodies,
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"]),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+def test_the_fields_are_what_pythons_reader_finds(body, encoding, ascii_only, indent):
+    found = decode(spelled(body, encoding, ensure_ascii=ascii_only, indent=indent))
+    for name in ("model", "request_id"):
+        value = body.get(name)
+        assert getattr(found, name) == (value if isinstance(value, str) else None)
+    assert (found.stream is True) == (body.get("stream") is True)
+    for name in ("stream_format", "voice"):
+        value = body.get(name)
+        assert text_in(getattr(found, name)) == (value if isinstance(value, str) else None)
+    assert present(found.image) == there(body.get("image"))
+
+
+@given(bodies, st.data())
+def test_what_pythons_reader_refuses_is_refused(body, data):
+    raw = bytearray(spelled(body))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] = data.draw(st.sampled_from(b'"\\,:[]{}0N-\xff'))
+    try:
+        read = json.loads(bytes(raw))
+    except ValueError:
+        assert refused(bytes(raw)) == "invalid JSON body"
+        return
+    if isinstance(read, dict):
+        decode(bytes(raw))
+    else:
+        assert refused(bytes(raw)) == "JSON request body must be an object"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"unread":"\xff"}', b'{"\xff":1}', b'{"input_ids":"\xff"}',
+        b'{"a":1NaN}', b'{"a":-NaN}',
+        b'{"a":"\\NaN"}', b"{NaN:1}", b'{"a":NaNNaN}', b'{"a":--Infinity}', b"[1",
+        b'{"a":+Infinity}',
+    ],
+)  # fmt: skip
+def test_whatever_is_no_json_is_refused_where_routing_does_not_look_too(body):
+    assert refused(body) == "invalid JSON body"
+
+
+@given(values)
+def test_values_are_what_pythons_reader_finds(value):
+    found = value_in(payload_of({"messages": value}).messages)
+    if "[1000000000000" not in repr(found):
+        assert repr(found) == repr(json.loads(json.dumps(value)))
+
+
+def test_elements_are_those_of_lists_alone():
+    lists = payload_of({"messages": [1, "a", {}], "prompt": {"a": 1}, "text": "[1]"})
+    assert [bytes(one) for one in elements_in(lists.messages)] == [b"1", b'"a"', b"{}"]
+    assert elements_in(lists.prompt) == elements_in(lists.text) == []
+    assert elements_in(lists.audio) == []
+
+
+def test_constants_come_back_as_they_were():
+    found = decode(b'{"text": [NaN, -Infinity, "NaN Infinity"], "model": "NaN-7B"}')
+    assert restored(bytes(found.text)) == b'[NaN, -Infinity, "NaN Infinity"]'
+    assert found.model == "NaN-7B"
+
+
+@pytest.mark.parametrize(
+    "piece", [b"[]", b"{}", b'""', b"0", b"NaN", b'{"type":"image"}', b'{"content":[{"type":1}]}']
+)
+@pytest.mark.parametrize(
+    "field", [b"messages", b"model", b"images", b"modalities", b"items", b"references", b"x"]
+)
+def test_a_body_of_many_values_keeps_none_of_them(field, piece):
+    body = b'{"%b":[%b1]}' % (field, (piece + b",") * 20_000)
+    gc.collect()
+    before = len(gc.get_objects())
+    route = match("POST", "/v1/audio/speech")
+    need = inspect(route, body, RequestFacts())
+    assert need.body is not None
+    assert len(gc.get_objects()) - before < 100
+
+
+def test_a_wide_id_or_name_is_not_kept():
+    body = json.dumps({"model": "m" * 9000 + "😀", "request_id": "r" * 9000}).encode()
+    need = inspect(match("POST", "/v1/audio/speech"), body, RequestFacts())
+    assert (need.body.model, need.body.request_id, need.request_id) == (None, None, "")
+    assert need.model == "m" * 1024

@@ -1,0 +1,108 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
+from omni_proxy.routing.inspect.streamed import known_early
+from omni_proxy.routing.routes import match
+from omni_proxy.wire.errors import HttpError
+from tests.fleet.entries import entry, fleet_of
+
+CHAT, SPEECH, SPOKEN, VOICES = (
+    "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/voices",
+)  # fmt: skip
+HEARS = frozenset(("audio_input", "chat"))
+STREAMS = HEARS | {"streaming"}
+NAMED = fleet_of(entry("a", model="m", capabilities=STREAMS))
+NAMELESS = fleet_of(entry("a", capabilities=STREAMS))
+MIXED = fleet_of(entry("a", capabilities=STREAMS), entry("b", capabilities=HEARS))
+FILE = ("file", "x" * 50)
+
+
+def form(*fields, end=True):
+    parts = []
+    for name, value in fields:
+        file = '; filename="a"' if name == "file" else ""
+        parts.append(f'--x\r\ncontent-disposition: form-data; name="{name}"{file}\r\n\r\n{value}')
+    return ("\r\n".join(parts) + ("\r\n--x--\r\n" if end else "")).encode()
+
+
+def facts(kind, **hints):
+    return RequestFacts(kind, {name.encode(): value.encode() for name, value in hints.items()})
+
+
+def of_form(*fields, fleet=NAMED, **hints):
+    told = facts(b"multipart/form-data; boundary=x", **hints)
+    return known_early(fleet, match("POST", SPOKEN), form(*fields, end=False), told)
+
+
+def of_json(path=CHAT, **hints):
+    return known_early(NAMED, match("POST", path), b'{"model": "other', facts(b"a/json", **hints))
+
+
+def test_json_is_known_by_its_hints_alone():
+    need = of_json(model="m", capabilities="chat,image_input", stream="true")
+    assert (need.model, need.stream) == ("m", True)
+    assert need.capabilities == ["chat", "image_input", "streaming"]
+    assert of_json(model="m") is None
+    assert of_json(capabilities="chat") is None
+    assert of_json() is None
+
+
+def test_speech_of_such_a_size_carries_a_voice():
+    need = of_json(SPEECH, model="m", capabilities="speech")
+    assert need.capabilities == ["audio_input", "speech"]
+
+
+def test_a_bad_hint_is_refused_before_anything_streams():
+    with pytest.raises(HttpError) as caught:
+        of_json(model="m", capabilities="fly")
+    assert caught.value.status == 400
+
+
+def test_what_is_not_looked_into_is_known_at_once():
+    need = known_early(NAMED, match("POST", VOICES), b"", facts(b"multipart/form-data; boundary=x"))
+    assert need.capabilities == ["speech"]
+
+
+def test_a_form_is_known_once_its_model_has_come():
+    assert of_form(("model", "m"), FILE).model == "m"
+    assert of_form(FILE) is None
+    assert of_form(("model", "m")) is None  # its end is not there: it could go on
+    assert of_form(FILE, model="m").model == "m"
+    assert of_form(FILE, fleet=NAMELESS).model is None
+
+
+def test_a_stream_that_may_be_asked_for_yet_matters_where_not_all_can_stream():
+    assert of_form(FILE, fleet=MIXED) is None
+    assert of_form(("stream", "true"), FILE, fleet=MIXED).stream
+    assert not of_form(("stream", "no"), FILE, fleet=MIXED).stream
+    assert of_form(FILE, fleet=MIXED, stream="true").capabilities == ["audio_input", "streaming"]
+    assert of_form(("model", "m"), FILE, stream="true").model == "m"
+
+
+def test_a_hint_against_a_model_that_has_come_is_refused():
+    for stream in ({}, {"stream": "true"}):
+        with pytest.raises(HttpError) as caught:
+            of_form(("model", "m"), FILE, model="n", **stream)
+        assert "conflicts with the multipart form model" in caught.value.message
+
+
+FIELDS = st.lists(
+    st.sampled_from([("model", "m"), ("model", "n"), ("stream", "true"), ("stream", "0"), FILE]),
+    max_size=5,
+)
+
+
+@given(FIELDS, st.integers(0, 400))
+def test_what_is_known_early_is_what_the_whole_form_says(fields, at):
+    told = facts(b"multipart/form-data; boundary=x")
+    route, whole = match("POST", SPOKEN), form(*fields)
+    known = known_early(MIXED, route, whole[:at], told)
+    if known is not None:
+        final = inspect(route, whole, told)
+        assert (known.stream, known.mask) == (final.stream, final.mask)
+        assert known.model in (None, final.model)
+    known = known_early(NAMED, route, whole[:at], told)
+    if known is not None:
+        assert known.model == inspect(route, whole, told).model

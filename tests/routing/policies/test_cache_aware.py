@@ -1,0 +1,167 @@
+"""Where a request goes by its text: to who holds most of it, or to a small tree."""
+
+import random
+import string
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.inspect.payload import BodyFields
+from omni_proxy.routing.inspect.requirements import Requirements
+from tests.routing.policies.chats import (
+    FALLBACKS,
+    LONG,
+    NEED,
+    branch_of,
+    cache_aware,
+    chat,
+    holding,
+    unrelated,
+    workers,
+)
+
+
+def test_a_text_that_was_sent_before_goes_where_it_went():
+    policy, fleet = cache_aware(), workers(0, 0, 0)
+    homes = {text: policy.pick(fleet, chat(text)) for text in unrelated(9)}
+    for text, home in homes.items():
+        assert policy.pick(fleet, chat(text + " and more")) is home
+    assert branch_of(policy) == {"smallest_tree": 9, "matched": 9}
+
+
+@pytest.mark.parametrize(("known", "same"), [(50, False), (51, True)])
+def test_a_match_decides_above_the_threshold_and_not_at_it(known, same):
+    policy, fleet = cache_aware(cache_threshold=0.5), workers(0, 0)
+    home = policy.pick(fleet, chat("k" * known))
+    asked = chat("k" * known + "n" * (100 - known))
+    assert (policy.preview(fleet, asked)[0] is home) is same
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+def test_unrelated_prompts_one_after_another_spread_evenly_over_idle_workers(fallback):
+    policy, fleet = cache_aware(fallback=fallback), workers(0, 0, 0, 0)
+    picked = Counter(policy.pick(fleet, chat(text)).url for text in unrelated(40))
+    assert all(8 <= picked[worker.url] <= 12 for worker in fleet)
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+def test_unrelated_prompts_spread_evenly_over_a_large_fleet_too(fallback):
+    policy, fleet = cache_aware(fallback=fallback), workers(*[0] * 300)
+    picked = Counter(policy.pick(fleet, chat(text)).url for text in unrelated(900))
+    assert len(picked) == 300
+    assert max(picked.values()) <= 5
+
+
+def test_what_a_whole_large_fleet_holds_goes_to_all_of_it_in_turn():
+    policy, fleet = cache_aware(), workers(*[0] * 300)
+    (text,) = unrelated(1)
+    for worker in fleet:
+        policy.took(worker, chat(text))
+    assert {policy.pick(fleet, chat(text)) for _ in range(300)} == set(fleet)
+
+
+def test_who_is_no_candidate_is_not_taken_for_what_it_holds():
+    policy, fleet = cache_aware(), workers(0, 0, 0)
+    (text,) = unrelated(1)
+    policy.took(fleet[0], chat(text))
+    policy.took(fleet[1], chat(text[: len(text) * 3 // 4]))
+    others = fleet[1:]
+    assert policy.pick(others, chat(text)) is fleet[1]
+    policy.forget(fleet[1])
+    policy.took(fleet[2], chat(text))
+    assert policy.pick(others, chat(text)) is fleet[2]
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+def test_short_unlike_prompts_are_not_alike_by_their_role(fallback):
+    policy, fleet = cache_aware(fallback=fallback), workers(0, 0, 0, 0)
+    picked = Counter(policy.pick(fleet, chat(letter)).url for letter in string.ascii_letters[:40])
+    assert set(picked.values()) == {10}
+
+
+def test_a_miss_goes_to_the_smallest_tree():
+    policy, fleet = cache_aware(), workers(0, 9)
+    big, small = unrelated(2)
+    assert policy.pick(fleet[:1], chat(big * 2)) is fleet[0]
+    assert policy.pick(fleet[1:], chat(small)) is fleet[1]
+    assert policy.pick(fleet, chat("something else")) is fleet[1]
+
+
+@pytest.mark.parametrize(("larger", "chosen"), [(1212, 0), (1213, 1)])
+def test_trees_that_are_small_alike_leave_it_to_the_queues(larger, chosen):
+    policy, fleet = holding((larger, 800), (0, 1))
+    assert policy.pick(fleet, chat("0" * 12)) is fleet[chosen]
+
+
+def test_of_small_trees_with_equal_queues_the_smallest_is_taken():
+    policy, fleet = holding((810, 800, 805), (1, 1, 1))
+    assert policy.pick(fleet, chat("0" * 12)) is fleet[1]
+
+
+sizes_and_loads = st.lists(
+    st.tuples(st.sampled_from((0, 300, 450, 600, 700, 719, 720, 900, 2000)), st.integers(0, 3)),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@given(sizes_and_loads, st.integers(1, 400))
+def test_the_least_full_of_the_small_trees_is_taken_and_of_those_the_smallest(of, length):
+    policy, fleet = holding(*zip(*of, strict=True))
+    bound = min(size for size, _ in of) * 1.5 + length
+    ranks = [(load, size) if size <= bound else (9, 0) for size, load in of]
+    assert ranks[fleet.index(policy.pick(fleet, chat("0" * length)))] == min(ranks)
+
+
+def test_hardly_a_miss_waits_at_one_worker_while_another_is_idle():
+    policy, fleet, chance = cache_aware(), workers(0, 0, 0, 0), random.Random(5)
+    running, waited = [], 0
+    for text in unrelated(72):
+        idle = any(not worker.in_flight for worker in fleet)
+        chosen = policy.pick(fleet, chat(text))
+        waited += idle and chosen.in_flight > 0
+        chosen.in_flight += 1
+        running.append(chosen)
+        if len(running) == len(fleet):
+            running.pop(chance.randrange(len(running))).in_flight -= 1
+    assert waited <= 10
+
+
+def test_a_miss_goes_to_the_least_loaded_where_that_is_asked_for():
+    policy, fleet = cache_aware(fallback="least_loaded"), workers(4, 3, 5)
+    assert [policy.pick(fleet, chat(text)) for text in unrelated(3)] == [fleet[1]] * 3
+
+
+def test_a_holder_that_may_not_take_it_is_passed_over_for_the_next_best():
+    policy, fleet = cache_aware(), workers(0, 0, 0)
+    policy.pick(fleet[:1], chat(LONG * 2))
+    policy.pick(fleet[1:2], chat(LONG * 2 + "?"))
+    policy.pick(fleet[1:2], chat(LONG + "!"))
+    assert policy.pick(fleet[1:], chat(LONG * 2)) is fleet[1]
+    assert policy.pick(fleet[2:], chat(LONG * 2)) is fleet[2]
+
+
+def test_models_have_trees_of_their_own_where_workers_name_them():
+    policy = cache_aware()
+    one, other = workers(0, 0, model="m"), workers(0, 0, model="n")
+    home = policy.pick(one, chat(LONG, "m"))
+    assert policy.pick(one, chat(LONG, "m")) is home
+    policy.pick(other, chat(LONG, "n"))
+    assert branch_of(policy) == {"smallest_tree": 2, "matched": 1}
+
+
+def test_models_that_only_clients_name_make_no_trees():
+    policy, fleet = cache_aware(), workers(0, 0)
+    homes = {policy.pick(fleet, chat(LONG, f"model {number}")) for number in range(50)}
+    assert len(homes) == 1
+    assert policy.facts()["tree_size"] < len(LONG) + 8
+
+
+def test_a_request_without_text_goes_to_the_shortest_queue_and_leaves_nothing():
+    policy, fleet = cache_aware(), workers(2, 1, 1)
+    picked = Counter(
+        policy.pick(fleet, need).url for need in [NEED, Requirements(0, body=BodyFields())] * 4
+    )
+    assert picked == {fleet[1].url: 4, fleet[2].url: 4}
+    assert (branch_of(policy), policy.facts()["tree_size"]) == ({"no_text": 8}, 0)

@@ -1,0 +1,79 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.fleet.capabilities import mask_of
+from omni_proxy.routing.routes import BodyKind, Pinning, WrongMethod, match
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+ROWS = [
+    ("POST", "/v1/chat/completions", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/v1/completions", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/v1/embeddings", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/generate", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/v1/audio/speech", "speech_http", ["speech"], Pinning.ANY),
+    ("POST", "/v1/audio/speech/batch", "speech_batch", ["speech"], Pinning.ANY),
+    ("GET", "/v1/audio/speech/req-1", "speech_outcome", ["speech"], Pinning.NAMED),
+    ("GET", "/v1/audio/speech/stream", "tts_websocket", ["speech", "streaming"], Pinning.ANY),
+    ("POST", "/v1/audio/transcriptions", "transcription", ["audio_input"], Pinning.ANY),
+    ("POST", "/v1/audio/translations", "transcription", ["audio_input"], Pinning.ANY),
+    ("GET", "/v1/audio/voices", "voice_control", ["speech"], Pinning.VOICE_OWNER),
+    ("POST", "/v1/audio/voices", "voice_control", ["speech"], Pinning.VOICE_OWNER),
+    ("DELETE", "/v1/audio/voices/ada", "voice_control", ["speech"], Pinning.VOICE_OWNER),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "traffic", "needs", "place"), ROWS)
+def test_a_model_route_has_its_class_its_need_and_its_place(method, path, traffic, needs, place):
+    route = match(method, path)
+    assert route is not None
+    assert (route.traffic, route.mask, route.place) == (traffic, mask_of(needs), place)
+    assert route.websocket == (traffic == "tts_websocket")
+
+
+@pytest.mark.parametrize("path", sorted({row[1] for row in ROWS}))
+def test_another_method_is_told_what_is_allowed(path):
+    own = {row[0] for row in ROWS if row[1] == path}
+    for method in METHODS:
+        if method in own:
+            assert match(method, path) is not None
+        else:
+            with pytest.raises(WrongMethod) as wrong:
+                match(method, path)
+            assert wrong.value.allowed == own
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/health",
+        "/workers",
+        "/v1/models",
+        "/v1/chat/completions/",
+        "/V1/chat/completions",
+        "//v1/chat/completions",
+        "/v1/audio/speech/",
+        "/v1/audio/speech/a/b",
+        "/v1/audio/voices/",
+        "/v1/audio/voices/a/b",
+        "/generate/x",
+    ],
+)
+def test_what_stands_in_no_row_is_the_fronts(path):
+    for method in METHODS:
+        assert match(method, path) is None
+
+
+@given(st.text())
+def test_no_path_is_caught_that_no_row_names(path):
+    route = match("GET", path) if path not in {row[1] for row in ROWS} else None
+    if route is not None:
+        assert route.path.endswith(("{request_id}", "{name}"))
+
+
+def test_speech_is_json_whatever_its_content_type_says():
+    for path in ("/v1/audio/speech", "/v1/audio/speech/batch"):
+        route = match("POST", path)
+        assert route is not None
+        assert route.body is BodyKind.ALWAYS_JSON

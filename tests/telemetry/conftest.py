@@ -1,0 +1,15 @@
+import pytest
+
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
+
+
+@pytest.fixture
+def recent():
+    return RecentWindow()
+
+
+@pytest.fixture
+def meters(fleet, recent):
+    """Of the fleet that each module builds for itself."""
+    return Metrics(fleet, recent)

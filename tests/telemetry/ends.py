@@ -1,0 +1,41 @@
+"""Exchanges as the door has them when they have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.routes import match
+
+CHAT = match("POST", "/v1/chat/completions")
+
+
+def ended(worker: Worker | None = None, **told: Any) -> Exchange:
+    """A streamed chat: asked at 100, first piece after 0.2 s, ten pieces, over after 1.1 s."""
+    mine = Exchange(100.0, "client")
+    plain = {
+        "method": "POST", "route": CHAT, "need": Requirements(0, model=told.pop("model", None)),
+        "status": 200, "outcome": "completed", "stream": True, "attempts": 1, "pieces": 10,
+        "bytes_in": 50, "bytes_out": 1000, "head_at": 100.0, "body_at": 100.0,
+        "dialled_at": 100.0, "wait_at": 100.1, "first_at": 100.2, "ended_at": 101.1,
+        "relayed": True, "last_worker": worker, "longest_gap": 0.4, "request_id": b"r",
+    }  # fmt: skip
+    for name, value in (plain | told).items():
+        setattr(mine, name, value)
+    return mine
+
+
+def whole(worker: Worker | None = None, secs: float = 0.2, **told: Any) -> Exchange:
+    """An answer that came in one piece, `secs` after it was asked for."""
+    at = 100.0 + secs
+    once = {"stream": False, "pieces": 1, "longest_gap": 0.0}
+    return ended(worker, **(once | {"wait_at": at, "first_at": at, "ended_at": at} | told))
+
+
+def refused(**told: Any) -> Exchange:
+    """Nobody could take it."""
+    never: dict[str, Any] = dict.fromkeys(("dialled_at", "wait_at", "first_at", "longest_gap"), 0.0)
+    plain = {"status": 503, "outcome": "refused", "ended_by": "proxy", "attempts": 0, "pieces": 0}
+    return ended(**(never | plain | told))

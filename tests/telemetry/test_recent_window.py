@@ -1,0 +1,180 @@
+import pytest
+
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import (
+    ENDS_PER_SECOND,
+    KEPT_ENDS,
+    KEPT_TROUBLES,
+    POINTS,
+    TEXT_CHARS,
+)
+from tests.fleet.entries import NOW, entry, fleet_of
+from tests.telemetry.ends import ended, refused, whole
+
+
+@pytest.fixture
+def fleet():
+    return fleet_of(entry("a"), entry("b"))
+
+
+def test_a_second_that_is_over_becomes_a_point(fleet, recent, meters):
+    a, _ = fleet.workers
+    meters.count(ended(a), a)
+    meters.count(refused(), None)
+    recent.tick(1000.4, 7, 2)
+    recent.tick(1001.4, 6, 0)
+    one, two = recent.points
+    assert (one.at, one.requests, one.errors, one.in_flight, one.waiting) == (1000, 2, 1, 7, 2)
+    assert one.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert (two.requests, two.errors, two.first_p50_ms) == (0, 0, None)
+
+
+def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(200):
+        meters.count(ended(a), a)
+        meters.count(ended(a, outcome="stream_error", ended_by="worker", status=200), a)
+        recent.tick(1000.0 + second, 0, 0)
+    told = recent.of(a, 1200.0)
+    assert told.rate == pytest.approx(2, rel=0.2)
+    assert 50 <= told.errors <= 60
+    assert told.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert told.answers == pytest.approx(110, abs=10)
+    assert recent.of(b, 1200.0) == (0.0, 0, 0, None, None)
+
+
+def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, meters):
+    a, _ = fleet.workers
+    for second in range(100):
+        meters.count(whole(a, 0.2), a)
+        recent.tick(1000.0 + second, 0, 0)
+    for second in range(100, 162):
+        recent.tick(1000.0 + second, 0, 0)
+        minute = [point for point in recent.points if point.at > 1000 + second - 60]
+        told = recent.of(a, 1000.0 + second)
+        assert told.answers <= sum(point.requests for point in minute)
+    assert told.first_p50_ms is None
+
+
+def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(200):
+        for _ in range(3):
+            meters.count(whole(a, 0.2), a)
+        meters.count(whole(b, 0.2, status=503), b)
+        recent.tick(1000.0 + second, 0, 0)
+    told = recent.of(a, 1200.0)
+    assert (told.rate, told.errors) == (pytest.approx(3, rel=0.2), 0)
+    assert told.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert recent.of(b, 1200.0).rate == pytest.approx(1, rel=0.2)
+    last = recent.points[-1]
+    assert (last.requests, last.errors) == (4, 1)
+    assert last.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert sum(end.end == "completed" for end in recent.ends()) == KEPT_ENDS + KEPT_TROUBLES
+
+
+def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
+    fleet = fleet_of(*(entry(f"w{number}") for number in range(100)))
+    meters = Metrics(fleet, recent)
+    gathered = []
+    gather, recent.gather = recent.gather, lambda worker: (gathered.append(worker), gather(worker))
+    for second in range(120):
+        for worker in fleet.workers:
+            meters.count(whole(worker), worker)
+        gathered.clear()
+        recent.tick(1000.0 + second, 0, 0)
+        assert len(gathered) <= 11
+    for worker in fleet.workers:
+        told = recent.of(worker, 1120.0)
+        assert told.rate == pytest.approx(1, rel=0.1)
+
+
+def test_one_that_came_a_moment_ago_had_nothing_before(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(200):
+        meters.count(whole(a), a)
+        recent.tick(1000.0 + second, 0, 0)
+    for _ in range(10):
+        meters.count(whole(b), b)
+    assert recent.of(b, 1200.0).rate == pytest.approx(10 / 60, abs=0.01)
+    recent.tick(1200.0, 0, 0)
+    assert recent.of(b, 1210.0).rate == pytest.approx(10 / 60, abs=0.01)
+
+
+def test_who_has_left_the_fleet_is_forgotten_at_once(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(20):
+        for worker in (a, b):
+            meters.count(whole(worker), worker)
+        recent.tick(1000.0 + second, 0, 0)
+    fleet.apply([entry("b")], NOW)
+    assert set(recent.sums) == {b}
+    assert recent.of(a, 1020.0) == (0.0, 0, 0, None, None)
+    assert recent.of(b, 1020.0).rate == pytest.approx(1, rel=0.2)
+
+
+def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, recent, meters):
+    a, _ = fleet.workers
+    meters.count(ended(a), a)
+    for second in range(70):
+        recent.tick(1000.0 + second, 0, 0)
+    assert recent.of(a, 1070.0) == (0.0, 0, 0, None, None)
+
+
+def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, meters):
+    a, _ = fleet.workers
+    meters.count(ended(a, dialled_at=100.15, wait_at=100.16, queued_secs=0.15), a)
+    recent.tick(1000.0, 0, 0)
+    assert recent.of(a, 1000.0).first_p50_ms == pytest.approx(50, rel=0.2)
+    assert recent.points[0].first_p50_ms == pytest.approx(200, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("told", "errors"),
+    [
+        ({"status": 500}, 1),
+        ({"status": 503}, 1),
+        ({"status": 200, "outcome": "stream_error", "ended_by": "worker"}, 1),
+        ({"status": 200, "outcome": "", "ended_by": ""}, 1),
+        ({"status": 404}, 0),
+        ({"status": 200, "outcome": "stream_cancelled", "ended_by": "client"}, 0),
+        ({"status": 200, "attempts": 2}, 0),
+    ],
+)
+def test_an_error_is_what_was_not_the_clients_doing(fleet, recent, meters, told, errors):
+    a, _ = fleet.workers
+    meters.count(ended(a, **told), a)
+    recent.tick(1000.0, 0, 0)
+    assert recent.points[0].errors == errors
+    assert recent.ends()[0].status == told["status"]
+
+
+def test_what_went_wrong_outlasts_what_went_well(fleet, recent, meters):
+    a, _ = fleet.workers
+    meters.count(ended(a, status=502, ended_at=101.0, error="ConnectError"), a)
+    for second in range(500):
+        meters.count(ended(a, ended_at=102.0 + second), a)
+        recent.tick(1000.0 + second, 0, 0)
+    ends = recent.ends()
+    assert len(ends) == KEPT_ENDS + 1
+    assert (ends[0].at, ends[-1].error) == (601.0, "ConnectError")
+
+
+def test_everything_is_bounded(fleet, recent, meters):
+    a, _ = fleet.workers
+    for second in range(2 * POINTS):
+        for _ in range(3 * ENDS_PER_SECOND):
+            meters.count(ended(a, request_id=b"r" * 9000, error="e" * 9000, status=500), a)
+        recent.tick(1000.0 + second, 0, 0)
+    assert len(recent.points) == POINTS
+    assert len(recent.ends()) == KEPT_TROUBLES
+    assert {len(end.request_id) for end in recent.ends()} == {TEXT_CHARS}
+    assert {len(end.error) for end in recent.ends()} == {TEXT_CHARS}
+
+
+def test_a_reader_gets_the_points_after_its_last_one(recent):
+    for second in range(10):
+        recent.tick(1000.0 + second, 0, 0)
+    assert [point.at for point in recent.since(1006)] == [1007, 1008, 1009]
+    assert [point.at for point in recent.since(0)] == list(range(1000, 1010))
+    assert list(recent.since(1009)) == []

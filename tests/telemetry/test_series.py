@@ -1,0 +1,158 @@
+"""What comes whole in one piece is counted apart, and read as if it had not been."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry import metrics
+from omni_proxy.telemetry.histogram import DURATION, FINE, SHORT, Histogram
+from omni_proxy.telemetry.metrics import OTHER, Metrics
+from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow
+from tests.fleet.entries import NOW, entry, fleet_of
+from tests.telemetry.ends import CHAT, whole
+
+PATH = CHAT.path
+SECS = st.sampled_from([0.0001, 0.01, 0.16, 0.2, 5.0, 2000.0])
+MODELS = st.sampled_from(["m", "n", None, "x", "y" * (TEXT_CHARS + 1)])
+UNLIKE: list[dict[str, object]] = [
+    {"status": 206},
+    {"status": 404},
+    {"pieces": 2},
+    {"attempts": 2},
+    {"outcome": "upstream_error", "ended_by": "worker"},
+    {"dialled_at": 100.00005},
+    {"wait_at": 100.00005},
+    {"tail": b'{"usage":{"prompt_tokens":3}}'},
+    {"ended_at": 3000.0},
+    {"first_at": 0.0, "pieces": 0},
+]
+ASKED = st.fixed_dictionaries({"secs": SECS, "model": MODELS})
+UNLIKES = st.sampled_from([{}, {}, {}, *UNLIKE])
+READS = st.sampled_from(["cells", "phases", "of", "tick"])
+STEPS = st.lists(st.tuples(st.integers(0, 1), ASKED, UNLIKES) | READS)
+
+
+class Naive:
+    """All of it, one by one."""
+
+    def __init__(self) -> None:
+        self.ends: Counter[tuple[Worker, object]] = Counter()
+        self.sums: Counter[tuple[Worker, str]] = Counter()
+        self.times: dict[object, Histogram] = {}
+        self.head = Histogram(FINE)
+        self.overheads = 0
+
+    def count(self, mine, worker) -> None:
+        model = mine.need.model
+        told = model if model in (None, "m", "n") else OTHER
+        self.ends[worker, (told, mine.status // 100, mine.outcome)] += 1
+        for name in ("bytes_in", "bytes_out", "pieces"):
+            self.sums[worker, name] += getattr(mine, name)
+        self.times_of(worker, "total").observe(mine.ended_at - mine.started_at)
+        if mine.first_at:
+            self.times_of(worker, "first").observe(mine.first_at - mine.started_at)
+            self.times_of(worker, "lately").observe(mine.first_at - mine.dialled_at)
+        self.head.observe(mine.wait_at - mine.dialled_at)
+        self.overheads += 1
+
+    def times_of(self, worker, name) -> Histogram:
+        bounds = DURATION if name == "total" else FINE
+        return self.times.setdefault((worker, name), Histogram(bounds))
+
+
+def same(one: Histogram, other: Histogram) -> None:
+    assert one.counts == other.counts
+    assert one.sum == pytest.approx(other.sum)
+
+
+def read(what, meters, recent, worker) -> None:
+    match what:
+        case "of":
+            recent.of(worker, 1000.0)
+        case "tick":
+            recent.tick(1000.0, 0, 0)
+        case _:
+            getattr(meters, what)
+
+
+@given(STEPS, st.integers(1, 5))
+def test_every_reader_sees_everything_that_has_ended(steps, at_once):
+    fleet, recent, naive = (
+        fleet_of(entry("a", model="m"), entry("b", model="n")),
+        RecentWindow(),
+        Naive(),
+    )
+    meters = Metrics(fleet, recent)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(metrics, "AT_ONCE", at_once)
+        for step in steps:
+            if isinstance(step, str):
+                read(step, meters, recent, fleet.workers[0])
+                continue
+            which, asked, unlike = step
+            mine = whole(**(asked | unlike))
+            meters.count(mine, fleet.workers[which])
+            naive.count(mine, fleet.workers[which])
+    cells = meters.cells
+    assert {w: sum(c.ends.values()) for (_, w), c in cells.items()} == dict(totals(naive.ends))
+    for (_, worker), cell in cells.items():
+        assert {(worker, end): n for end, n in cell.ends.items()}.items() <= naive.ends.items()
+        for name in ("bytes_in", "bytes_out", "pieces"):
+            assert getattr(cell, name) == naive.sums[worker, name]
+        same(cell.total, naive.times_of(worker, "total"))
+        same(cell.first, naive.times_of(worker, "first"))
+        assert recent.sums[worker].firsts == naive.times_of(worker, "lately").counts
+        assert recent.sums[worker].requests == sum(cell.ends.values())
+    if cells:
+        same(meters.phases[PATH].head, naive.head)
+        assert sum(meters.phases[PATH].overhead.counts) == naive.overheads
+
+
+def totals(ends: Counter[tuple[Worker, object]]) -> Counter[Worker]:
+    summed: Counter[Worker] = Counter()
+    for (worker, _), count in ends.items():
+        summed[worker] += count
+    return summed
+
+
+def test_a_name_that_a_worker_takes_on_is_told_from_then_on():
+    fleet = fleet_of(entry("a", model="m"))
+    (a,) = fleet.workers
+    meters = Metrics(fleet, RecentWindow())
+    for _ in range(2):
+        meters.count(whole(model="new"), a)
+    fleet.apply([entry("a", model="new")], NOW)
+    for _ in range(3):
+        meters.count(whole(model="new"), a)
+    meters.count(whole(model="m"), a)
+    ends = {(OTHER, 2, "completed"): 3, ("new", 2, "completed"): 3}
+    assert meters.cells[PATH, a].ends == ends
+
+
+def test_a_long_name_is_not_kept():
+    fleet = fleet_of(entry("a"))
+    (a,) = fleet.workers
+    meters = Metrics(fleet, RecentWindow())
+    for name in ("x", "y" * 100_000, "x"):
+        meters.count(whole(model=name), a)
+    cell = meters.cells[PATH, a]
+    assert cell.ends == {(OTHER, 2, "completed"): 3}
+    assert cell.asked == "x"
+
+
+def test_times_that_wait_to_be_sorted_in_are_bounded(monkeypatch):
+    monkeypatch.setattr(metrics, "AT_ONCE", 10)
+    fleet = fleet_of(entry("a"))
+    (a,) = fleet.workers
+    meters = Metrics(fleet, RecentWindow())
+    for number in range(25):
+        early = {"wait_at": 100.1} if number % 2 else {"dialled_at": 100.05}
+        meters.count(whole(**early), a)
+        waiting = meters._phases[PATH]
+        assert len(waiting.own) + len(waiting.heads) < 20
+    assert sum(meters.phases[PATH].overhead.counts) == 25
+    assert sum(meters.phases[PATH].head.counts) == 25
+    assert len(meters.phases[PATH].overhead.counts) == len(SHORT) + 1

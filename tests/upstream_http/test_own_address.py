@@ -1,0 +1,108 @@
+import socket
+
+import pytest
+
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import AdminConfig, Config, ServerConfig, WorkerEntry
+from omni_proxy.upstream_http import own_address
+from omni_proxy.upstream_http.own_address import bound, is_own, judge_workers
+
+PORT = 30000
+
+
+def interface_address():
+    """Of this machine beside loopback, where it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize(
+    ("ip", "listener", "own"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("::ffff:127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.2", "127.0.0.1", False),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("::", "::1", True),
+        ("127.0.0.1", "0.0.0.0", True),
+        ("127.9.9.9", "0.0.0.0", True),
+        ("::1", "0.0.0.0", False),
+        ("::1", "::", True),
+        ("127.0.0.1", "::", True),
+        ("192.0.2.1", "0.0.0.0", False),
+        ("10.0.0.5", "10.0.0.5", True),
+        ("127.0.0.1", "10.0.0.5", False),
+        ("0.0.0.0", "10.0.0.5", False),
+        ("no-address", "127.0.0.1", False),
+    ],
+)
+def test_what_a_connection_would_reach(ip, listener, own):
+    assert is_own((ip, PORT), [(listener, PORT)]) is own
+    assert not is_own((ip, PORT + 1), [(listener, PORT)])
+
+
+@pytest.mark.skipif(interface_address() is None, reason="no network interface")
+def test_an_own_interface_is_reached_by_its_address():
+    assert is_own((interface_address(), PORT), [("0.0.0.0", PORT)])
+    assert not is_own((interface_address(), PORT), [("127.0.0.1", PORT)])
+
+
+def test_listeners_as_they_are_shown():
+    shown = ["127.0.0.1:1", "[::]:2", "unix:/run/x.sock", "http://127.0.0.1:3"]
+    assert bound(shown) == [("127.0.0.1", 1), ("::", 2), ("127.0.0.1", 3)]
+
+
+def config(*urls, host="127.0.0.1", listen=""):
+    entries = tuple(WorkerEntry(url=url) for url in urls)
+    return Config(
+        workers=entries, server=ServerConfig(host=host, port=PORT), admin=AdminConfig(listen=listen)
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "listen"),
+    [
+        ("http://127.0.0.1:30000", "127.0.0.1", ""),
+        ("http://localhost:30000", "127.0.0.1", ""),
+        ("http://127.0.0.1:30000", "localhost", ""),
+        ("https://127.0.0.1:30000", "0.0.0.0", ""),
+        ("http://[::1]:30000", "::", ""),
+        ("http://0.0.0.0:30000", "0.0.0.0", ""),
+        ("http://127.0.0.1:30001", "127.0.0.1", "127.0.0.1:30001"),
+    ],
+)
+def test_a_worker_that_is_the_proxy_is_refused(url, host, listen):
+    with pytest.raises(ConfigError) as refused:
+        judge_workers(config("http://10.0.0.9:30000", url, host=host, listen=listen), (), "f.toml")
+    (problem,) = refused.value.problems
+    assert (problem.path, problem.file) == ("workers[1].url", "f.toml")
+    assert "this proxy itself" in problem.reason
+
+
+def test_one_of_the_command_line_is_refused_by_its_flag():
+    with pytest.raises(ConfigError, match="command line: --worker-urls"):
+        judge_workers(config(), ("http://127.0.0.1:30000",), "")
+
+
+def test_others_are_let_pass_and_not_looked_up(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(own_address.socket, "getaddrinfo", never)
+    judge_workers(config("http://a.test:1", "unix:/run/w", "http://10.0.0.9:30000"), (), "")
+    judge_workers(
+        Config(server=ServerConfig(port=0), workers=config("http://a.test").workers), (), ""
+    )
+
+
+def test_a_name_that_takes_its_time_holds_nobody_up(monkeypatch):
+    silent = socket.socketpair()
+    monkeypatch.setattr(own_address.socket, "getaddrinfo", lambda *_, **__: silent[0].recv(1))
+    monkeypatch.setattr(own_address, "RESOLVE_SECS", 0.05)
+    judge_workers(config("http://a.test:30000"), (), "")
+    silent[1].close()
+    silent[0].close()

@@ -1,0 +1,51 @@
+import threading
+
+import pytest
+import trio
+
+from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.weight_sync.delivery.over_network import INIT, GroupSends
+from omni_proxy.weight_sync.store.version_store import VersionStore
+from tests.admin_api.house import A
+from tests.weight_sync.desks import house_with
+from tests.weight_sync.store.drafts import forget, received
+
+PATIENCE_SECS = 60
+
+
+class Sender:
+    """One whose group never meets."""
+
+    port = 1
+
+    def __init__(self):
+        self.closed = threading.Event()
+
+    def meet(self):
+        self.closed.wait(PATIENCE_SECS)
+
+    def close(self):
+        self.closed.set()
+
+
+@pytest.fixture
+def version(tmp_path):
+    store = VersionStore(tmp_path / "versions")
+    yield received(store)
+    forget(store)
+
+
+async def test_a_group_is_ended_though_all_threads_wait_for_groups(engines, folder, version):
+    senders = []
+
+    async def open_one(_):
+        senders.append(Sender())
+        return senders[-1]
+
+    engines.tell(A, INIT, {"success": False, "message": "no such group"}, status=400)
+    sends = GroupSends(WeightSyncConfig, open_one)
+    sends._threads._most.total_tokens = 1
+    with trio.fail_after(PATIENCE_SECS):
+        answer = await sends.send(version, house_with(folder).worker(A), {}, {})
+    assert (answer.status, answer.why) == (400, "status 400: no such group")
+    assert [each.closed.is_set() for each in senders] == [True]

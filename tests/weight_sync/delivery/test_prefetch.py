@@ -1,0 +1,180 @@
+import json
+
+import pytest
+import trio
+
+from omni_proxy.process_group.receiver import FileRegion
+from omni_proxy.process_group.tensor_plan import plans_of
+from omni_proxy.weight_sync.delivery.prefetch import AHEAD, Coming
+from tests.admin_api.house import A, B
+from tests.weight_sync.holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders
+
+torch = pytest.importorskip("torch")
+
+PATIENCE_SECS = 60
+TENSORS = [["float32", [500], 1], ["bfloat16", [30, 2], 2]]
+BUCKETS = [
+    {"names": [name], "dtypes": [dtype], "shapes": [shape]}
+    for name, (dtype, shape, _) in zip("ab", TENSORS, strict=True)
+]
+
+
+class Loaders(Holders):
+    """Workers whose disk loader is the replica's. `reads`: whose replica reads ahead."""
+
+    def __init__(self, root, reads=(A, B)):
+        super().__init__()
+        from omni_proxy.replica.weights.disk import WeightsFolder
+        from omni_proxy.replica.weights.target import Target
+
+        self.reads, self.targets, self.folders = reads, {}, {}
+        for url in (A, B):
+            model = torch.nn.Module()
+            model.register_buffer("a", torch.zeros(500))
+            model.register_buffer("b", torch.zeros(30, 2, dtype=torch.bfloat16))
+            self.targets[url], self.folders[url] = Target(model), WeightsFolder("/")
+        self.read = {A: trio.Event(), B: trio.Event()}
+
+    async def keep(self, request, url, path):
+        if path == AHEAD:
+            self.ahead(url, json.loads(request.content))
+        answer = await super().keep(request, url, path)
+        if path == AHEAD:
+            self.read[url].set()
+        return answer
+
+    def ahead(self, url, body):
+        if url in self.reads:
+            nbytes = self.folders[url].read_ahead(body, self.targets[url])
+            data = {"results": [{"stage": "t", "data": {"ahead_bytes": nbytes}}]}
+            self.tell(url, AHEAD, {"success": True, **data})
+        else:
+            self.tell(url, AHEAD, {"detail": "Not Found"}, 404)
+
+    def load(self, url, body):
+        super().load(url, body)
+        staged = self.folders[url].stage(body, self.targets[url])
+        staged.apply_for_good()
+        staged.forget()
+
+    def sizes(self, url):
+        port = int(url.rpartition(":")[2])
+        asked = [r for r in self.asked if (r.url.port, r.url.path) == (port, AHEAD)]
+        return [json.loads(r.content)["nbytes"] for r in asked]
+
+    def untouched(self, url):
+        return all(not tensor.any() for _, tensor in self.targets[url])
+
+
+@pytest.fixture
+def reads():
+    return (A, B)
+
+
+@pytest.fixture
+def engines(monkeypatch, folder, reads):
+    return Loaders(folder, reads).install(monkeypatch)
+
+
+async def armed(running, pool, **body):
+    trainer = pool.trainer()
+    trainer.order("open", group="g")
+    port = (await trio.to_thread.run_sync(trainer.reply))["port"]
+    place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
+    assert (await running.ask(INIT, **place, rank_offset=1, world_size=2)).ok
+    assert trainer.reply() == {"joined": True}
+    ready = await running.ask(PREPARE, **(body or {"num_buckets": 2, "buckets": BUCKETS}))
+    assert ready.ok, ready.body
+    return trainer
+
+
+async def send(trainer, tensors):
+    return await trio.to_thread.run_sync(lambda: trainer.tell("send", group="g", tensors=tensors))
+
+
+async def test_a_bucket_is_read_while_the_next_is_still_to_come(running, pool):
+    engines = running.engines
+    trainer = await armed(running, pool)
+    await send(trainer, TENSORS[:1])
+    for url in (A, B):
+        await engines.read[url].wait()
+        assert engines.untouched(url), "nothing of it may show"
+    assert DISK not in engines.paths(A)
+    await send(trainer, TENSORS[1:])
+    done = await running.ask(COMPLETE, weight_version="v1")
+    assert done.ok, done.body
+    record = running.store.versions()[0].record
+    for url in (A, B):
+        first, *rest = engines.sizes(url)
+        assert first == record.tensors["b"].offset
+        assert rest in ([], [first + 30 * 2 * 2])
+        taken = dict(engines.targets[url])
+        digests = {name: _digest(name, tensor) for name, tensor in taken.items()}
+        assert digests == {name: row.sha256 for name, row in record.tensors.items()}
+    assert (await running.ask(DESTROY)).ok
+    trainer.tell("destroy", group="g")
+
+
+def _digest(name, tensor):
+    from omni_proxy.weight_sync.checksum import tensor_digest
+
+    raw = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor_digest(name, str(tensor.dtype), tensor.shape, raw)
+
+
+async def test_a_fault_in_the_middle_leaves_all_on_the_old_version_and_the_next_sync_is_whole(
+    running, pool
+):
+    engines = running.engines
+    trainer = await armed(running, pool)
+    await send(trainer, TENSORS[:1])
+    for url in (A, B):
+        await engines.read[url].wait()
+    trainer.kill()
+    done = await running.ask(COMPLETE, weight_version="v1")
+    assert not done.ok
+    assert DISK not in engines.paths(A) + engines.paths(B)
+    assert engines.untouched(A)
+    assert engines.untouched(B)
+    assert running.versions() == [("default", 0), ("default", 0)]
+    await running.house.desk.sync.life.until_settled()
+    other = [["float32", [500], 7], ["bfloat16", [30, 2], 8]]
+    trainer = await armed(running, pool)
+    await send(trainer, other)
+    assert (await running.ask(COMPLETE, weight_version="v2")).ok
+    record = running.store.versions()[0].record
+    for url in (A, B):
+        held = {name: _digest(name, tensor) for name, tensor in engines.targets[url]}
+        assert held == {name: row.sha256 for name, row in record.tensors.items()}
+    assert (await running.ask(DESTROY)).ok
+    trainer.tell("destroy", group="g")
+
+
+@pytest.mark.parametrize("reads", [(B,)])
+async def test_who_has_no_such_route_is_asked_once_and_gets_all_at_the_end(running, pool):
+    engines = running.engines
+    trainer = await armed(running, pool)
+    await send(trainer, TENSORS[:1])
+    await engines.read[A].wait()
+    await engines.read[B].wait()
+    await send(trainer, TENSORS[1:])
+    assert (await running.ask(COMPLETE, weight_version="v1")).ok
+    assert engines.paths(A).count(AHEAD) == 1
+    assert not engines.untouched(A)
+    assert (await running.ask(DESTROY)).ok
+    trainer.tell("destroy", group="g")
+
+
+async def test_buckets_that_are_announced_one_by_one_are_not_read_ahead(running, pool):
+    trainer = await armed(running, pool, **BUCKETS[0])
+    await send(trainer, TENSORS[:1])
+    assert (await running.ask(COMPLETE, flush_cache=True)).ok
+    assert AHEAD not in running.engines.paths(A)
+    assert (await running.ask(DESTROY)).ok
+    trainer.tell("destroy", group="g")
+
+
+def test_bytes_are_final_up_to_the_end_of_the_last_whole_bucket():
+    plans = plans_of({"num_buckets": 2, "buckets": BUCKETS}, dense=True)
+    coming = Coming(None, FileRegion("f", (100, 2100)), plans)
+    assert [coming.final_bytes(done) for done in (0, 1, 2)] == [0, 2100, 2220]

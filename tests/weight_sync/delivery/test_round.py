@@ -1,0 +1,63 @@
+"""What was received once goes to all workers at the same time, and before any request does."""
+
+import pytest
+import trio
+
+from tests.admin_api.house import NOW, A, B
+from tests.weight_sync.holders import DISK, Holders
+
+pytest.importorskip("torch")
+ENGINES = Holders
+
+
+async def test_nobody_waits_for_another_to_have_it(running):
+    engines, answers = running.engines, []
+    engines.shut(DISK)
+
+    async def sync():
+        answers.append(await running.sync(1))
+
+    async with trio.open_nursery() as asking:
+        asking.start_soon(sync)
+        for url in (A, B):
+            await engines.came[url, DISK].wait()
+        assert running.held() == [["updating"], ["updating"]]
+        assert running.versions() == [(None, 0), (None, 0)]
+        engines.open(DISK)
+    assert answers[0].ok, answers[0].body
+
+
+async def test_who_comes_up_meanwhile_is_held_before_the_others_go_on(running):
+    house, engines, seen = running.house, running.engines, []
+    late, publish = house.worker(B), running.desk.book.publish
+    for _ in range(house.fleet.thresholds.fall):
+        epoch = late.machine.epoch
+        house.fleet.observe_probe(late, status=None, error="gone", at=NOW, epoch=epoch)
+
+    async def publishing(*told):
+        seen.append(sorted(late.holds))
+        return await publish(*told)
+
+    running.desk.book.publish = publishing
+    engines.shut(DISK, A)
+    async with trio.open_nursery() as asking:
+        asking.start_soon(running.sync, 1)
+        await engines.came[A, DISK].wait()
+        house.fleet.revive(late, NOW)
+        house.healthy(B)
+        engines.open(DISK, A)
+    assert seen == [["catching_up"]]
+    await running.until(lambda: running.versions() == [("v1", 1), ("v1", 1)])
+    await running.until(lambda: running.held() == [[], []])
+
+
+@pytest.mark.parametrize("policy", ["rollback"])
+async def test_nobody_is_given_back_what_was_not_the_version_of_before(running):
+    await running.sync(1)
+    renamed = await running.ask("/update_weight_version", new_version="of somebody else")
+    assert (renamed.ok, running.desk.book.published.epoch) == (True, 2)
+    running.engines.stubborn[B] = 1
+    done = await running.sync(2)
+    assert done.status == 502
+    assert "rolled_back_to" not in done.body
+    assert list(done.body["uncertain"]) == [B]

@@ -1,0 +1,291 @@
+import json
+import shutil
+
+import pytest
+import trio
+
+from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.weight_sync.delivery import catchup
+from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.weight_sync.protocol.published_version import TargetVersion
+from tests.admin_api.house import NOW, A, B, build_house
+from tests.weight_sync.holders import CHECKER, DISK, FIRST, Holders
+
+pytest.importorskip("torch")
+ENGINES = Holders
+
+
+def down(running, url):
+    worker = running.house.worker(url)
+    for _ in range(running.house.fleet.thresholds.fall):
+        epoch = worker.machine.epoch
+        running.house.fleet.observe_probe(worker, status=None, error="gone", at=NOW, epoch=epoch)
+    running.house.fleet.revive(worker, NOW)
+
+
+def restarted(running, url):
+    """Its process began anew: with the weights of its first day."""
+    down(running, url)
+    running.engines.restart(url)
+    running.house.fleet.versioned(running.house.worker(url), None, 0)
+
+
+# A sync that all take
+
+
+async def test_what_is_received_once_is_given_to_all_and_published(running):
+    done = await running.sync(1)
+    assert (done.ok, done.body["weight_version"], done.body["num_buckets_received"]) == (
+        True, "v1", 1,
+    )  # fmt: skip
+    assert running.versions() == [("v1", 1), ("v1", 1)]
+    assert running.held() == [[], []]
+    current = running.store.current
+    assert (current.label, current.epoch) == ("v1", 1)
+    assert running.engines.holds[A] == running.engines.holds[B] == current.digests
+
+
+async def test_a_newer_version_takes_the_place_of_one_and_both_are_kept(running):
+    await running.sync(1)
+    await running.sync(2)
+    assert [(v.label, v.epoch) for v in running.store.versions()] == [("v2", 2), ("v1", 1)]
+    await running.until(lambda: all(version.on_disk for version in running.store.versions()))
+
+
+# One that does not take it
+
+
+async def test_quarantine_leaves_it_out_and_publishes_over_the_others(running):
+    running.engines.stubborn[B] = 1
+    done = await running.sync(1)
+    assert (done.status, done.body["success"]) == (502, False)
+    assert f"{B}: status 500: out of memory" in done.body["message"]
+    assert list(done.body["uncertain"]) == [B]
+    assert running.held() == [[], ["uncertain"]]
+    assert running.versions()[0] == ("v1", 1)
+    assert running.store.current.label == "v1"
+
+
+@pytest.mark.parametrize("policy", ["forward"])
+async def test_forward_gives_it_the_version_once_more(running):
+    running.engines.stubborn[B] = 1
+    done = await running.sync(1)
+    assert done.ok, done.body
+    assert running.versions() == [("v1", 1), ("v1", 1)]
+    assert (running.held(), running.engines.loads(A), running.engines.loads(B)) == ([[], []], 1, 2)
+
+
+@pytest.mark.parametrize("policy", ["forward"])
+async def test_forward_that_fails_again_leaves_it_out(running):
+    running.engines.stubborn[B] = 2
+    done = await running.sync(1)
+    assert (done.status, list(done.body["uncertain"])) == (502, [B])
+    assert running.held() == [[], ["uncertain"]]
+
+
+@pytest.mark.parametrize("policy", ["rollback"])
+async def test_rollback_gives_everybody_the_version_of_before(running):
+    await running.sync(1)
+    before = dict(running.engines.holds)
+    running.engines.stubborn[B] = 1
+    done = await running.sync(2)
+    assert (done.status, done.body["rolled_back_to"]) == (502, "v1")
+    assert "out of memory; all workers were given version 1 ('v1') again" in done.body["message"]
+    assert running.engines.holds == before
+    assert (running.versions(), running.held()) == ([("v1", 2), ("v1", 2)], [[], []])
+    assert [(v.label, v.epoch) for v in running.store.versions()] == [("v1", 2)]
+    assert (await running.sync(3)).ok
+
+
+@pytest.mark.parametrize("policy", ["rollback"])
+async def test_without_a_version_of_before_there_is_no_way_back(running):
+    running.engines.stubborn[B] = 1
+    assert (await running.sync(1)).status == 502
+    assert running.held() == [[], ["uncertain"]]
+
+
+async def test_what_all_refuse_changed_nobody(running):
+    await running.sync(1)
+    running.engines.refuses = True
+    done = await running.sync(2)
+    assert (done.ok, "the model has no tensor" in done.body["message"]) == (False, True)
+    assert (running.versions(), running.held()) == ([("v1", 1), ("v1", 1)], [[], []])
+    assert [version.label for version in running.store.versions()] == ["v1"]
+
+
+# Whoever comes late
+
+
+async def test_a_worker_that_began_anew_is_held_until_it_has_caught_up(running):
+    await running.sync(1)
+    restarted(running, B)
+    running.engines.shut(DISK, B)
+    running.house.healthy(B)
+    assert (running.held()[1], running.house.worker(B).routable) == (["catching_up"], False)
+    await running.engines.came[B, DISK].wait()
+    assert not running.house.worker(B).routable
+    running.engines.open(DISK, B)
+    await running.until(lambda: running.house.worker(B).routable)
+    assert running.versions() == [("v1", 1), ("v1", 1)]
+    assert running.engines.holds[B] == running.store.current.digests
+    assert running.desk.holding.catch_up.caught_up == 1
+
+
+async def test_a_worker_that_has_it_is_not_given_it_again(running):
+    await running.sync(1)
+    down(running, B)
+    running.house.healthy(B)
+    assert running.held()[1] == ["catching_up"]
+    await running.until(lambda: running.house.worker(B).routable)
+    assert (running.engines.loads(B), running.versions()[1]) == (1, ("v1", 1))
+
+
+async def test_one_that_says_so_and_holds_something_else_is_found_out(running):
+    await running.sync(1)
+    down(running, B)
+    running.engines.holds[B] = FIRST
+    running.house.healthy(B)
+    await running.until(lambda: running.house.worker(B).routable)
+    assert running.engines.holds[B] == running.store.current.digests
+
+
+async def test_one_that_was_left_out_comes_back_when_it_begins_anew(running):
+    running.engines.stubborn[B] = 1
+    await running.sync(1)
+    restarted(running, B)
+    running.house.healthy(B)
+    await running.until(lambda: running.house.worker(B).routable)
+    assert (running.versions()[1], running.desk.book.reasons) == (("v1", 1), {})
+
+
+async def test_one_that_can_not_catch_up_is_uncertain_in_the_end(running, monkeypatch):
+    monkeypatch.setattr(catchup, "AGAIN_SECS", (0.01, 0.01))
+    await running.sync(1)
+    restarted(running, B)
+    running.engines.stubborn[B] = 99
+    running.house.healthy(B)
+    await running.until(lambda: running.held()[1] == ["uncertain"])
+    assert running.engines.loads(B) == 1 + 3
+    reason = running.desk.book.reasons[B]
+    assert "did not catch up: status 500: out of memory" in reason
+
+
+async def test_one_whose_version_has_vanished_is_not_let_in_with_older_weights(
+    running, monkeypatch
+):
+    monkeypatch.setattr(catchup, "AGAIN_SECS", (0.01, 0.01))
+    await running.sync(1)
+    await running.until(lambda: running.store.current.on_disk)
+    for version in running.store.versions():
+        for root in running.store.roots:
+            shutil.rmtree(root / version.folder.name, ignore_errors=True)
+    restarted(running, B)
+    running.house.healthy(B)
+    with trio.fail_after(10):
+        while running.held()[1] != ["uncertain"]:
+            assert not running.house.worker(B).routable
+            await trio.lowlevel.checkpoint()
+    assert "missed the update to 'v1': it came up with 'default'" in running.desk.book.reasons[B]
+    assert (await running.sync(2)).ok
+    assert (running.versions(), running.held()) == ([("v2", 2), ("v2", 2)], [[], []])
+
+
+async def test_one_whose_version_is_not_ours_any_more_is_judged_by_its_label(running):
+    """A version of another way came while it waited to catch up to ours."""
+    await running.sync(1)
+    restarted(running, B)
+    async with running.house.keeper.turn:
+        running.house.healthy(B)
+        await running.until(lambda: running.engines.paths(B).count(CHECKER) > 1)
+        due = TargetVersion(label="elsewhere", named=True, models=(running.house.worker(B).model,))
+        await running.desk.book.publish(due, None)
+    await running.until(lambda: running.held()[1] == ["uncertain"])
+    assert "missed the update to 'elsewhere'" in running.desk.book.reasons[B]
+
+
+# Asking for versions, and going back
+
+
+async def test_versions_are_told_the_newest_first(running):
+    client = running.house.client()
+    assert (await (await client.get("/weights/versions")).get_json())["versions"] == []
+    await running.sync(1)
+    await running.sync(2)
+    told = await (await client.get("/weights/versions")).get_json()
+    found = [(v["version"], v["number"], v["current"]) for v in told["versions"]]
+    assert found == [("v2", 2, True), ("v1", 1, False)]
+    assert told["versions"][0]["checksum"]
+    assert told["current"] == 2
+
+
+@pytest.mark.parametrize("wanted", [{"version": "v1"}, {"version": 1}, {}])
+async def test_a_rollback_gives_all_an_older_version_under_a_new_epoch(running, wanted):
+    await running.sync(1)
+    first = dict(running.engines.holds)
+    await running.sync(2)
+    client = running.house.client()
+    answer = await client.post("/weights/rollback", json=wanted)
+    told = await answer.get_json()
+    assert (answer.status_code, told["success"], told["weight_epoch"]) == (200, True, 3), told
+    assert running.engines.holds == first
+    assert running.versions() == [("v1", 3), ("v1", 3)]
+    assert (running.store.current.number, running.store.current.epoch) == (1, 3)
+    assert running.desk.history[-1]["path"] == "/weights/rollback"
+    restarted(running, B)
+    running.house.healthy(B)
+    await running.until(lambda: running.house.worker(B).routable)
+    assert running.versions()[1] == ("v1", 3)
+
+
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+
+
+@pytest.mark.parametrize("way", ["sync", "rollback", "catching up"])
+async def test_engines_that_somebody_has_paused_go_on_only_when_somebody_says_so(running, way):
+    await running.sync(1)
+    await running.sync(2)
+    pause = AdminCall(BY_PATH[PAUSE], "POST", PAUSE, b"{}")
+    assert (await running.desk.submit(pause)).ok
+    running.engines.asked.clear()
+    if way == "sync":
+        assert (await running.sync(3)).ok
+    elif way == "rollback":
+        answer = await running.house.client().post("/weights/rollback", json={"version": "v1"})
+        assert answer.status_code == 200
+    else:
+        down(running, B)
+        running.engines.holds[B] = FIRST  # and it is the same process
+        running.house.healthy(B)
+        await running.until(lambda: running.desk.holding.catch_up.caught_up == 1)
+    assert DISK in running.engines.paths(B)
+    assert CONTINUE not in [*running.engines.paths(A), *running.engines.paths(B)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "said"),
+    [
+        ({"version": "v9"}, 404, "there are: version 1 ('v1')"),
+        ({"version": 9}, 404, "there is no version 9"),
+        ({}, 404, "no version before the current one"),
+        ({"version": True}, 400, "a number or a label"),
+        ({"version": ["v1"]}, 400, "a number or a label"),
+    ],
+)
+async def test_a_version_that_is_not_there_is_refused_and_nobody_is_asked(
+    running, wanted, status, said
+):
+    await running.sync(1)
+    answer = await running.house.client().post("/weights/rollback", json=wanted)
+    told = await answer.get_json()
+    assert (answer.status_code, told["success"], told["status"]) == (status, False, "error")
+    assert said in told["message"]
+    assert running.engines.loads() == 1
+
+
+async def test_where_no_versions_are_kept_there_is_no_way_back_to_one():
+    client = build_house().client()
+    told = json.loads(await (await client.get("/weights/versions")).get_data())
+    assert (told["store"], told["versions"]) == (None, [])
+    answer = await client.post("/weights/rollback", json={"version": "v1"})
+    assert answer.status_code == 404
+    assert "no versions are kept" in (await answer.get_json())["message"]

@@ -1,0 +1,118 @@
+"""A desk in mode "receive" over two workers that load versions from our store, and a trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import trio
+
+from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.weight_sync.checksum import roll_up
+from omni_proxy.weight_sync.operations.runner import AdminCall
+from tests.admin_api.house import A, B, build_house, entry
+from tests.weight_sync.desks import Gated
+from tests.weight_sync.store.drafts import forget
+
+DISK, CHECKER = "/update_weights_from_disk", "/weights_checker"
+INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
+PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
+FIRST = {"a": "first-a", "b": "first-b"}
+
+
+class Holders(Gated):
+    """`holds[url]` are the digests of its tensors; `stubborn[url]` fails so many loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels = {A: "default", B: "default"}
+        self.holds = {A: FIRST, B: FIRST}
+        self.stubborn = {A: 0, B: 0}
+        self.refuses = False
+
+    def restart(self, url):
+        self.holds[url], self.labels[url] = FIRST, "default"
+
+    async def keep(self, request, url, path):
+        if path == DISK:
+            self.load(url, json.loads(request.content))
+        return await super().keep(request, url, path)
+
+    def load(self, url, body):
+        if self.refuses:
+            self.tell(url, DISK, {"success": False, "message": "the model has no tensor"}, 400)
+        elif self.stubborn[url]:
+            self.stubborn[url] -= 1
+            self.tell(url, DISK, {"success": False, "message": "out of memory"}, 500)
+        else:
+            record = json.loads((Path(body["model_path"]) / "record.json").read_bytes())
+            self.holds[url] = {n: row["sha256"] for n, row in record["tensors"].items()}
+            self.labels[url] = body.get("weight_version", self.labels[url])
+
+    def well(self, url, path):
+        if path == CHECKER:
+            held = self.holds[url]
+            data = {"checksums": held, "full_checksum": roll_up(held), "layout": {"tp_size": 1}}
+            return {"results": [{"stage": "t", "data": data}]}
+        return super().well(url, path)
+
+    def loads(self, url=A):
+        return self.paths(url).count(DISK)
+
+
+class Running:
+    """The house, and one trainer's group with it."""
+
+    def __init__(self, engines, folder, pool, **fields):
+        self.engines, self._pool = engines, pool
+        self.settings = WeightSyncConfig(
+            mode="receive", isolation="thread", init_timeout_secs=20, **fields
+        )
+        entries = (entry(A), entry(B))
+        self.house = build_house(*entries, folder=folder, weight_sync=self.settings)
+        self.desk = self.house.desk
+        self.store = None
+
+    async def start(self, nursery):
+        await nursery.start(self.desk.run)
+        self.store = self.desk.holding.shelf.store
+        self.house.healthy(A, B)
+
+    def close(self):
+        forget(self.store)
+
+    async def ask(self, path, **body):
+        raw = json.dumps({"group_name": "g", **body}).encode()
+        return await self.desk.submit(AdminCall(BY_PATH[path], "POST", path, raw))
+
+    async def sync(self, seed, label=None):
+        """A whole two-phase sync; what the trainer was answered to its complete."""
+        trainer = self._pool.trainer()
+        trainer.order("open", group="g")
+        port = (await trio.to_thread.run_sync(trainer.reply))["port"]
+        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
+        joined = await self.ask(INIT, **place, rank_offset=1, world_size=2)
+        assert joined.ok, joined.body
+        assert trainer.reply() == {"joined": True}
+        bucket = {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[5], [3, 2]]}
+        ready = await self.ask(PREPARE, num_buckets=1, buckets=[bucket])
+        assert ready.ok, ready.body
+        tensors = [["float32", [5], seed], ["bfloat16", [3, 2], seed]]
+        await trio.to_thread.run_sync(lambda: trainer.tell("send", group="g", tensors=tensors))
+        done = await self.ask(COMPLETE, weight_version=label or f"v{seed}")
+        left = await self.ask(DESTROY)
+        trainer.tell("destroy", group="g")
+        assert left.ok, left.body
+        return done
+
+    def versions(self):
+        return [(w.weight_version, w.weight_epoch) for w in self.house.fleet.workers]
+
+    def held(self):
+        return [sorted(w.holds) for w in self.house.fleet.workers]
+
+    async def until(self, holds):
+        with trio.fail_after(10):
+            while not holds():  # noqa: ASYNC110  # it happens in threads
+                await trio.sleep(0.01)

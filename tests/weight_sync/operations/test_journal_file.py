@@ -1,0 +1,111 @@
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.config.schema import Config, ServerConfig
+from omni_proxy.weight_sync.operations.journal_file import JournalFile, PublishedVersion, folder_for
+from omni_proxy.weight_sync.protocol.journal import Journal, UnreadableJournal
+
+SOME = Journal(uncertain={"http://a": "why"})
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return JournalFile(tmp_path / "deep" / "proxy.weights")
+
+
+def test_what_killed_writes_left_is_swept_at_the_start(file):
+    file.write(SOME)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name in ("journal", "epoch"):
+        (file.folder / f".{name}.json.{ended.pid}").write_text("half")
+    assert JournalFile(file.folder).read() == SOME
+    assert os.listdir(file.folder) == ["journal.json"]
+
+
+def test_what_is_written_is_read_and_nobody_else_may_read_it(file):
+    assert file.read() == Journal()
+    file.write(SOME)
+    assert file.read() == SOME
+    assert (mode(file.folder), mode(file.path)) == (0o700, 0o600)
+
+
+def test_file_and_folder_are_on_the_disk_before_it_returns(file, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    file.write(SOME)
+    assert [path.name.startswith(".journal.json") for path in synced] == [True, False, False]
+    assert synced[1:] == [file.folder, file.folder.parent]
+    synced.clear()
+    file.write(Journal())
+    assert synced == [file.folder]
+    assert not file.path.exists()
+
+
+def test_clearing_what_is_not_there_makes_nothing(file):
+    file.write(Journal())
+    assert not file.folder.exists()
+
+
+def test_a_record_that_cannot_be_read_is_set_aside_whole(file):
+    file.write(SOME)
+    file.path.write_text("{")
+    with pytest.raises(UnreadableJournal):
+        file.read()
+    file.set_aside()
+    assert file.read() == Journal()
+    assert (file.folder / "journal.unreadable").read_text() == "{"
+
+
+def test_a_folder_that_is_none_is_no_empty_journal(tmp_path):
+    (tmp_path / "f").write_text("")
+    with pytest.raises(UnreadableJournal, match="Not a directory"):
+        JournalFile(tmp_path / "f").read()
+
+
+def test_the_epoch_is_kept(file):
+    assert file.read_published() == PublishedVersion(0, None)
+    file.write_published(PublishedVersion(7, "v7"))
+    assert file.read_published() == PublishedVersion(7, "v7")
+
+
+def test_half_a_character_in_a_label_is_written_as_a_question_mark(tmp_path):
+    JournalFile(tmp_path).write_published(PublishedVersion(1, "\ud800"))
+    assert JournalFile(tmp_path).read_published() == PublishedVersion(1, "?")
+
+
+@pytest.mark.parametrize("junk", ["", "[]", '{"epoch": "x", "label": null}', '{"epoch": 3}'])
+def test_an_epoch_that_cannot_be_read_never_goes_back(file, junk):
+    file.write_published(PublishedVersion(70_000, "v"))
+    (file.folder / "epoch.json").write_text(junk)
+    assert file.read_published().epoch > 70_000
+
+
+def test_the_folder_is_beside_the_state_file_or_in_the_users_state():
+    config = Config(server=ServerConfig(host="127.0.0.1", port=30001))
+    beside = folder_for(Path("/etc/o/proxy.state.toml"), config, {})
+    assert beside == Path("/etc/o/proxy.weights")
+    assert folder_for(Path("s"), config, {}) == Path("s.weights")
+    home = folder_for(None, config, {"XDG_STATE_HOME": "/var/s"})
+    assert home == Path("/var/s/omni-proxy/127.0.0.1-30001")
+    assert folder_for(None, config, {}) == Path.home() / ".local/state/omni-proxy/127.0.0.1-30001"
+
+
+def test_the_epoch_file_is_plain_json(file):
+    file.write_published(PublishedVersion(1, None))
+    assert json.loads((file.folder / "epoch.json").read_text()) == {"epoch": 1, "label": None}

@@ -1,0 +1,424 @@
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from omni_proxy.config.schema import AdminConfig, RoutingConfig, WeightSyncConfig
+from omni_proxy.weight_sync.protocol.journal import Journal
+from tests.admin_api.house import NOW, A, B
+from tests.rest import at_rest
+from tests.weight_sync.desks import (
+    LOST,
+    PAUSE,
+    UPDATE,
+    ask,
+    call,
+    held,
+    house_with,
+    journal,
+    started,
+)
+
+
+async def test_the_record_names_the_targets_before_a_worker_hears_of_it(
+    house, engines, folder, nursery
+):
+    await started(engines, nursery, house, call())
+    begun = journal(folder).begun
+    assert (begun.path, begun.targets, begun.step) == (UPDATE, (A, B), "calling")
+    assert held(house) == [["updating"], ["updating"]]
+    engines.open(UPDATE)
+    await at_rest()
+    assert (journal(folder), held(house)) == (Journal(), [[], []])
+
+
+async def test_who_asks_first_is_served_first(house, engines):
+    bodies = [{"model_path": str(at)} for at in range(5)]
+    await ask(house, *(call(body=body) for body in bodies))
+    sent = [r.content for r in engines.asked if r.url.path == UPDATE and r.url.port == 8011]
+    assert sent == [call(body=body).body for body in bodies]
+
+
+async def test_a_turn_that_may_not_be_waited_for_is_refused_at_once(engines, folder, nursery):
+    house = house_with(folder, admin=AdminConfig(lock_timeout_secs=0))
+    await nursery.start(house.desk.run)
+    await started(engines, nursery, house, call(caller="one"))
+    refused = await house.desk.submit(call(PAUSE))
+    assert (refused.status, refused.body["error"]["code"]) == (503, "update_in_progress")
+    assert "update_weights_from_disk of one began" in refused.body["message"]
+    engines.open(UPDATE, A)
+    await at_rest()
+    row = house.desk.status()["operation"]["workers"]
+    assert [each["progress"] for each in row] == ["done", "asked"]
+    engines.open(UPDATE, B)
+    await at_rest()
+    assert (await house.desk.submit(call(PAUSE))).status == 200
+
+
+async def test_what_runs_gets_its_time_to_end_and_no_more(engines, folder, nursery, autojump_clock):
+    house = house_with(folder, weight_sync=WeightSyncConfig(drain_secs=9))
+    await nursery.start(house.desk.run)
+    worker = house.worker(A)
+    for late in (False, True):
+        engines.asked.clear()
+        engines.shut(UPDATE, A)
+        worker.in_flight = 1
+        began = trio.current_time()
+        nursery.start_soon(house.desk.submit, call(caller=str(late)))
+        await trio.sleep(5)
+        assert (engines.paths(), held(house)) == ([], [["updating"]] * 2)
+        assert house.desk.status()["operation"]["step"] == "draining"
+        worker.in_flight = int(late)
+        await engines.came[A, UPDATE].wait()
+        assert (round(trio.current_time() - began, 6) >= 9) is late
+        engines.open(UPDATE, A)
+        await at_rest()
+
+
+async def test_with_pass_nobody_is_held_while_it_runs(engines, folder, nursery):
+    house = house_with(folder, weight_sync=WeightSyncConfig(while_updating="pass"))
+    await nursery.start(house.desk.run)
+    await started(engines, nursery, house, call())
+    assert held(house) == [[], []]
+    engines.open(UPDATE)
+
+
+@pytest.mark.parametrize(("choice", "left"), [("pass", []), ("hold", ["paused"])])
+async def test_what_a_pause_leaves(engines, folder, nursery, choice, left):
+    house = house_with(folder, routing=RoutingConfig(while_paused=choice))
+    await nursery.start(house.desk.run)
+    engines.says[B, PAUSE] = (500, b"oops")
+    await started(engines, nursery, house, call(PAUSE))
+    assert held(house) == [["paused"], ["paused"]]
+    engines.open(PAUSE)
+    await at_rest()
+    assert (held(house), journal(folder).begun) == ([left, []], None)
+    assert journal(folder).paused == ((A,) if left else ())
+    await house.desk.submit(call("/continue_generation"))
+    assert held(house) == [[], []]
+
+
+@pytest.mark.parametrize("choice", ["pass", "hold"])
+async def test_who_paused_what_and_when_is_told_until_it_goes_on_over_a_restart_too(
+    engines, folder, nursery, choice
+):
+    house = house_with(folder, routing=RoutingConfig(while_paused=choice))
+    await nursery.start(house.desk.run)
+    await house.desk.submit(call(PAUSE, {"mode": "retract"}, caller="trainer from 10.0.0.3"))
+    told = house.desk.status()["paused"]
+    assert set(told) == {A, B}
+    assert told[A]["at"]
+    assert {**told[A], "at": ""} == {
+        "at": "", "by": "trainer from 10.0.0.3", "path": PAUSE, "mode": "retract"
+    }  # fmt: skip
+
+    after = house_with(folder, routing=RoutingConfig(while_paused=choice))
+    assert after.desk.status()["paused"] == told
+    await nursery.start(after.desk.run)
+    await after.desk.submit(call(PAUSE, caller="another"))
+    assert after.desk.status()["paused"] == told  # who came first has stopped it
+    await after.desk.submit(call("/continue_generation"))
+    assert after.desk.status()["paused"] == {}
+    assert journal(folder) == Journal()
+
+
+async def test_a_pause_of_some_workers_is_told_of_those_alone(house, folder):
+    await house.desk.submit(call(PAUSE, chosen=frozenset((B,))))
+    assert list(house.desk.status()["paused"]) == [B]
+    assert list(journal(folder).pauses) == [B]
+
+
+async def test_an_engine_that_was_started_anew_while_nobody_looked_is_not_paused(
+    house, folder, nursery
+):
+    house.worker(A).instance = house.worker(B).instance = "first"
+    await house.desk.submit(call(PAUSE))
+    after = house_with(folder)
+    await nursery.start(after.desk.run)
+    for url, instance in ((A, "second"), (B, "first")):
+        after.worker(url).instance = instance
+        after.fleet.mark_dead(after.worker(url), NOW)
+        after.fleet.revive(after.worker(url), NOW)
+        after.healthy(url)
+    await at_rest()
+    assert list(after.desk.status()["paused"]) == [B]
+    assert list(journal(folder).pauses) == [B]
+
+
+async def test_a_worker_that_does_not_continue_stays_paused(engines, folder, nursery):
+    house = house_with(folder, routing=RoutingConfig(while_paused="shed"))
+    await nursery.start(house.desk.run)
+    await house.desk.submit(call(PAUSE))
+    engines.says[A, "/continue_generation"] = LOST
+    answer = await house.desk.submit(call("/continue_generation"))
+    assert (answer.status, held(house)) == (502, [["paused"], []])
+
+
+async def test_an_update_that_keeps_the_pause_is_one(engines, folder, nursery):
+    house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
+    await nursery.start(house.desk.run)
+    await house.desk.submit(call(body={"keep_pause": True}))
+    assert held(house) == [["paused"], ["paused"]]
+    await house.desk.submit(call())
+    assert held(house) == [["paused"], ["paused"]]
+
+
+async def test_holds_of_others_and_of_before_survive(house, engines):
+    house.fleet.hold(house.worker(A), "launch")
+    await house.desk.submit(call())
+    assert held(house) == [["launch"], []]
+
+
+async def test_an_update_that_is_lost_on_one_is_uncertain_there_and_stays_so(
+    house, engines, folder
+):
+    engines.says[B, UPDATE] = LOST
+    answer = await house.desk.submit(call())
+    assert (answer.status, held(house)) == (502, [[], ["uncertain"]])
+    assert answer.body["results"][1]["reason"] == "update_weights_from_disk failed: ReadError"
+    assert journal(folder).uncertain == {B: "update_weights_from_disk failed: ReadError"}
+    del engines.says[B, UPDATE]
+    await house.desk.submit(call("/continue_generation"))
+    await house.desk.submit(call("/update_weights_from_distributed"))
+    assert held(house) == [[], ["uncertain"]]
+    await house.desk.submit(call())
+    assert (held(house), journal(folder)) == ([[], []], Journal())
+
+
+async def test_a_worker_that_is_deleted_and_added_again_is_still_uncertain(house, engines):
+    engines.says[B, UPDATE] = LOST
+    await house.desk.submit(call())
+    entries = house.keeper.config.workers
+    house.keeper.config = type(house.keeper.config)(workers=entries[:1])
+    house.keeper.apply()
+    house.keeper.config = type(house.keeper.config)(workers=entries)
+    house.keeper.apply()
+    assert held(house) == [[], ["uncertain"]]
+
+
+async def test_in_mode_off_a_failed_init_disables_and_more_than_one_target_is_refused(
+    plain, engines
+):
+    house, init = plain, "/init_weights_update_group"
+    refused = await house.desk.submit(call(init))
+    assert (refused.status, refused.body["success"]) == (422, False)
+    assert "2 live workers were targeted" in refused.body["message"]
+    engines.says[A, init] = LOST
+    answer = await house.desk.submit(call(init, chosen=frozenset((A,))))
+    assert answer.body["results"][0]["standing"] == "disabled"
+    assert [w.disabled for w in house.fleet.workers] == [True, False]
+    assert held(house) == [[], []]
+
+
+async def test_nobody_alive_and_nobody_meant(house):
+    refused = await house.desk.submit(call(chosen=frozenset()))
+    assert refused.body["error"]["code"] == "no_workers_match"
+    for worker in house.fleet.workers:
+        house.fleet.mark_dead(worker, worker.registered_at)
+    refused = await house.desk.submit(call())
+    assert (refused.status, refused.body["message"]) == (503, "no live upstream workers")
+
+
+async def test_a_flushed_cache_is_forgotten_and_a_kept_one_is_not(house, engines):
+    forgotten = []
+    house.fleet.watch_forgotten(forgotten.append)
+    await house.desk.submit(call(body={"flush_cache": False}))
+    assert forgotten == []
+    await house.desk.submit(call())
+    assert forgotten == house.fleet.workers
+
+
+async def test_who_has_flushed_its_cache_is_forgotten_and_who_refused_to_is_not(house, engines):
+    forgotten = []
+    house.fleet.watch_forgotten(forgotten.append)
+    engines.says[B, "/flush_cache"] = (500, b"busy")
+    assert (await house.desk.submit(call("/flush_cache"))).status == 502
+    assert forgotten == house.fleet.workers[:1]
+    await house.desk.submit(call(PAUSE))
+    assert len(forgotten) == 1
+
+
+async def test_epochs_rise_with_each_update_that_somebody_took(house, engines, folder):
+    engines.labels = {A: "v2", B: "v2"}
+    told = (await house.desk.submit(call())).body
+    assert (told["weight_epoch"], told["weight_versions"]) == (1, {A: "v2", B: "v2"})
+    engines.says[B, UPDATE] = LOST
+    assert (await house.desk.submit(call())).body["weight_epoch"] == 2
+    assert [w.weight_epoch for w in house.fleet.workers] == [2, 0]
+    engines.says[A, UPDATE] = LOST
+    assert "weight_epoch" not in (await house.desk.submit(call())).body
+    again = house_with(folder)
+    assert again.desk.book.published.epoch == 2
+    assert held(again) == [["uncertain"], ["uncertain"]]
+
+
+async def test_a_worker_that_comes_up_tells_which_version_it_has(house, engines):
+    engines.labels = {A: "v2", B: "v2"}
+    await house.desk.submit(call(body={"weight_version": "v2"}))
+    engines.labels[B] = "v0"  # started anew, from its first weights
+    house.fleet.forgotten(house.worker(B))
+    await at_rest()
+    assert [(w.weight_version, w.weight_epoch) for w in house.fleet.workers] == [
+        ("v2", 1), ("v0", 0),
+    ]  # fmt: skip
+    engines.labels[B] = "v2"
+    house.fleet.forgotten(house.worker(B))
+    await at_rest()
+    assert house.worker(B).weight_epoch == 1
+
+
+async def test_differing_checksums_are_a_502_and_off_asks_for_none(engines, folder, nursery):
+    engines.sums[B] = "t"
+    house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
+    await nursery.start(house.desk.run)
+    assert (await house.desk.submit(call())).status == 200
+    assert "/weights_checker" not in engines.paths()
+    other = house_with(folder)
+    await nursery.start(other.desk.run)
+    answer = await other.desk.submit(call())
+    assert (answer.status, answer.body["success"], answer.body["status"]) == (502, False, "error")
+    assert held(other) == [["uncertain"], ["uncertain"]]
+
+
+async def test_in_mode_off_one_of_many_buckets_for_one_worker_is_not_hashed(plain, engines):
+    await plain.desk.submit(
+        call("/update_weights_from_distributed", chosen=frozenset((A,)))
+    )  # fmt: skip
+    assert engines.paths() == ["/update_weights_from_distributed", "/model_info"]
+
+
+async def test_a_second_caller_with_the_same_words_is_no_retry(house, engines):
+    answers = await ask(house, call(caller="one"), call(caller="two"))
+    assert [each.status for each in answers] == [200, 200]
+    assert engines.paths().count(UPDATE) == 2
+
+
+async def test_who_left_and_asks_again_gets_the_answer_of_what_runs(house, engines, nursery):
+    engines.shut(UPDATE)
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as callers:
+            callers.start_soon(house.desk.submit, call(caller="one"))
+            await engines.came[A, UPDATE].wait()
+            scope.cancel()
+    answers = []
+
+    async def again():
+        answers.append(await house.desk.submit(call(caller="one, again")))
+
+    nursery.start_soon(again)
+    await wait_all_tasks_blocked()
+    engines.open(UPDATE)
+    await at_rest()
+    assert answers[0].status == 200
+    assert engines.paths().count(UPDATE) == 1
+
+
+async def test_without_a_running_desk_it_says_so(engines, folder):
+    house = house_with(folder)
+    refused = await house.desk.submit(call())
+    assert (refused.status, refused.body["error"]["code"]) == (503, "weights_unavailable")
+
+
+async def test_a_desk_that_ends_in_the_middle_leaves_its_targets_uncertain(engines, folder):
+    house = house_with(folder)
+    answers = []
+    async with trio.open_nursery() as outer:
+        async with trio.open_nursery() as life:
+            await life.start(house.desk.run)
+
+            async def caller():
+                answers.append(await house.desk.submit(call()))
+
+            outer.start_soon(caller)
+            engines.shut(UPDATE)
+            await engines.came[A, UPDATE].wait()
+            life.cancel_scope.cancel()
+        assert held(house) == [["updating"], ["updating"]]
+        async with trio.open_nursery() as life:
+            await life.start(house.desk.run)
+            assert held(house) == [["uncertain"], ["uncertain"]]
+            assert house.keeper.turn.locked() is False
+            assert (await house.desk.resolve({})).status == 200
+            assert held(house) == [[], []]
+            life.cancel_scope.cancel()
+    assert answers[0].status == 503
+
+
+async def test_resolve_leaves_out_who_could_not_be_told_to_continue(house, engines, folder):
+    engines.says[A, UPDATE] = engines.says[B, UPDATE] = LOST
+    await house.desk.submit(call())
+    engines.says[A, "/continue_generation"] = LOST
+    engines.says[B, "/continue_generation"] = (404, b"{}")
+    answer = await house.desk.resolve({})
+    assert (answer.status, answer.body["success"]) == (502, False)
+    assert answer.body["unresolved"] == {A: "ReadError"}
+    assert answer.body["resolved_worker_ids"] == [house.worker(B).id]
+    assert list(journal(folder).uncertain) == [A]
+    house.fleet.mark_dead(house.worker(A), house.worker(A).registered_at)
+    assert (await house.desk.resolve({})).status == 200
+    assert held(house) == [[], []]
+
+
+async def test_the_history_is_bounded_and_reads_are_not_in_it(house, engines):
+    for _ in range(60):
+        await house.desk.submit(call("/continue_generation"))
+    await house.desk.submit(call("/model_info"))
+    told = house.desk.status()["history"]
+    assert len(told) == 50
+    assert {each["path"] for each in told} == {"/continue_generation"}
+
+
+async def test_a_journal_that_cannot_be_cleared_is_told_and_stops_nothing(
+    house, engines, folder, monkeypatch
+):
+    write = type(house.desk.book._file).write
+
+    def full(file, record):
+        if record.begun is None:
+            raise OSError(28, "No space left on device")
+        write(file, record)
+
+    monkeypatch.setattr(type(house.desk.book._file), "write", full)
+    answer = await house.desk.submit(call())
+    assert (answer.status, held(house)) == (200, [[], []])
+    assert "No space left" in answer.body["journal_error"]
+    assert journal(folder).begun is not None
+
+
+async def test_a_pause_outlives_the_program_and_ends_with_continue(engines, folder, nursery):
+    hold = RoutingConfig(while_paused="hold")
+    house = house_with(folder, routing=hold)
+    await nursery.start(house.desk.run)
+    await house.desk.submit(call(PAUSE))
+    assert journal(folder).paused == (A, B)
+    again = house_with(folder, routing=hold)
+    assert held(again) == [["paused"], ["paused"]]
+    await nursery.start(again.desk.run)
+    engines.says[B, "/continue_generation"] = LOST
+    await again.desk.submit(call("/continue_generation"))
+    assert (held(again), journal(folder).paused) == ([[], ["paused"]], (B,))
+    passing = house_with(folder)
+    assert held(passing) == [[], []]
+
+
+async def test_to_continue_in_the_middle_of_an_update_does_not_clear_its_record(
+    engines, folder, nursery
+):
+    house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
+    await nursery.start(house.desk.run)
+    await house.desk.submit(call(PAUSE))
+    await started(engines, nursery, house, call())
+    await house.desk.submit(call("/continue_generation"))
+    found = journal(folder)
+    assert (found.begun.path, found.paused) == (UPDATE, ())
+    engines.open(UPDATE)
+    await at_rest()
+    assert (held(house), journal(folder)) == ([[], []], Journal())
+
+
+async def test_words_that_no_text_can_hold_stop_nothing(house, engines, folder):
+    engines.says[B, UPDATE] = (500, b'{"message": "half \\ud83d"}')
+    engines.labels[A] = "v\ud83d"
+    answer = await house.desk.submit(call())
+    assert (answer.status, held(house)) == (502, [[], ["uncertain"]])
+    assert journal(folder).uncertain[B].endswith("half ?")
+    assert house_with(folder).desk.book.published.epoch == 1

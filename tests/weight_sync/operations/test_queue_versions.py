@@ -1,0 +1,155 @@
+"""Which weights a worker is said to have, and who missed a change of them."""
+
+import pytest
+import trio
+
+from omni_proxy.config.schema import WeightSyncConfig
+from tests.admin_api.house import A, B
+from tests.rest import at_rest
+from tests.weight_sync.desks import LOST, PAUSE, UPDATE, call, held, house_with, journal, started
+
+
+async def versions_while(house, engines, nursery, wanted):
+    """What is known of both while an operation is at them."""
+    await started(engines, nursery, house, wanted)
+    found = [(w.weight_version, w.weight_epoch) for w in house.fleet.workers]
+    engines.open(wanted.route.path)
+    await at_rest()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [(UPDATE, None), ("/update_weight_version", None), (PAUSE, "v1"), ("/flush_cache", "v1")],
+)
+async def test_while_weights_are_changed_nobody_says_which_they_are(
+    house, engines, nursery, path, known
+):
+    await house.settle()
+    assert await versions_while(house, engines, nursery, call(path)) == [(known, 0)] * 2
+
+
+async def test_who_refused_has_what_it_had_and_of_the_uncertain_nobody_knows(
+    house, engines, nursery
+):
+    engines.labels = {A: "v2", B: "v2"}
+    await house.desk.submit(call(body={"weight_version": "v2"}))
+    engines.says[A, UPDATE] = engines.says[B, UPDATE] = (400, b"{}")
+    assert await versions_while(house, engines, nursery, call()) == [(None, 0)] * 2
+    assert [(w.weight_version, w.weight_epoch) for w in house.fleet.workers] == [("v2", 1)] * 2
+    engines.says[B, UPDATE] = LOST
+    await house.desk.submit(call())
+    assert [w.weight_version for w in house.fleet.workers] == [None, None]
+
+
+async def test_a_label_that_is_told_in_the_middle_is_not_believed(house, engines, nursery):
+    engines.shut(UPDATE)
+    nursery.start_soon(house.desk.submit, call())
+    await engines.came[A, UPDATE].wait()
+    assert (await house.desk.submit(call("/model_info"))).body["weight_version"] == "v1"
+    assert [w.weight_version for w in house.fleet.workers] == [None, None]
+    engines.open(UPDATE)
+
+
+async def test_a_lost_change_of_a_label_is_read_back(house, engines):
+    await house.settle()
+    engines.labels = {A: "v9", B: "v9"}
+    engines.says[B, "/update_weight_version"] = LOST
+    answer = await house.desk.submit(call("/update_weight_version", {"new_version": "v9"}))
+    assert (answer.status, held(house)) == (502, [[], ["unproven"]])
+    await at_rest()
+    assert (house.worker(B).weight_version, held(house)) == ("v9", [[], []])
+
+
+async def missing(house, engines, label, body):
+    """B is dead while A takes an update, and comes back as it was."""
+    await house.settle()
+    worker = house.worker(B)
+    house.fleet.mark_dead(worker, worker.registered_at)
+    engines.labels[A] = label
+    assert (await house.desk.submit(call(body=body))).status == 200
+    house.fleet.revive(worker, worker.registered_at)
+    house.healthy(B)
+    await at_rest()
+
+
+async def test_who_was_dead_during_an_update_does_not_serve_its_old_weights(house, engines, folder):
+    await missing(house, engines, "v2", {"weight_version": "v2"})
+    reason = "missed the update to 'v2': it came up with 'v1'"
+    assert (held(house), journal(folder).uncertain) == ([[], ["uncertain"]], {B: reason})
+    assert (house.worker(B).weight_version, house.worker(B).weight_epoch) == ("v1", 0)
+    await house.desk.submit(call("/continue_generation"))
+    assert held(house) == [[], ["uncertain"]]
+    engines.labels[B] = "v2"
+    await house.desk.submit(call(body={"weight_version": "v2"}))
+    assert held(house) == [[], []]
+
+
+async def test_who_is_resolved_after_it_missed_one_is_not_held_for_it_again(house, engines):
+    await missing(house, engines, "v2", {"weight_version": "v2"})
+    assert (await house.desk.resolve({})).status == 200
+    house.fleet.versioned(house.worker(B), None, 0)
+    house.fleet.forgotten(house.worker(B))
+    await at_rest()
+    assert (held(house), house.worker(B).weight_version) == ([[], []], "v1")
+
+
+async def test_who_crashed_after_an_update_does_not_serve_its_first_weights(house, engines):
+    await house.settle()
+    engines.labels = {A: "v2", B: "v2"}
+    await house.desk.submit(call(body={"weight_version": "v2"}))
+    engines.labels[B] = "v1"
+    house.fleet.versioned(house.worker(B), None, 0)
+    house.fleet.forgotten(house.worker(B))
+    await at_rest()
+    assert held(house) == [[], ["uncertain"]]
+
+
+async def test_without_a_label_of_its_own_an_update_is_told_by_its_checksum(house, engines):
+    engines.whole = {A: "new", B: "old"}
+    await missing(house, engines, "v1", {})
+    assert held(house) == [[], ["uncertain"]]
+    assert "epoch 1: it came up with other tensors" in house.desk.book.reasons[B]
+    await house.desk.resolve({})
+    engines.whole = {A: "new", B: "new"}
+    await missing(house, engines, "v1", {})
+    assert held(house) == [[], []]
+    assert house.worker(B).weight_epoch == 2
+
+
+async def test_a_label_that_was_there_before_proves_no_epoch(engines, folder, nursery):
+    house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
+    await nursery.start(house.desk.run)
+    await missing(house, engines, "v1", {})
+    assert held(house) == [[], []]
+    assert [w.weight_epoch for w in house.fleet.workers] == [1, 0]
+
+
+async def test_an_update_for_some_is_not_missed_by_the_others(house, engines):
+    await house.settle()
+    engines.labels[A] = "v2"
+    await house.desk.submit(call(body={"weight_version": "v2"}, chosen=frozenset((A,))))
+    house.fleet.versioned(house.worker(B), None, 0)
+    house.fleet.forgotten(house.worker(B))
+    await at_rest()
+    assert held(house) == [[], []]
+
+
+async def test_who_does_not_tell_when_it_comes_up_is_asked_again(
+    engines, folder, nursery, autojump_clock
+):
+    house = house_with(folder)
+    await nursery.start(house.desk.run)
+    await house.settle()
+    engines.labels = {A: "v2", B: "v2"}
+    await house.desk.submit(call(body={"weight_version": "v2"}))
+    for path in ("/model_info", "/get_model_info"):
+        engines.says[B, path] = (503, b"{}")
+    house.fleet.versioned(house.worker(B), None, 0)
+    house.fleet.forgotten(house.worker(B))
+    await trio.sleep(1)
+    assert (house.worker(B).weight_version, held(house)) == (None, [[], []])
+    engines.says.clear()
+    engines.labels[B] = "v1"
+    await trio.sleep(10)
+    assert held(house) == [[], ["uncertain"]]

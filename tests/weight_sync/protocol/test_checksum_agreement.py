@@ -1,0 +1,111 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.weight_sync.protocol.checksum_agreement import Digest, compare, digest_of
+
+
+def omni(ranks=(), whole="", stage="text"):
+    """As a replica of so many ranks answers; one rank names its checksum itself."""
+    data = {"action": "checksum", "full_checksum": whole or None}
+    if len(ranks) == 1:
+        data["per_gpu_checksum"] = ranks[0]
+    elif ranks:
+        data["rank_results"] = [
+            {"rank": at, "data": {"per_gpu_checksum": each}} for at, each in enumerate(ranks)
+        ]
+    skipped = {"stage": "prepare", "data": {"skipped": True}}
+    return {"success": True, "results": [{"stage": stage, "data": data}, skipped]}
+
+
+def sglang(*ranks):
+    return {"success": True, "ranks": [{"per_gpu_checksum": each} for each in ranks]}
+
+
+def verdict(**bodies):
+    return compare({
+        url: WorkerResult(url, 200, each) if isinstance(each, dict) else each
+        for url, each in bodies.items()
+    })  # fmt: skip
+
+
+def test_equal_layouts_are_compared_rank_by_rank():
+    found = verdict(a=omni(("x", "y"), "1"), b=omni(("x", "y"), "2"), c=omni(("y", "x"), "1"))
+    assert (found.checked, found.mismatched) == (("a", "b"), ("c",))
+
+
+def test_other_layouts_are_compared_over_whole_tensors():
+    found = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "w"))
+    assert (found.checked, found.mismatched) == (("a", "b"), ())
+    found = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "v"), c=omni(("q",), "w"))
+    assert (found.checked, found.mismatched) == (("a", "c"), ("b",))
+
+
+def test_of_two_that_differ_nobody_is_right():
+    found = verdict(a=omni(("x",)), b=omni(("y",)))
+    assert (found.checked, found.mismatched) == ((), ("a", "b"))
+
+
+def test_who_cannot_be_compared_is_unverified_and_not_mismatched():
+    lost = WorkerResult("d", None, "", "ReadTimeout")
+    found = verdict(a=omni(("x",)), b=omni(("x",)), c=sglang("q"), d=lost, e={"success": True},
+                    f=omni(("x", "y")))  # fmt: skip
+    assert (found.checked, found.mismatched) == (("a", "b"), ())
+    assert found.unverified == {
+        "c": "no other worker's checksum can be compared with it",
+        "d": "its checker failed: ReadTimeout",
+        "e": "its checker names no checksum",
+        "f": "no other worker's checksum can be compared with it",
+    }
+    assert found.told()["unverified"] == ["d", "e", "c", "f"]
+
+
+def test_engines_of_one_kind_are_compared():
+    assert verdict(a=sglang("q", "r"), b=sglang("q", "r")).checked == ("a", "b")
+    assert verdict(a=sglang("q"), b=sglang("r")).mismatched == ("a", "b")
+
+
+def test_a_pool_of_one_is_checked_by_its_own_word():
+    found = verdict(a=omni(("x",), "w"))
+    assert (found.checked, found.checksums) == (("a",), {"a": "w"})
+    assert verdict(a=omni(("x",)), b={"success": True}).checked == ()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [{}, {"results": 3}, {"results": [{"data": {"per_gpu_checksum": 7}}]}, {"ranks": [{}]}, "text",
+     {"results": [{"data": {"rank_results": [{"data": None}]}}]}],
+)  # fmt: skip
+def test_junk_is_no_digest(junk):
+    assert digest_of(WorkerResult("a", 200, junk)) == "its checker names no checksum"
+
+
+def test_a_stage_without_a_checksum_leaves_only_what_all_stages_tell():
+    body = {"results": [
+        {"stage": "b", "data": {"per_gpu_checksum": "x", "full_checksum": "2"}},
+        {"stage": "a", "data": {"full_checksum": "1"}},
+    ]}  # fmt: skip
+    assert digest_of(WorkerResult("a", 200, body)) == Digest("omni", (), "1/2")
+
+
+def test_a_rank_without_a_checksum_leaves_only_the_whole():
+    body = omni(("x", None), "w")
+    assert digest_of(WorkerResult("a", 200, body)) == Digest("omni", (), "w")
+
+
+SUMS = st.sampled_from(("x", "y", "z"))
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), SUMS, min_size=2))
+def test_alike_replicas_the_largest_group_is_right(sums):
+    found = verdict(**{url: omni((each,)) for url, each in sums.items()})
+    sizes = sorted((list(sums.values()).count(s) for s in set(sums.values())), reverse=True)
+    clear = len(sizes) == 1 or sizes[0] > sizes[1]
+    if clear:
+        best = max(set(sums.values()), key=list(sums.values()).count)
+        assert set(found.checked) == {url for url, each in sums.items() if each == best}
+    else:
+        largest = {s for s in sums.values() if list(sums.values()).count(s) == sizes[0]}
+        assert not {url for url in found.checked if sums[url] in largest}
+    assert {*found.checked, *found.mismatched} == sums.keys()

@@ -1,0 +1,150 @@
+import pytest
+import trio
+
+from tests.admin_api.house import A, B
+from tests.weight_sync.desks import PAUSE, call, held
+from tests.weight_sync.syncs import (
+    BUCKETS,
+    COMPLETE,
+    CONTINUE,
+    DESTROY,
+    DISK,
+    END,
+    PREPARE,
+    TENSORS,
+    UPDATE,
+    Engines,
+    uncertain,
+    versions,
+)
+
+pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
+
+
+# In parts
+
+
+async def test_parts_are_one_sync_that_ends_with_its_group(trainer, engines):
+    await trainer.join()
+    for _ in range(3):
+        await trainer.well(PREPARE, **TENSORS)
+        told = await trainer.well(COMPLETE, flush_cache=False)
+        assert "weight_epoch" not in told
+        assert held(trainer.house) == [["updating"], ["updating"]]
+        assert set(versions(trainer.house).values()) == {(None, 0)}
+    engines.labels.update({A: "v2", B: "v2"})
+    told = await trainer.well(DESTROY)
+    assert (told["weight_epoch"], told["weight_version"]) == (1, "v2")
+    assert held(trainer.house) == [[], []]
+    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+
+
+async def test_a_marked_last_part_is_published_when_generation_goes_on(trainer):
+    await trainer.join()
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    await trainer.well(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
+    assert trainer.house.desk.sync.status()["open"]
+    told = await trainer.well(CONTINUE)
+    assert told["weight_version"] == "v2"
+    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert trainer.state == "grouped"
+
+
+async def test_going_on_in_the_middle_leaves_everybody_in_doubt(trainer):
+    await trainer.join()
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    told = await trainer.well(CONTINUE)
+    assert sorted(told["uncertain"]) == [A, B] == uncertain(trainer.house)
+    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+
+
+async def test_the_end_of_a_session_ends_the_round(trainer):
+    await trainer.join()
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False, weight_version="v2")
+    told = await trainer.well(END)
+    assert (told["weight_epoch"], versions(trainer.house)[A]) == (1, ("v2", 1))
+
+
+async def test_a_part_that_one_does_not_take_leaves_everybody_in_doubt(trainer, engines):
+    await trainer.join()
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    engines.tell(B, UPDATE, {"success": False, "message": "no"}, 400)
+    answer = await trainer.ask(UPDATE, **TENSORS, flush_cache=False)
+    assert answer.body["message"] == f"{B}: status 400: no"
+    await trainer.until("idle")
+    assert uncertain(trainer.house) == [A, B]
+    assert trainer.house.desk.book.published.epoch == 0
+
+
+async def test_nothing_else_is_loaded_while_a_sync_is_open(trainer, engines):
+    await trainer.join()
+    assert (await trainer.ask(DISK, model_path="m")).ok
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    answer = await trainer.ask(DISK, model_path="m")
+    assert answer.status == 409
+    assert "group 'g'" in answer.body["message"]
+
+
+async def test_nothing_else_is_loaded_while_bytes_may_be_on_their_way(trainer, engines):
+    await trainer.arm()
+    answer = await trainer.ask(DISK, model_path="m")
+    assert (answer.status, engines.bodies(DISK, A)) == (409, [])
+    assert "step armed" in answer.body["message"]
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(DISK, model_path="m")
+
+
+# Back in
+
+
+async def test_who_was_in_doubt_is_healed_by_all_of_what_was_sent_in_vain(trainer, engines):
+    engines.tensors = ("a", "b", "c")  # one of them is never sent: it is nobody's doubt
+    await trainer.arm()
+    engines.sums[B] = "other"
+    assert not (await trainer.ask(COMPLETE, weight_version="v2")).ok
+    engines.sums[B] = engines.sums[A]
+    part = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
+    await trainer.well(PREPARE, num_buckets=1, buckets=[part])
+    await trainer.well(COMPLETE, weight_version="v3")
+    assert uncertain(trainer.house) == [A, B]
+    await trainer.well(PREPARE, **BUCKETS)
+    assert not engines.bodies(CONTINUE, A)
+    await trainer.well(COMPLETE, weight_version="v4")
+    assert uncertain(trainer.house) == []
+    assert held(trainer.house) == [[], []]
+    # Whatever failed may have left its engine paused.
+    assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == [{}]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_engine_that_a_failed_part_left_paused_runs_before_it_is_routed_to_again(
+    trainer, engines, paused
+):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    if paused:
+        await trainer.house.desk.submit(call(PAUSE))
+    engines.tell(B, UPDATE, {"success": False, "message": "the trainer is gone"}, 400)
+    assert not (await trainer.ask(UPDATE, **TENSORS)).ok
+    await trainer.until("idle")
+    with trio.fail_after(30):
+        while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    # Somebody has asked for that pause: it is for him to end.
+    told = [] if paused else [{}]
+    assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == told
+
+
+async def test_a_part_does_not_heal_what_it_does_not_touch(trainer, engines):
+    engines.tell(A, DISK, {}, 500)
+    engines.tell(B, DISK, {}, 500)
+    assert not (await trainer.ask(DISK, model_path="m")).ok
+    engines.tensors = ("a", "b", "c")
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    assert uncertain(trainer.house) == [A, B]
+    engines.tensors = ("a", "b")
+    await trainer.well(PREPARE, **BUCKETS)
+    await trainer.well(COMPLETE, weight_version="v3")
+    assert uncertain(trainer.house) == []

@@ -1,0 +1,338 @@
+"""A sync that is asked for twice, that stands still, whose disk is full or whose own task fails."""
+
+import pytest
+import trio
+
+from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
+from omni_proxy.weight_sync.session import lifecycle
+from tests.admin_api.house import A, B
+from tests.weight_sync.desks import PAUSE, held, house_with
+from tests.weight_sync.syncs import (
+    BUCKETS,
+    COMPLETE,
+    CONTINUE,
+    DESTROY,
+    INIT,
+    LOST,
+    PREPARE,
+    TENSORS,
+    UPDATE,
+    Engines,
+    Trainer,
+    asks,
+    init_body,
+    store_of_a_trainer,
+    sync_house,
+    uncertain,
+)
+
+pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
+
+
+# Asked for twice
+
+
+async def test_of_two_trainers_that_come_at_once_the_second_is_told_of_the_first(trainer, engines):
+    engines.shut("/server_info", A)
+    async with store_of_a_trainer() as other, trio.open_nursery() as nursery:
+        answers = []
+
+        async def first():
+            answers.append(await trainer.init())
+
+        nursery.start_soon(first)
+        await engines.came[A, "/server_info"].wait()
+        answer = await trainer.ask(INIT, **init_body(other, group_name="mine"))
+        assert answer.status == 409
+        for part in ("'g'", f"127.0.0.1:{trainer.store.port}", "of trainer", "step joining"):
+            assert part in answer.body["message"]
+        assert answer.body["owner"]["group_name"] == "g"
+        engines.open("/server_info", A)
+    assert answers[0].ok, answers[0].body
+
+
+async def test_an_init_that_fails_before_it_begins_stands_in_nobodys_way(trainer, engines):
+    engines.tell(B, "/server_info", {}, 500)
+    assert (await trainer.init()).status == 502
+    del engines.says[B, "/server_info"]
+    await trainer.join()
+
+
+async def test_two_completes_at_once_hear_the_same(trainer, engines):
+    await trainer.arm()
+    engines.shut(COMPLETE, B)
+    answers = []
+    async with trio.open_nursery() as nursery:
+
+        async def complete():
+            answers.append(await trainer.ask(COMPLETE, weight_version="v2"))
+
+        nursery.start_soon(complete)
+        await engines.came[B, COMPLETE].wait()
+        nursery.start_soon(complete)
+        with trio.fail_after(30):
+            while not trainer.house.desk.waiting:  # noqa: ASYNC110  # nothing rings for it
+                await trio.sleep(0.01)
+        engines.open(COMPLETE, B)
+    assert [(a.status, a.body["weight_version"]) for a in answers] == [(200, "v2")] * 2
+    assert len(engines.bodies(COMPLETE, A)) == 1
+
+
+async def test_members_that_had_left_by_themselves_make_no_failure_of_a_destroy(trainer, engines):
+    await trainer.arm()
+    engines.shut(COMPLETE)
+    for url in (A, B):
+        engines.tell(url, DESTROY, {"success": False, "message": "there is no such group"}, 400)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trainer.house.desk.submit, asks(COMPLETE))
+        await engines.came[A, COMPLETE].wait()
+        answer = await trainer.ask(DESTROY)
+        engines.open(COMPLETE)
+    assert answer.ok
+    assert "left it by themselves" in answer.body["message"]
+
+
+async def test_bytes_are_counted_for_each_member_that_took_them(trainer):
+    await trainer.join()
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    await trainer.well(PREPARE, **TENSORS)
+    await trainer.well(COMPLETE)
+    assert trainer.house.desk.sync.life.meters.nbytes == 2 * 2 * (4 * 2 + 3 * 4)
+
+
+# Standing still
+
+
+def telling(engines, state, nbytes, error=None):
+    """What the replicas say of their receive from now on, of another moment each time."""
+
+    def info(url):
+        engines.looks += 1
+        told = {"state": state, "bytes_come": nbytes, "secs": engines.looks, "error": error}
+        return {"tp_size": engines.ranks[url], "weight_sync": told}
+
+    engines.looks, well = 0, type(engines).well
+    engines.well = lambda url, path: (
+        info(url) if path == "/server_info" else well(engines, url, path)
+    )
+
+
+async def test_a_trainer_that_lives_and_sends_nothing_more_is_given_up(trainer_with, engines):
+    trainer = await trainer_with(stall_timeout_secs=1.0, ready_timeout_secs=60)
+    await trainer.arm()
+    telling(engines, "receiving", 7)
+    await trainer.until("idle")
+    assert "nothing has come for 1 s" in trainer.house.desk.sync.status()["last_cause"]
+    assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
+    assert uncertain(trainer.house) == []
+    answer = await trainer.ask(COMPLETE)
+    assert answer.status == 400
+    assert "nothing has come" in answer.body["message"]
+
+
+async def test_a_member_whose_receive_fails_ends_it_before_anybody_completes(trainer, engines):
+    await trainer.arm()
+    telling(engines, "failed", 7, "the peer sent more than it announced")
+    await trainer.until("idle")
+    cause = trainer.house.desk.sync.status()["last_cause"]
+    assert "its receive ended: the peer sent more than it announced" in cause
+    assert uncertain(trainer.house) == []
+
+
+async def test_who_only_follows_the_first_cause_does_not_make_it_the_trainers(trainer, engines):
+    await trainer.arm()
+    engines.says[B, COMPLETE] = LOST
+    engines.shut(COMPLETE, A)
+    engines.tell(A, COMPLETE, {"success": False, "message": "a peer has gone"}, 400)
+    answers = []
+    async with trio.open_nursery() as nursery:
+
+        async def complete():
+            answers.append(await trainer.ask(COMPLETE, weight_version="v2"))
+
+        nursery.start_soon(complete)
+        await engines.came[A, COMPLETE].wait()
+        engines.open(COMPLETE, A)
+    assert answers[0].status == 502
+    assert answers[0].body["message"] == f"{B}: ReadError"
+
+
+async def test_one_that_has_everything_waits_for_its_complete(trainer, engines):
+    telling(engines, "received", 7)
+    await trainer.arm()
+    with trio.fail_after(30):
+        while engines.looks < 10:  # noqa: ASYNC110  # nothing rings for a look
+            await trio.sleep(0.05)
+    assert trainer.state == "armed"
+    await trainer.well(COMPLETE, weight_version="v2")
+
+
+async def test_who_goes_on_after_its_trainer_has_died_publishes_nothing(trainer):
+    await trainer.join()
+    await trainer.well(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
+    trainer.house.desk.sync.life._watching.cancel()  # as if nobody had looked since
+    trainer.store.die()
+    await trainer.well(CONTINUE)
+    await trainer.until("idle")
+    assert trainer.house.desk.book.published.epoch == 0
+    assert uncertain(trainer.house) == [A, B]
+
+
+async def test_a_member_is_told_to_leave_the_group_that_it_was_left_in(
+    trainer, engines, monkeypatch
+):
+    monkeypatch.setattr(lifecycle, "UNDO_SECS", 0.1)
+    await trainer.join()
+    engines.shut(DESTROY, B)
+    assert (await trainer.ask(DESTROY)).status == 502
+    engines.open(DESTROY, B)
+    assert (await trainer.init(group_name="another")).ok
+    assert engines.bodies(DESTROY, B) == [{"group_name": "g"}] * 2
+
+
+# Back by themselves
+
+
+async def test_who_has_the_published_weights_after_our_restart_is_back_by_itself(
+    trainer, folder, engines, nursery
+):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(PREPARE, **BUCKETS)
+    engines.sums[B] = "new"  # it had completed what we did not live to see
+    later = sync_house(folder)
+    assert uncertain(later) == [A, B]
+    await nursery.start(later.desk.run)
+    with trio.fail_after(30):
+        while uncertain(later) != [B]:  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    assert engines.paths(A).index(DESTROY) < len(engines.paths(A)) - 1
+    assert held(later) == [[], ["uncertain"]]
+    assert [w.weight_epoch for w in later.fleet.workers] == [1, 0]
+    assert later.desk.book.published.epoch == 1
+
+
+async def test_who_was_not_changed_by_what_failed_is_back_by_itself(trainer, engines):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    trainer.store.die()  # and every worker had thrown away what it got
+    await trainer.until("idle")
+    with trio.fail_after(30):
+        while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    assert held(trainer.house) == [[], []]
+    assert {(w.weight_version, w.weight_epoch) for w in trainer.house.fleet.workers} == {("v2", 1)}
+
+
+# A disk, or a task, that fails
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("path", [COMPLETE, UPDATE, DESTROY])
+async def test_a_disk_that_is_full_when_all_have_answered_is_only_told_of(
+    trainer, engines, monkeypatch, path
+):
+    body = {**TENSORS, "flush_cache": True, "weight_version": "v2"}
+    await (trainer.arm() if path == COMPLETE else trainer.join())
+    if path == DESTROY:
+        await trainer.well(UPDATE, **body)
+    engines.shut("/weights_checker" if path != UPDATE else UPDATE, B)
+    answers = []
+    async with trio.open_nursery() as nursery:
+
+        async def ask():
+            answers.append(await trainer.ask(path, **body))
+
+        nursery.start_soon(ask)
+        await next(event for (url, _), event in engines.came.items() if url == B).wait()
+        monkeypatch.setattr(trainer.house.desk.book._file, "write", full)
+        for event in engines.gates.values():
+            event.set()
+    assert answers[0].status == 200, answers[0].body
+    assert "No space left" in trainer.house.desk.status()["journal"]["error"]
+    assert uncertain(trainer.house) == []
+
+
+async def test_a_task_of_ours_that_fails_in_the_middle_ends_the_sync_and_frees_the_fleet(
+    engines, folder, store
+):
+    house = sync_house(folder)
+    trainer = Trainer(house, store)
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(house.desk.run)
+            await trainer.arm()
+            scope.cancel()
+    assert house.keeper.freeze.on
+    async with trio.open_nursery() as nursery:
+        await nursery.start(house.desk.run)
+        await trainer.until("idle")
+        assert not house.keeper.freeze.on
+        assert engines.bodies(DESTROY, A)
+        await trainer.join()
+        nursery.cancel_scope.cancel()
+
+
+# A pause is a part of it
+
+
+async def paused_house(folder, nursery, store, **fields):
+    fields = {"mode": "coordinate", "drain_secs": 60.0, **fields}
+    sync = WeightSyncConfig(**fields)
+    house = house_with(
+        folder, weight_sync=sync, server=ServerConfig(queue_size=5), routing=RoutingConfig()
+    )
+    await nursery.start(house.desk.run)
+    return Trainer(house, store)
+
+
+async def test_from_its_pause_on_requests_wait_and_nothing_is_drained_where_all_stands_still(
+    engines, folder, nursery, store
+):
+    trainer = await paused_house(folder, nursery, store)
+    house = trainer.house
+    await trainer.join()
+    await trainer.well(PAUSE, mode="retract")
+    assert held(house) == [["paused"], ["paused"]]
+    house.worker(A).in_flight = 1  # retracted: it stands there until generation goes on
+    await trainer.well(PREPARE, **BUCKETS)
+    await trainer.well(COMPLETE, weight_version="v2")
+    assert held(house) == [["paused"], ["paused"]]
+    await trainer.well(DESTROY)
+    await trainer.well(CONTINUE)
+    assert held(house) == [[], []]
+    assert house.desk.book.stopped == set()
+
+
+@pytest.mark.parametrize("fields", [{"while_updating": "pass"}, {"mode": "off"}])
+async def test_where_requests_pass_or_nobody_has_a_group_a_pause_holds_nobody(
+    engines, folder, nursery, store, fields
+):
+    trainer = await paused_house(folder, nursery, store, **fields)
+    if fields.get("mode") != "off":
+        await trainer.join()
+    await trainer.well(PAUSE)
+    assert held(trainer.house) == [[], []]
+    assert trainer.house.desk.book.stopped == {A, B}
+
+
+async def test_who_comes_up_before_we_are_ready_to_ask_it_waits_for_that(
+    trainer, engines, folder, nursery
+):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(DESTROY)
+    later = sync_house(folder)
+    # The prober was quicker than the desk.
+    assert held(later) == [["unproven"], ["unproven"]]
+    await nursery.start(later.desk.run)
+    with trio.fail_after(30):
+        while held(later) != [[], []]:
+            await trio.sleep(0.01)
+            for worker in later.fleet.workers:
+                assert worker.routable is (worker.weight_version == "v2")

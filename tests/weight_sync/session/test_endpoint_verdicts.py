@@ -1,0 +1,156 @@
+"""What is made of what members say of a sync: of their weights, their names, their caches."""
+
+import pytest
+import trio
+
+from tests.admin_api.house import A, B
+from tests.weight_sync.desks import call, held
+from tests.weight_sync.syncs import (
+    BUCKETS,
+    COMPLETE,
+    CONTINUE,
+    DESTROY,
+    DISK,
+    PREPARE,
+    TENSORS,
+    UPDATE,
+    Engines,
+    uncertain,
+    versions,
+)
+
+pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
+FLUSH = "/flush_cache"
+STALE = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
+DAMAGED = {"success": False, "detail": {"message": "The weights are damaged: update them"}}
+
+
+@pytest.fixture
+def forgotten(trainer):
+    found = []
+    trainer.house.fleet.watch_forgotten(lambda worker: found.append(worker.url))
+    return found
+
+
+# Refused, and done all the same
+
+
+@pytest.mark.parametrize("said", [STALE, DAMAGED])
+async def test_who_refuses_what_it_has_done_is_not_believed_to_have_what_it_had(
+    trainer, engines, said
+):
+    await trainer.arm()
+    for url in (A, B):
+        engines.tell(url, COMPLETE, said, 400)
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert answer.status in (400, 502)
+    assert uncertain(trainer.house) == [A, B]
+    await trainer.until("idle")
+    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+
+
+async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trainer, engines):
+    await trainer.arm()
+    engines.tell(B, COMPLETE, STALE, 400)
+    engines.labels[B] = "v2"  # the weights are there
+    engines.tell(B, FLUSH, {"success": False}, 400)
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert answer.status == 400
+    assert "the cache was not flushed" in answer.body["message"]
+    assert versions(trainer.house)[A] == ("v2", 1)
+    await trainer.until("idle")
+    with trio.fail_after(5):
+        while FLUSH not in engines.paths(B):  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    assert held(trainer.house) == [[], ["uncertain"]]
+    del engines.says[B, FLUSH]
+    assert (await trainer.house.desk.submit(call(FLUSH))).ok
+    with trio.fail_after(5):
+        while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    assert held(trainer.house) == [[], []]
+
+
+async def test_a_file_that_was_loaded_without_a_flush_leaves_doubt(trainer, engines):
+    for url in (A, B):
+        engines.tell(url, DISK, STALE, 400)
+    assert not (await trainer.ask(DISK, model_path="m")).ok
+    assert uncertain(trainer.house) == [A, B]
+
+
+# The names of versions
+
+
+async def test_who_calls_its_weights_otherwise_than_the_others_is_kept_out(trainer, engines):
+    await trainer.arm()
+
+    async def keep(request, url, path, well=engines.keep):
+        answer = await well(request, url, path)
+        engines.labels[B] = "v0"
+        return answer
+
+    engines.keep = keep
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert answer.status == 502
+    assert "it calls its weights 'v0', and others theirs 'v2'" in answer.body["uncertain"][B]
+    assert uncertain(trainer.house) == [B]
+    assert (answer.body["weight_version"], versions(trainer.house)[A]) == ("v2", ("v2", 1))
+
+
+@pytest.mark.parametrize("told", ["v0", None])
+async def test_engines_that_take_no_name_are_not_blamed_for_it(trainer, engines, told):
+    await trainer.arm()
+
+    async def keep(request, url, path, well=engines.keep):
+        answer = await well(request, url, path)
+        engines.labels.update({A: "v0", B: told})
+        return answer
+
+    engines.keep = keep
+    assert (await trainer.ask(COMPLETE, weight_version="v2")).ok
+    assert uncertain(trainer.house) == []
+
+
+async def test_a_name_that_comes_again_is_a_new_epoch(trainer):
+    await trainer.arm()
+    for epoch in (1, 2):
+        told = await trainer.well(COMPLETE, weight_version="v2", epoch=epoch)
+        assert (told["weight_epoch"], told["weight_version"]) == (epoch, "v2")
+        assert set(versions(trainer.house).values()) == {("v2", epoch)}
+        await trainer.well(PREPARE, **BUCKETS)
+
+
+# Caches
+
+
+async def test_prefixes_are_forgotten_where_caches_were_flushed_and_only_there(trainer, forgotten):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2", flush_cache=True)
+    assert sorted(forgotten) == [A, B]
+    forgotten.clear()
+    for body in ({"flush_cache": False}, {}):  # a complete flushes where it says so
+        await trainer.well(PREPARE, **BUCKETS)
+        await trainer.well(COMPLETE, weight_version="v3", **body)
+        assert forgotten == []
+    await trainer.well(UPDATE, **TENSORS, weight_version="v4", flush_cache=False)
+    await trainer.well(CONTINUE)
+    assert forgotten == []
+    # And one in one phase where it says nothing of it.
+    await trainer.well(UPDATE, **TENSORS, weight_version="v5")
+    await trainer.well(DESTROY)
+    assert sorted(forgotten) == [A, B]
+
+
+# Going on
+
+
+async def test_going_on_brings_nobody_back_who_is_in_doubt_and_tells_who_that_is(trainer, engines):
+    engines.sums[B] = "other"
+    await trainer.arm()
+    assert not (await trainer.ask(COMPLETE, weight_version="v2")).ok
+    for _ in range(2):
+        told = await trainer.well(CONTINUE)
+        assert sorted(told["uncertain"]) == [A, B]
+        assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert "uncertain" not in (await trainer.house.desk.submit(call("/model_info"))).body

@@ -1,0 +1,172 @@
+import json
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from omni_proxy.fleet.health import Health
+from omni_proxy.weight_sync.protocol.journal import decode
+from omni_proxy.weight_sync.session import lifecycle
+from tests.admin_api.house import NOW, A, B
+from tests.weight_sync.syncs import (
+    BUCKETS,
+    COMPLETE,
+    DESTROY,
+    INIT,
+    PREPARE,
+    TENSORS,
+    UPDATE,
+    Engines,
+    Trainer,
+    sync_house,
+    uncertain,
+    versions,
+)
+
+pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
+
+
+# Members come and go
+
+
+async def test_a_member_that_is_gone_ends_it_by_name(trainer, listening, engines):
+    await trainer.arm()
+    listening[B].set()
+    await trainer.until("idle")
+    assert engines.bodies(DESTROY, A)
+    answer = await trainer.ask(COMPLETE)
+    assert answer.status == 400
+    assert f"{B} is lost: nobody listens" in answer.body["message"]
+
+
+async def test_a_member_that_is_dead_by_its_probes_ends_it_too(trainer):
+    await trainer.arm()
+    trainer.house.fleet.mark_dead(trainer.house.worker(B), NOW)
+    assert trainer.house.worker(B).machine.state is Health.DEAD
+    await trainer.until("idle")
+    assert B in trainer.house.desk.sync.status()["last_cause"]
+
+
+async def test_a_member_that_did_not_leave_is_told_again_before_it_joins(
+    trainer, engines, monkeypatch
+):
+    monkeypatch.setattr(lifecycle, "UNDO_SECS", 0.1)
+    await trainer.join()
+    engines.shut(DESTROY, B)
+    answer = await trainer.ask(DESTROY)
+    assert (answer.status, trainer.state) == (502, "idle")
+    engines.open(DESTROY, B)
+    await trainer.join()
+    assert len(engines.bodies(DESTROY, B)) == 2
+    assert len(engines.bodies(DESTROY, A)) == 1
+
+
+# Written down
+
+
+async def test_what_is_armed_is_written_down_and_doubted_after_a_restart(
+    trainer, folder, engines, nursery
+):
+    await trainer.join()
+    sync = decode((folder / "journal.json").read_bytes())
+    assert (sync.sync.step, sync.sync.targets, sync.at_start()) == ("grouped", (A, B), {})
+    await trainer.well(PREPARE, **BUCKETS)
+    assert decode((folder / "journal.json").read_bytes()).sync.step == "arming"
+    later = sync_house(folder)
+    assert uncertain(later) == [A, B]
+    await nursery.start(later.desk.run)
+    with trio.fail_after(30):
+        while not engines.bodies(DESTROY, B):  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    assert engines.bodies(DESTROY, A) == [{"group_name": "g"}]
+
+
+async def test_what_is_about_to_change_weights_is_written_down_before_it_is_sent(
+    trainer, folder, engines
+):
+    await trainer.join()
+    engines.shut(UPDATE)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(trainer.ask, UPDATE, **TENSORS))
+        await engines.came[A, UPDATE].wait()
+        assert decode((folder / "journal.json").read_bytes()).sync.step == "committing"
+        assert uncertain(sync_house(folder)) == [A, B]
+        engines.open(UPDATE)
+
+
+async def test_whom_our_end_left_in_a_group_is_out_of_it_before_there_is_another_one(
+    trainer, folder, engines, nursery
+):
+    await trainer.arm()
+    later = Trainer(sync_house(folder), trainer.store)
+    engines.shut(DESTROY, B)
+    await nursery.start(later.house.desk.run)
+    answers = []
+
+    async def init():
+        answers.append(await later.init())
+
+    async with trio.open_nursery() as asking:
+        asking.start_soon(init)
+        await engines.came[B, DESTROY].wait()
+        for _ in range(5):  # what it writes down before its calls, it writes in a thread
+            await wait_all_tasks_blocked(0.01)
+        assert [len(engines.bodies(INIT, url)) for url in (A, B)] == [1, 1]
+        engines.open(DESTROY, B)
+    assert answers[0].ok, answers[0].body
+
+
+async def test_nothing_is_sent_that_can_not_be_written_down(trainer, engines, monkeypatch):
+    await trainer.join()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.house.desk.book._file, "write", full)
+    answer = await trainer.ask(PREPARE, **BUCKETS)
+    assert (answer.status, answer.body["error"]["code"]) == (503, "journal_unwritable")
+    assert not engines.bodies(PREPARE, A)
+    await trainer.until("idle")
+
+
+async def test_a_sync_leaves_nothing_in_the_journal(trainer, folder):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(DESTROY)
+    assert not (folder / "journal.json").exists()
+    assert json.loads((folder / "epoch.json").read_bytes())["epoch"] == 1
+
+
+async def test_who_comes_up_after_a_sync_is_kept_out_until_it_has_told_what_it_has(
+    trainer, engines
+):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.well(DESTROY)
+    worker, fleet = trainer.house.worker(B), trainer.house.fleet
+    engines.labels[B] = "default"
+    engines.shut("/model_info", B)
+    fleet.versioned(worker, None, 0)  # it was seen to begin anew
+    fleet.forgotten(worker)
+    assert (worker.holds, worker.routable) == ({"unproven"}, False)
+    await engines.came[B, "/model_info"].wait()
+    engines.open("/model_info", B)
+    with trio.fail_after(30):
+        while "uncertain" not in worker.holds:
+            await trio.sleep(0.01)
+            assert not worker.routable
+    assert "missed the update to 'v2'" in trainer.house.desk.book.reasons[B]
+
+
+async def test_who_comes_up_with_the_weights_of_the_last_sync_is_let_in(trainer, engines):
+    await trainer.arm()
+    await trainer.well(COMPLETE, weight_version="v2")
+    worker, fleet = trainer.house.worker(B), trainer.house.fleet
+    fleet.versioned(worker, None, 0)
+    fleet.forgotten(worker)
+    with trio.fail_after(30):
+        while worker.holds:  # noqa: ASYNC110  # nobody is asked for it
+            await trio.sleep(0.01)
+    assert versions(trainer.house)[B] == ("v2", 1)

@@ -1,0 +1,241 @@
+import pytest
+import trio
+
+from tests.admin_api.house import A, B
+from tests.weight_sync.desks import held
+from tests.weight_sync.syncs import (
+    BUCKETS,
+    COMPLETE,
+    DESTROY,
+    INIT,
+    LOST,
+    PREPARE,
+    TENSORS,
+    UPDATE,
+    Engines,
+    asks,
+    sync_house,
+    uncertain,
+    versions,
+)
+
+pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = Engines
+
+
+# Joining
+
+
+async def test_each_replica_gets_ranks_of_its_own_and_nobody_stops_serving(trainer, engines):
+    answer = await trainer.init()
+    assert answer.ok
+    assert engines.bodies(INIT, A)[0]["rank_offset"] == 1
+    assert engines.bodies(INIT, B)[0]["rank_offset"] == 3
+    assert {b["world_size"] for b in engines.bodies(INIT, A) + engines.bodies(INIT, B)} == {4}
+    assert [seat["ranks"] for seat in answer.body["layout"]] == [2, 1]
+    assert held(trainer.house) == [[], []]
+    assert trainer.house.keeper.freeze.on
+    assert "group 'g' at 127.0.0.1" in trainer.house.keeper.freeze.why()
+
+
+async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
+    await trainer.join()
+    await trainer.well(DESTROY)
+    engines.ranks[A] = 1  # it began anew with fewer
+    answer = await trainer.init(world_size=3)
+    assert [seat["rank_offset"] for seat in answer.body["layout"]] == [1, 2]
+    assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
+
+
+async def test_a_backend_of_ours_goes_to_every_replica(trainer_with, engines):
+    trainer = await trainer_with(backend="nccl")
+    await trainer.join()
+    assert engines.bodies(INIT, B)[0]["backend"] == "nccl"
+
+
+@pytest.mark.parametrize(("offset", "world"), [(4, 4), (2, 4), (0, 4), (1, 3)])
+async def test_ranks_that_do_not_fit_are_refused_and_nobody_is_asked(
+    trainer, engines, offset, world
+):
+    answer = await trainer.init(rank_offset=offset, world_size=world)
+    assert answer.status == 400
+    assert f"rank_offset {offset}" in answer.body["message"]
+    assert not engines.bodies(INIT, A) + engines.bodies(INIT, B)
+    assert (trainer.state, trainer.house.keeper.freeze.on) == ("idle", False)
+
+
+async def test_a_replica_that_does_not_tell_its_ranks_is_named(trainer, engines):
+    engines.tell(B, "/server_info", {}, 500)
+    answer = await trainer.init()
+    assert answer.status == 502
+    assert B in answer.body["message"]
+    assert not engines.bodies(INIT, A)
+
+
+async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
+    engines.shut(INIT, A)  # it waits for the other, as in a real rendezvous
+    engines.tell(B, INIT, {"success": False, "message": "no room"}, 400)
+    answer = await trainer.init()
+    assert answer.status == 400
+    assert answer.body["message"] == f"{B}: status 400: no room"
+    await trainer.until("idle")
+    for url in (A, B):
+        assert engines.bodies(DESTROY, url) == [{"group_name": "g"}]
+    assert not trainer.house.keeper.freeze.on
+    del engines.gates[A, INIT], engines.came[A, INIT], engines.says[B, INIT]
+    await trainer.join()
+
+
+async def test_a_join_ends_at_its_own_deadline_and_at_no_other(trainer_with, engines):
+    trainer = await trainer_with(init_timeout_secs=0.2)
+    engines.shut(INIT, B)
+    answer = await trainer.init()
+    assert answer.status == 502
+    assert f"no answer within 0.2 s: {B}" in answer.body["message"]
+    await trainer.until("idle")
+
+
+async def test_something_that_is_no_store_is_found_out(engines, folder, nursery):
+    async def talk(stream):
+        await stream.send_all(b"SSH-2.0-OpenSSH_9.6\r\n")
+        await trio.sleep_forever()
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, talk, [listener])
+    house = sync_house(folder)
+    await nursery.start(house.desk.run)
+    engines.shut(INIT)
+    port = listener.socket.getsockname()[1]
+    with trio.fail_after(30):
+        answer = await house.desk.submit(
+            asks(INIT, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=4)
+        )
+    assert not answer.ok
+    assert "speaks another protocol than a torch store" in answer.body["message"]
+
+
+# Two phases
+
+
+async def test_a_whole_sync_is_published_when_all_have_it_and_not_before(trainer, engines):
+    told = await trainer.arm()
+    assert (told["status"], held(trainer.house)) == ("ready", [[], []])
+    engines.shut(COMPLETE, B)
+    forgotten = []
+    trainer.house.fleet.watch_forgotten(lambda worker: forgotten.append(worker.url))
+    async with trio.open_nursery() as nursery:
+        answers = []
+
+        async def complete():
+            answers.append(await trainer.ask(COMPLETE, flush_cache=True, weight_version="v2"))
+
+        nursery.start_soon(complete)
+        await engines.came[B, COMPLETE].wait()
+        assert held(trainer.house) == [["updating"], ["updating"]]
+        assert set(versions(trainer.house).values()) == {(None, 0)}
+        assert trainer.house.desk.sync.status()["members"][0]["standing"] == "updating"
+        engines.open(COMPLETE, B)
+    (answer,) = answers
+    assert answer.status == 200, answer.body
+    assert (answer.body["num_buckets_received"], answer.body["weight_version"]) == (1, "v2")
+    assert answer.body["verification"]["checked"] == [A, B]
+    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert held(trainer.house) == [[], []]
+    assert sorted(forgotten) == [A, B]
+    await trainer.well(DESTROY)
+    assert (trainer.state, trainer.house.keeper.freeze.on) == ("idle", False)
+
+
+async def test_what_is_malformed_arms_nobody_and_costs_no_group(trainer, engines):
+    await trainer.join()
+    answer = await trainer.ask(PREPARE, num_buckets=2, buckets=[TENSORS])
+    assert (answer.status, trainer.state) == (400, "grouped")
+    assert not engines.bodies(PREPARE, A)
+    await trainer.well(PREPARE, **BUCKETS)
+
+
+async def test_one_that_refuses_to_arm_disarms_all_and_is_named(trainer, engines):
+    await trainer.join()
+    engines.tell(B, PREPARE, {"success": False, "message": "armed already"}, 409)
+    answer = await trainer.ask(PREPARE, **BUCKETS)
+    assert answer.body["message"] == f"{B}: status 409: armed already"
+    await trainer.until("idle")
+    assert engines.bodies(DESTROY, A)
+    assert not engines.bodies(COMPLETE, A)
+    later = await trainer.ask(COMPLETE)
+    assert later.status == 400
+    assert B in later.body["message"]
+    assert uncertain(trainer.house) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "after_prepare", "status"),
+    [(COMPLETE, False, 400), (PREPARE, True, 409), (UPDATE, True, 409)],
+)
+async def test_calls_out_of_place_are_refused(trainer, path, after_prepare, status):
+    await (trainer.arm() if after_prepare else trainer.join())
+    before = trainer.state
+    answer = await trainer.ask(path, **TENSORS)
+    assert (answer.status, trainer.state) == (status, before)
+
+
+@pytest.mark.parametrize("path", [PREPARE, COMPLETE, UPDATE, DESTROY])
+async def test_without_a_group_nothing_can_be_asked_of_it(trainer, engines, path):
+    answer = await trainer.ask(path, **TENSORS)
+    assert answer.status == 400
+    assert not engines.bodies(path, A)
+
+
+async def test_a_group_of_another_name_is_none(trainer):
+    await trainer.join()
+    answer = await trainer.ask(PREPARE, **BUCKETS, group_name="other")
+    assert answer.status == 400
+    assert "there is no group 'other'" in answer.body["message"]
+
+
+async def test_replicas_that_differ_are_kept_out_and_it_is_no_success(trainer, engines):
+    engines.sums[B] = "other"
+    await trainer.arm()
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert answer.status == 502
+    assert "checksums differ" in answer.body["message"]
+    assert uncertain(trainer.house) == [A, B]
+    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+
+
+async def test_one_that_is_lost_is_kept_out_and_the_other_goes_on_with_the_new(trainer, engines):
+    await trainer.arm()
+    engines.says[B, COMPLETE] = LOST
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert (answer.status, answer.body["weight_version"]) == (502, "v2")
+    assert uncertain(trainer.house) == [B]
+    assert versions(trainer.house)[A] == ("v2", 1)
+    await trainer.until("idle")
+    assert held(trainer.house) == [[], ["uncertain"]]
+
+
+async def test_what_one_plainly_refuses_is_not_believed_of_the_only_other(trainer, engines):
+    await trainer.arm()
+    engines.tell(B, COMPLETE, {"success": False, "message": "the trainer sent fewer"}, 400)
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert answer.status == 400
+    assert uncertain(trainer.house) == [A, B]
+    assert trainer.house.desk.book.published.epoch == 0
+
+
+async def test_what_all_refuse_changed_nobody(trainer, engines):
+    before = versions(trainer.house)
+    await trainer.arm()
+    for url in (A, B):
+        engines.tell(url, COMPLETE, {"success": False, "message": "the trainer is gone"}, 400)
+    answer = await trainer.ask(COMPLETE)
+    assert (answer.status, uncertain(trainer.house)) == (400, [])
+    await trainer.until("idle")
+    assert (held(trainer.house), versions(trainer.house)) == ([[], []], before)
+
+
+async def test_a_member_whose_checksum_can_not_be_read_is_not_agreed_with(trainer, engines):
+    await trainer.arm()
+    engines.says[B, "/weights_checker"] = LOST
+    answer = await trainer.ask(COMPLETE, weight_version="v2")
+    assert (answer.status, uncertain(trainer.house)) == (502, [B])

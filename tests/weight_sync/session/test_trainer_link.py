@@ -1,0 +1,77 @@
+import math
+
+import pytest
+import trio
+
+from omni_proxy.process_group.tensor_plan import GroupError
+from omni_proxy.weight_sync.session.trainer_link import TrainerLink, reachable
+
+
+@pytest.fixture
+async def link(store):
+    made = TrainerLink("127.0.0.1", store.port)
+    yield made
+    made.close()
+
+
+async def test_an_owner_that_hangs_up_is_gone(store, link):
+    await link.open()
+    assert link.is_open
+    store.die()
+    assert await link.until_gone(lambda: math.inf) == "its connection has ended"
+    assert not await link.answers(1)
+
+
+async def test_one_that_is_silent_for_as_long_as_it_may_be_is_gone_too(store, link):
+    await link.open()
+    store.silent = True
+    assert "has not answered for 0.5 s" in await link.until_gone(lambda: 0.5)
+
+
+async def test_one_that_is_silent_has_no_longer_for_a_second_connection(store, link):
+    await link.open()
+    store.silent = True
+    with trio.fail_after(7.9):  # twice as long is what it must not have
+        await link.until_gone(lambda: 4.0)
+
+
+async def test_one_that_was_late_once_is_heard_again(store, link):
+    await link.open()
+    store.silent = True
+    assert not await link.answers(0.2)
+    store.silent = False
+    assert await link.answers(2)
+    assert await link.answers(2)
+
+
+async def test_what_never_was_heard_does_not_live(store, link):
+    assert not await link.answers(1)
+
+
+async def test_a_store_that_comes_later_is_waited_for(nursery):
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    await listener.aclose()
+    link = TrainerLink("127.0.0.1", port)
+    with trio.move_on_after(0.3) as scope:
+        await link.open()
+    assert scope.cancelled_caught
+    assert not link.is_open
+    link.close()
+
+
+async def test_who_speaks_otherwise_is_no_owner(nursery):
+    async def talk(stream):
+        await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n")
+        await trio.sleep_forever()
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, talk, [listener])
+    port = listener.socket.getsockname()[1]
+    with pytest.raises(GroupError, match="another protocol"):
+        await TrainerLink("127.0.0.1", port).open()
+    assert not await reachable("127.0.0.1", port, 2)
+
+
+async def test_a_store_can_be_asked_for_without_staying(store):
+    assert await reachable("127.0.0.1", store.port, 5)

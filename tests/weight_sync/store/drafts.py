@@ -1,0 +1,48 @@
+"""Versions as a receiver would leave them: announced, written through the blocks, digested."""
+
+from __future__ import annotations
+
+import shutil
+
+from omni_proxy.process_group.tensor_hashing import begun
+from omni_proxy.process_group.tensor_plan import TensorSpec, plan_of
+
+
+def spec(name, *shape, dtype="uint8"):
+    return plan_of([(name, dtype, list(shape))]).tensors[0]
+
+
+def content(tensor: TensorSpec, seed: int) -> bytes:
+    return bytes((seed + place) % 251 for place in range(tensor.nbytes))
+
+
+def write(block, buckets, seed=0):
+    """What a receiver does; the digests that it finds."""
+    digests = {}
+    with open(block.path, "r+b") as file:
+        for start, bucket in zip(block.starts, buckets, strict=True):
+            file.seek(start)
+            for tensor in bucket:
+                data = content(tensor, seed)
+                file.write(data)
+                digest = begun(tensor)
+                digest.update(data)
+                digests[tensor.name] = digest.hexdigest()
+    return digests
+
+
+def received(store, buckets=None, seed=0, *, digests=True):
+    """A sealed version of these buckets, all of them in one file."""
+    buckets = buckets or [[spec("a", 3)], [spec("b", 2, 2), spec("c")]]
+    draft = store.begin(sum(tensor.nbytes for bucket in buckets for tensor in bucket) + 4096)
+    found = write(draft.add(buckets), buckets, seed)
+    if digests:
+        draft.digested(found)
+    return store.seal(draft)
+
+
+def forget(store):
+    """Nothing of it is left, in memory either."""
+    store.close()
+    for root in filter(None, (store._disk, store._memory)):
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,115 @@
+import shutil
+import threading
+
+import pytest
+import trio
+
+from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.weight_sync.store.service import StoreService
+from omni_proxy.weight_sync.store.version_store import UnknownVersion
+from tests.weight_sync.store.drafts import forget, received
+
+
+class Kept:
+    """A shelf whose settings a test may change."""
+
+    def __init__(self, folder):
+        self.settings = WeightSyncConfig(mode="receive", store_dir=str(folder / "one"))
+        self.shelf = StoreService(lambda: self.settings, folder)
+        self._folder = folder
+        self._stores = []
+
+    async def open(self):
+        self._stores.append(await self.shelf.open())
+        return self._stores[-1]
+
+    def move(self, name):
+        self.settings = WeightSyncConfig(mode="receive", store_dir=str(self._folder / name))
+
+    def forget(self):
+        for store in self._stores:
+            forget(store)
+
+
+@pytest.fixture
+async def kept(tmp_path):
+    made = Kept(tmp_path)
+    yield made
+    made.forget()
+
+
+async def test_a_version_whose_fate_is_open_keeps_the_store_where_it_is(kept):
+    store = await kept.open()
+    version = received(store)
+    kept.move("two")
+    assert await kept.open() is store
+    async with kept.shelf.lease(version) as leased:
+        assert leased.number == version.number
+    await kept.shelf.published(version, "v1", 1)
+    assert store.current.epoch == 1
+    assert await kept.open() is not store
+    with pytest.raises(UnknownVersion):
+        async with kept.shelf.lease(version):
+            pass
+
+
+async def test_whoever_changes_the_store_holds_up_nobody_but_those_who_want_a_lease(kept, nursery):
+    store = await kept.open()
+    version = received(store)
+    taken, over = threading.Event(), threading.Event()
+
+    def change():
+        with store._changing:
+            taken.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    taken.wait()
+    leased = trio.Event()
+
+    async def lease():
+        async with kept.shelf.lease(version):
+            leased.set()
+
+    nursery.start_soon(lease)
+    await trio.sleep(0.05)
+    assert not leased.is_set()
+    over.set()
+    with trio.fail_after(30):
+        await leased.wait()
+    thread.join()
+
+
+async def test_a_folder_that_can_not_be_used_any_more_is_told_of_when_something_is_published(kept):
+    store = await kept.open()
+    version = received(store)
+    store.discard(version)
+    kept.move("two")
+    (kept._folder / "two").write_text("no folder")
+    await kept.shelf.published(version, "v1", 1)
+    assert kept.shelf.error
+
+
+async def test_what_somebody_else_has_removed_is_no_version_and_stands_in_nobodys_way(kept):
+    store = await kept.open()
+    version = received(store)
+    await kept.shelf.published(version, "v1", 1)
+    await kept.shelf.in_thread(store.persist, version)
+    assert version.in_memory
+    shutil.rmtree(version.folder)
+    async with kept.shelf.lease(version) as leased:
+        assert (leased.in_memory, leased.folder) == (False, store.folder / "v1")
+    for root in store.roots:
+        shutil.rmtree(root)
+    with pytest.raises(UnknownVersion):
+        async with kept.shelf.lease(version):
+            pass
+    assert received(store).number == 2
+
+
+async def test_paths_of_its_versions_are_known(kept):
+    store = await kept.open()
+    version = received(store)
+    assert kept.shelf.has_path(str(version.folder))
+    assert not kept.shelf.has_path("/models/m")

@@ -1,0 +1,189 @@
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.weight_sync.store import filesystem, shm_cleanup
+from omni_proxy.weight_sync.store.shm_cleanup import OF, sweep
+from omni_proxy.weight_sync.store.version_store import VersionStore
+from tests.tree import ROOT
+from tests.weight_sync.store.drafts import received
+
+# A program with a store that has a version in memory; `keeps` brings that to the disk, too.
+PROGRAM = """
+import pathlib, sys, time
+from omni_proxy.weight_sync.store import filesystem as places
+from omni_proxy.weight_sync.store.version_store import VersionStore
+from tests.weight_sync.store.drafts import received
+places.SHARED_MEMORY = pathlib.Path(sys.argv[2])
+disk = pathlib.Path(sys.argv[1])
+memory = places.SHARED_MEMORY / (places.memory_prefix() + disk.name)
+store = VersionStore(disk, memory=memory)
+version = store.publish(received(store), None, 1)
+if sys.argv[3] == "keeps":
+    store.persist(version)
+print(memory, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """Stands for the machine's shared memory."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(filesystem, "SHARED_MEMORY", folder)
+    return folder
+
+
+@pytest.fixture
+def program(tmp_path, shared):
+    """One that runs, and its folder in memory; (name, keeps) -> (process, folder)."""
+    running = []
+
+    def started(name, keeps="keeps"):
+        words = [sys.executable, "-c", PROGRAM, str(tmp_path / name), str(shared), keeps]
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        running.append(process)
+        return process, Path(process.stdout.readline().strip())
+
+    yield started
+    for each in running:
+        each.kill()
+        each.communicate()
+
+
+def killed(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_what_a_killed_program_left_goes_once_it_is_dead_and_all_of_it_is_on_the_disk(
+    program, tmp_path
+):
+    process, memory = program("one")
+    assert (sweep(), (memory / "v1").is_dir()) == ([], True)
+    killed(process)
+    assert (sweep(), memory.exists()) == ([memory], False)
+    later = VersionStore(tmp_path / "one", memory=memory)
+    assert later.current.number == 1
+    later.leave()
+    assert not memory.exists()
+
+
+def test_what_only_lies_in_memory_waits_for_its_own_store(program, tmp_path):
+    process, memory = program("one", "forgets")
+    killed(process)
+    assert (sweep(), (memory / "v1").is_dir()) == ([], True)
+    later = VersionStore(tmp_path / "one", memory=memory)
+    assert later.current.number == 1
+    later.close()
+
+
+def test_what_belongs_to_a_store_that_is_gone_goes_whatever_it_is(program, tmp_path):
+    process, memory = program("one", "forgets")
+    killed(process)
+    (tmp_path / "one").rename(tmp_path / "another")
+    assert (sweep(), memory.exists()) == ([memory], False)
+
+
+def test_the_folders_of_others_and_those_that_say_nothing_stay(shared, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (shared / f"{filesystem.memory_prefix()}link").symlink_to(elsewhere)
+    (shared / f"{filesystem.memory_prefix()}silent" / "v1").mkdir(parents=True)
+    (shared / "omni-proxy-other").mkdir()
+    assert sweep() == []
+    assert len(list(shared.iterdir())) == 3
+
+
+def test_an_empty_folder_goes_unless_a_program_has_it(shared, tmp_path):
+    left, used = (shared / f"{filesystem.memory_prefix()}{name}" for name in ("left", "used"))
+    left.mkdir()
+    store = VersionStore(tmp_path / "used", memory=used)
+    (used / OF).unlink()  # all that is in it
+    assert sweep() == [left]
+    assert (left.exists(), used.exists()) == (False, True)
+    store.close()
+    assert sweep() == [used]
+
+
+def test_a_folder_that_is_swept_from_under_a_program_is_made_anew(shared, tmp_path, monkeypatch):
+    real, tried = shm_cleanup._made_and_locked, threading.Event()
+
+    def try_once(memory):
+        try:
+            return real(memory)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(shm_cleanup, "_made_and_locked", try_once)
+    memory = shared / f"{filesystem.memory_prefix()}one"
+    memory.mkdir()
+    sweeping = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(sweeping, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(VersionStore, tmp_path / "one", memory=memory)
+        assert tried.wait(30)  # it was not its turn
+        memory.rmdir()
+        os.close(sweeping)
+        store = starting.result(30)
+    assert (memory / OF).is_symlink()
+    assert sweep() == []
+    assert received(store).folder.parent == memory
+    store.close()
+
+
+def test_a_lock_on_a_folder_that_was_swept_meanwhile_counts_for_nothing(
+    shared, tmp_path, monkeypatch
+):
+    memory = shared / f"{filesystem.memory_prefix()}one"
+    lock, swept = fcntl.flock, []
+
+    def late(descriptor, how):
+        if not swept and Path(f"/proc/self/fd/{descriptor}").readlink() == memory:
+            swept.append(memory)
+            memory.rmdir()
+            memory.mkdir()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    store = VersionStore(tmp_path / "one", memory=memory)
+    assert swept == [memory]
+    assert (sweep(), memory.exists()) == ([], True)
+    store.close()
+
+
+def test_a_store_is_free_for_the_next_one_only_when_its_folder_is_gone(
+    shared, tmp_path, monkeypatch
+):
+    memory = shared / f"{filesystem.memory_prefix()}one"
+    store = VersionStore(tmp_path / "one", memory=memory)
+    give_up = shm_cleanup.give_up
+
+    def told(folder):
+        with pytest.raises(filesystem.StoreBusy):
+            VersionStore(tmp_path / "one", memory=memory)
+        give_up(folder)
+
+    monkeypatch.setattr(shm_cleanup, "give_up", told)
+    store.leave()
+    assert not memory.exists()
+    VersionStore(tmp_path / "one", memory=memory).close()
+
+
+def test_a_store_that_was_left_in_good_order_leaves_nothing(shared, tmp_path):
+    memory = shared / f"{filesystem.memory_prefix()}one"
+    store = VersionStore(tmp_path / "one", memory=memory)
+    store.persist(store.publish(received(store), None, 1))
+    store.leave()
+    assert not memory.exists()

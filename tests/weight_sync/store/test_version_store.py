@@ -1,0 +1,363 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from omni_proxy.weight_sync.store import filesystem
+from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
+from omni_proxy.weight_sync.store.version_store import NoRoom, UnknownVersion, VersionStore
+from tests.weight_sync.store.drafts import content, received, spec, write
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = VersionStore(tmp_path / "disk", memory=tmp_path / "memory")
+    yield made
+    made.close()
+
+
+def reopened(store):
+    store.close()
+    return VersionStore(store.folder, keep=store.keep, memory=store.folder.parent / "memory")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_a_version_is_read_by_the_library_of_the_format(store):
+    import torch
+    from safetensors.torch import load_file
+
+    buckets = [[spec("h", 3, dtype="bfloat16"), spec("none", 0, 4)], [spec("f", 2, 5), spec("s")]]
+    version = received(store, buckets)
+    loaded = load_file(version.folder / "model.safetensors")
+    for tensor in (tensor for bucket in buckets for tensor in bucket):
+        there = loaded[tensor.name]
+        assert (str(there.dtype), tuple(there.shape)) == (f"torch.{tensor.dtype}", tensor.shape)
+        assert there.reshape(-1).view(torch.uint8).numpy().tobytes() == content(tensor, 0)
+
+
+def test_buckets_that_come_one_by_one_are_files_with_an_index(store):
+    draft = store.begin(100)
+    for seed, bucket in enumerate(([spec("a", 3)], [spec("b", 2)], [spec("a", 3)])):
+        draft.digested(write(draft.add([bucket]), [bucket], seed))
+    version = store.seal(draft)
+    assert json.loads((version.folder / "model.safetensors.index.json").read_text()) == {
+        "metadata": {"total_size": 5},
+        "weight_map": {"a": "model-00003.safetensors", "b": "model-00002.safetensors"},
+    }
+    assert store.digest(version)
+    assert reopened(store).find(1).digests == version.digests
+
+
+def test_until_it_is_sealed_there_is_no_version(store, tmp_path):
+    draft = store.begin(100)
+    draft.add([[spec("a", 3)]])
+    assert (store.versions(), names(tmp_path / "memory")) == ([], ["v1.partial"])
+    again = reopened(store)
+    assert (again.versions(), names(tmp_path / "memory")) == ([], [])
+    again.close()
+
+
+def test_current_is_what_was_published_last_whatever_its_number(store, tmp_path):
+    one = store.publish(received(store), "a", 1)
+    two = store.publish(received(store), "b", 2)
+    assert (store.current, store.previous) == (two, one)
+    back = store.publish(one, "a", 3)
+    assert (store.current, store.previous.number) == (back, 2)
+    store.persist(back)
+    assert (tmp_path / "disk" / "current").resolve() == (tmp_path / "memory" / "v1").resolve()
+    shutil.rmtree(tmp_path / "memory")
+    again = reopened(store)
+    assert (again.current.number, again.current.epoch) == (1, 3)
+    assert (tmp_path / "disk" / "current").resolve() == tmp_path / "disk" / "v1"
+    again.close()
+
+
+def test_a_version_is_found_by_its_number_and_by_its_label(store):
+    store.publish(received(store), "7", 1)
+    store.publish(received(store), "step-2", 2)
+    assert [store.find(wanted).number for wanted in (1, "7", "step-2", "2")] == [1, 1, 2, 2]
+    with pytest.raises(UnknownVersion, match=r"there are: version 2 \('step-2'\), version 1"):
+        store.find("step-9")
+
+
+def test_only_the_current_version_stays_in_memory_once_others_are_on_the_disk(store, tmp_path):
+    one = store.publish(received(store), "a", 1)
+    store.persist(one)
+    assert names(tmp_path / "memory") == ["v1"]
+    two = store.publish(received(store), "b", 2)
+    store.persist(two)
+    assert (names(tmp_path / "memory"), names(tmp_path / "disk")) == (
+        ["v2"],
+        ["current", "v1", "v2"],
+    )
+
+
+def test_an_end_in_good_order_gives_memory_back_and_loses_nothing(store, tmp_path):
+    store.persist(store.publish(received(store), "a", 1))
+    store.publish(received(store), "b", 2)
+    store.leave()
+    assert (names(tmp_path / "memory"), names(tmp_path / "disk")) == (["v2"], ["current", "v1"])
+    again = reopened(store)
+    assert [version.label for version in again.versions()] == ["b", "a"]
+    again.close()
+
+
+def test_a_version_that_is_leased_stays_where_it_is_until_it_is_given_back(store, tmp_path):
+    one = store.publish(received(store), "a", 1)
+    with store.lease(one) as leased:
+        for epoch in (2, 3):
+            store.publish(received(store), "b", epoch)
+        assert leased.folder.is_dir()
+    assert names(tmp_path / "memory") == ["v2", "v3"]
+    with pytest.raises(UnknownVersion), store.lease(one):
+        pass
+
+
+def test_a_folder_that_somebody_removed_is_there_again_with_the_next_version(store, tmp_path):
+    draft = store.begin(100)
+    draft.digested(write(draft.add([[spec("a", 3)]]), [[spec("a", 3)]], 1))
+    shutil.rmtree(tmp_path / "disk")
+    version = store.publish(store.seal(draft), "v1", 1)
+    assert (store.current.label, store.current.epoch) == ("v1", 1)
+    store.persist(version)
+    assert reopened(store).current.on_disk
+
+
+def test_a_name_that_the_format_keeps_for_itself_is_refused(store):
+    draft = store.begin(100)
+    with pytest.raises(SafetensorsError, match="'__metadata__'"):
+        draft.add([[spec("a", 3), spec("__metadata__", 3)]])
+
+
+def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(store):
+    with pytest.raises(NoRoom, match=rf"needs {1 << 60} bytes and .*disk has \d+ free"):
+        store.begin(1 << 60)
+    draft = store.begin(10)
+    with pytest.raises(NoRoom, match=rf"needs {1 << 60} bytes and .*memory has \d+ free"):
+        store.require_room(draft, 1 << 60)
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "header", "record"])
+def test_a_version_that_is_not_what_its_record_says_is_set_aside(store, tmp_path, damage):
+    version = store.publish(received(store), "a", 1)
+    file = version.folder / "model.safetensors"
+    if damage in ("short", "long"):
+        os.truncate(file, file.stat().st_size + (1 if damage == "long" else -1))
+    elif damage == "header":
+        file.write_bytes(file.read_bytes().replace(b'"U8"', b'"I8"', 1))
+    else:
+        (version.folder / "record.json").write_text("{")
+    again = reopened(store)
+    assert (again.versions(), names(tmp_path / "memory")) == ([], ["v1.damaged"])
+    again.close()
+
+
+def test_bytes_that_changed_are_found_by_their_digest(store):
+    version = store.publish(received(store), "a", 1)
+    assert store.digest(version)
+    file = version.folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert not store.digest(version)
+    assert (store.versions(), store.current) == ([], None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_to_hash_a_version_leaves_no_file_of_it_open(store, there):
+    buckets = [[spec(name, 3) for name in "abc"], [spec("d", 3)]]
+    version = received(store, buckets)
+    if not there:
+        (version.folder / version.record.tensors["d"].file).unlink()
+    before = os.listdir("/proc/self/fd")
+    with suppress(FileNotFoundError):
+        assert store.digest(version) == there
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_digests_that_were_not_taken_while_it_came_are_taken_afterwards(store):
+    wanted = received(store).digests
+    version = received(store, digests=False)
+    assert version.digests == {}
+    assert store.digest(version)
+    assert store.find(2).digests == wanted
+
+
+def test_a_folder_belongs_to_one_program_at_a_time(store):
+    with pytest.raises(filesystem.StoreBusy, match="in use by another omni-proxy"):
+        VersionStore(store.folder)
+
+
+def test_versions_lie_in_a_folder_of_our_own_in_shared_memory(tmp_path):
+    if filesystem.in_memory(tmp_path):
+        pytest.skip("the temporary folder is in memory itself")
+    memory = filesystem.memory_for(tmp_path)
+    try:
+        assert filesystem.in_memory(memory)
+        assert memory.stat().st_mode & 0o777 == 0o700
+        assert filesystem.memory_for(memory) is None
+    finally:
+        memory.rmdir()
+
+
+def test_the_store_imports_no_model_runtime():
+    code = (
+        "import sys, omni_proxy.weight_sync.store.version_store; "
+        "print(*sorted({'torch', 'numpy', 'safetensors'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+class Machine(RuleBasedStateMachine):
+    """Against a table; `crash` forgets the object, `reboot` the memory as well."""
+
+    drafts, leased = Bundle("drafts"), Bundle("leased")
+
+    def __init__(self):
+        super().__init__()
+        import tempfile
+        from pathlib import Path
+
+        self.root = Path(tempfile.mkdtemp(prefix="omni-proxy-store-"))
+        self.table, self.epoch, self.born = {}, 0, 0
+        self.leases, self.keep = [], 2
+        self.open()
+
+    def open(self):
+        self.store = VersionStore(self.root / "disk", keep=self.keep, memory=self.root / "memory")
+
+    def teardown(self):
+        self.store.close()
+        shutil.rmtree(self.root)
+
+    def settle(self):
+        """What `collect` must leave."""
+        ranked = sorted((n for n in self.table if self.table[n]["epoch"]), key=self.epoch_of)
+        stays = set(ranked[-self.keep :]) | {n for n in self.table if self.table[n]["pending"]}
+        for number, row in list(self.table.items()):
+            if number not in stays and not self.is_leased(number):
+                del self.table[number]
+            elif number in stays and "disk" in row["at"] and not row["pending"]:
+                away = ranked[-1:] != [number] and (number, "memory") not in self.leases
+                row["at"] -= {"memory"} if away else set()
+
+    def epoch_of(self, number):
+        return self.table[number]["epoch"]
+
+    def is_leased(self, number):
+        return any(number == held for held, _ in self.leases)
+
+    def some(self, data):
+        return data.draw(st.sampled_from(sorted(self.table))) if self.table else None
+
+    @rule(target=drafts)
+    def begin(self):
+        draft = self.store.begin(100)
+        self.born += 1
+        self.settle()
+        assert draft.number == self.born
+        bucket = [spec("a", 3)]
+        draft.digested(write(draft.add([bucket]), [bucket], draft.number))
+        return draft, self.store
+
+    @rule(made=consumes(drafts), good=st.booleans())
+    def end(self, made, good):
+        draft, store = made
+        if store is not self.store:
+            return
+        if not good:
+            store.discard(draft)
+            return
+        store.seal(draft)
+        self.table[draft.number] = {"epoch": 0, "pending": True, "at": {"memory"}}
+
+    @rule(data=st.data())
+    def publish(self, data):
+        if (number := self.some(data)) is not None:
+            self.epoch += 1
+            self.store.publish(self.store.find(number), f"e{self.epoch}", self.epoch)
+            self.table[number] |= {"epoch": self.epoch, "pending": False}
+            self.settle()
+
+    @rule(data=st.data())
+    def discard(self, data):
+        if (number := self.some(data)) is not None:
+            self.store.discard(self.store.find(number))
+            self.table[number]["pending"] = False
+            self.settle()
+
+    @rule(data=st.data())
+    def persist(self, data):
+        if (number := self.some(data)) is not None:
+            self.store.persist(self.store.find(number))
+            self.table[number]["at"].add("disk")
+            self.settle()
+
+    @rule(target=leased, data=st.data())
+    def lease(self, data):
+        if (number := self.some(data)) is None:
+            return None
+        lease = self.store.lease(self.store.find(number))
+        place = "memory" if "memory" in self.table[number]["at"] else "disk"
+        assert lease.__enter__().folder == self.root / place / f"v{number}"
+        self.leases.append((number, place))
+        return lease, (number, place), self.store
+
+    @rule(taken=consumes(leased))
+    def give_back(self, taken):
+        if taken is not None and taken[2] is self.store:
+            self.leases.remove(taken[1])
+            taken[0].__exit__(None, None, None)
+            self.settle()
+
+    @rule(data=st.data(), memory_too=st.booleans())
+    def crash(self, data, memory_too):
+        self.store.close()
+        self.leases = []
+        if data.draw(st.booleans()):  # in the middle of a removal
+            (self.root / "disk" / "v99.partial.removed").mkdir(exist_ok=True)
+        if memory_too:
+            shutil.rmtree(self.root / "memory")
+        for number, row in list(self.table.items()):
+            row["pending"] = False
+            row["at"] -= {"memory"} if memory_too else set()
+            if not row["at"]:
+                del self.table[number]
+        self.born = max(self.table, default=0)
+        self.open()
+
+    @invariant()
+    def they_agree(self):
+        found = {
+            version.number: (version.epoch, version.in_memory, version.on_disk)
+            for version in self.store.versions()
+        }
+        assert found == {
+            n: (row["epoch"], "memory" in row["at"], "disk" in row["at"])
+            for n, row in self.table.items()
+        }
+        newest = max((row["epoch"] for row in self.table.values()), default=0)
+        assert (self.store.current.epoch if self.store.current else 0) == newest
+
+    @invariant()
+    def what_is_there_is_whole_and_nothing_is_left_over(self):
+        for version in self.store.versions():
+            file = version.folder / "model.safetensors"
+            wanted = bytes((version.number + place) % 251 for place in range(3))
+            assert file.read_bytes().endswith(wanted)
+        for place in ("memory", "disk"):
+            whole = {n for n in names(self.root / place) if n.startswith("v") and "." not in n}
+            assert whole == {f"v{n}" for n, row in self.table.items() if place in row["at"]}
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -1,0 +1,44 @@
+"""The tiny model's weights as a version of a store, and where a replica of it is known."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from omni_proxy.config.overlay import desired
+from omni_proxy.config.schema import Config, WorkerEntry
+from omni_proxy.config.state import SavedState
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.process_group.tensor_plan import plan_of
+
+
+def tiny_version(store, seed, *, files=1, digests=True):
+    """Sealed; its tensors in so many files."""
+    from omni_proxy.replica.models import tiny
+    from omni_proxy.weight_sync.checksum import tensor_digest
+
+    tensors = {n: each.detach().contiguous() for n, each in tiny.build(seed).named_parameters()}
+    names = list(tensors)
+    draft = store.begin(16 << 20)
+    for part in range(files):
+        some = names[part::files]
+        specs = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in some]
+        block = draft.add([plan_of(specs).tensors])
+        with open(block.path, "r+b") as file:
+            file.seek(block.starts[0])
+            file.writelines(tensors[name].numpy().tobytes() for name in some)
+        if digests:
+            draft.digested(
+                {
+                    n: tensor_digest(n, str(t.dtype), t.shape, t.numpy().tobytes())
+                    for n, t in tensors.items()
+                    if n in some
+                }
+            )
+    return store.seal(draft)
+
+
+def fleet_of(*urls):
+    fleet = Fleet()
+    config = Config(workers=tuple(WorkerEntry(url=url) for url in urls))
+    fleet.apply(desired(config, (), SavedState()), datetime.now(UTC))
+    return fleet

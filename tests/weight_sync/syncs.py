@@ -1,0 +1,164 @@
+"""A desk in mode "coordinate" over two workers that answer from a table, and a trainer's store."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import trio
+
+from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.weight_sync.operations.runner import AdminCall
+from tests.admin_api.house import A, B
+from tests.weight_sync.desks import Gated, house_with
+
+INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
+PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
+UPDATE, END = "/update_weights_from_distributed", "/end_weight_update"
+CONTINUE, DISK = "/continue_generation", "/update_weights_from_disk"
+TENSORS = {"names": ["a", "b"], "dtypes": ["bfloat16", "float32"], "shapes": [[2, 2], [3]]}
+BUCKETS = {"num_buckets": 1, "buckets": [TENSORS]}
+LOST = httpx.ReadError("gone")
+
+
+class Engines(Gated):
+    """`ranks` and `tensors` by URL; a successful call with a `weight_version` names the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.ranks = {A: 2, B: 1}
+        self.tensors = ("a", "b")
+
+    def well(self, url, path):
+        if path == "/server_info":
+            return {"tp_size": self.ranks[url]}
+        if path == "/weights_checker":
+            sums = dict.fromkeys(self.tensors, self.sums[url])
+            data = {"full_checksum": self.sums[url], "checksums": sums}
+            return {"results": [{"stage": "t", "data": data}]}
+        if path == COMPLETE:
+            return {"success": True, "num_buckets_received": 1}
+        return super().well(url, path)
+
+    async def keep(self, request, url, path):
+        answer = await super().keep(request, url, path)
+        version = json.loads(request.content or b"{}").get("weight_version")
+        if path in (COMPLETE, UPDATE) and answer.status_code == 200 and version:
+            self.labels[url] = version
+        return answer
+
+    def bodies(self, path, url=A):
+        port = int(url.rpartition(":")[2])
+        found = [r for r in self.asked if r.url.port == port and r.url.path == path]
+        return [json.loads(r.content) for r in found]
+
+
+class Store:
+    """What a trainer's store says to a ping; `die` hangs up, `stop` says nothing any more."""
+
+    def __init__(self, listener):
+        self.port = listener.socket.getsockname()[1]
+        self.silent = False
+        self.connections = 0
+        self._listener = listener
+        self._scope = trio.CancelScope()
+
+    async def run(self):
+        with self._scope:
+            await trio.serve_listeners(self._answer, [self._listener])
+
+    async def _answer(self, stream):
+        self.connections += 1
+        greeted = b""
+        async with stream:
+            while len(greeted) < 5:
+                greeted += await stream.receive_some(5 - len(greeted)) or b"x" * 5
+            while ping := await stream.receive_some(5):
+                if not self.silent:
+                    await stream.send_all(ping[1:])
+
+    def die(self):
+        self._scope.cancel()
+
+
+@asynccontextmanager
+async def store_of_a_trainer(port=0):
+    (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
+    async with trio.open_nursery() as nursery:
+        store = Store(listener)
+        nursery.start_soon(store.run)
+        yield store
+        store.die()
+
+
+def init_body(store, **fields):
+    return {
+        "master_address": "127.0.0.1",
+        "master_port": store.port,
+        "rank_offset": 1,
+        "world_size": 4,
+        "group_name": "g",
+        "backend": "gloo",
+        **fields,
+    }
+
+
+def asks(path, **body):
+    raw = json.dumps({"group_name": "g", **body}).encode()
+    return AdminCall(BY_PATH[path], "POST", path, raw, caller="trainer")
+
+
+def sync_house(folder, **fields):
+    fields = {"mode": "coordinate", "stall_timeout_secs": 20.0, **fields}
+    return house_with(folder, weight_sync=WeightSyncConfig(**fields))
+
+
+def versions(house):
+    return {w.url: (w.weight_version, w.weight_epoch) for w in house.fleet.workers}
+
+
+def uncertain(house):
+    return sorted(house.desk.book.reasons)
+
+
+class Trainer:
+    """Asks the desk, and expects no more than it says."""
+
+    def __init__(self, house, store):
+        self.house, self.store = house, store
+
+    async def ask(self, path, **body):
+        answer = await self.house.desk.submit(asks(path, **body))
+        top = (answer.body["success"], answer.body["status"])
+        assert top in ((True, "ok"), (True, "ready"), (False, "error")), answer.body
+        assert answer.ok is answer.body["success"], answer
+        return answer
+
+    async def well(self, path, **body):
+        answer = await self.ask(path, **body)
+        assert answer.ok, answer.body
+        return answer.body
+
+    async def init(self, **fields):
+        return await self.ask(INIT, **init_body(self.store, **fields))
+
+    async def join(self):
+        answer = await self.init()
+        assert answer.ok, answer.body
+
+    async def arm(self, **body):
+        await self.join()
+        return await self.well(PREPARE, **(body or BUCKETS))
+
+    @property
+    def state(self):
+        return self.house.desk.sync.status()["state"]
+
+    async def until(self, state):
+        with trio.fail_after(30):
+            while self.state != state:  # noqa: ASYNC110  # nothing rings for a state
+                await trio.sleep(0.01)
+            if state == "idle":
+                await self.house.desk.sync.life.until_settled()

@@ -1,0 +1,124 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.wire.forwarded import ForwardedHeaders, field_of
+from omni_proxy.wire.head_cache import RequestHeadCache
+from omni_proxy.wire.request import judge
+
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
+CLAIMS = (b"X-Forwarded-For: 1.1.1.1", b"x-forwarded-proto: https", b"Forwarded: for=1.1.1.1",
+          b"X-Real-IP: 1.1.1.1", b"x-forwarded-host: there", b"X-Forwarded-Prefix: /a")  # fmt: skip
+
+
+def request(*fields, line=LINE, host=b"Host: here\r\n"):
+    return line + host + b"".join(field + b"\r\n" for field in fields) + b"\r\n"
+
+
+def prepared(stamps, raw, *, secure=False):
+    head = judge(raw)
+    stamps.prepare(head, secure=secure)
+    return head
+
+
+def fields_of(lines):
+    return lines.split(b"\r\n")[1:-1]
+
+
+def test_off_is_nothing_at_all():
+    assert not ForwardedHeaders()
+    assert (
+        prepared(ForwardedHeaders(), request(*CLAIMS)).lines
+        == LINE + b"\r\n".join(CLAIMS) + b"\r\n"
+    )
+    assert ForwardedHeaders().peer_line("1.2.3.4:5") == b""
+
+
+def test_append_says_how_it_came_to_us_where_nobody_did_before():
+    told = prepared(ForwardedHeaders("append"), request(b"a: 1"))
+    assert fields_of(told.lines) == [
+        b"a: 1", b"x-forwarded-proto: http", b"x-forwarded-host: here", b"via: 1.1 omni-proxy",
+    ]  # fmt: skip
+    assert b"x-forwarded-proto: https\r\n" in prepared(
+        ForwardedHeaders("append"), request(), secure=True
+    ).lines  # fmt: skip
+
+
+def test_append_believes_the_one_before_us():
+    told = prepared(ForwardedHeaders("append"), request(*CLAIMS, b"Via: 1.1 balancer"))
+    assert fields_of(told.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
+
+
+def test_replace_knows_claims_that_are_spelled_with_underscores():
+    claims = (b"X_Forwarded_For: 1.1.1.1", b"X-Forwarded_Proto: https", b"x_real_ip: 1.1.1.1")
+    told = prepared(ForwardedHeaders("replace"), request(*claims))
+    assert not [field for field in fields_of(told.lines) if b"_" in field]
+
+
+def test_replace_drops_what_clients_claim():
+    told = prepared(ForwardedHeaders("replace"), request(b"a: 1", *CLAIMS, b"x-forwarded: 2"))
+    assert fields_of(told.lines) == [
+        b"a: 1", b"x-forwarded: 2", b"x-forwarded-proto: http", b"x-forwarded-host: here",
+        b"via: 1.1 omni-proxy",
+    ]  # fmt: skip
+
+
+def test_an_http_1_0_request_without_a_host_is_told_as_such():
+    told = prepared(ForwardedHeaders("append"), request(line=b"GET / HTTP/1.0\r\n", host=b""))
+    assert fields_of(told.lines) == [b"x-forwarded-proto: http", b"via: 1.0 omni-proxy"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "line"),
+    [
+        ("1.2.3.4:567", b"x-forwarded-for: 1.2.3.4\r\n"),
+        ("[2001:db8::1]:567", b"x-forwarded-for: 2001:db8::1\r\n"),
+        ("unix", b""),
+    ],
+)
+def test_the_client_is_named_by_its_address(peer, line):
+    assert ForwardedHeaders("append").peer_line(peer) == line
+
+
+def test_the_field_of_the_id_comes_before_the_usual_ones():
+    stamps = ForwardedHeaders(id_name=b"x-trace")
+    raw = request(b"X-Request-Id: a", b"X-Trace:  b ")
+    assert prepared(stamps, raw).request_id == b"b"
+    assert prepared(stamps, request(b"X-Request-Id: a", b"x-trace:")).request_id == b"a"
+    assert stamps
+
+
+def test_an_id_is_written_where_there_is_none():
+    stamps = ForwardedHeaders(id_name=b"x-trace")
+    kept = LINE + b"X-Trace: b\r\n"
+    assert stamps.with_id(kept, b"b") == kept
+    assert stamps.with_id(LINE + b"x-trace:\r\na: 1\r\n", b"b") == LINE + b"a: 1\r\nx-trace: b\r\n"
+    assert field_of(LINE + b"a: x-trace\r\n", b"x-trace") == b""
+
+
+SEEN = [
+    *CLAIMS, b"X-Request-Id: 1", b"x-request-id: 2", b"X-Trace: 3", b"Content-Length: 4",
+    b"x-correlation-id: 5", b"Via: 1.0 a", b"a: 1",
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from(
+        [
+            ForwardedHeaders("append"),
+            ForwardedHeaders("replace", b"x-trace"),
+            ForwardedHeaders("off", b"x-request-id"),
+        ]
+    ),
+    st.lists(st.lists(st.sampled_from(SEEN), max_size=5), max_size=8),
+)
+def test_a_remembered_head_is_stamped_as_a_fresh_one(stamps, heads):
+    templates = RequestHeadCache(stamps)
+
+    def told(head):
+        return sorted(head.lines.split(b"\r\n")), head.request_id, head.length
+
+    for fields in [*heads, *heads]:
+        lengths = [field for field in fields if field.startswith(b"Content-Length")]
+        raw = request(*(field for field in fields if field not in lengths), *lengths[:1])
+        assert told(templates.judge(raw)) == told(prepared(stamps, raw))

@@ -1,0 +1,404 @@
+import re
+
+import msgspec
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.forwarded import ForwardedHeaders
+from omni_proxy.wire.head_cache import (
+    MOST_VARYING,
+    TEMPLATE_BYTES,
+    TEMPLATE_FIELDS,
+    TEMPLATES,
+    RequestHeadCache,
+)
+from omni_proxy.wire.request import READ_FIELDS, judge
+from tests.wire.heads import HOSTILE
+
+# Fields that nobody here reads, some of which are new in every request.
+UNREAD = [
+    "traceparent", "TRACEPARENT", "Traceparent", "x-amzn-trace-id", "CF-Ray", "baggage",
+    "sentry-trace", "X-B3-TraceId", "Authorization", "Cookie", "X-Unique", "Accept",
+    "X-Request-Identity", "x-forwarded-for", "x_real_ip",
+]  # fmt: skip
+NAMES = st.sampled_from(
+    [*UNREAD, "Content-Length", "content-length", "CONTENT-LENGTH", "X-Request-Id", "x-request-id",
+     "Transfer-Encoding", "Host", "Connection", "X-Correlation-Id", "x-sglang-omni-request-id",
+     "Idempotency-Key", "Content-Type", "Expect", "TE", "Upgrade", "X-Forwarded-Proto",
+     "X-Omni-Weight-Version", "x-omni-min-weight-epoch", "x-sglang-omni-route-model"]
+) | st.sampled_from(sorted(name.decode() for name in READ_FIELDS))  # fmt: skip
+PLAIN_VALUES = ["0", "12", "abc", "00-ab-cd-01", "h", "a b", "x" * 200, "a: b", "cf-ray: 1", "\xe9"]
+VALUES = st.sampled_from(
+    [*PLAIN_VALUES, "+5", "1e3", "chunked", "close", "x-request-id", "x-unique, close",
+     "traceparent", "100-continue", "", " ", "\t1", "1 ", "keep-alive", "application/json", "https"]
+)  # fmt: skip
+# Values that some reader could take for more than a value, or for another one.
+HOSTILE_VALUES = st.sampled_from(
+    ["1\r\nHost: x", "1\r\nContent-Length: 2", "1\r\n", "1\n", "1\nTransfer-Encoding: chunked",
+     "1\r\n folded", "1\r\n\tfolded", "1\rx", "a\0", "\x01", "\x7f", "12, 12", "1\r\nX : 1",
+     "1\r\n: 1", "1\r\nno colon"]
+)  # fmt: skip
+COLONS = st.sampled_from([": "] * 6 + [":", ":  ", " : ", ":\t"])
+FIELDS = st.lists(st.tuples(NAMES, COLONS, VALUES), max_size=6)
+ANY_VALUES = st.lists(
+    st.text(st.characters(max_codepoint=0xFF), max_size=8), min_size=5, max_size=5
+)
+TOKEN = st.text("abz-_.!~09AZ", min_size=1, max_size=6)
+STARTS = st.sampled_from(
+    ["POST /v1/chat/completions HTTP/1.1"] * 4
+    + ["GET /v1/models HTTP/1.1", "POST http://h/v1/chat/completions HTTP/1.1",
+       "POST /v1/chat/completions HTTP/1.0", "POST /v1/completions?a=1:2 HTTP/1.1"]
+)  # fmt: skip
+STAMPS = st.none() | st.builds(
+    ForwardedHeaders,
+    st.sampled_from(["off", "append", "replace"]),
+    st.sampled_from([b"", b"traceparent", b"x-unique", b"x-correlation-id", b"content-type"]),
+).filter(bool)
+
+
+def request(fields, start="POST /v1/chat/completions HTTP/1.1"):
+    lines = [start, "Host: h", *(f"{name}{colon}{value}" for name, colon, value in fields)]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
+def is_one_head(raw):
+    return raw.index(b"\r\n\r\n") == len(raw) - 4
+
+
+def by_judge(stamps):
+    def read(raw):
+        found = judge(raw)
+        if stamps is not None:
+            stamps.prepare(found, secure=False)
+        return found
+
+    return read
+
+
+def verdict(read, head):
+    """All that is known of it, or why it is refused."""
+    try:
+        found = read(head)
+    except HttpError as refusal:
+        return refusal.status, refusal.message, refusal.code
+    return msgspec.structs.replace(found, spelling=None)
+
+
+@st.composite
+def courses(draw):
+    """Heads of few clients: each has its fields, some of whose values are other ones each time."""
+    heads = []
+    clients = [(draw(STARTS), draw(FIELDS)) for _ in range(draw(st.integers(1, 3)))]
+    for _ in range(draw(st.integers(1, 12))):
+        start, fields = draw(st.sampled_from(clients))
+        fields = [
+            (name, colon, draw(VALUES | HOSTILE_VALUES) if draw(st.integers(0, 3)) == 0 else value)
+            for name, colon, value in fields
+        ]
+        heads.append(request(fields, start))
+    return [head for head in heads if is_one_head(head)]
+
+
+@settings(max_examples=500)
+@given(courses(), STAMPS)
+def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
+    templates = RequestHeadCache(stamps)
+    hits = 0
+    for head in [*heads, *heads, *heads]:
+        last = templates._last
+        hits += last is not None and last.read(head, None) is not None
+        assert verdict(templates.judge, head) == verdict(by_judge(stamps), head)
+    event(f"{min(hits, 8)} hits without a length")
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(TOKEN, st.sampled_from([": ", ":"]), st.just("")), max_size=5),
+    st.lists(ANY_VALUES, min_size=3, max_size=8),
+    STAMPS,
+)
+def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, stamps):
+    templates = RequestHeadCache(stamps)
+    for values in [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"], *rounds, *rounds]:
+        told = [
+            (name, colon, value) for (name, colon, _), value in zip(fields, values, strict=False)
+        ]
+        head = request([("Content-Length", ": ", "7"), *told, ("X-Request-Id", ": ", "me")])
+        if is_one_head(head):
+            assert verdict(templates.judge, head) == verdict(by_judge(stamps), head)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_hostile_head_passes_behind_one_that_was_learnt(name):
+    hostile, status = HOSTILE[name]
+    good = b"POST / HTTP/1.1\r\nhost: x\r\na: b\r\ncontent-length: 5\r\n\r\n"
+    templates = RequestHeadCache()
+    for head in (good, good, good.replace(b"a: b", b"a: c"), hostile, hostile, hostile, good):
+        assert verdict(templates.judge, head) == verdict(judge, head)
+    with pytest.raises(HttpError) as caught:
+        templates.judge(hostile)
+    assert caught.value.status == status
+
+
+def varied(count, *, of="X-Unique", more=()):
+    return [
+        request([("Content-Length", ": ", str(n)), (of, ": ", f"unique-{n}"), *more])
+        for n in range(1, count + 1)
+    ]
+
+
+def judged(monkeypatch, templates, heads):
+    """How often the judge is asked of each."""
+    asked = []
+    for head in heads:
+        counted = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "omni_proxy.wire.head_cache.judge",
+                lambda raw, to=counted: to.append(1) or judge(raw),
+            )
+            templates.judge(head)
+        asked.append(len(counted))
+    return asked
+
+
+@pytest.mark.parametrize("name", [*UNREAD, "idempotency-key", "x-request-id", "never-heard-of"])
+def test_a_field_that_is_new_in_every_request_is_answered_from_memory(monkeypatch, name):
+    templates = RequestHeadCache()
+    asked = judged(monkeypatch, templates, varied(40, of=name))
+    assert not any(asked[3:])
+    assert len(templates._known) == 1
+
+
+def test_several_fields_that_are_new_in_every_request_are_too(monkeypatch):
+    templates = RequestHeadCache()
+    heads = [
+        request([("Content-Length", ": ", "5"), *((name, ": ", f"{n}") for name in UNREAD)])
+        for n in range(20)
+    ]
+    assert not any(judged(monkeypatch, templates, heads)[3:])
+
+
+def test_a_value_may_look_like_a_field(monkeypatch):
+    templates = RequestHeadCache()
+    heads = varied(10, of="X-Unique", more=[("CF-Ray", ": ", "X-Unique: 1")])
+    heads = [head.replace(b"Host: h", b"Host: h\r\na: Content-Length: 1") for head in heads]
+    heads += [head.replace(b"\r\n\r\n", b"\r\nX-Unique: 2\r\n\r\n") for head in heads]
+    asked = judged(monkeypatch, templates, heads)
+    assert not any(asked[3:10])
+    assert not any(asked[13:])
+
+
+def test_clients_with_keys_of_their_own_share_what_is_remembered(monkeypatch):
+    templates = RequestHeadCache()
+    heads = [
+        request([("Authorization", ": ", f"Bearer {n % 7}"), ("User-Agent", ": ", f"a/{n % 3}")])
+        for n in range(40)
+    ]
+    assert not any(judged(monkeypatch, templates, heads)[6:])
+    assert len(templates._known) == 1
+
+
+def test_a_head_is_learnt_when_it_comes_again(monkeypatch):
+    templates = RequestHeadCache()
+    heads = [request([], f"GET /v1/models/{n} HTTP/1.1") for n in range(TEMPLATES + 10)]
+    assert judged(monkeypatch, templates, heads) == [1] * len(heads)
+    assert len(templates._known) == 0
+    judged(monkeypatch, templates, heads[-5:])
+    assert len(templates._known) == 5
+
+
+def test_what_others_send_costs_nobody_what_is_remembered_of_him(monkeypatch):
+    templates = RequestHeadCache()
+    mine = request([("Content-Length", ": ", "5")])
+    judged(monkeypatch, templates, [mine, mine])
+    for n in range(2 * TEMPLATES):
+        other = request([], f"GET /{n} HTTP/1.1")
+        templates.judge(other)
+        templates.judge(other)
+        if n % 100 == 0:
+            assert judged(monkeypatch, templates, [mine]) == [0]
+    assert len(templates._known) == TEMPLATES
+
+
+def test_what_was_used_without_being_looked_up_counts_as_used(monkeypatch):
+    templates = RequestHeadCache()
+    heads = [request([], f"GET /{n} HTTP/1.1") for n in range(TEMPLATES)]
+    for head in heads:
+        templates.judge(head)
+        templates.judge(head)
+    for _ in range(3):
+        templates.judge(heads[0])  # the first one by its key, later ones not
+    one_more = request([], "GET /one-more HTTP/1.1")
+    judged(monkeypatch, templates, [one_more, one_more])
+    assert judged(monkeypatch, templates, [heads[0], heads[1]]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        request([("X-Large", ": ", "x" * TEMPLATE_BYTES)]),
+        request([("a", ": ", "1")] * (TEMPLATE_FIELDS + 1)),
+    ],
+    ids=["large", "many fields"],
+)
+def test_what_would_cost_too_much_to_keep_is_judged_each_time(monkeypatch, head):
+    templates = RequestHeadCache()
+    assert judged(monkeypatch, templates, [head] * 4) == [1] * 4
+    assert len(templates._known) == 0
+
+
+def test_where_too_many_fields_vary_the_judge_is_asked_once_each_time(monkeypatch):
+    templates = RequestHeadCache()
+    names = [f"x-{n}" for n in range(MOST_VARYING + 1)]
+    heads = [request([(name, ": ", f"{n}") for name in names]) for n in range(8)]
+    assert judged(monkeypatch, templates, heads)[3:] == [1] * 5
+
+
+def test_repeated_fields_keep_their_order():
+    templates = RequestHeadCache()
+    for n in range(5):
+        head = request(
+            [("traceparent", ": ", f"{n}"), ("TRACEPARENT", ": ", f"{n + 1}"), ("a", ": ", "1"),
+             ("Traceparent", ": ", f"{n + 2}")]
+        )  # fmt: skip
+        assert templates.judge(head).lines == judge(head).lines
+
+
+def test_two_fields_that_happen_to_be_equal_do_not_deceive():
+    stamps = ForwardedHeaders("off", b"traceparent")
+    templates = RequestHeadCache(stamps)
+    for one, other in [("1", "1"), ("1", "1"), ("1", "1"), ("2", "3"), ("4", "5"), ("6", "6")]:
+        head = request([("X-Request-ID", ": ", one), ("traceparent", ": ", other)])
+        assert templates.judge(head).request_id == other.encode()
+        assert verdict(templates.judge, head) == verdict(by_judge(stamps), head)
+
+
+def test_a_field_that_the_client_nominates_ends_here_whatever_its_value():
+    templates = RequestHeadCache()
+    for n in range(6):
+        head = request([("Connection", ": ", "x-unique"), ("X-Unique", ": ", f"{n}")])
+        assert b"unique" not in templates.judge(head).lines.lower()
+        assert verdict(templates.judge, head) == verdict(judge, head)
+
+
+def test_the_third_head_is_answered_from_memory():
+    templates = RequestHeadCache()
+    heads = [
+        request([("Content-Length", ": ", f"{n}"), ("X-Request-Id", ": ", f"id-{n}")])
+        for n in range(3)
+    ]
+    first, second, third = (templates.judge(head) for head in heads)
+    assert first.spelling is None
+    assert second.spelling is not None
+    assert third.spelling is second.spelling
+    assert (third.length, third.request_id) == (2, b"id-2")
+    assert third.words is templates.judge(heads[0]).words
+
+
+@pytest.mark.parametrize("value", ["+5", "5x", "0x5", "9" * 16, "", " ", "5 5"])
+def test_a_length_that_is_no_plain_number_is_refused_behind_a_remembered_head_too(value):
+    templates = RequestHeadCache()
+    for _ in range(3):
+        templates.judge(request([("Content-Length", ": ", "5")]))
+    head = request([("Content-Length", ": ", value)])
+    assert verdict(templates.judge, head) == verdict(judge, head)
+
+
+LENGTHS = re.compile(rb"\r\nContent-Length: ?(.*?)(?:\r\n|\Z)", re.IGNORECASE | re.DOTALL)
+SPELT = ["Content-Length", "content-length", "X-Request-Id", "traceparent"]
+# Of the same fields with other values.
+OTHER_VALUES = VALUES | HOSTILE_VALUES | st.just("7")
+
+
+def learnt(fields):
+    """As read from memory; None where it is not remembered."""
+    templates = RequestHeadCache()
+    found = None
+    try:
+        for trace in ("1", "2", "3"):
+            told = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
+            found = templates.judge(request(told))
+    except HttpError:
+        return None
+    return found if found.spelling is not None else None
+
+
+def filled_in(head, second):
+    """What `second`, a head without its blank line, says by the spelling of this one; None where
+    that does not say."""
+    told = LENGTHS.findall(second) or [b"0"]
+    parts = head.spelling.filled(second, told[0])
+    if parts is None or not told[0].isdigit() or len(told[0]) > 15:
+        return None
+    length = int(told[0]) if head.spelling.counted else head.length
+    request_id = parts[head.spelling.id_at] if head.spelling.id_at >= 0 else head.request_id
+    lines = b"".join(parts)
+    return msgspec.structs.replace(head, lines=lines, length=length, request_id=request_id)
+
+
+PLAIN = st.lists(
+    st.tuples(
+        st.sampled_from([*SPELT, "Accept", "X-Correlation-Id"]),
+        st.sampled_from([": ", ": ", ":"]),
+        st.sampled_from(["0", "12", "3"]),
+    ),
+    unique_by=lambda field: field[0].lower(),
+    max_size=5,
+)
+
+
+@settings(max_examples=400)
+@given(PLAIN, st.data())
+def test_a_head_that_is_spelled_as_another_says_the_same_but_for_its_values(fields, data):
+    first = learnt(fields)
+    if first is None:
+        return
+    others = [
+        (name, colon, data.draw(OTHER_VALUES) if name in SPELT else value)
+        for name, colon, value in fields
+    ]
+    second = request(others)
+    if not is_one_head(second):
+        return  # the head is over there
+    found = filled_in(first, second[:-4])
+    if found is not None:
+        event(f"{len(first.spelling.steps)} values")
+        assert verdict(judge, second) == verdict(lambda _: found, second)
+
+
+@given(PLAIN | FIELDS, PLAIN | FIELDS)
+def test_a_head_with_other_fields_is_not_spelled_the_same(fields, others):
+    first = learnt(fields)
+    if first is None:
+        return
+    second = request(others)
+    found = filled_in(first, second[:-4])
+    if found is not None:
+        assert verdict(judge, second) == verdict(lambda _: found, second)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 7\r\nx: 1\r\ny: 2",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 7",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 7\r\nx: 1\r\n",
+        b"POST / HTTP/1.1\r\nHost: h\r\nx: 1\r\nContent-Length: 7",
+        b"POST / HTTP/1.1\r\nHost: i\r\nContent-Length: 7\r\nx: 1",
+        b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: 7\r\nx: 1",
+        b"POST / HTTP/1.1\r\nHost: h\r\ncontent-length: 7\r\nx: 1",
+        b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 7\r\nContent-Length: 7\r\nx: 1",
+        b"",
+    ],
+)
+def test_whatever_stands_elsewhere_than_in_a_value_is_another_spelling(second):
+    templates = RequestHeadCache()
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nx: 1"
+    templates.judge(head + b"\r\n\r\n")
+    spelling = templates.judge(head + b"\r\n\r\n").spelling
+    assert spelling.filled(head, b"5") == [spelling.first]
+    assert spelling.filled(head, b"7") is None
+    assert spelling.filled(second, b"7") is None

@@ -1,0 +1,305 @@
+from itertools import pairwise
+
+import h11
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.wire.request import MAX_HEAD_BYTES
+from omni_proxy.wire.response import (
+    DIAGNOSTICS,
+    Framing,
+    Unchunker,
+    UpstreamProtocolError,
+    UpstreamResponse,
+    find_answer_end,
+)
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def read(head, *, to_head=False):
+    answer = UpstreamResponse()
+    answer.read_head(head, to_head=to_head)
+    return answer
+
+
+def head(*fields, line=OK):
+    return line + b"".join(field + b"\r\n" for field in fields) + b"\r\n"
+
+
+@pytest.mark.parametrize("raw", [head(b"a: b"), CHUNKED, b"HTTP/1.0 404 Not Found\r\n\r\n"])
+def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
+    assert find_answer_end(raw) == find_answer_end(raw + b"body") == len(raw)
+    assert not any(find_answer_end(raw[:length]) for length in range(len(raw)))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"SSH-2.0-OpenSSH\r\n", b"\x00", b"<html>", OK + b"a: b\r\n" * 20000, b"http/1.1 200"]
+)
+def test_what_can_not_become_an_answer_is_garbage_at_once(raw):
+    with pytest.raises(UpstreamProtocolError):
+        find_answer_end(raw)
+
+
+GARBAGE = {
+    "both lengths": head(b"content-length: 5", b"transfer-encoding: chunked"),
+    "both, the other way": head(b"transfer-encoding: chunked", b"content-length: 5"),
+    "two lengths": head(b"content-length: 5", b"content-length: 6"),
+    "a list of lengths": head(b"content-length: 5, 5"),
+    "a negative length": head(b"content-length: -5"),
+    "an empty length": head(b"content-length:"),
+    "another coding": head(b"transfer-encoding: gzip"),
+    "a list of codings": head(b"transfer-encoding: gzip, chunked"),
+    "two codings": head(b"transfer-encoding: chunked", b"transfer-encoding: chunked"),
+    "identity": head(b"transfer-encoding: identity"),
+    "a folded line": head(b"a: b", b" c"),
+    "a bare LF": head(b"a: b\nc: d"),
+    "a bare CR": head(b"a: b\rc: d"),
+    "a NUL in a value": head(b"a: \x00"),
+    "a NUL in the reason": head(line=b"HTTP/1.1 200 O\x00K\r\n"),
+    "a space in a name": head(b"a b: c"),
+    "a status of two digits": head(line=b"HTTP/1.1 99 X\r\n"),
+    "a status of four digits": head(line=b"HTTP/1.1 2000 X\r\n"),
+    "a status past 599": head(line=b"HTTP/1.1 600 X\r\n"),
+    "HTTP/2": head(line=b"HTTP/2.0 200 OK\r\n"),
+    "HTTP/0.9": head(line=b"HTTP/0.9 200 OK\r\n"),
+    "no status": head(line=b"HTTP/1.1 OK\r\n"),
+}
+
+
+@pytest.mark.parametrize("raw", GARBAGE.values(), ids=GARBAGE)
+def test_a_head_with_two_meanings_is_garbage(raw):
+    with pytest.raises(UpstreamProtocolError):
+        read(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "framing", "whole"),
+    [
+        (head(b"content-length: 5"), Framing.LENGTH, False),
+        (head(b"Content-Length: 0"), Framing.LENGTH, True),
+        (CHUNKED, Framing.CHUNKED, False),
+        (head(b"Transfer-Encoding: Chunked "), Framing.CHUNKED, False),
+        (head(), Framing.CLOSE, False),
+        (head(b"content-length: 5", line=b"HTTP/1.1 304 Not Modified\r\n"), Framing.LENGTH, True),
+        (head(line=b"HTTP/1.1 204 No Content\r\n"), Framing.CLOSE, True),
+        (head(line=b"HTTP/1.1 100 Continue\r\n"), Framing.CLOSE, True),
+    ],
+)
+def test_the_framing_is_what_the_fields_say(raw, framing, whole):
+    answer = read(raw)
+    assert (answer.framing, answer.whole) == (framing, whole)
+
+
+def test_an_answer_to_head_has_no_body_whatever_its_length_says():
+    answer = read(head(b"content-length: 5"), to_head=True)
+    assert answer.whole
+    assert answer.lines == OK + b"content-length: 5\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "kept"),
+    [
+        (head(b"content-length: 5"), True),
+        (head(b"content-length: 0"), True),
+        (CHUNKED, True),
+        (head(line=b"HTTP/1.1 204 No Content\r\n"), True),
+        (head(), False),
+        (head(b"content-length: 5", b"Connection: Close"), False),
+        (head(b"content-length: 0", b"connection: x, close"), False),
+        (head(b"content-length: 5", line=b"HTTP/1.0 200 OK\r\n"), False),
+        (head(b"content-length: 5", b"connection: keep-alive", line=b"HTTP/1.0 200 OK\r\n"), True),
+    ],
+)
+def test_the_connection_is_kept_where_both_the_worker_and_the_framing_allow_it(raw, kept):
+    assert read(raw).keep_alive is kept
+
+
+def test_fields_keep_their_order_and_repetitions_less_those_that_end_here():
+    raw = head(
+        b"Set-Cookie: a", b"Connection: close, X-Hop", b"Keep-Alive: 5", b"set-cookie: b",
+        b"x-hop: 1", b"Upgrade: h2", b"Trailer: t", b"TE: t", b"Proxy-Connection: close",
+        b"Content-Length: 0", b"X: \xe4",
+    )  # fmt: skip
+    lines = OK + b"Set-Cookie: a\r\nset-cookie: b\r\nContent-Length: 0\r\nX: \xe4\r\n"
+    assert read(raw).lines == lines
+
+
+def test_a_worker_can_not_nominate_its_length_away():
+    answer = read(head(b"connection: content-length", b"content-length: 5"))
+    assert answer.lines == OK + b"content-length: 5\r\n"
+
+
+def test_an_answer_of_http_1_0_goes_on_as_1_1():
+    assert read(head(line=b"HTTP/1.0 200 Fine\r\n")).lines == b"HTTP/1.1 200 Fine\r\n"
+
+
+def test_an_event_stream_is_known_by_its_type():
+    assert read(head(b"Content-Type: Text/Event-Stream; charset=utf-8")).sse
+    assert not read(head(b"content-type: application/json")).sse
+
+
+BODIES = {
+    "length": (head(b"content-length: 11"), b"hello world"),
+    "chunks": (CHUNKED, b"5\r\nhello\r\n6;x=y\r\n world\r\n0\r\n\r\n"),
+    "chunks with a trailer": (CHUNKED, b"1\r\na\r\n0\r\nx: y\r\n\r\n"),
+    "no chunk": (CHUNKED, b"0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize(("raw", "body"), BODIES.values(), ids=BODIES)
+def test_a_body_is_followed_to_its_end_and_not_changed(raw, body):
+    whole = read(raw)
+    assert (whole.feed(body), whole.whole, whole.excess) == (body, True, False)
+    single = read(raw)
+    for at in range(len(body)):
+        assert not single.whole
+        assert single.feed(body[at : at + 1]) == body[at : at + 1]
+    assert (single.whole, single.excess) == (True, False)
+
+
+def test_bytes_past_a_length_are_cut_off_and_told():
+    answer = read(head(b"content-length: 5"))
+    assert answer.feed(b"helloHTTP/1.1 200 OK\r\n\r\n") == b"hello"
+    assert (answer.whole, answer.excess) == (True, True)
+
+
+def test_another_answer_behind_the_last_chunk_is_garbage():
+    with pytest.raises(UpstreamProtocolError, match="after the end"):
+        read(CHUNKED).feed(b"0\r\n\r\nHTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("stray", [b"\r\n", b"\n", b"\r\n\r\n"])
+def test_empty_lines_behind_the_last_chunk_are_cut_off_and_told(stray):
+    answer = read(CHUNKED)
+    assert answer.feed(b"1\r\na\r\n0\r\n\r\n" + stray) == b"1\r\na\r\n0\r\n\r\n"
+    assert (answer.whole, answer.excess) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "body", [b"x\r\n", b"5\nhello\n", b"5\r\nhelloX", b"-1\r\n", b"1 1\r\na\r\n"]
+)
+def test_broken_chunks_are_garbage(body):
+    with pytest.raises(UpstreamProtocolError):
+        read(CHUNKED).feed(body)
+
+
+def test_a_body_without_framing_is_never_whole_by_itself():
+    answer = read(head())
+    assert answer.feed(b"anything") == b"anything"
+    assert not answer.whole
+
+
+@pytest.mark.parametrize(
+    ("fed", "between"),
+    [
+        (b"", True),
+        (b"5\r\nhello\r\n", True),
+        (b"5\r\nhello\r\n5\r\nhe", False),
+        (b"5\r\nhello", False),
+        (b"5\r\nhello\r", False),
+        (b"5\r\nhello\r\n1", False),
+        (b"5\r\n", False),
+        (b"3\r\nab", False),  # "0" would be the third
+        (b"0\r\n", False),
+        (b"0\r\n\r\n", False),
+    ],
+)
+def test_it_is_known_whether_an_event_can_follow(fed, between):
+    answer = read(CHUNKED)
+    if fed:
+        answer.feed(fed)
+    assert answer.stands_between_chunks(fed) is between
+
+
+@pytest.mark.parametrize(
+    ("before", "refused", "between"),
+    [
+        ([], b"xyz", True),
+        ([], b"5\r\nhello\r\nxyz", True),
+        ([b"5\r\nhello\r\n"], b"zz\r\nnot a chunk\r\n", True),
+        ([b"5\r\nhello\r\n"], b"5\r\nhelloXX\r\n", True),
+        ([b"5\r\nhello\r\n"], b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n", True),
+        ([b"5;a=b\r\nhello\r\n5\r\nhel", b"lo\r\nb\r\nhello hello\r\n"], b"\r\n", True),
+        ([b"5\r\nhello\r\n5\r\nhe"], b"lolX", False),
+        ([b"5\r\nhel"], b"loX", False),
+        ([b"5\r\nhello"], b"XX\r\n", False),
+        ([b"5\r\nhello\r"], b"X", False),
+        ([b"5\r\nhello\r\n1"], b"xyz", False),
+        ([b"5\r\nhello\r\n5\r\n"], b"hello\r\r", False),
+        ([b"c\r\n", b"5\r\nhello\r\n"], b"5\r\n\r\r", False),  # its twelve bytes
+        ([b"c\r\n5\r\nhello\r\n"], b"5\r\nhelloX", False),  # with two bytes to come
+        ([b"3\r\n5\r\n\r\n"], b"xyz", True),  # whose payload looks like a size
+        ([b"ff\r\n" + b"x" * 200, b"x" * 50 + b"ff\r\nx\r\n5\r\nhello\r\n"], b"xyz", True),
+        ([b"5\r\nhel", b"lo\r\n"], b"xyz", False),  # not known: a larger chunk
+    ],
+)
+def test_behind_a_piece_that_was_refused_an_event_can_follow_a_whole_chunk(
+    before, refused, between
+):
+    answer = read(CHUNKED)
+    for piece in before:
+        answer.feed(piece)
+    with pytest.raises(UpstreamProtocolError):
+        answer.feed(refused)
+    assert answer.stands_between_chunks(before[-1] if before else b"") is between
+
+
+PAYLOADS = st.lists(st.binary(min_size=1, max_size=20), max_size=5)
+CUTS = st.lists(st.integers(0, 200), max_size=6)
+
+
+def chunked(payloads):
+    return b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in payloads) + b"0\r\n\r\n"
+
+
+def cut(body, cuts):
+    bounds = sorted({0, len(body), *(at for at in cuts if at < len(body))})
+    return [body[a:b] for a, b in pairwise(bounds)]
+
+
+@given(PAYLOADS, CUTS)
+def test_chunks_arrive_unchanged_and_unchunk_to_what_h11_reads(payloads, cuts):
+    answer, unchunker, relayed, payload = read(CHUNKED), Unchunker(), b"", b""
+    for piece in cut(chunked(payloads), cuts):
+        passed = answer.feed(piece)
+        relayed += passed
+        payload += unchunker.feed(passed)
+    assert answer.whole
+    assert relayed == chunked(payloads)
+    reader = h11.Connection(h11.CLIENT)
+    reader.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    reader.send(h11.EndOfMessage())
+    reader.receive_data(CHUNKED + relayed)
+    assert isinstance(reader.next_event(), h11.Response)
+    theirs = b""
+    while isinstance(event := reader.next_event(), h11.Data):
+        theirs += event.data
+    assert isinstance(event, h11.EndOfMessage)
+    assert payload == theirs == b"".join(payloads)
+
+
+def test_a_head_of_just_the_limit_is_still_waited_for():
+    assert find_answer_end(OK.ljust(MAX_HEAD_BYTES, b"a")) == 0
+
+
+def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
+    answer = UpstreamResponse()
+    answer.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
+    behind = b"HTTP/1.1 101 Switching\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
+    with pytest.raises(UpstreamProtocolError, match="after the end"):
+        answer.feed(b"0\r\n\r\n" + behind)
+
+
+@pytest.mark.parametrize("name", DIAGNOSTICS)
+def test_what_only_the_proxy_may_tell_of_an_answer_is_dropped_from_a_workers(name):
+    told = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
+    answer = read(head(*told, b"content-length: 0"))
+    assert answer.lines == OK + b"a: 1\r\nb: 2\r\ncontent-length: 0\r\n"
+
+
+def test_fields_with_names_like_those_of_the_proxy_pass():
+    told = b"x-omni-instance: 1\r\nx-omni-weight: 2\r\nx-sglang-omni-worker-load: 3\r\n"
+    assert read(OK + told + b"\r\n").lines == OK + told
