@@ -19,7 +19,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.broadcast import CallResult, ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ TIMEOUT_SECS: Final = 10.0
 RETRY_SECS: Final = 1.0  # after a failed reading, doubling
 MAX_RETRY_SECS: Final = 30.0
 REFRESH_SECS: Final = 30.0  # a voice may be uploaded or deleted at the worker itself
-ABSENT: Final = (404, 405, 501)  # such a worker can't have any
 
 Remember = Callable[[Voices], Awaitable[None]]
 
@@ -85,7 +84,7 @@ class VoiceList:
 
 def names_of(outcome: CallResult) -> list[str]:
     """The names in a worker's answer. Raises ValueError that says why there are none."""
-    if outcome.status in ABSENT:
+    if outcome.status in ROUTE_ABSENT:
         return []
     if not outcome.ok:
         raise ValueError(outcome.why)

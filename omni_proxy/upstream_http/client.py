@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Final
 
 import httpx
 
@@ -21,6 +22,9 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
 from omni_proxy.upstream_http.buffered_reads import BufferedTransport
 from omni_proxy.wire.hops import HOP_FIELD
+
+# Statuses of a worker that does not have the route, or not this method of it.
+ROUTE_ABSENT: Final = (404, 405, 501)
 
 # A kept connection can be closed by the worker in the moment we reuse it, which would count as a
 # failed probe; a fresh one also tells whether the worker still accepts.

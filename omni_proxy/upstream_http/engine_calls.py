@@ -12,9 +12,8 @@ from typing import Final
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.broadcast import CallResult, ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 
-ABSENT: Final = (404, 405, 501)
 FLUSH_PATHS: Final = ("/flush_cache", "/reset_prefix_cache")  # SGLang's, vLLM's
 _JSON: Final = {"content-type": "application/json"}
 _TOKEN: Final = {"max_tokens": 1, "temperature": 0}
@@ -47,7 +46,7 @@ async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
     """That of the first route that the worker has; of the last one where it has none."""
     for call in calls[:-1]:
         outcome = await ask(worker, call)
-        if outcome.status not in ABSENT:
+        if outcome.status not in ROUTE_ABSENT:
             return outcome
     return await ask(worker, calls[-1])
 

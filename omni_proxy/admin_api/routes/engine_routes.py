@@ -20,8 +20,8 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.broadcast import AT_ONCE, CallResult, ask, broadcast
-from omni_proxy.upstream_http.client import Call
-from omni_proxy.upstream_http.engine_calls import ABSENT, flush_cache, generate_token
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.wire.errors import HttpError
 
 GENERATE_SECS = 20.0  # a health check that generates waits behind what is generated already
@@ -72,7 +72,7 @@ class EngineRoutes:
         # A trainer's group has the ranks of everybody who lives, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
         found = await broadcast(workers, self._get("/server_info"))
-        old = [outcome.worker for outcome in found if outcome.status in ABSENT]
+        old = [outcome.worker for outcome in found if outcome.status in ROUTE_ABSENT]
         again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
         found = [again.get(outcome.worker, outcome) for outcome in found]
         holding = self._rooms.desk.holding
@@ -154,7 +154,7 @@ class EngineRoutes:
         for target in targets:
             call = Call("GET", target, timeout_secs=self._secs, headers=_credentials())
             found = await ask(worker, call)
-            if found.status not in ABSENT:
+            if found.status not in ROUTE_ABSENT:
                 break
         assert found is not None
         return found

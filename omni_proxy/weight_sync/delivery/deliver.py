@@ -20,14 +20,13 @@ import trio
 from omni_proxy.admin_ops.results import WorkerResult, parsed
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES, CHECKSUM, limit_secs
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.worker_proof import WorkerProof, proof_of
 
 DISK: Final = "/update_weights_from_disk"
-ABSENT: Final = (404, 405, 501)
 # What workers say of a path that they can't see, or of a disk that they do not read.
 UNSEEN: Final = (
     "does not exist",
@@ -110,7 +109,7 @@ class _Handing:
 
     async def to(self, worker: Worker) -> WorkerResult:
         pause = await self._call(worker, "/pause_generation", {"mode": "retract"})
-        if not pause.success and pause.status not in ABSENT:
+        if not pause.success and pause.status not in ROUTE_ABSENT:
             return replace(pause, error=pause.error or f"it could not be paused: {pause.why}")
         answer = await self._hand(worker)
         if worker.url not in self.how.paused and pause.success:
@@ -186,7 +185,7 @@ def here(address: tuple[str, int] | str) -> bool:
 
 def _unseen(answer: WorkerResult) -> bool:
     """Whether it just has not our files; then nothing was changed."""
-    if answer.status in ABSENT and answer.error == "":
+    if answer.status in ROUTE_ABSENT and answer.error == "":
         return True
     told = answer.why.lower()
     return not answer.success and not answer.error and any(words in told for words in UNSEEN)

@@ -24,14 +24,12 @@ from omni_proxy.process_group.rendezvous import GLOO, Meeting
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, plans_of
 from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.operations.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.recovery import rows_of
 from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
-
-ABSENT: Final = (404, 405, 501)
 
 INIT: Final = "/init_weights_update_group"
 UPDATE: Final = "/update_weights_from_distributed"
@@ -162,7 +160,7 @@ class _Asked:
         """How many it takes in a group; its answer where it does not say."""
         answer = await self._ask(Call("GET", "/server_info", b"", self.headers, ASK_SECS))
         told = answer.body.get("tp_size") if isinstance(answer.body, dict) else None
-        if answer.status in ABSENT or (answer.success and told is None):
+        if answer.status in ROUTE_ABSENT or (answer.success and told is None):
             return 1
         if not answer.success:
             return answer

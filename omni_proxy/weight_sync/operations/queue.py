@@ -23,6 +23,7 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.upstream_http.client import ROUTE_ABSENT
 from omni_proxy.weight_sync.delivery.catchup import CATCHING_UP
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.detached_calls import DetachedCalls, Perform
@@ -37,7 +38,6 @@ from omni_proxy.wire.errors import HttpError
 
 HISTORY = 50
 RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
-ABSENT = (404, 405, 501)
 
 
 class WeightOperations:
@@ -239,7 +239,7 @@ class WeightOperations:
             call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
             answers = await call_all(alive, call.to_workers(secs), operation.hear)
             # Who has no such route can't have been paused.
-            stuck = {a.worker: a for a in answers if not a.success and a.status not in ABSENT}
+            stuck = {a.worker: a for a in answers if not a.success and a.status not in ROUTE_ABSENT}
             readable, self.book.readable = self.book.readable, True
             resolved = [url for url in urls if url not in stuck]
             await self.book.vouch(resolved)

@@ -13,8 +13,8 @@ from typing import Final
 
 from omni_proxy.admin_ops.routes import CONTINUE
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import Call
-from omni_proxy.upstream_http.engine_calls import ABSENT, flush_cache
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.engine_calls import flush_cache
 from omni_proxy.weight_sync.operations.worker_calls import call_all
 
 LIMIT_SECS: Final = 30.0
@@ -32,4 +32,4 @@ async def go_on(
 async def forgets(worker: Worker) -> bool:
     """Whether what it had cached is gone, by its own word; who has no such route has no cache."""
     outcome = await flush_cache(worker, {}, LIMIT_SECS)
-    return outcome.ok or outcome.status in ABSENT
+    return outcome.ok or outcome.status in ROUTE_ABSENT

@@ -14,7 +14,7 @@ import trio
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.broadcast import broadcast
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.runner import AdminCall
 from omni_proxy.weight_sync.operations.worker_calls import limit_secs
@@ -44,7 +44,6 @@ from omni_proxy.wire.errors import HttpError
 
 GRACE_SECS: Final = 3.0  # for the others, after one member failed to apply
 LINK_SECS: Final = 1.0
-ABSENT: Final = (404, 405, 501)
 V = TypeVar("V")
 T = TypeVar("T")
 
@@ -240,7 +239,7 @@ class SessionSteps:
             for outcome in outcomes:
                 if outcome.ok:
                     found[outcome.worker] = ranks_in(outcome.parsed())
-                elif outcome.status not in ABSENT:
+                elif outcome.status not in ROUTE_ABSENT:
                     message = f"{outcome.worker.url} does not tell its ranks: {outcome.why}"
                     raise HttpError(502, f"nothing was forwarded: {message}", "ranks_unknown")
             left = [worker for worker in left if worker not in found]
