@@ -16,6 +16,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 # A loaded machine is slow, not wrong.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "fast", settings.get_profile("patient"), max_examples=10
+)  # tools/test --fast
 settings.load_profile("patient")
 
 GIVEN_UP_SECS = 90.0

@@ -53,10 +53,10 @@ GUIDES = (
     README, ROUTING, MIGRATION, REPLICA, INSTALL, START, TRAINERS, CONFIGURATION, OPERATIONS,
 )  # fmt: skip
 PAGES = (
-    "README.md", "CHANGELOG.md", "docs/configuration.md", "docs/dashboard.md", "docs/design.md",
-    "docs/http.md", "docs/install.md", "docs/migration.md", "docs/operations.md",
-    "docs/replica.md", "docs/routing.md", "docs/start.md", "docs/trainers.md",
-    "docs/weight-sync.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/configuration.md", "docs/dashboard.md",
+    "docs/design.md", "docs/glossary.md", "docs/http.md", "docs/install.md", "docs/migration.md",
+    "docs/operations.md", "docs/performance.md", "docs/replica.md", "docs/routing.md",
+    "docs/start.md", "docs/trainers.md", "docs/weight-sync.md",
 )  # fmt: skip
 
 # Which argument of these calls is the code of an error.
@@ -164,7 +164,7 @@ def accepts(words):
 def test_the_configurations_that_are_shown_load():
     pages = (README, ROUTING, MIGRATION, START, TRAINERS, WEIGHT_SYNC, OPERATIONS)
     whole = [text for page in pages for text in blocks(page, "toml")]
-    assert len(whole) == 19
+    assert len(whole) == 18
     for text in whole:
         parse(text)
 
@@ -325,3 +325,31 @@ def test_every_dependency_has_its_reason_in_the_design():
     first_cells = re.findall(r"^\| ([^|]+) \|", DESIGN, re.MULTILINE)
     named = {name for cell in first_cells for name in re.findall(r"[\w-]+", cell)}
     assert names <= named
+
+
+def recipes():
+    found = []
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for title, recipe in re.findall(
+        r"^## (Add .*?)\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE
+    ):
+        example = re.search(r"as `([^`]+)` was", recipe, re.IGNORECASE)[1]
+        files = re.findall(r"`((?:omni_proxy|tests|docs|config)/[\w/.]+\.\w+)`", recipe)
+        found.append(pytest.param(example, files, id=title))
+    return found
+
+
+@pytest.mark.parametrize(("example", "files"), recipes())
+def test_a_recipe_names_the_files_in_which_its_example_stands(example, files):
+    class_name = "".join(part.title() for part in example.split("_"))
+    name = example.removeprefix("/")
+    assert len(files) >= 3
+    for file in files:
+        text = (ROOT / file).read_text()
+        assert name in text or class_name in text or file == "omni_proxy/telemetry/metrics.py", file
+
+
+def test_there_is_a_recipe_for_everything_that_is_added_often():
+    assert [recipe.id for recipe in recipes()] == [
+        "Add a policy", "Add a route", "Add a configuration key", "Add a metric",
+    ]  # fmt: skip
