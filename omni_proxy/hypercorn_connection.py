@@ -36,7 +36,7 @@ class HypercornConnection(TCPServer):
         await self.idle_task.stop()
 
 
-def ending_whole(
+def protect_last_send(
     app: QuartTrio,
 ) -> Callable[[Scope, ASGIReceiveCallable, ASGISendCallable], Awaitable[None]]:
     """The app, whose answers' last piece nobody cancels.
@@ -59,7 +59,7 @@ def ending_whole(
     return call
 
 
-def first_fault(fault: BaseException) -> BaseException:
+def first_leaf_error(fault: BaseException) -> BaseException:
     """The one to tell of, out of the groups that nurseries make of it."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]

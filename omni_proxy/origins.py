@@ -15,7 +15,7 @@ Origin = tuple[str, str, int | None]  # scheme, host, port
 NO_ORIGIN: Final[Origin] = ("", "", None)
 
 
-def host_name(host: str) -> str:
+def hostname_of(host: str) -> str:
     """Of a Host field: without its port and a closing dot, in lower case, no brackets."""
     name = host.strip().lower()
     if name.startswith("["):
@@ -23,7 +23,7 @@ def host_name(host: str) -> str:
     return name.partition(":")[0].rstrip(".")
 
 
-def is_own_name(name: str) -> bool:
+def is_local_name(name: str) -> bool:
     """Whether it is an address or localhost, which lead where they say."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -34,7 +34,7 @@ def is_own_name(name: str) -> bool:
     return True
 
 
-def split_origin(text: str) -> Origin:
+def parse_origin(text: str) -> Origin:
     """Of an Origin, Referer or URL; NO_ORIGIN for what has none (`null`)."""
     try:
         parts = urlsplit(text.strip())

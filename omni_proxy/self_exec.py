@@ -12,7 +12,7 @@ from typing import Final
 ARCHIVE: Final = ".pyz"
 
 
-def program() -> list[str]:
+def program_argv() -> list[str]:
     """The words before those of the command."""
     if getattr(sys, "frozen", False):  # a single-file build is its own interpreter
         return [sys.executable]

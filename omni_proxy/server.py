@@ -35,7 +35,7 @@ from omni_proxy.health.outlier_ejector import OutlierEjector
 from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.launch.launcher import Launcher
-from omni_proxy.launch.startup_progress import until_ready
+from omni_proxy.launch.startup_progress import wait_until_ready
 from omni_proxy.launch.worker_link import HOLD
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
@@ -43,8 +43,8 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.supervisor import Supervisor
-from omni_proxy.system.fd_limit import raise_limit
-from omni_proxy.system.runtime_dir import private_folder
+from omni_proxy.system.fd_limit import raise_fd_limit
+from omni_proxy.system.runtime_dir import private_runtime_dir
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
@@ -63,16 +63,16 @@ def run(startup: Startup) -> int:
     """Serve until told to stop; the exit status."""
     fleet = Fleet()
     try:
-        keeper = ConfigStore(startup, fleet)
+        config_store = ConfigStore(startup, fleet)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
         return BAD_CONFIGURATION
-    configure(keeper.config.server.log_level, keeper.config.server.log_format)
+    configure(config_store.config.server.log_level, config_store.config.server.log_format)
     for line in startup.warnings:
         _log.warning("%s", line)
-    raise_limit()
-    with private_folder() as private:
-        return trio.run(Server(keeper, fleet, private).run)
+    raise_fd_limit()
+    with private_runtime_dir() as private:
+        return trio.run(Server(config_store, fleet, private).run)
 
 
 def _log_health(worker: Worker, before: Health) -> None:
@@ -95,10 +95,10 @@ def _tell(line: str) -> None:
 class Server:
     """Every room of the running program, wired once."""
 
-    def __init__(self, keeper: ConfigStore, fleet: Fleet, private: Path) -> None:
-        config = keeper.config
+    def __init__(self, config_store: ConfigStore, fleet: Fleet, private: Path) -> None:
+        config = config_store.config
         front_socket = private / "front.sock"
-        self.keeper = keeper
+        self.config_store = config_store
         self.access_log = LineLog(config.server.access_log)
         self.route_log = LineLog(config.server.route_log)
         proxy_id = secrets.token_hex(16)
@@ -106,14 +106,14 @@ class Server:
             fleet, config,
             front_socket=str(front_socket), below=random.randrange, proxy_id=proxy_id,
         )  # fmt: skip
-        self.prober = Prober(fleet, keeper, jitter=random.random)
+        self.prober = Prober(fleet, config_store, jitter=random.random)
         self.prober.proxy_id = proxy_id
-        self.launcher = Launcher(fleet, keeper, self.prober)
-        self.ejector = OutlierEjector(fleet, keeper)
-        self.drains = WorkerDrains(fleet, keeper)
-        kept = keeper.state.voices
+        self.launcher = Launcher(fleet, config_store, self.prober)
+        self.ejector = OutlierEjector(fleet, config_store)
+        self.drains = WorkerDrains(fleet, config_store)
+        kept = config_store.state.voices
         self.door.voices.restore(kept.owner, kept.names)
-        self.voice_list = VoiceList(fleet, self.door.voices, keeper.remember_voices)
+        self.voice_list = VoiceList(fleet, self.door.voices, config_store.save_voices)
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
@@ -123,15 +123,15 @@ class Server:
         self.watchdog = Watchdog()
         self.view = AggregateView(self.doors, self.watchdog)
         fleet.agreed = self.doors.agreed
-        self.reloader = Reloader(keeper)
-        folder = folder_for(keeper.state_file, config, os.environ)
-        self.desk = WeightOperations(fleet, keeper, JournalFile(folder))
-        self.prober.spares = self.desk.at_work_on
+        self.reloader = Reloader(config_store)
+        folder = folder_for(config_store.state_file, config, os.environ)
+        self.desk = WeightOperations(fleet, config_store, JournalFile(folder))
+        self.prober.tolerates_failures = self.desk.at_work_on
         self.leaving = False
         self.supervisors: list[Supervisor] = []
         rooms = Services(
             fleet=fleet,
-            keeper=keeper,
+            config_store=config_store,
             prober=self.prober,
             door=self.view,
             desk=self.desk,
@@ -140,8 +140,8 @@ class Server:
             drains=self.drains,
             supervisors=lambda: [supervisor.status() for supervisor in self.supervisors],
             leaving=lambda: self.leaving,
-            dialect=keeper.startup.dialect,
-            given=keeper.startup.flag_urls,
+            dialect=config_store.startup.dialect,
+            given=config_store.startup.flag_urls,
             proxy_id=proxy_id,
         )
         # A QuartTrio can be served once only, so a restarted front gets a new one.
@@ -150,8 +150,8 @@ class Server:
         )
         self.supervisors = self._supervised()
         fleet.watch_health(_log_health)
-        keeper.prepare_with(self.doors.prepare)
-        keeper.subscribe(self._follow_config)
+        config_store.add_prepare(self.doors.prepare)
+        config_store.subscribe(self._follow_config)
 
     def _supervised(self) -> list[Supervisor]:
         """In the order in which they start and are shown."""
@@ -193,9 +193,9 @@ class Server:
             await root.start(self.door.run)
             await root.start(self.doors.run)
             await root.start(self.front.run)
-            self.door.entrances.held = bool(self.keeper.startup.launch)
+            self.door.entrances.held = bool(self.config_store.startup.launch)
             try:
-                self.keeper.start()
+                self.config_store.start()
             except OSError as error:
                 root.cancel_scope.cancel()
                 return self._cannot_listen(error)
@@ -219,10 +219,10 @@ class Server:
     async def _open_when_ready(self) -> int:
         """Let clients in once the replicas of the command line are ready; the exit status where
         that can't be."""
-        launch = self.keeper.startup.launch
+        launch = self.config_store.startup.launch
         longest = max(entry.ready_timeout_secs or math.inf for entry in launch)
         launcher = self.launcher
-        failed = await until_ready(launcher.status, launcher.until_moved, _tell, longest)
+        failed = await wait_until_ready(launcher.status, launcher.until_moved, _tell, longest)
         if failed:
             _tell(f"giving up: {failed}")
             return NEVER_READY
@@ -235,7 +235,7 @@ class Server:
         return 0
 
     def _cannot_listen(self, error: OSError) -> int:
-        server = self.keeper.config.server
+        server = self.config_store.config.server
         where = error.filename or f"{server.host}:{server.port}"
         _log.error("cannot listen on %s: %s", where, error.strerror or error)
         return CANNOT_LISTEN
@@ -254,7 +254,7 @@ class Server:
             with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTERM, signal.SIGINT) as came:
                 async for number in came:
                     if number == signal.SIGHUP:
-                        self.reloader.poke("SIGHUP")
+                        self.reloader.request_reload("SIGHUP")
                     elif self.leaving:
                         _log.warning("a second signal: cutting what is left")
                         everything.cancel()
@@ -263,7 +263,7 @@ class Server:
                         nursery.start_soon(self._leave, everything)
 
     async def _leave(self, everything: trio.CancelScope) -> None:
-        server = self.keeper.config.server
+        server = self.config_store.config.server
         if server.ready_off_secs:
             _log.info("shutting down: /ready fails for %g s, then draining", server.ready_off_secs)
             await trio.sleep(server.ready_off_secs)

@@ -308,4 +308,12 @@ def _is_lock(expression: ast.expr) -> bool:
     named = (
         expression.attr if isinstance(expression, ast.Attribute) else getattr(expression, "id", "")
     )
-    return named.strip("_") in ("lock", "turn", "room", "slots", "making")
+    return named.strip("_") in (
+        "lock",
+        "operation_lock",
+        "limiter",
+        "turn",
+        "room",
+        "slots",
+        "making",
+    )

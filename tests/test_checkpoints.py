@@ -30,8 +30,8 @@ ALLOWED = {
     "omni_proxy.replica.api.speech_socket._listen": "trio's `send` is a checkpoint",
     "omni_proxy.replica.api.sse.__anext__": QUEUED,
     "omni_proxy.replica.pipeline.process._read": ENDS,
-    "omni_proxy.runtime_config.config_store.change": "taking the keeper's lock is a checkpoint",
-    "omni_proxy.launch.startup_progress.until_ready": "`moved` waits for an event",
+    "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
+    "omni_proxy.launch.startup_progress.wait_until_ready": "`moved` waits for an event",
     "omni_proxy.weight_sync.session.endpoint._make_room": "`until_idle` waits for an event",
 }
 

@@ -34,7 +34,7 @@ from omni_proxy.config.fields import (
     read_worker_url,
 )
 from omni_proxy.config.flags import FLAGS
-from omni_proxy.config.toml_value import toml
+from omni_proxy.config.problem import to_toml_literal
 
 ROOT: Final = Path(__file__).parent.parent
 FILLERS: Final = {"or", "the", "default"}  # words around a bare list of choices
@@ -155,7 +155,7 @@ def _shown(key: types.Field) -> str:
         return f"`{json.dumps(default)}`"
     if isinstance(default, float) and default.is_integer():
         return f"`{int(default)}`"
-    return f"`{toml(default) if default != {} else '{}'}`"
+    return f"`{to_toml_literal(default) if default != {} else '{}'}`"
 
 
 def _reader(key: types.Field) -> object:

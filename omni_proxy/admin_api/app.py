@@ -30,7 +30,7 @@ from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.unroutable_reason import reasons
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
-from omni_proxy.upstream_http.client import came_by
+from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.wire.hops import HOP_FIELD, PROXY_FIELD
 
@@ -40,12 +40,12 @@ def create_app(rooms: Services) -> QuartTrio:
     app.config["RESPONSE_TIMEOUT"] = None  # Quart's 60 s end a long answer without a word
     app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
-    keys = KeyCheck(rooms.keeper)
+    keys = KeyCheck(rooms.config_store)
     pauses = partial(_pauses_told, rooms, keys)
     records = WorkerRecords(rooms.fleet, rooms.drains, lambda: reasons(rooms, pauses()), pauses)
     chosen = SelectorResolver(rooms, records)
     app.before_request(keys.before_request)
-    OpenReads(rooms.keeper).mount(app)
+    OpenReads(rooms.config_store).mount(app)
     _pass_hops_on(app, rooms.proxy_id)
     speak_json(app)
     for routes in (
@@ -54,7 +54,7 @@ def create_app(rooms: Services) -> QuartTrio:
         drains,
         FeedRoutes(rooms),
         MetricsRoutes(rooms),
-        ConfigRoutes(rooms.keeper),
+        ConfigRoutes(rooms.config_store),
         ModelRoutes(rooms),
         ScalingRoutes(rooms),
         EngineRoutes(rooms, chosen),
@@ -82,7 +82,7 @@ def _pass_hops_on(app: QuartTrio, proxy_id: str) -> None:
     """Say who answers, and let what is asked of workers carry the marks of the request."""
 
     async def note() -> None:
-        came_by.set(", ".join(request.headers.getlist(HOP_FIELD)))
+        incoming_hops.set(", ".join(request.headers.getlist(HOP_FIELD)))
 
     async def sign(response: Response) -> Response:
         if proxy_id:

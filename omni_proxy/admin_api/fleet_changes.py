@@ -14,12 +14,11 @@ from quart import request
 
 from omni_proxy.admin_api.responses import bad, if_match, refuse_mismatch, warn
 from omni_proxy.admin_api.services import Services
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import Desired, SavedState, with_added, with_deleted
-from omni_proxy.config.schema import Config
+from omni_proxy.config.overlay import SavedState, WorkerSpec, with_added, with_deleted
+from omni_proxy.config.schema import CAPABILITIES, Config
 from omni_proxy.config.url import dial_address, normalize_url
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.own_address import REASON, bound, is_own
+from omni_proxy.upstream_http.own_address import REASON, is_own_address, parse_listeners
 from omni_proxy.upstream_http.resolver import Address, RefusedAddress, addresses
 from omni_proxy.wire.errors import HttpError
 
@@ -37,14 +36,14 @@ class FleetChanges:
 
         It waits for the end of an operation on the workers, unless it is `at_once`.
         """
-        changed = await self._rooms.keeper.change(edit, if_match(), at_once=at_once)
+        changed = await self._rooms.config_store.change(edit, if_match(), at_once=at_once)
         refuse_mismatch(changed)
         if changed.outcome == "refused":
             raise bad(str(changed.error), "change_refused")
-        if error := self._rooms.keeper.state_error:
+        if error := self._rooms.config_store.state_error:
             warn(f"in force, but not saved, so that a restart would lose it: {error}")
 
-    async def add(self, entry: Desired) -> Worker:
+    async def add(self, entry: WorkerSpec) -> Worker:
         """Raises HttpError 409 where it is there already."""
 
         def edit(state: SavedState, _: Config) -> SavedState:
@@ -84,7 +83,7 @@ class FleetChanges:
     async def refuse_bad_name(self, url: str) -> None:
         """A name that can't be resolved now is no error: its worker is just not healthy yet."""
         place = dial_address(url)
-        with trio.move_on_after(self._rooms.keeper.config.health.timeout_secs):
+        with trio.move_on_after(self._rooms.config_store.config.health.timeout_secs):
             try:
                 if not isinstance(place, str):
                     self._refuse_own(await addresses(*place))
@@ -95,8 +94,8 @@ class FleetChanges:
 
     def _refuse_own(self, found: Iterable[Address]) -> None:
         """Raises HttpError 400 for an address that we listen on."""
-        listeners = bound(self._rooms.door.addresses())
-        if any(is_own(address, listeners) for address in found):
+        listeners = parse_listeners(self._rooms.door.addresses())
+        if any(is_own_address(address, listeners) for address in found):
             raise _told(400, f"url {REASON}", "worker_url_refused")
 
 
@@ -131,9 +130,9 @@ def wanted_url(body: Mapping[str, object]) -> str:
     raise _told(400, "worker url is required", "invalid_request")
 
 
-def api_entry(url: str, model: str = "", capabilities: frozenset[str] | None = None) -> Desired:
+def api_entry(url: str, model: str = "", capabilities: frozenset[str] | None = None) -> WorkerSpec:
     """A worker that came over HTTP; without `capabilities` it can do everything."""
-    return Desired(
+    return WorkerSpec(
         url=url,
         model=model or None,
         capabilities=frozenset(CAPABILITIES) if capabilities is None else capabilities,

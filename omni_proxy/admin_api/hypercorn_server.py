@@ -20,7 +20,7 @@ from hypercorn.typing import AppWrapper, ConnectionState, LifespanState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.hypercorn_connection import HypercornConnection, ending_whole, first_fault
+from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
 
 BACKLOG = 1024
 # The door drops an idle connection after 30 s, long before this: the two never race.
@@ -68,7 +68,7 @@ class HypercornServer:
     """One app, and the connections that it answers."""
 
     def __init__(self, app: QuartTrio) -> None:
-        self._app: AppWrapper = wrap_app(ending_whole(app), 0, "asgi")
+        self._app: AppWrapper = wrap_app(protect_last_send(app), 0, "asgi")
         self._config = _settings()
         self._context = WorkerContext(None)
         self._state: LifespanState = {}
@@ -114,7 +114,7 @@ class HypercornServer:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as fault:  # it is one connection's, whatever it is (hypercorn #225)
-            log.warning("a connection from the door ended by a fault: %r", first_fault(fault))
+            log.warning("a connection from the door ended by a fault: %r", first_leaf_error(fault))
 
 
 def _settings() -> Config:

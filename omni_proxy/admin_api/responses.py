@@ -13,7 +13,7 @@ from quart import Quart, Response, g, has_request_context, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from omni_proxy.admin_api.near_paths import near_path
-from omni_proxy.runtime_config.config_store import Reloaded
+from omni_proxy.runtime_config.config_store import ChangeResult
 from omni_proxy.wire.errors import HttpError, to_json
 
 WARNING_FIELD = "X-Omni-Warning"
@@ -113,7 +113,7 @@ def if_match() -> str | None:
     return request.headers.get("If-Match")
 
 
-def refuse_mismatch(reloaded: Reloaded) -> None:
+def refuse_mismatch(reloaded: ChangeResult) -> None:
     """Raises HttpError 412."""
     if reloaded.outcome == "precondition_failed":
         raise HttpError(

@@ -13,8 +13,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import broadcast
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, broadcast
 from omni_proxy.wire.errors import HttpError
 
 # Keys of a selector or of /v1/rl/workers, and where /server_info has them.
@@ -55,11 +54,11 @@ class SelectorResolver:
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
         """By URL, what those say of themselves that answer; the others are not in it."""
         alive = [worker for worker in workers if worker.machine.state is not Health.DEAD]
-        secs = self._rooms.keeper.config.health.timeout_secs
+        secs = self._rooms.config_store.config.health.timeout_secs
         found = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
         told = {}
         for outcome in found:
-            info = outcome.parsed() if outcome.ok else None
+            info = outcome.json() if outcome.ok else None
             if isinstance(info, dict):
                 told[outcome.worker.url] = _engine_facts(info)
         return told

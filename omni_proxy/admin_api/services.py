@@ -48,7 +48,7 @@ class Services:
     """`leaving` is true from the first sign of shutdown on, while the door still accepts."""
 
     fleet: Fleet
-    keeper: ConfigStore
+    config_store: ConfigStore
     prober: Prober
     door: DataPlaneView
     desk: WeightOperations

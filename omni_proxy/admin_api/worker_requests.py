@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from omni_proxy.admin_api.responses import bad
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import normalize_url
 
 OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities"))

@@ -13,7 +13,7 @@ from omni_proxy import __version__
 from omni_proxy.cli.peer_flags import add_mapped, add_without_effect
 from omni_proxy.cli.unknown_flags import Parser
 from omni_proxy.config.fields import read_address
-from omni_proxy.config.flags import ALIASES, FLAGS
+from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 
 USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
 ABOUT: Final = "One process in front of complete inference replicas."
@@ -220,7 +220,7 @@ def _add_serving(
         metavar, text = _HELP[flag]
         if flag == "--policy":
             text = text.replace(policy, f"{policy} (default)")
-        names = [flag, *ALIASES.get(flag, ())]
+        names = [flag, *FLAG_ALIASES.get(flag, ())]
         if prefix:
             names += [prefix + name.removeprefix("--") for name in names]
         # Absent flags leave no trace: what is in the namespace under a key was asked for.

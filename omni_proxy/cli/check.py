@@ -8,16 +8,16 @@ from omni_proxy.cli.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.runtime_config.config_store import read_file
-from omni_proxy.system.tls_contexts import judge_files
-from omni_proxy.upstream_http.own_address import judge_workers
+from omni_proxy.system.tls_contexts import check_tls_files
+from omni_proxy.upstream_http.own_address import reject_own_addresses
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = check_parser().parse_args(argv)
     try:
         config = read_file(arguments.file)
-        judge_files(config, str(arguments.file))
-        judge_workers(config, (), str(arguments.file))
+        check_tls_files(config, str(arguments.file))
+        reject_own_addresses(config, (), str(arguments.file))
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from omni_proxy.config.capabilities import CAPABILITIES, Capability
+from omni_proxy.config.schema import CAPABILITIES, Capability
 
 OWN_MODELS: Final = ("tiny", "smollm2-135m")
 _PLACE: Final = ("--host", "{host}", "--port", "{port}")

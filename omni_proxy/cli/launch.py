@@ -27,10 +27,9 @@ from omni_proxy.cli.engines import (
 )
 from omni_proxy.cli.serve import start, startup_of
 from omni_proxy.cli.unknown_flags import routers_own
-from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import LaunchEntry, RetryCause
+from omni_proxy.config.schema import CAPABILITIES, LaunchEntry, RetryCause
 from omni_proxy.launch.gpu_allocator import visible
 
 # As sglang-router has it.

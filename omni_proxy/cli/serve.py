@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from omni_proxy.cli.arguments import serve_parser, short_help
 from omni_proxy.cli.frozen_binary import be_a_group
 from omni_proxy.cli.peer_flags import overrides, warnings
-from omni_proxy.config.flags import Startup, worker_urls
+from omni_proxy.config.flags import Startup, parse_worker_urls
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
 
@@ -54,7 +54,7 @@ def startup_of(
     return Startup(
         config_path=arguments.config,
         overrides=overrides(arguments),
-        flag_urls=worker_urls(arguments.worker_urls),
+        flag_urls=parse_worker_urls(arguments.worker_urls),
         admin_key=environment_key,
         launch=launch,
         warnings=warnings(arguments),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from omni_proxy.system.tls_contexts import client_context, pinned_context, reason_of
+from omni_proxy.system.tls_contexts import client_context, pinned_context, tls_error_text
 
 # Reasons of OpenSSL: what the other side thinks of our certificate, by the alert that it sent.
 _WANTS: Final = ("CERTIFICATE_REQUIRED", "ALERT_HANDSHAKE_FAILURE", "NO_CERTIFICATE")
@@ -87,7 +87,7 @@ def _read(flag: str, file: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLCo
     try:
         return make()
     except ssl.SSLError as error:
-        why = reason_of(error)
+        why = tls_error_text(error)
         raise ClientCertError(f"{flag} {file} holds no certificates in PEM form: {why}") from None
 
 
@@ -109,7 +109,7 @@ def _show(context: ssl.SSLContext, papers: ClientCert) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             why = f"{named} is not the key of the certificate in {papers.cert}"
         else:
-            why = f"--client-cert {papers.cert} can't be used: {reason_of(error)}"
+            why = f"--client-cert {papers.cert} can't be used: {tls_error_text(error)}"
         raise ClientCertError(why) from None
 
 

@@ -27,7 +27,7 @@ from omni_proxy.cli.pauses import GO_ON
 from omni_proxy.cli.text_table import NOTHING, age, moment, plain, table, without_noise
 from omni_proxy.cli.unknown_flags import Parser
 from omni_proxy.cli.worker_changes import ChangeRefused, accepted, change, find, path_of, records
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 
 REFUSED: Final = 1
 # An answer may wait for a weight update, for a probe, or for the end of a drain.

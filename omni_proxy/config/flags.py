@@ -10,10 +10,9 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from omni_proxy.config.problem import ConfigError, Problem, shown
-from omni_proxy.config.rules import judge
+from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
+from omni_proxy.config.rules import check_rules
 from omni_proxy.config.schema import Config, LaunchEntry
-from omni_proxy.config.toml_value import toml
 from omni_proxy.config.url import normalize_url
 from omni_proxy.config.walk import walk
 
@@ -45,7 +44,7 @@ FLAGS: Final = {
     "--tls-key": "server.tls_key",
 }
 # The same flags by the names that later routers gave them.
-ALIASES: Final[dict[str, tuple[str, ...]]] = {
+FLAG_ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "--max-worker-retries": ("--cb-failure-threshold",),
     "--max-total-retries": ("--retry-max-retries",),
     "--max-inflight": ("--max-concurrent-requests",),
@@ -86,7 +85,7 @@ class Startup:
     # What was taken and has no effect, to be said in the log.
     warnings: tuple[str, ...] = ()
 
-    def over(self, config: Config) -> Config:
+    def effective_config(self, config: Config) -> Config:
         """The configuration that runs when FILE says `config`. Raises ConfigError."""
         if self.launch:
             config = msgspec.structs.replace(config, launch=(*config.launch, *self.launch))
@@ -110,13 +109,13 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
             table = table[section]
         table[name] = _number(value) if isinstance(table[name], int | float) else value
     seen, findings = walk(tables, Config)
-    findings += judge(seen)
+    findings += check_rules(seen)
     if findings:
-        raise _refusal([(shown(path), reason, hint) for path, reason, hint in findings])
+        raise _refusal([(format_path(path), reason, hint) for path, reason, hint in findings])
     return msgspec.convert(seen, Config)
 
 
-def worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
+def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
     """The URLs of --worker-urls, normalized; raises ConfigError."""
     urls: list[str] = []
     wrong = []
@@ -127,7 +126,7 @@ def worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
         except ValueError as error:
             url, reason = text, str(error)
         if reason:
-            wrong.append(("--worker-urls", f"{toml(text)}: {reason}", ""))
+            wrong.append(("--worker-urls", f"{to_toml_literal(text)}: {reason}", ""))
         urls.append(url)
     if wrong:
         raise _refusal(wrong)

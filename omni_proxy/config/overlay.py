@@ -12,39 +12,38 @@ from typing import Any, Literal
 import msgspec
 from msgspec import structs
 
-from omni_proxy.config.capabilities import CAPABILITIES, Capability
-from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.schema import CAPABILITIES, Capability, Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.state import (
     FLAG_FINGERPRINT,
     SavedState,
     StateWorker,
-    Switch,
+    WorkerOverride,
     read_state,
     render_state,
 )
 
 __all__ = [
-    "Desired",
     "Origin",
     "SavedState",
     "StateWorker",
-    "Switch",
-    "desired",
+    "WorkerOverride",
+    "WorkerSpec",
+    "desired_workers",
+    "prune_state",
     "read_state",
     "render_state",
-    "settle",
     "with_added",
     "with_defaults",
     "with_deleted",
-    "with_leaving",
-    "with_switched",
+    "with_override",
+    "with_pending_delete",
 ]
 
 Origin = Literal["file", "launch", "flag", "api"]
 
 
 @dataclass(frozen=True, slots=True)
-class Desired:
+class WorkerSpec:
     """One worker as it shall be, all sources merged."""
 
     url: str
@@ -59,12 +58,14 @@ class Desired:
     tls_verify: bool = True
 
 
-def desired(config: Config, flag_urls: tuple[str, ...], state: SavedState) -> tuple[Desired, ...]:
+def desired_workers(
+    config: Config, flag_urls: tuple[str, ...], state: SavedState
+) -> tuple[WorkerSpec, ...]:
     """FILE's order first, then launch, flags, and workers added over HTTP."""
-    workers: dict[str, Desired] = {}
+    workers: dict[str, WorkerSpec] = {}
     for entry, origin, fingerprint in _named(config, flag_urls):
         if entry.url not in workers and not _buried(state, entry.url, fingerprint):
-            switched = _switched(entry, state.switches.get(entry.url, Switch()))
+            switched = _switched(entry, state.switches.get(entry.url, WorkerOverride()))
             workers[entry.url] = _desired(switched, origin, entry)
     for added in state.workers:
         known = workers.get(added.url)
@@ -72,7 +73,7 @@ def desired(config: Config, flag_urls: tuple[str, ...], state: SavedState) -> tu
     return tuple(with_defaults(worker, config) for worker in workers.values())
 
 
-def with_defaults(worker: Desired, config: Config) -> Desired:
+def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
     """With what `config` says for all workers that do not say it themselves."""
     secure = worker.url.startswith("https:") and worker.tls_verify
     return replace(
@@ -82,7 +83,7 @@ def with_defaults(worker: Desired, config: Config) -> Desired:
     )
 
 
-def settle(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -> SavedState:
+def prune_state(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -> SavedState:
     """Without what lost its object: tombstones over entries that changed or went away, switches
     on workers that nothing names."""
     named: dict[str, str] = {}
@@ -96,7 +97,7 @@ def settle(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -
     )
 
 
-def with_added(state: SavedState, entry: Desired) -> SavedState:
+def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
     """A worker from HTTP, in the place of whatever the state had under its URL."""
     added = StateWorker(
         url=entry.url,
@@ -110,8 +111,8 @@ def with_added(state: SavedState, entry: Desired) -> SavedState:
     return structs.replace(cleared, workers=(*cleared.workers, added))
 
 
-def with_switched(state: SavedState, url: str, **fields: Any) -> SavedState:
-    """`fields` are those of `Switch`; `model=None` makes the worker name none. Who is enabled does
+def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
+    """`fields` are those of `WorkerOverride`; `model=None` makes the worker name none. Who is enabled does
     not leave any more."""
     if fields.get("disabled") is False:
         leaving = tuple(known for known in state.leaving if known != url)
@@ -128,14 +129,14 @@ def with_switched(state: SavedState, url: str, **fields: Any) -> SavedState:
                 for worker in state.workers
             ),
         )
-    switch = structs.replace(state.switches.get(url, Switch()), **fields)
+    switch = structs.replace(state.switches.get(url, WorkerOverride()), **fields)
     return structs.replace(state, switches={**state.switches, url: switch})
 
 
-def with_leaving(state: SavedState, url: str) -> SavedState:
+def with_pending_delete(state: SavedState, url: str) -> SavedState:
     """Disabled now, and to be deleted as soon as it is drained."""
     leaving = tuple(dict.fromkeys((*state.leaving, url)))
-    return structs.replace(with_switched(state, url, disabled=True), leaving=leaving)
+    return structs.replace(with_override(state, url, disabled=True), leaving=leaving)
 
 
 def with_deleted(state: SavedState, config: Config, url: str) -> SavedState:
@@ -168,16 +169,16 @@ def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
     return mark is not None and fingerprint in {mark, FLAG_FINGERPRINT}
 
 
-def _switched(entry: WorkerEntry, switch: Switch) -> WorkerEntry:
+def _switched(entry: WorkerEntry, switch: WorkerOverride) -> WorkerEntry:
     touched = {key: value for key, value in structs.asdict(switch).items() if value is not None}
     return structs.replace(entry, **touched)
 
 
 def _desired(
-    entry: WorkerEntry | StateWorker, origin: Origin, kept: WorkerEntry | Desired | None
-) -> Desired:
+    entry: WorkerEntry | StateWorker, origin: Origin, kept: WorkerEntry | WorkerSpec | None
+) -> WorkerSpec:
     """`kept` has what HTTP can't say."""
-    return Desired(
+    return WorkerSpec(
         url=entry.url,
         model=entry.model or None,
         capabilities=frozenset(entry.capabilities),

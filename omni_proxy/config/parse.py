@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from omni_proxy.config.locate import locate, nearest_line
-from omni_proxy.config.problem import ConfigError, Problem, shown
-from omni_proxy.config.rules import judge
+from omni_proxy.config.problem import ConfigError, Problem, format_path
+from omni_proxy.config.rules import check_rules
 from omni_proxy.config.schema import Config
 from omni_proxy.config.walk import Finding, walk
 
@@ -24,7 +24,7 @@ def parse(text: str | bytes, file: str = "<string>") -> Config:
     """Raises ConfigError with all problems of the text, which may be a file's bytes as read."""
     text = decoded(text, file)
     seen, findings = walk(tables(text, file), Config)
-    findings += judge(seen)
+    findings += check_rules(seen)
     if findings:
         raise refusal(findings, text, file)
     return msgspec.convert(seen, Config)
@@ -61,7 +61,7 @@ def refusal(findings: Iterable[Finding], text: str, file: str) -> ConfigError:
     lines = locate(text)
     return ConfigError(
         [
-            Problem(shown(path), nearest_line(lines, path), reason, hint, file)
+            Problem(format_path(path), nearest_line(lines, path), reason, hint, file)
             for path, reason, hint in findings
         ],
         file,

@@ -42,7 +42,7 @@ class ConfigError(Exception):
         }
 
 
-def shown(path: Path) -> str:
+def format_path(path: Path) -> str:
     """`workers[1].url`, with quotes round what TOML would want quoted."""
     text = ""
     for step in path:
@@ -60,3 +60,13 @@ CUTOFF: Final = 0.7  # the share of letters in common; with fewer the likeness i
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=CUTOFF)
     return f"did you mean `{nearest[0]}`?" if nearest else ""
+
+
+# A value as a person would write it in FILE, for messages and generated pages.
+
+
+def to_toml_literal(value: object) -> str:
+    """Booleans in lower case, strings in quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

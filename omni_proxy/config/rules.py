@@ -6,14 +6,14 @@ Works on the tables as `walk` left them, so parts may be missing; what is there 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omni_proxy.config.problem import Path, shown
+from omni_proxy.config.problem import Path, format_path
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.walk import Finding
 
 VOICE_CAPABILITIES = ("speech", "audio_input")
 
 
-def judge(tables: Mapping[str, Any]) -> Iterator[Finding]:
+def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     launch = tables.get("launch", [])
     yield from _half_a_pair(tables.get("server", {}))
     yield from _idle_tls(tables)
@@ -110,5 +110,5 @@ def _said_twice(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Findin
     first: dict[str, Path] = {}
     for path, text in named:
         if text in first:
-            yield path, f"duplicate {what} {text}", f"{shown(first[text])} has it already"
+            yield path, f"duplicate {what} {text}", f"{format_path(first[text])} has it already"
         first.setdefault(text, path)

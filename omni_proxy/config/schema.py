@@ -5,11 +5,10 @@ reach for the environment, the clock or a file. A key that is listed in `support
 takes only the values listed there; its default is then what the program does today.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
-from omni_proxy.config.capabilities import CAPABILITIES, Capability
 from omni_proxy.config.fields import (
     read_address,
     read_endpoint,
@@ -25,6 +24,19 @@ from omni_proxy.config.fields import (
     read_worker_url,
 )
 from omni_proxy.config.url import normalize_url
+
+# What a worker may be able to do, in the order in which the contract lists it.
+Capability = Literal[
+    "chat",
+    "speech",
+    "streaming",
+    "image_input",
+    "audio_input",
+    "video_input",
+    "audio_output",
+]
+
+CAPABILITIES: Final[tuple[Capability, ...]] = get_args(Capability)
 
 # Above 30 years a duration is a slip of the unit; the bound also refuses TOML's inf and nan.
 Duration = Annotated[float, Meta(ge=0, le=1_000_000_000)]

@@ -11,9 +11,15 @@ import msgspec
 import tomli_w
 from msgspec import Struct
 
-from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.parse import decoded, refusal, tables
-from omni_proxy.config.schema import Capabilities, Count, NetworkUrl, OptionalWorkerUrl, Weight
+from omni_proxy.config.schema import (
+    CAPABILITIES,
+    Capabilities,
+    Count,
+    NetworkUrl,
+    OptionalWorkerUrl,
+    Weight,
+)
 from omni_proxy.config.walk import Finding, walk
 
 _HEAD: Final = """\
@@ -37,7 +43,7 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_inflight: Count = 0
 
 
-class Switch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What HTTP changed on a worker that something else names; None: not touched."""
 
     # "": names none, whatever FILE says.
@@ -48,7 +54,7 @@ class Switch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_inflight: Count | None = None
 
 
-class Voices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedVoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who keeps the uploaded voices, and their names; None while those are unknown."""
 
     owner: OptionalWorkerUrl = ""
@@ -57,10 +63,10 @@ class Voices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: tuple[StateWorker, ...] = ()
-    switches: dict[str, Switch] = {}
+    switches: dict[str, WorkerOverride] = {}
     # URL -> fingerprint of the entry that named it when it was deleted.
     tombstones: dict[str, str] = {}
-    voices: Voices = Voices()
+    voices: SavedVoices = SavedVoices()
     leaving: tuple[str, ...] = ()  # URLs of workers that drain, and go with their last request
 
 

@@ -10,8 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import NODEFAULT, Struct, inspect
 
-from omni_proxy.config.problem import Path, did_you_mean, shown
-from omni_proxy.config.toml_value import toml
+from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 
 # Where, why, and what may help.
 Finding: TypeAlias = tuple[Path, str, str]
@@ -88,7 +87,7 @@ class _Walker:
     def _list(self, value: object, kind: inspect.VarTupleType, path: Path) -> Any:
         tables = isinstance(kind.item_type, inspect.StructType)
         if not isinstance(value, list | tuple):
-            hint = f"write [[{shown(path)}]]" if tables else "write it in [ ]"
+            hint = f"write [[{format_path(path)}]]" if tables else "write it in [ ]"
             return self._wrong(path, f"expected a list, got {_named(value)}", hint)
         if len(value) < (kind.min_length or 0):
             return self._wrong(path, "must not be empty")
@@ -102,7 +101,7 @@ class _Walker:
             return value
         words = [str(choice) for choice in choices]
         hint = did_you_mean(value, words) if isinstance(value, str) else ""
-        reason = f"{toml(value)} is not one of {', '.join(words)}"
+        reason = f"{to_toml_literal(value)} is not one of {', '.join(words)}"
         return self._wrong(path, reason, hint)
 
     def _plain(self, value: Any, kind: inspect.Type, path: Path) -> Any:

@@ -1,6 +1,6 @@
 """Capabilities as bits, so that "can it do all of this" is one `&` on the request path.
 
-The names are the contract's (`config.capabilities`); nothing else may appear in a mask.
+The names are the contract's (`config.schema`); nothing else may appear in a mask.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 
 BIT: dict[str, int] = {name: 1 << position for position, name in enumerate(CAPABILITIES)}
 ALL = (1 << len(CAPABILITIES)) - 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import unquote
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.health import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -88,7 +88,7 @@ class Fleet:
         """By URL or by worker id, encoded or not (omni-router.md 2)."""
         return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))
 
-    def apply(self, entries: Sequence[Desired], now: datetime) -> Change:
+    def apply(self, entries: Sequence[WorkerSpec], now: datetime) -> Change:
         """Make the fleet be `entries`, in their order."""
         before = self._by_url
         after: dict[str, Worker] = {}
@@ -266,7 +266,7 @@ class Fleet:
         """`callback(worker, before)` after each change of a worker's state."""
         self._health_watchers.append(callback)
 
-    def _make(self, entry: Desired, now: datetime) -> Worker:
+    def _make(self, entry: WorkerSpec, now: datetime) -> Worker:
         return Worker(entry, now)
 
     def _after(self, worker: Worker, before: Health) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Final
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.url import dial_address, display_id, worker_id
 from omni_proxy.fleet.capabilities import mask_of, names_in
 from omni_proxy.fleet.health import Health, HealthMachine
@@ -64,7 +64,7 @@ class Worker(_Hot):
         "weight",
     )
 
-    def __init__(self, entry: Desired, now: datetime) -> None:
+    def __init__(self, entry: WorkerSpec, now: datetime) -> None:
         self.url = entry.url
         self.id = worker_id(entry.url)
         self.display_id = display_id(entry.url)
@@ -83,7 +83,7 @@ class Worker(_Hot):
         self.counts = none_yet()  # see `fleet.request_counters`
         self.configure(entry)
 
-    def configure(self, entry: Desired) -> None:
+    def configure(self, entry: WorkerSpec) -> None:
         """Take over an entry of the same URL; health, counts and connections stay."""
         self.model = entry.model
         self.capabilities = entry.capabilities
@@ -96,7 +96,7 @@ class Worker(_Hot):
         self.tls_ca = entry.tls_ca
         self.tls_verify = entry.tls_verify
 
-    def matches(self, entry: Desired) -> bool:
+    def matches(self, entry: WorkerSpec) -> bool:
         return (
             self.model == entry.model
             and self.capabilities == entry.capabilities

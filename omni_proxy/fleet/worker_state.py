@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -23,7 +23,7 @@ class WorkerState(Struct, frozen=True, array_like=True):
     """`serial` tells two workers apart that had the same URL one after the other; `cell` is where
     its requests are counted."""
 
-    entry: Desired
+    entry: WorkerSpec
     serial: int
     cell: int
     address: tuple[str, int] | str
@@ -59,9 +59,9 @@ def row_of(worker: Worker, serial: int, cell: int) -> WorkerState:
     )
 
 
-def entry_of(worker: Worker) -> Desired:
+def entry_of(worker: Worker) -> WorkerSpec:
     """What `worker.matches`."""
-    return Desired(**{field.name: getattr(worker, field.name) for field in fields(Desired)})
+    return WorkerSpec(**{field.name: getattr(worker, field.name) for field in fields(WorkerSpec)})
 
 
 def put(worker: Worker, row: WorkerState) -> bool:

@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 class OutlierEjector:
     """The fleet tells it in the middle of a request; `run` does what takes time."""
 
-    def __init__(self, fleet: Fleet, keeper: ConfigStore) -> None:
+    def __init__(self, fleet: Fleet, config_store: ConfigStore) -> None:
         self._fleet = fleet
-        self._keeper = keeper
+        self._config_store = config_store
         self._ejected: list[Worker] = []
         self._more = trio.Event()
         fleet.watch_ejected(self._note)
 
     def _note(self, worker: Worker) -> None:
-        if self._keeper.config.routing.eject == "remove":
+        if self._config_store.config.routing.eject == "remove":
             self._ejected.append(worker)
             self._more.set()
 
@@ -53,9 +53,9 @@ class OutlierEjector:
             return with_deleted(state, config, worker.url)
 
         why = worker.machine.last_error
-        await self._keeper.freeze.over()
+        await self._config_store.membership_lock.wait_released()
         try:
-            changed = await self._keeper.change(edit)
+            changed = await self._config_store.change(edit)
         except HttpError:  # a sync began in between: then after that one
             self._ejected.append(worker)
             return

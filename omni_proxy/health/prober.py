@@ -26,8 +26,8 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import LAUNCH_HOLD, Worker
 from omni_proxy.health.start_throttle import StartThrottle
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.system.fd_limit import are_ours_to_blame
-from omni_proxy.upstream_http.client import Call, WorkerClient, build, read_bounded
+from omni_proxy.system.fd_limit import is_resource_exhaustion
+from omni_proxy.upstream_http.client import Call, WorkerClient, build_request, read_bounded
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
 from omni_proxy.wire.hops import PROXY_FIELD, hop_line
 
@@ -65,9 +65,11 @@ class _Answer:
 class Prober:
     """Keeps a loop for each worker that may be probed; `run` owns them all."""
 
-    def __init__(self, fleet: Fleet, keeper: ConfigStore, *, jitter: Callable[[], float]) -> None:
+    def __init__(
+        self, fleet: Fleet, config_store: ConfigStore, *, jitter: Callable[[], float]
+    ) -> None:
         self._fleet = fleet
-        self._keeper = keeper
+        self._config_store = config_store
         self._jitter = jitter
         self._nursery: trio.Nursery | None = None
         self._loops: dict[Worker, _Loop] = {}
@@ -75,11 +77,11 @@ class Prober:
         self._pace = StartThrottle()
         self.proxy_id = ""  # ours, see `wire.hops`
         # Who may be slow, or say that it is busy, and is well all the same: its weights change.
-        self.spares: Callable[[Worker], bool] = lambda _: False
+        self.tolerates_failures: Callable[[Worker], bool] = lambda _: False
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
         fleet.watch_ejected(self._look_at)
-        keeper.subscribe(self._follow_config)
+        config_store.subscribe(self._follow_config)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         try:
@@ -141,7 +143,7 @@ class Prober:
             with loop.scope:
                 while True:
                     async with self._slots:  # a probe's time begins when it does
-                        await self._pace.turn()
+                        await self._pace.wait_turn()
                         loop.woken = trio.Event()
                         late = await self._probe(worker, caller, loop)
                     if late:
@@ -156,14 +158,14 @@ class Prober:
 
     def _pause_secs(self, worker: Worker) -> float:
         machine = worker.machine
-        interval_secs = self._keeper.config.health.interval_secs
+        interval_secs = self._config_store.config.health.interval_secs
         if machine.consecutive_successes and machine.state is not Health.HEALTHY:
             return min(interval_secs, RISING_SECS)
         return interval_secs * (0.8 + 0.4 * self._jitter())
 
     async def _probe(self, worker: Worker, caller: WorkerClient, loop: _Loop) -> bool:
         """Make one probe and have it observed. True when it ran out of time."""
-        health = self._keeper.config.health
+        health = self._config_store.config.health
         epoch = loop.probing = worker.machine.epoch
         status: int | None = None
         error: str | None
@@ -180,14 +182,14 @@ class Prober:
                     self._compare(worker, loop, answer.instance)
             except _FAULTS as failure:
                 error = _words(failure)
-                ours = are_ours_to_blame(_root(failure))
+                ours = is_resource_exhaustion(_root(failure))
                 self._note_refusal(worker, loop, failure)
         if scope.cancelled_caught:
             error = f"no answer within {health.timeout_secs:g} s"
         loop.probing = None
         if ours:
             _log.warning("no probe of worker %s: %s", worker.url, error)
-        elif error is None or loop.refused or not self.spares(worker):
+        elif error is None or loop.refused or not self.tolerates_failures(worker):
             self._fleet.observe_probe(
                 worker, status=status, error=error, at=datetime.now(UTC), epoch=epoch
             )
@@ -228,11 +230,11 @@ async def _ask(worker: Worker, client: httpx.AsyncClient, health: HealthConfig) 
     place = dial_address(worker.url)
     target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")
     if isinstance(place, str):
-        return await _get(client, build(client, worker, place, Call("GET", target)))
+        return await _get(client, build_request(client, worker, place, Call("GET", target)))
     found = await addresses(*place)
     for address in found:
         try:
-            answer = await _get(client, build(client, worker, address, Call("GET", target)))
+            answer = await _get(client, build_request(client, worker, address, Call("GET", target)))
         except httpx.ConnectError:
             if address is found[-1]:
                 raise

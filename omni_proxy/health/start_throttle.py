@@ -16,7 +16,7 @@ class StartThrottle:
         self._line = trio.Lock()
         self._turns = turns
 
-    async def turn(self) -> None:
+    async def wait_turn(self) -> None:
         async with self._line:  # its release wakes the next one, in the turn after this
             for _ in range(self._turns - 1):
                 await trio.lowlevel.checkpoint()

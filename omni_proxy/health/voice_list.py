@@ -14,12 +14,11 @@ from typing import Final
 
 import trio
 
-from omni_proxy.config.state import Voices
+from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import CallResult, ask
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ RETRY_SECS: Final = 1.0  # after a failed reading, doubling
 MAX_RETRY_SECS: Final = 30.0
 REFRESH_SECS: Final = 30.0  # a voice may be uploaded or deleted at the worker itself
 
-Remember = Callable[[Voices], Awaitable[None]]
+Remember = Callable[[SavedVoices], Awaitable[None]]
 
 
 class VoiceList:
@@ -65,7 +64,7 @@ class VoiceList:
         """Whether the registry has the newest list now."""
         generation = self._registry.generation
         call = Call("GET", TARGET, timeout_secs=TIMEOUT_SECS, max_bytes=MAX_BYTES)
-        outcome = await ask(owner, call)
+        outcome = await call_worker(owner, call)
         try:
             names = names_of(outcome)
         except ValueError as error:
@@ -79,7 +78,7 @@ class VoiceList:
         """Unknown names are kept as unknown: the disk must not be older than an upload."""
         names = self._registry.names
         kept = None if names is None else tuple(sorted(names))
-        await self._remember(Voices(owner=self._registry.owner, names=kept))
+        await self._remember(SavedVoices(owner=self._registry.owner, names=kept))
 
 
 def names_of(outcome: CallResult) -> list[str]:
@@ -87,8 +86,8 @@ def names_of(outcome: CallResult) -> list[str]:
     if outcome.status in ROUTE_ABSENT:
         return []
     if not outcome.ok:
-        raise ValueError(outcome.why)
-    told = outcome.parsed()
+        raise ValueError(outcome.failure)
+    told = outcome.json()
     if not isinstance(told, dict):
         raise ValueError("the answer is no JSON object")
     names = told.get("uploaded_voice_names")

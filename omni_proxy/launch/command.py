@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.self_exec import program
+from omni_proxy.self_exec import program_argv
 
 OURSELVES: Final = "omni-proxy"
 # Where a single-file build finds its own libraries, and where it keeps what was there before.
@@ -48,7 +48,7 @@ def _as_it_was(env: Mapping[str, str]) -> dict[str, str]:
 def _program(command: tuple[str, ...]) -> list[str]:
     if command[0] != OURSELVES:
         return list(command)
-    return [*program(), *command[1:]]
+    return [*program_argv(), *command[1:]]
 
 
 def _filled(text: str, entry: LaunchEntry, index: int, gpus: Sequence[str]) -> str:

@@ -33,19 +33,19 @@ class Launcher:
     def __init__(
         self,
         fleet: Fleet,
-        keeper: ConfigStore,
+        config_store: ConfigStore,
         prober: Prober,
         *,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._fleet = fleet
-        self._keeper = keeper
+        self._config_store = config_store
         self._prober = prober
         self._chance = chance
         self._places: dict[Place, ReplicaProcess] = {}
         self._moved = trio.Event()
         self._told = trio.Event()
-        keeper.subscribe(lambda _old, _new: self._wake())
+        config_store.subscribe(lambda _old, _new: self._wake())
         fleet.watch_members(self._wake)
 
     def status(self) -> list[dict[str, object]]:
@@ -57,7 +57,7 @@ class Launcher:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         leash = ParentDeathGuard()
-        standing = LaunchedWorkerLink(self._fleet, self._keeper, self._prober, self._wake)
+        standing = LaunchedWorkerLink(self._fleet, self._config_store, self._prober, self._wake)
         gpus = GpuAllocator(visible(os.environ))
         await leash.attach()
         try:
@@ -82,7 +82,7 @@ class Launcher:
 
     def _settle(self) -> list[tuple[Place, LaunchEntry]]:
         """Tell every place what is wanted of it; returns what has no place yet."""
-        entries = self._keeper.config.launch
+        entries = self._config_store.config.launch
         wanted = {
             (entry.name, i): entry
             for entry in entries

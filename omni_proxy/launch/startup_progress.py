@@ -20,7 +20,7 @@ Place = Mapping[str, object]
 Status = Callable[[], Sequence[Place]]
 
 
-async def until_ready(
+async def wait_until_ready(
     status: Status,
     moved: Callable[[], Awaitable[None]],
     say: Callable[[str], None],

@@ -27,10 +27,10 @@ class LaunchedWorkerLink:
     """Speaks of workers by URL: the keeper owns them, they come and go with the configuration."""
 
     def __init__(
-        self, fleet: Fleet, keeper: ConfigStore, prober: Prober, moved: Callable[[], None]
+        self, fleet: Fleet, config_store: ConfigStore, prober: Prober, moved: Callable[[], None]
     ) -> None:
         self._fleet = fleet
-        self._keeper = keeper
+        self._config_store = config_store
         self._prober = prober
         self.moved = moved  # a place has entered another state
         # Straight to the replica: a proxy of the environment is meant for the world outside.
@@ -44,7 +44,7 @@ class LaunchedWorkerLink:
 
     async def until_thawed(self) -> None:
         """No process is started anew under a weight sync that counts on its ranks."""
-        await self._keeper.freeze.over()
+        await self._config_store.membership_lock.wait_released()
 
     def find(self, url: str) -> Worker | None:
         return self._fleet.find(url)
@@ -86,7 +86,7 @@ class LaunchedWorkerLink:
             if not worker.machine.declared_dead:
                 self._fleet.revive(worker, _now())
             self._fleet.release(worker, HOLD)
-            for _ in range(self._keeper.config.health.success_threshold):
+            for _ in range(self._config_store.config.health.success_threshold):
                 await self._prober.probe_once(worker)
         return worker
 
@@ -95,13 +95,13 @@ class LaunchedWorkerLink:
 
         Takes the worker itself: one that the configuration dropped is no longer found by its URL.
         """
-        with trio.move_on_after(self._keeper.config.server.drain_timeout_secs):
+        with trio.move_on_after(self._config_store.config.server.drain_timeout_secs):
             await self._fleet.agreed()
             while worker.in_flight:  # noqa: ASYNC110  # the door counts in plain ints, it rings no bell
                 await trio.sleep(POLL_SECS)
 
     async def _ask(self, url: str) -> str:
-        health = self._keeper.config.health
+        health = self._config_store.config.health
         try:
             answer = await self._client.get(url + health.endpoint, timeout=health.timeout_secs)
         except httpx.HTTPError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Final
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -32,7 +32,9 @@ class SharedWorker(Worker):
 
     __slots__ = ("_own", "_row", "_total", "cell", "serial")
 
-    def __init__(self, entry: Desired, now: datetime, place: tuple[int, int], row: Cells) -> None:
+    def __init__(
+        self, entry: WorkerSpec, now: datetime, place: tuple[int, int], row: Cells
+    ) -> None:
         """`place`: its serial number, its cell in each row."""
         self.serial, self.cell = place
         self._row = row
@@ -110,7 +112,7 @@ class ReplicatedFleet(Fleet):
         place = self._places.get(url)
         return isinstance(worker, SharedWorker) and place is not None and place[0] != worker.serial
 
-    def _make(self, entry: Desired, now: datetime) -> Worker:
+    def _make(self, entry: WorkerSpec, now: datetime) -> Worker:
         return SharedWorker(entry, now, self._places[entry.url], self._row)
 
     def _put(self, row: WorkerState) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 
 from omni_proxy.process_group.ipc import Exited, JsonSocket, News, send_at_once
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.self_exec import program
+from omni_proxy.self_exec import program_argv
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ SHARED: Final = ForkServer()
 
 def command(descriptor: int) -> list[str]:
     """What starts it."""
-    return [*program(), "receiver-process", str(descriptor)]
+    return [*program_argv(), "receiver-process", str(descriptor)]
 
 
 def _started(descriptor: int, errors: int) -> subprocess.Popen[bytes]:

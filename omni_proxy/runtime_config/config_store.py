@@ -4,7 +4,7 @@ Invariant: a configuration is applied whole or not at all. Everything that may f
 judging, opening a listener) happens before the first thing changes; what fails after that all the
 same stops nothing else, is told, and makes the next reading apply the configuration again.
 All changes, whoever asks, go through one lock and one path; `revision` rises with each that changed
-something. While an operation on the workers has the `turn` they wait, unless they are `at_once`;
+something. While an operation on the workers has the `operation_lock` they wait, unless they are `at_once`;
 while the set of workers is frozen, what FILE says of it is withheld and applied at the thaw.
 """
 
@@ -25,16 +25,16 @@ from msgspec.structs import replace
 
 from omni_proxy.config.diff import diff
 from omni_proxy.config.flags import Startup
-from omni_proxy.config.overlay import desired, settle
+from omni_proxy.config.overlay import desired_workers, prune_state
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import SavedState, Voices
+from omni_proxy.config.state import SavedState, SavedVoices
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.state_file import StateFile, state_at, state_path
-from omni_proxy.system.tls_contexts import judge_files, signature
-from omni_proxy.upstream_http.own_address import judge_workers
+from omni_proxy.system.tls_contexts import check_tls_files, file_signature
+from omni_proxy.upstream_http.own_address import reject_own_addresses
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ Edit = Callable[[SavedState, Config], SavedState]
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ChangeResult:
     """How a change ended: applied, unchanged, refused, or precondition_failed."""
 
     outcome: str
@@ -77,18 +77,18 @@ class ConfigStore:
         self.startup = startup
         self.fleet = fleet
         self.file = startup.config_path
-        self.read_as = signature(self.file) if self.file else None  # FILE, as it is read here
-        self.config = startup.over(read_file(self.file))
-        judge_files(self.config, str(self.file or ""))
-        judge_workers(self.config, startup.flag_urls, str(self.file or ""))
+        self.read_as = file_signature(self.file) if self.file else None  # FILE, as it is read here
+        self.config = startup.effective_config(read_file(self.file))
+        check_tls_files(self.config, str(self.file or ""))
+        reject_own_addresses(self.config, startup.flag_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = state_at(self.state_file)
         self._kept = StateFile(self.state_file, self.state)
         self.revision = 0
         self.last_reload: dict[str, Any] = {}
         self.reloads: Counter[tuple[str, str]] = Counter()  # outcome, source
-        self.turn = trio.Lock()  # before `_lock`, never inside it
-        self.freeze = MembershipLock()
+        self.operation_lock = trio.Lock()  # before `_lock`, never inside it
+        self.membership_lock = MembershipLock()
         self._withheld: Config | None = None  # what FILE says, while its workers have to wait
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
@@ -100,7 +100,7 @@ class ConfigStore:
         """Why the state is not on the disk; "" where it is."""
         return self._kept.error
 
-    def prepare_with(self, prepare: Prepare) -> None:
+    def add_prepare(self, prepare: Prepare) -> None:
         """`prepare(new)` does what may fail (OSError, ConfigError) and returns what puts it in
         force."""
         self._prepares.append(prepare)
@@ -118,50 +118,54 @@ class ConfigStore:
             raise self._failures[0]
         self._note("started", "start")
 
-    async def reload(self, source: str, if_match: str | None = None) -> Reloaded:
+    async def reload(self, source: str, if_match: str | None = None) -> ChangeResult:
         """Read FILE and apply it. Never raises for what the file says."""
         async with self._alone():
             if not self._matches(if_match):
-                return Reloaded("precondition_failed", self.revision)
+                return ChangeResult("precondition_failed", self.revision)
             try:
-                new = self.startup.over(await trio.to_thread.run_sync(read_file, self.file))
-                await trio.to_thread.run_sync(judge_files, new, str(self.file or ""))
+                new = self.startup.effective_config(
+                    await trio.to_thread.run_sync(read_file, self.file)
+                )
+                await trio.to_thread.run_sync(check_tls_files, new, str(self.file or ""))
                 urls = self.startup.flag_urls
-                await trio.to_thread.run_sync(judge_workers, new, urls, str(self.file or ""))
+                await trio.to_thread.run_sync(reject_own_addresses, new, urls, str(self.file or ""))
             except ConfigError as error:
                 return self._refused(source, error)
             new = self._without_waiting(new)
-            state = settle(self.state, new, self.startup.flag_urls)
+            state = prune_state(self.state, new, self.startup.flag_urls)
             changed = await self._change(source, new, state)
             self._tell_waiting()
             return changed
 
-    async def thaw(self) -> None:
+    async def release_membership(self) -> None:
         """The set of workers may change again; what waited for that happens now."""
-        self.freeze.end()
+        self.membership_lock.release()
         async with self._lock:
             new, self._withheld = self._withheld, None
-            if new is not None and not self.freeze.on:
-                state = settle(self.state, new, self.startup.flag_urls)
+            if new is not None and not self.membership_lock.held:
+                state = prune_state(self.state, new, self.startup.flag_urls)
                 await self._change("file", new, state)
             self._tell_waiting()
 
     async def change(
         self, edit: Edit, if_match: str | None = None, *, at_once: bool = False
-    ) -> Reloaded:
+    ) -> ChangeResult:
         """Edit the runtime state (worker CRUD). What `edit` raises passes through, changing
         nothing. Raises Refusal 503 where the set of workers stays frozen for too long."""
         waits_until = trio.current_time() + self.config.admin.lock_timeout_secs
         while True:
             async with self._alone(at_once=at_once):
                 if not self._matches(if_match):
-                    return Reloaded("precondition_failed", self.revision)
-                state = settle(edit(self.state, self.config), self.config, self.startup.flag_urls)
-                if not self.freeze.on or not self._moves_workers(self.config, state):
+                    return ChangeResult("precondition_failed", self.revision)
+                state = prune_state(
+                    edit(self.state, self.config), self.config, self.startup.flag_urls
+                )
+                if not self.membership_lock.held or not self._moves_workers(self.config, state):
                     return await self._change("api", self.config, state)
-            await self.freeze.over_within(waits_until - trio.current_time())
+            await self.membership_lock.wait_released_within(waits_until - trio.current_time())
 
-    async def remember_voices(self, voices: Voices) -> None:
+    async def save_voices(self, voices: SavedVoices) -> None:
         """Keep what is known of uploaded voices: no setting, so the revision stays."""
         if voices == self.state.voices and not self.state_error:
             return
@@ -171,7 +175,11 @@ class ConfigStore:
 
     @asynccontextmanager
     async def _alone(self, *, at_once: bool = False) -> AsyncIterator[None]:
-        if at_once or self.freeze.on or not await self.freeze.turn(self.turn):
+        if (
+            at_once
+            or self.membership_lock.held
+            or not await self.membership_lock.acquire_unless_held(self.operation_lock)
+        ):
             async with self._lock:
                 yield
             return
@@ -179,37 +187,37 @@ class ConfigStore:
             async with self._lock:
                 yield
         finally:
-            self.turn.release()
+            self.operation_lock.release()
 
     def _without_waiting(self, new: Config) -> Config:
         """What of it may be applied now."""
-        state = settle(self.state, new, self.startup.flag_urls)
+        state = prune_state(self.state, new, self.startup.flag_urls)
         moves = new.launch != self.config.launch or self._moves_workers(new, state)
-        self._withheld = new if self.freeze.on and moves else None
+        self._withheld = new if self.membership_lock.held and moves else None
         if self._withheld is None:
             return new
         return replace(new, workers=self.config.workers, launch=self.config.launch)
 
     def _moves_workers(self, config: Config, state: SavedState) -> bool:
-        wanted = desired(config, self.startup.flag_urls, state)
+        wanted = desired_workers(config, self.startup.flag_urls, state)
         return {entry.url for entry in wanted} != {worker.url for worker in self.fleet.workers}
 
     def _tell_waiting(self) -> None:
         if self._withheld is not None:
-            waits = f"[[workers]] and [[launch]] wait for the end of a sync: {self.freeze.why()}"
+            waits = f"[[workers]] and [[launch]] wait for the end of a sync: {self.membership_lock.reason()}"
             self.last_reload = {**self.last_reload, "waits": waits}
             _log.info("%s", waits)
         else:
             self.last_reload.pop("waits", None)
 
-    async def _change(self, source: str, new: Config, state: SavedState) -> Reloaded:
+    async def _change(self, source: str, new: Config, state: SavedState) -> ChangeResult:
         told = diff(self.config, new)
         if new == self.config and state == self.state and not self._failures:
             # The watcher reads again what a request has applied: that says nothing new.
             seen = source == "file" and "error" not in self.last_reload
             self._note("unchanged", source, keep=seen or source == "api")
             await self._kept.keep(self.state_file, state)
-            return Reloaded("unchanged", self.revision)
+            return ChangeResult("unchanged", self.revision)
         try:
             commits = [prepare(new) for prepare in self._prepares]
         except OSError as error:
@@ -222,7 +230,7 @@ class ConfigStore:
             _log.info("configuration applied from %s, revision %d", source, self.revision)
         self._note_failures()
         await self._kept.keep(self.state_file, state)
-        applied = Reloaded("applied", self.revision, told)
+        applied = ChangeResult("applied", self.revision, told)
         await self.fleet.agreed()
         return applied
 
@@ -234,7 +242,7 @@ class ConfigStore:
         self.revision += 1
         self._failures.clear()
         self.fleet.thresholds = thresholds_of(new, apart=self.startup.dialect == "sglang")
-        wanted = desired(new, self.startup.flag_urls, state)
+        wanted = desired_workers(new, self.startup.flag_urls, state)
         self._attempt(partial(self.fleet.apply, wanted, datetime.now(UTC)))  # or what watches it
         for commit in commits:
             self._attempt(commit)
@@ -264,11 +272,11 @@ class ConfigStore:
         tags = [tag.strip().strip('"') for tag in if_match.split(",")]
         return str(self.revision) in tags
 
-    def _refused(self, source: str, error: ConfigError) -> Reloaded:
+    def _refused(self, source: str, error: ConfigError) -> ChangeResult:
         self._note("refused", source)
         self.last_reload["error"] = {"message": str(error), **error.as_dict()}
         _log.error("configuration from %s refused, keeping the current config:\n%s", source, error)
-        return Reloaded("refused", self.revision, error=error)
+        return ChangeResult("refused", self.revision, error=error)
 
     def _unbound(self, new: Config, error: OSError) -> ConfigError:
         where = error.filename or f"{new.server.host}:{new.server.port}"

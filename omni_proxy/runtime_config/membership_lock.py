@@ -1,7 +1,7 @@
-"""The set of replicas, kept as it is while somebody counts on it: a trainer's group has its ranks.
+"""The membership lock: keeps the set of workers as it is while a weight sync counts on its ranks.
 
-Invariant: while it is frozen no worker is added, removed or started anew. Whoever wants that waits
-for the thaw; everything else of the configuration goes on changing.
+Invariant: while it is held no worker is added, removed or restarted. Such a change waits until the
+lock is released; all other changes of the configuration go on.
 """
 
 from __future__ import annotations
@@ -16,52 +16,55 @@ RETRY_SECS = "5"
 
 
 class MembershipLock:
-    """`why()`, while it is frozen, says for whom, in words for somebody who waits."""
+    """Has one holder. `reason()` says what it is held for, in text fit for a client that waits."""
 
     def __init__(self) -> None:
-        self._why: Callable[[], str] | None = None
-        self._thawed = trio.Event()
-        self._waiting: set[trio.CancelScope] = set()
+        self._reason: Callable[[], str] | None = None
+        self._released = trio.Event()
+        self._pending: set[trio.CancelScope] = set()
 
     @property
-    def on(self) -> bool:
-        return self._why is not None
+    def held(self) -> bool:
+        return self._reason is not None
 
-    def why(self) -> str:
-        return self._why() if self._why else ""
+    def reason(self) -> str:
+        return self._reason() if self._reason else ""
 
-    def begin(self, why: Callable[[], str]) -> None:
-        self._why, self._thawed = why, trio.Event()
-        for scope in self._waiting:
+    def acquire(self, reason: Callable[[], str]) -> None:
+        self._reason, self._released = reason, trio.Event()
+        for scope in self._pending:
             scope.cancel()
 
-    def end(self) -> None:
-        self._why = None
-        self._thawed.set()
+    def release(self) -> None:
+        self._reason = None
+        self._released.set()
 
-    async def over(self) -> None:
-        while self.on:
-            await self._thawed.wait()
+    async def wait_released(self) -> None:
+        while self.held:
+            await self._released.wait()
 
-    async def over_within(self, secs: float) -> None:
-        """Raises HttpError 503 that names what it is frozen for."""
+    async def wait_released_within(self, secs: float) -> None:
+        """Raises HttpError 503 that names the reason."""
         with trio.move_on_after(secs) as scope:
-            await self.over()
+            await self.wait_released()
         if scope.cancelled_caught:
             message = (
                 f"the set of workers can't change during a weight sync, and it did not end within "
-                f"{secs:g} s: {self.why()}"
+                f"{secs:g} s: {self.reason()}"
             )
-            refusal = HttpError(503, message, "workers_frozen", detail=message)
-            raise refusal.with_headers(("retry-after", RETRY_SECS))
+            error = HttpError(503, message, "workers_frozen", detail=message)
+            raise error.with_headers(("retry-after", RETRY_SECS))
 
-    async def turn(self, lock: trio.Lock) -> bool:
-        """Take the lock; False where it froze first, for then the lock's owner may take long."""
+    async def acquire_unless_held(self, lock: trio.Lock) -> bool:
+        """Acquire `lock`; False where this lock is acquired first.
+
+        A weight sync may hold `lock` for long, so what waits for it then gives up.
+        """
         with trio.CancelScope() as scope:
-            self._waiting.add(scope)
+            self._pending.add(scope)
             try:
                 await lock.acquire()
             finally:
-                self._waiting.discard(scope)
+                self._pending.discard(scope)
             return True
         return False

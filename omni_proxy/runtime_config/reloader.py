@@ -15,7 +15,7 @@ import trio
 from watchfiles import awatch
 
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.system.tls_contexts import Signature, signature
+from omni_proxy.system.tls_contexts import FileSignature, file_signature
 
 SETTLE_SECS: Final = 0.1
 EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is most likely one that is being written
@@ -23,14 +23,14 @@ POLL_MILLIS: Final = 500  # where inotify is blind (network file systems, a link
 
 
 class Reloader:
-    """`poke` asks for a reload from anywhere; several pokes before it begins are one."""
+    """`request_reload` asks for a reload from anywhere; several pokes before it begins are one."""
 
-    def __init__(self, keeper: ConfigStore) -> None:
-        self._keeper = keeper
+    def __init__(self, config_store: ConfigStore) -> None:
+        self._config_store = config_store
         self._send, self._wanted = trio.open_memory_channel[str](1)
-        self._seen = keeper.read_as  # an edit while the program starts is one, too
+        self._seen = config_store.read_as  # an edit while the program starts is one, too
 
-    def poke(self, source: str) -> None:
+    def request_reload(self, source: str) -> None:
         try:
             self._send.send_nowait(source)
         except trio.WouldBlock:
@@ -38,15 +38,15 @@ class Reloader:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
-            if self._keeper.file is not None:
-                nursery.start_soon(self._watch, self._keeper.file)
+            if self._config_store.file is not None:
+                nursery.start_soon(self._watch, self._config_store.file)
             task_status.started()
             while True:
                 source = await self._wanted.receive()
-                if (file := self._keeper.file) is not None:
+                if (file := self._config_store.file) is not None:
                     settled = source == "file"
-                    self._seen = signature(file) if settled else await self._settled(file)
-                await self._keeper.reload(source)
+                    self._seen = file_signature(file) if settled else await self._settled(file)
+                await self._config_store.reload(source)
 
     async def _watch(self, file: Path) -> None:
         stop = trio.Event()
@@ -61,16 +61,16 @@ class Reloader:
                 rust_timeout=POLL_MILLIS,
                 yield_on_timeout=True,
             ):
-                if signature(file) != self._seen:
+                if file_signature(file) != self._seen:
                     self._seen = await self._settled(file)
-                    self.poke("file")
+                    self.request_reload("file")
         finally:
             stop.set()  # its thread is not abandoned otherwise for seconds
 
-    async def _settled(self, file: Path) -> Signature | None:
-        now = signature(file)
+    async def _settled(self, file: Path) -> FileSignature | None:
+        now = file_signature(file)
         while True:
             await trio.sleep(EMPTY_SETTLE_SECS if now and now[1] == 0 else SETTLE_SECS)
-            before, now = now, signature(file)
+            before, now = now, file_signature(file)
             if now == before:
                 return now

@@ -18,7 +18,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError, Problem
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, read_state, render_state
-from omni_proxy.system.tls_contexts import signature
+from omni_proxy.system.tls_contexts import file_signature
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class StateFile:
         """`state` is what `state_at(path)` found."""
         self._path = path
         self._state: SavedState | None = state  # None: a write failed, who knows where
-        self._seen = signature(path) if path else None  # how we left it, or found it
+        self._seen = file_signature(path) if path else None  # how we left it, or found it
         self.error = ""
         if path is not None:
             sweep_leftovers(path)
@@ -86,7 +86,7 @@ class StateFile:
         self._path, self._state, self.error = path, state, ""
 
     def _write(self, path: Path, state: SavedState) -> None:
-        found = signature(path)
+        found = file_signature(path)
         if found is None and path != self._path and state == SavedState():
             return  # nothing is there, and nothing is to be kept
         if found is not None and (path != self._path or found != self._seen):
@@ -97,7 +97,7 @@ class StateFile:
                 path, aside,
             )  # fmt: skip
         write_atomically(path, render_state(state))
-        self._seen = signature(path)
+        self._seen = file_signature(path)
 
 
 def sweep_leftovers(path: Path) -> None:

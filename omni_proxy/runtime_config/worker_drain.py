@@ -66,14 +66,14 @@ class WorkerDrain:
 class WorkerDrains:
     """Of workers that are disabled already; `run` looks after them."""
 
-    def __init__(self, fleet: Fleet, keeper: ConfigStore) -> None:
+    def __init__(self, fleet: Fleet, config_store: ConfigStore) -> None:
         self._fleet = fleet
-        self._keeper = keeper
+        self._config_store = config_store
         self._drains: dict[Worker, WorkerDrain] = {}
         self._begun = trio.Event()
         fleet.watch_members(self._follow_fleet)
 
-    def begin(self, worker: Worker, timeout_secs: float, *, remove: bool = False) -> WorkerDrain:
+    def start(self, worker: Worker, timeout_secs: float, *, remove: bool = False) -> WorkerDrain:
         """A second one for the same worker moves its deadline; 0 s is none."""
         drain = self._drains.get(worker)
         if drain is None or drain.over.is_set():
@@ -89,7 +89,7 @@ class WorkerDrains:
             self._end(drain, DRAINED)
         return drain
 
-    def of(self, worker: Worker) -> dict[str, object] | None:
+    def get_record(self, worker: Worker) -> dict[str, object] | None:
         """How far it is, JSON-able; None for a worker that nobody drains."""
         drain = self._drains.get(worker)
         return drain.told() if drain else None
@@ -121,11 +121,11 @@ class WorkerDrains:
 
     def _take_up(self) -> None:
         """Removals that were asked for before we were started."""
-        for url in self._keeper.state.leaving:
+        for url in self._config_store.state.leaving:
             worker = self._fleet.find(url)
             if worker is not None and worker.disabled and worker not in self._drains:
                 _log.info("Worker %s was draining when the program ended, to be removed", url)
-                self.begin(worker, self._keeper.config.server.drain_timeout_secs, remove=True)
+                self.start(worker, self._config_store.config.server.drain_timeout_secs, remove=True)
 
     def _running(self) -> list[WorkerDrain]:
         return [d for d in self._drains.values() if d.state == RUNS and not d.leaving]
@@ -136,7 +136,7 @@ class WorkerDrains:
         empty = not worker.in_flight
         if not empty and trio.current_time() < drain.ends_at:
             return
-        if drain.remove and self._keeper.freeze.on:
+        if drain.remove and self._config_store.membership_lock.held:
             return  # it stays until a weight sync lets the set of workers change again
         drain.in_time = empty
         if empty:
@@ -163,7 +163,7 @@ class WorkerDrains:
             return with_deleted(state, config, worker.url) if wanted else state
 
         try:
-            changed = await self._keeper.change(edit)
+            changed = await self._config_store.change(edit)
         except HttpError as refusal:
             drain.refused = refusal.message
             return
@@ -194,7 +194,7 @@ POLL_SECS: Final = 0.05
 _log = logging.getLogger(__name__)
 
 
-async def until_idle(workers: Sequence[Worker], within_secs: float, what: str) -> None:
+async def wait_idle(workers: Sequence[Worker], within_secs: float, what: str) -> None:
     """0 s is no wait at all."""
     held = [worker for worker in workers if worker.holds]
     if not within_secs:

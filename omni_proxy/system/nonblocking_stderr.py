@@ -19,7 +19,7 @@ LAST_SECS: Final = 1.0  # what waits at the end has so long to leave
 _AT_ONCE_BYTES: Final = select.PIPE_BUF  # a pipe that says it is writable takes so much
 
 
-class StallingWriter(logging.StreamHandler[TextIO]):
+class NonBlockingHandler(logging.StreamHandler[TextIO]):
     """A stream handler for a reader that may stall."""
 
     def __init__(self, stream: TextIO) -> None:

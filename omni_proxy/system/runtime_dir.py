@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
+def private_runtime_dir() -> Iterator[Path]:
     """A new one that nobody else can read, removed at the end. Raises OSError."""
     parent = _parent()
     _sweep(parent)

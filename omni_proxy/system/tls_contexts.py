@@ -2,7 +2,7 @@
 
 Invariant: a context is built whole or not at all, so that files which are broken or half-written
 never replace those in use; TLS 1.2 is the oldest version, and only HTTP/1.1 is offered.
-`judge_files` says of each file that can't be used which key names it and what is wrong.
+`check_tls_files` says of each file that can't be used which key names it and what is wrong.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from omni_proxy.config.schema import Config, ServerConfig
 _log = logging.getLogger(__name__)
 
 PROTOCOLS: Final = ["http/1.1"]
-Signature = tuple[int, int, int]
+FileSignature = tuple[int, int, int]
 
 
-def signature(path: str | os.PathLike[str]) -> Signature | None:
+def file_signature(path: str | os.PathLike[str]) -> FileSignature | None:
     """What changes when the content may have; None while the file can't be reached."""
     try:
         found = os.stat(path)
@@ -36,7 +36,7 @@ def signature(path: str | os.PathLike[str]) -> Signature | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def named_files(server: ServerConfig) -> tuple[str, ...]:
+def listener_tls_files(server: ServerConfig) -> tuple[str, ...]:
     """The files that the listener's context is made of."""
     named = (server.tls_cert, server.tls_key, server.tls_client_ca)
     return tuple(file for file in named if file)
@@ -56,7 +56,7 @@ def server_context(server: ServerConfig) -> ssl.SSLContext:
     return context
 
 
-def judge_files(config: Config, file: str) -> None:
+def check_tls_files(config: Config, file: str) -> None:
     """Whether every file that TLS needs can be used. Raises ConfigError with all that can't be;
     `file` is where they are named."""
     problems = list(_server_problems(config.server)) if config.server.tls_cert else []
@@ -105,7 +105,7 @@ def _pair_fault(server: ServerConfig, error: Exception) -> Problem:
         return _problem("server.tls_key", server.tls_key, why)
     if "PRIVATE KEY-----" not in text:
         return _problem("server.tls_key", server.tls_key, "holds no key in PEM form")
-    return _problem("server.tls_cert", server.tls_cert, f"can't be used: {reason_of(error)}")
+    return _problem("server.tls_cert", server.tls_cert, f"can't be used: {tls_error_text(error)}")
 
 
 class _Encrypted(ValueError):
@@ -122,7 +122,7 @@ def _authorities_fault(file: str) -> str:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
     except ssl.SSLError as error:
-        return f"holds no certificates in PEM form: {reason_of(error)}"
+        return f"holds no certificates in PEM form: {tls_error_text(error)}"
     return ""
 
 
@@ -138,7 +138,7 @@ def _problem(key: str, file: str, why: str) -> Problem:
     return Problem(key, None, f"{file} {why}")
 
 
-def reason_of(error: BaseException) -> str:
+def tls_error_text(error: BaseException) -> str:
     """OpenSSL's words without its numbers and the line of C that said them."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
@@ -151,7 +151,7 @@ def reason_of(error: BaseException) -> str:
 class _Kept:
     """The context of one file of authorities, and the state of the file it was made of."""
 
-    def __init__(self, context: ssl.SSLContext, seen: Signature | None) -> None:
+    def __init__(self, context: ssl.SSLContext, seen: FileSignature | None) -> None:
         self.context = context
         self.seen = seen
 
@@ -169,7 +169,7 @@ def client_context(ca: str, *, verify: bool) -> ssl.SSLContext:
         return _unverified()
     if not ca:
         return _of_the_system()
-    kept, seen = _kept.get(ca), signature(ca)
+    kept, seen = _kept.get(ca), file_signature(ca)
     if kept is not None and kept.seen == seen:
         return kept.context
     try:
@@ -177,8 +177,10 @@ def client_context(ca: str, *, verify: bool) -> ssl.SSLContext:
         fresh.load_verify_locations(ca)
     except OSError as error:
         if kept is None:
-            raise OSError(f"tls_ca {ca} can't be used: {reason_of(error)}") from None
-        _log.error("tls_ca %s can't be used any more, what it said stays: %s", ca, reason_of(error))
+            raise OSError(f"tls_ca {ca} can't be used: {tls_error_text(error)}") from None
+        _log.error(
+            "tls_ca %s can't be used any more, what it said stays: %s", ca, tls_error_text(error)
+        )
         kept.seen = seen
         return kept.context
     _kept[ca] = _Kept(fresh, seen)

@@ -13,14 +13,14 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from omni_proxy.system.nonblocking_stderr import StallingWriter
+from omni_proxy.system.nonblocking_stderr import NonBlockingHandler
 from omni_proxy.wire.log_text import ascii_json, masked_text, shown
 
 # They tell each request, or each touch of a watched folder, at level info.
 CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
 
 
-class _Writer(StallingWriter):
+class _Writer(NonBlockingHandler):
     """Ours, to be told from others."""
 
 

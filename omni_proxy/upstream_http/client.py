@@ -1,93 +1,51 @@
-"""Control calls to one worker: probes, model lists. Model traffic goes through the door instead.
+"""The client for the proxy's own calls to workers: to one, or to many in parallel.
 
-Invariant: only literal addresses are dialled, no proxy variable is read, no redirect is followed,
-and no connection outlives its call. Deadlines belong to the caller.
+Probes, admin operations and model lists go through it; requests of clients go through the data
+plane. Invariant: only literal addresses are dialled, no proxy variable is read, no redirect is
+followed, and no connection outlives its call. A call that fails costs its own result and no other:
+`call_worker` and `broadcast` never raise for what a worker does, and change no health and no
+counter.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
 import httpx
+import trio
 
 from omni_proxy import __version__
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
 from omni_proxy.upstream_http.buffered_reads import BufferedTransport
+from omni_proxy.wire.bounded_json import read_json
 from omni_proxy.wire.hops import HOP_FIELD
 
 # Statuses of a worker that does not have the route, or not this method of it.
 ROUTE_ABSENT: Final = (404, 405, 501)
+MAX_PARALLEL_CALLS: Final = 64  # of one broadcast; further calls wait for a free place
 
-# A kept connection can be closed by the worker in the moment we reuse it, which would count as a
-# failed probe; a fresh one also tells whether the worker still accepts.
-_LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=0)
+# A worker may close a kept connection in the moment it is reused, which would count as a failed
+# probe; a new connection also shows whether the worker still accepts.
+_LIMITS: Final = httpx.Limits(max_connections=4, max_keepalive_connections=0)
+# ValueError: an endpoint or a key of the configuration that can't be written into a request.
+_CALL_ERRORS: Final = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
 
-# The marks on the request that is being answered: what is asked of workers for it carries them on.
-came_by: ContextVar[str] = ContextVar("came_by", default="")
-
-
-def trusted(worker: Worker) -> ssl.SSLContext | None:
-    """What it is believed by, the same as for model traffic; None without TLS. Raises OSError."""
-    if not worker.url.startswith("https://"):
-        return None
-    return client_context(worker.tls_ca, verify=worker.tls_verify)
-
-
-def open_client(worker: Worker) -> httpx.AsyncClient:
-    """The caller closes it, and opens another once `trusted` gives another context. Raises
-    OSError where that does."""
-    path = dial_address(worker.url)
-    uds = path if isinstance(path, str) else None
-    transport = BufferedTransport(trusted(worker) or _unused(), _LIMITS, uds)
-    return httpx.AsyncClient(
-        transport=transport,
-        timeout=None,
-        follow_redirects=False,
-        trust_env=False,
-        # Identity: a small compressed reply must not unfold into a large one here.
-        headers={"user-agent": f"omni-proxy/{__version__}", "accept-encoding": "identity"},
-    )
-
-
-@cache
-def _unused() -> ssl.SSLContext:
-    """For plain HTTP, which verifies nothing: httpx would make one for each client, in 1 ms."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
-class WorkerClient:
-    """The client of one worker over many calls; another one as soon as it trusts others."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._client: httpx.AsyncClient | None = None
-        self._trusted: ssl.SSLContext | None = None
-
-    async def client(self) -> httpx.AsyncClient:
-        """Raises OSError where what it trusts can't be read."""
-        now = trusted(self._worker)
-        if self._client is None or now is not self._trusted:
-            await self.close()
-            self._client, self._trusted = open_client(self._worker), now
-        return self._client
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+# The hop marks of the admin request that is being answered: calls to workers for it carry them on.
+incoming_hops: ContextVar[str] = ContextVar("incoming_hops", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a worker is asked. `timeout_secs` bounds one worker's answer, `max_bytes` its body."""
+    """A request to a worker. `timeout_secs` bounds the whole call to one worker, `max_bytes` the
+    response body."""
 
     method: str
     target: str  # ASCII: a path, perhaps with a query
@@ -97,28 +55,155 @@ class Call:
     max_bytes: int = 4 * 1024 * 1024
 
 
-def build(
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The response of one worker; without a response `status` is None and `error` says why."""
+
+    worker: Worker
+    status: int | None
+    body: bytes
+    error: str
+    secs: float
+    content_type: str = ""
+    detail: str = ""  # the message of the exception, whose type is `error`
+
+    @property
+    def ok(self) -> bool:
+        return self.status is not None and 200 <= self.status < 300 and not self.error
+
+    @property
+    def failure(self) -> str:
+        """Why the call did not succeed, in a few words."""
+        return self.error or f"status={self.status}"
+
+    def json(self) -> object:
+        """The parsed body; None for what is no JSON, or has more values than `read_json` reads."""
+        try:
+            return read_json(self.body)
+        except ValueError:
+            return None
+
+
+async def call_worker(worker: Worker, call: Call) -> CallResult:
+    """Make one call and read the whole response. Never raises for what the worker does."""
+    await trio.lowlevel.checkpoint()  # some errors come without one, and callers retry in a loop
+    started_at = trio.current_time()
+    status, body, error, content_type = None, b"", "ReadTimeout", ""
+    detail = ""
+    with trio.move_on_after(call.timeout_secs):
+        try:
+            status, read, content_type = await _send(worker, call)
+            error = "" if read is not None else f"answer of more than {call.max_bytes} bytes"
+            body = read or b""
+        except _CALL_ERRORS as failure:
+            error, detail = type(failure).__name__, str(failure)
+    secs = round(trio.current_time() - started_at, 6)
+    return CallResult(worker, status, body, error, secs, content_type, detail)
+
+
+async def broadcast(
+    workers: Iterable[Worker],
+    call: Call,
+    *,
+    max_parallel: float = MAX_PARALLEL_CALLS,
+    on_result: Callable[[CallResult], None] = lambda _: None,
+) -> list[CallResult]:
+    """The same call to all workers; the results are in the order of the workers.
+
+    `on_result` gets each result when it comes. `max_parallel` is `math.inf` for calls whose
+    responses wait for each other: any bound would be a deadlock.
+    """
+    targets = list(workers)
+    results: dict[Worker, CallResult] = {}
+    limiter = trio.CapacityLimiter(max_parallel)
+
+    async def call_one(worker: Worker) -> None:
+        async with limiter:
+            results[worker] = result = await call_worker(worker, call)
+        on_result(result)
+
+    async with trio.open_nursery() as nursery:
+        for worker in targets:
+            nursery.start_soon(call_one, worker)
+    return [results[worker] for worker in targets]
+
+
+class WorkerClient:
+    """An httpx client for many requests to one worker, renewed when its TLS context changes."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._client: httpx.AsyncClient | None = None
+        self._tls_context: ssl.SSLContext | None = None
+
+    async def client(self) -> httpx.AsyncClient:
+        """Raises OSError where the CA file can't be read."""
+        tls_context = tls_context_for(self._worker)
+        if self._client is None or tls_context is not self._tls_context:
+            await self.close()
+            self._client, self._tls_context = open_client(self._worker), tls_context
+        return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+def open_client(worker: Worker) -> httpx.AsyncClient:
+    """The caller closes it, and opens another one once `tls_context_for` returns another context.
+
+    Raises OSError where `tls_context_for` does.
+    """
+    path = dial_address(worker.url)
+    uds = path if isinstance(path, str) else None
+    transport = BufferedTransport(tls_context_for(worker) or _plain_context(), _LIMITS, uds)
+    return httpx.AsyncClient(
+        transport=transport,
+        timeout=None,
+        follow_redirects=False,
+        trust_env=False,
+        # Identity: a small compressed response must not decompress into a large one.
+        headers={"user-agent": f"omni-proxy/{__version__}", "accept-encoding": "identity"},
+    )
+
+
+def tls_context_for(worker: Worker) -> ssl.SSLContext | None:
+    """The context that requests of clients use too; None without TLS. Raises OSError."""
+    if not worker.url.startswith("https://"):
+        return None
+    return client_context(worker.tls_ca, verify=worker.tls_verify)
+
+
+@cache
+def _plain_context() -> ssl.SSLContext:
+    """One for all clients of plain HTTP, where it is not used: httpx would make one for each."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def build_request(
     client: httpx.AsyncClient, worker: Worker, address: tuple[str, int] | str, call: Call
 ) -> httpx.Request:
-    """The call at a literal address of the worker's, under the worker's own name."""
+    """The call to a literal address of the worker, with the worker's own name as Host and SNI."""
     base = httpx.URL("http://localhost" if worker.url.startswith("unix:") else worker.url)
-    own = {"host": base.netloc.decode("ascii"), **call.headers, **_credentials(worker)}
-    own |= _hops(worker, call.headers)
+    headers = {"host": base.netloc.decode("ascii"), **call.headers, **_credentials(worker)}
+    headers |= _hop_headers(worker, call.headers)
     extensions = {"sni_hostname": base.host} if base.scheme == "https" else {}
     if not isinstance(address, str):
         base = base.copy_with(host=address[0])
     url = base.copy_with(raw_path=call.target.encode("ascii"))
     content = call.body if call.body or call.method in ("POST", "PUT", "PATCH") else None
     return client.build_request(
-        call.method, url, headers=own, content=content, extensions=extensions
+        call.method, url, headers=headers, content=content, extensions=extensions
     )
 
 
-def _hops(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
-    """The marks of the proxies before us and ours, where the worker is a proxy (`wire.hops`)."""
-    before = headers.get(HOP_FIELD) or came_by.get()
+def _hop_headers(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
+    """The hop marks of the proxies before this one, then its own; only for a worker that is a
+    proxy itself (`wire.hops`)."""
+    previous = headers.get(HOP_FIELD) or incoming_hops.get()
     own = worker.hop_line.decode("ascii").partition(": ")[2].strip()
-    marks = ", ".join(mark for mark in (before, own) if mark)
+    marks = ", ".join(mark for mark in (previous, own) if mark)
     return {HOP_FIELD: marks} if own else {}
 
 
@@ -130,13 +215,25 @@ def _credentials(worker: Worker) -> dict[str, str]:
 async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
     """The body as sent, or None when it is longer than that.
 
-    A longer one is read to its end and not kept: httpx's nested generators can't be left half-way
-    without leaking them to the garbage collector. The caller's deadline ends an endless one.
+    A longer body is read to its end and dropped: leaving httpx's nested generators half-way would
+    leak them to the garbage collector. The deadline of the caller ends an endless body.
     """
     body = bytearray()
     length = 0
-    async for piece in response.aiter_raw():
-        length += len(piece)
+    async for chunk in response.aiter_raw():
+        length += len(chunk)
         if length <= max_bytes:
-            body += piece
+            body += chunk
     return bytes(body) if length <= max_bytes else None
+
+
+async def _send(worker: Worker, call: Call) -> tuple[int, bytes | None, str]:
+    """Status, body (None when it is too long) and content type."""
+    async with open_client(worker) as client:
+        request = build_request(client, worker, worker.address, call)
+        response = await client.send(request, stream=True)
+        try:
+            body = await read_bounded(response, call.max_bytes)
+        finally:
+            await response.aclose()
+    return response.status_code, body, response.headers.get("content-type", "")

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import CallResult, ask
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 
 FLUSH_PATHS: Final = ("/flush_cache", "/reset_prefix_cache")  # SGLang's, vLLM's
 _JSON: Final = {"content-type": "application/json"}
@@ -45,10 +44,10 @@ async def generate_token(
 async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
     """That of the first route that the worker has; of the last one where it has none."""
     for call in calls[:-1]:
-        outcome = await ask(worker, call)
+        outcome = await call_worker(worker, call)
         if outcome.status not in ROUTE_ABSENT:
             return outcome
-    return await ask(worker, calls[-1])
+    return await call_worker(worker, calls[-1])
 
 
 def _body(fields: Mapping[str, object]) -> bytes:

@@ -2,7 +2,7 @@
 
 Invariant: a name that can't be resolved in time is no error here; a loop that comes by a way which
 addresses don't show (a forwarded port, another proxy) ends by its mark, see `wire.hops`. Blocking:
-call it in a thread, but for `is_own`.
+call it in a thread, but for `is_own_address`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Address = tuple[str, int]
 _Ip = IPv4Address | IPv6Address
 
 
-def is_own(address: Address, listeners: Iterable[Address]) -> bool:
+def is_own_address(address: Address, listeners: Iterable[Address]) -> bool:
     """Whether a connection to this literal address reaches one of the listeners, literal too."""
     ip = _ip(address[0])
     return ip is not None and any(
@@ -61,7 +61,7 @@ def _of_this_machine(ip: _Ip) -> bool:
     return True
 
 
-def bound(addresses: Iterable[str]) -> list[Address]:
+def parse_listeners(addresses: Iterable[str]) -> list[Address]:
     """Of listeners as the door shows them, `host:port`; Unix sockets have none."""
     found = []
     for shown in addresses:
@@ -71,7 +71,7 @@ def bound(addresses: Iterable[str]) -> list[Address]:
     return found
 
 
-def judge_workers(config: Config, flag_urls: Sequence[str], file: str) -> None:
+def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) -> None:
     """Raises ConfigError for workers of FILE and of the command line that are this proxy."""
     listeners = _configured(config)
     ports = {port for _, port in listeners}
@@ -89,7 +89,7 @@ def judge_workers(config: Config, flag_urls: Sequence[str], file: str) -> None:
     problems = [
         Problem(key, None, f'"{url}" {REASON}', file="command line" if key[0] == "-" else file)
         for key, url, (host, port) in near
-        if any(is_own((ip, port), own) for ip in known.get(host, ()))
+        if any(is_own_address((ip, port), own) for ip in known.get(host, ()))
     ]
     if problems:
         raise ConfigError(problems, file)
@@ -100,7 +100,7 @@ def _configured(config: Config) -> list[Address]:
     server, admin = config.server, config.admin
     places = [] if server.host.startswith("unix:") else [(server.host, server.port)]
     if admin.listen and not admin.listen.startswith("unix:"):
-        places += bound([admin.listen])
+        places += parse_listeners([admin.listen])
     return [(host or "0.0.0.0", port) for host, port in places if port]
 
 

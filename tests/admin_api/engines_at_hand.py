@@ -6,7 +6,7 @@ import json
 
 import httpx
 
-from omni_proxy.upstream_http import broadcast
+from omni_proxy.upstream_http import client
 
 
 class Engines:
@@ -38,5 +38,5 @@ class Engines:
         def open_client(worker):
             return httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
 
-        monkeypatch.setattr(broadcast, "open_client", open_client)
+        monkeypatch.setattr(client, "open_client", open_client)
         return self

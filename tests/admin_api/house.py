@@ -13,9 +13,8 @@ import trio
 
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.services import Services
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import desired
-from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
+from omni_proxy.config.overlay import desired_workers
+from omni_proxy.config.schema import CAPABILITIES, AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
@@ -59,12 +58,12 @@ class KeeperStandIn:
         self.file = self.state_file = None
         self.state_error = ""
         self.next_reload = Outcome("unchanged", 1)
-        self.turn = trio.Lock()
-        self.freeze = MembershipLock()
+        self.operation_lock = trio.Lock()
+        self.membership_lock = MembershipLock()
         self.apply()
 
     def apply(self):
-        self.fleet.apply(desired(self.config, (), self.state), NOW)
+        self.fleet.apply(desired_workers(self.config, (), self.state), NOW)
 
     async def change(self, edit, if_match=None, *, at_once=False):
         if if_match is not None and if_match.strip('"') != str(self.revision):
@@ -82,8 +81,8 @@ class KeeperStandIn:
             return Outcome("precondition_failed", self.revision)
         return self.next_reload
 
-    async def thaw(self):
-        self.freeze.end()
+    async def release_membership(self):
+        self.membership_lock.release()
 
     def subscribe(self, callback):
         pass
@@ -162,20 +161,20 @@ def build_house(*entries, key="", folder=NO_FOLDER, rooms=None, **tables):
     Services."""
     fleet = Fleet()
     config = Config(workers=entries, **{"admin": AdminConfig(api_key=key), **tables})
-    keeper = KeeperStandIn(fleet, config)
+    config_store = KeeperStandIn(fleet, config)
     house = House(
         fleet=fleet,
-        keeper=keeper,
-        desk=WeightOperations(fleet, keeper, JournalFile(folder)),
+        config_store=config_store,
+        desk=WeightOperations(fleet, config_store, JournalFile(folder)),
         prober=ProberStandIn(fleet),
         door=DoorStandIn(),
-        drains=WorkerDrains(fleet, keeper),
+        drains=WorkerDrains(fleet, config_store),
         instruments=Instruments(fleet, lambda: (0, 0), {}),
         leaving=False,
     )
     house.rooms = Services(
         fleet=fleet,
-        keeper=house.keeper,
+        config_store=house.config_store,
         prober=house.prober,
         door=house.door,
         desk=house.desk,

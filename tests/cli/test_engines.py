@@ -9,7 +9,7 @@ from omni_proxy.cli.engines import (
     engine_for,
     model_name,
 )
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 
 PLACE = ("--host", "{host}", "--port", "{port}")
 

@@ -26,7 +26,7 @@ def started(monkeypatch):
 def test_the_seeds_command_line_launches_that_many_replicas(started):
     words = "--model-path tiny --dp-size 4 --host 0.0.0.0 --worker-base-port 41000"
     assert main(words.split()) == 0
-    config = started[0].over(Config())
+    config = started[0].effective_config(Config())
     (entry,) = config.launch
     assert entry.replicas == 4
     assert entry.command[:4] == ("omni-proxy", "replica", "--model", "tiny")
@@ -43,14 +43,14 @@ def test_a_flag_that_can_only_be_the_routers_is_not_handed_to_the_engine(started
         name = words[0].partition("=")[0]
         assert f"\n  {name} is here: " in capsys.readouterr().err
     assert main(["--model-path", "org/m", "--", "--backend", "x"]) == 0
-    assert started[0].over(Config()).launch[0].command[-2:] == ("--backend", "x")
+    assert started[0].effective_config(Config()).launch[0].command[-2:] == ("--backend", "x")
 
 
 def test_router_flags_are_taken_plainly_and_under_the_engines_prefix(started):
     main(
         ["--policy", "random", "--router-max-total-retries", "2", "--router-cache-threshold", "0.9"]
     )
-    routing = started[0].over(Config()).routing
+    routing = started[0].effective_config(Config()).routing
     assert routing.policy == "random"
     assert routing.max_total_retries == 2
     assert routing.cache_aware.cache_threshold == 0.9
@@ -64,7 +64,7 @@ def test_all_flags_of_the_seeds_router_are_taken(started):
     )
     assert main_router(words.split()) == 0
     startup = started[0]
-    routing = startup.over(Config()).routing
+    routing = startup.effective_config(Config()).routing
     cache = routing.cache_aware
     assert startup.flag_urls == ("http://127.0.0.1:1", "http://127.0.0.1:2")
     assert (routing.policy, routing.max_worker_retries, routing.max_total_retries) == (
@@ -77,7 +77,7 @@ def test_all_flags_of_the_seeds_router_are_taken(started):
 
 def test_later_routers_spelling_of_the_interval_is_taken_too(started):
     main_router(["--worker-urls", "http://127.0.0.1:1", "--eviction-interval-secs", "8"])
-    assert started[0].over(Config()).routing.cache_aware.eviction_interval_secs == 8
+    assert started[0].effective_config(Config()).routing.cache_aware.eviction_interval_secs == 8
 
 
 def test_words_of_later_routers_are_taken(started):
@@ -86,7 +86,7 @@ def test_words_of_later_routers_are_taken(started):
         "--max-concurrent-requests -1 --queue-size 50 --queue-timeout-secs 7 --log-level warn"
     )
     main_router(words.split(" "))
-    config = started[0].over(Config())
+    config = started[0].effective_config(Config())
     assert (config.routing.max_total_retries, config.routing.max_worker_retries) == (4, 9)
     server = config.server
     assert (server.max_inflight, server.queue_size, server.queue_timeout_secs) == (0, 50, 7)
@@ -118,7 +118,7 @@ def test_any_command_can_be_given_whole(started):
 
 def test_replicas_may_listen_on_an_ipv6_address_in_brackets(started, capsys):
     assert main(["--worker-host", "[::1]", "--host", "[::]"]) == 0
-    config = started[0].over(Config())
+    config = started[0].effective_config(Config())
     assert (config.launch[0].host, config.server.host) == ("::1", "::")
     with pytest.raises(SystemExit):
         main(["--worker-host", "[h]"])
@@ -129,7 +129,7 @@ def test_a_file_keeps_its_own_policy(started, tmp_path):
     file = tmp_path / "p.toml"
     file.write_text("")
     main(["--config", str(file), "--model-path", "tiny"])
-    assert started[0].over(Config()).routing.policy == "round_robin"
+    assert started[0].effective_config(Config()).routing.policy == "round_robin"
 
 
 def test_each_replica_has_as_many_gpus_as_ranks_where_there_are_any(started, monkeypatch):
@@ -174,7 +174,7 @@ def test_a_model_that_the_engine_cannot_load_is_refused_before_anything_starts(s
 def test_a_router_may_start_without_workers(started, words):
     assert main_router([*words, "--port", "0"]) == 0
     assert started[0].flag_urls == ()
-    assert started[0].over(Config()).routing.policy == "cache_aware"
+    assert started[0].effective_config(Config()).routing.policy == "cache_aware"
 
 
 def test_a_worker_that_was_away_for_long_comes_back_unless_a_file_says_otherwise(started, tmp_path):
@@ -185,7 +185,9 @@ def test_a_worker_that_was_away_for_long_comes_back_unless_a_file_says_otherwise
     main(["--model-path", "tiny"])
     main_router([*words, "--config", str(file)])
     bases = [parse(s.config_path.read_text()) if s.config_path else Config() for s in started]
-    said = [s.over(base).health.on_threshold for s, base in zip(started, bases, strict=True)]
+    said = [
+        s.effective_config(base).health.on_threshold for s, base in zip(started, bases, strict=True)
+    ]
     assert said == ["unhealthy", "unhealthy", "dead"]
 
 
@@ -216,7 +218,9 @@ def test_help_names_the_policy_that_these_commands_take_by_default(command, caps
 def test_the_older_routers_word_for_a_talkative_log_is_taken(started):
     main_router(["--verbose"])
     main(["--model-path", "tiny", "--router-verbose", "--verbose"])
-    assert [startup.over(Config()).server.log_level for startup in started] == ["debug"] * 2
+    assert [startup.effective_config(Config()).server.log_level for startup in started] == [
+        "debug"
+    ] * 2
     assert started[1].launch[0].command[-1] == "--verbose"
 
 
@@ -233,7 +237,7 @@ def test_without_a_file_failures_are_retried_and_overload_is_told_as_the_peers_d
     file.write_text("")
     assert main_router([]) == main(["--model-path", "tiny"]) == 0
     assert main_router(["--config", str(file)]) == 0
-    *ours, filed = (startup.over(Config()) for startup in started)
+    *ours, filed = (startup.effective_config(Config()) for startup in started)
     for config in ours:
         assert {"408", "429", "500", "502", "503", "504"} < set(config.routing.retry_on)
         assert config.server.overload_status == 429
@@ -244,7 +248,7 @@ def test_without_a_file_failures_are_retried_and_overload_is_told_as_the_peers_d
 @pytest.mark.parametrize("words", ["--dp 3 --tp 2", "--dp-size 3 --tp-size 2", "-dp 3 -tp 2"])
 def test_engines_own_short_words_for_how_many_are_taken(started, words):
     assert main(["--engine", "vllm", "--model-path", "org/m", *words.split()]) == 0
-    (entry,) = started[0].over(Config()).launch
+    (entry,) = started[0].effective_config(Config()).launch
     assert entry.replicas == 3
     assert entry.command[-2:] != ("-tp", "2")
     assert entry.command[3:5] == ("--tensor-parallel-size", "2")

@@ -56,7 +56,7 @@ def test_workers_on_the_command_line_need_no_file(started):
     assert startup.config_path is None
     assert startup.flag_urls == ("http://a", "http://b:1")
     assert startup.overrides == {"server.port": "0", "routing.policy": "random"}
-    assert startup.over(Config()).server.port == 0
+    assert startup.effective_config(Config()).server.port == 0
 
 
 @pytest.mark.parametrize("first", [[], ["serve"]])
@@ -86,7 +86,7 @@ def test_every_flag_reaches_its_key(started):
     }
     words = [word for flag in flags.items() for word in flag]
     assert main(words) == 7
-    config = started[0].over(Config())
+    config = started[0].effective_config(Config())
     assert (config.server.host, config.server.port) == ("0.0.0.0", 1)
     assert (config.routing.policy, config.routing.model) == ("random", "m")
     assert config.server.request_timeout_secs == 2

@@ -53,7 +53,7 @@ def test_a_command_line_of_sglang_router_starts_with_a_warning_for_each_idle_fla
     )
     assert main_router(words.split()) == 0
     (startup,) = started
-    routing = startup.over(Config()).routing
+    routing = startup.effective_config(Config()).routing
     assert (routing.max_total_retries, routing.max_worker_retries) == (1, 2)
     idle = [line.partition(" has no effect here: ")[0] for line in startup.warnings]
     assert idle == [
@@ -69,7 +69,7 @@ def test_a_command_line_of_sglang_router_starts_with_a_warning_for_each_idle_fla
 def test_a_switch_wins_over_a_number_in_either_order(started):
     switch, number = ["--disable-retries"], ["--retry-max-retries", "5"]
     assert main_router(switch + number) == main_router(number + switch) == 0
-    assert [each.over(Config()).routing.max_total_retries for each in started] == [1, 1]
+    assert [each.effective_config(Config()).routing.max_total_retries for each in started] == [1, 1]
 
 
 def test_flags_that_mean_a_key_of_ours_set_it(started):
@@ -80,7 +80,7 @@ def test_flags_that_mean_a_key_of_ours_set_it(started):
         "--prefix-hash-load-factor 2 --cache-match-threshold 0.4 --policy least_load"
     )
     assert main_router(words.split()) == 0
-    config = started[0].over(Config())
+    config = started[0].effective_config(Config())
     assert (config.server.drain_timeout_secs, config.server.sse_keepalive_secs) == (7, 8)
     assert (config.routing.sticky_idle_secs, config.routing.sticky_sessions) == (9, True)
     assert (config.routing.max_worker_retries, config.server.log_format) == (0, "json")
@@ -98,7 +98,7 @@ def test_flags_that_mean_a_key_of_ours_set_it(started):
 )
 def test_other_names_of_policies_are_taken(started, name, policy):
     main_router(["--policy", name])
-    assert started[0].over(Config()).routing.policy == policy
+    assert started[0].effective_config(Config()).routing.policy == policy
 
 
 def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
@@ -108,7 +108,7 @@ def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
     )
     assert main(words.split()) == 0
     (startup,) = started
-    assert startup.over(Config()).routing.max_total_retries == 1
+    assert startup.effective_config(Config()).routing.max_total_retries == 1
     assert [line.split()[0] for line in startup.warnings] == ["--router-cb-success-threshold"]
     (entry,) = startup.launch
     assert entry.ready_timeout_secs == 60

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.schema import CAPABILITIES, Config, LaunchEntry, WorkerEntry
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)

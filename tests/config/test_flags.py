@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.flags import FLAGS, Startup, apply_flags, worker_urls
+from omni_proxy.config.flags import FLAGS, Startup, apply_flags, parse_worker_urls
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 
@@ -64,13 +64,13 @@ def test_all_wrong_flags_are_named_at_once():
 
 
 def test_worker_urls_are_normalized():
-    assert worker_urls(["HTTP://A/", "http://b:1"]) == ("http://a", "http://b:1")
+    assert parse_worker_urls(["HTTP://A/", "http://b:1"]) == ("http://a", "http://b:1")
 
 
 def test_every_wrong_worker_url_is_named():
     texts = ["http://a", "http://A/", "a:1", "unix:/w", "http://169.254.169.254"]
     with pytest.raises(ConfigError) as caught:
-        worker_urls(texts)
+        parse_worker_urls(texts)
     said = [str(problem) for problem in caught.value.problems]
     assert [line.split(": ")[2] for line in said] == [f'"{text}"' for text in texts[1:]]
     assert "is named twice" in said[0]
@@ -85,9 +85,12 @@ def test_the_admin_key_is_the_flags_then_the_files_then_the_environments():
         flag_urls=(),
         admin_key="environment",
     )
-    assert [start.over(silent).admin.api_key for start in (flag, environment)] == [
+    assert [start.effective_config(silent).admin.api_key for start in (flag, environment)] == [
         "flag",
         "environment",
     ]
-    assert [start.over(named).admin.api_key for start in (flag, environment)] == ["flag", "file"]
-    assert Startup(None, {}, (), "").over(silent) == silent
+    assert [start.effective_config(named).admin.api_key for start in (flag, environment)] == [
+        "flag",
+        "file",
+    ]
+    assert Startup(None, {}, (), "").effective_config(silent) == silent

@@ -2,20 +2,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.overlay import (
-    Desired,
     SavedState,
-    desired,
-    settle,
+    WorkerSpec,
+    desired_workers,
+    prune_state,
     with_added,
     with_deleted,
-    with_leaving,
-    with_switched,
+    with_override,
+    with_pending_delete,
 )
 from omni_proxy.config.parse import parse
-from omni_proxy.config.schema import Config, WorkerEntry
-from omni_proxy.config.state import Voices
+from omni_proxy.config.schema import CAPABILITIES, Config, WorkerEntry
+from omni_proxy.config.state import SavedVoices
 
 A, B, C, D = (f"http://{name}" for name in "abcd")
 FILE = parse(f'[[workers]]\nurl = "{A}"\nmodel = "m"\n[[workers]]\nurl = "{B}"')
@@ -31,15 +30,15 @@ def from_http(url, **fields):
         "max_inflight": 0,
         "origin": "api",
     }
-    return Desired(url=url, **(plain | fields))
+    return WorkerSpec(url=url, **(plain | fields))
 
 
 def urls(config, flags=(), state=SavedState()):  # noqa: B008
-    return [worker.url for worker in desired(config, flags, state)]
+    return [worker.url for worker in desired_workers(config, flags, state)]
 
 
 def only(config, flags=(), state=SavedState()):  # noqa: B008
-    (worker,) = desired(config, flags, state)
+    (worker,) = desired_workers(config, flags, state)
     return worker
 
 
@@ -49,7 +48,7 @@ def test_workers_come_in_order_of_their_origin():
         f'[[launch]]\ncommand = ["run"]\nmodel = "l"\n[[workers]]\nurl = "{B}"\n'
         f'[[workers]]\nurl = "{A}"'
     )
-    found = desired(config, (C,), state)
+    found = desired_workers(config, (C,), state)
     assert [(worker.url, worker.origin) for worker in found] == [
         (B, "file"),
         (A, "file"),
@@ -61,7 +60,9 @@ def test_workers_come_in_order_of_their_origin():
 
 
 def test_a_worker_that_file_and_flag_name_is_files():
-    assert [(worker.url, worker.origin) for worker in desired(FILE, (B, C), SavedState())] == [
+    assert [
+        (worker.url, worker.origin) for worker in desired_workers(FILE, (B, C), SavedState())
+    ] == [
         (A, "file"),
         (B, "file"),
         (C, "flag"),
@@ -71,89 +72,94 @@ def test_a_worker_that_file_and_flag_name_is_files():
 def test_the_default_model_goes_to_workers_that_name_none():
     config = parse(f'routing.model = "r"\n[[workers]]\nurl = "{A}"\nmodel = "m"')
     state = with_added(SavedState(), from_http(D))
-    assert [worker.model for worker in desired(config, (C,), state)] == ["m", "r", "r"]
-    assert [worker.model for worker in desired(Config(), (C,), state)] == [None, None]
+    assert [worker.model for worker in desired_workers(config, (C,), state)] == ["m", "r", "r"]
+    assert [worker.model for worker in desired_workers(Config(), (C,), state)] == [None, None]
 
 
 def test_a_switch_changes_only_what_it_names():
-    state = with_switched(SavedState(), A, disabled=True)
-    state = with_switched(state, A, capabilities={"streaming", "chat"}, max_inflight=3)
-    worker, other = desired(FILE, (), state)
+    state = with_override(SavedState(), A, disabled=True)
+    state = with_override(state, A, capabilities={"streaming", "chat"}, max_inflight=3)
+    worker, other = desired_workers(FILE, (), state)
     assert (worker.disabled, worker.model, worker.max_inflight) == (True, "m", 3)
     assert worker.capabilities == {"chat", "streaming"}
     assert not other.disabled
 
 
 def test_a_model_can_be_switched_off_and_on():
-    cleared = with_switched(SavedState(), A, model=None)
-    assert desired(FILE, (), cleared)[0].model is None
-    assert desired(FILE, (), with_switched(cleared, A, model="n"))[0].model == "n"
+    cleared = with_override(SavedState(), A, model=None)
+    assert desired_workers(FILE, (), cleared)[0].model is None
+    assert desired_workers(FILE, (), with_override(cleared, A, model="n"))[0].model == "n"
 
 
 def test_a_switch_outlives_a_change_of_the_entry_but_not_its_end():
-    state = with_switched(SavedState(), A, disabled=True)
+    state = with_override(SavedState(), A, disabled=True)
     changed = parse(f'[[workers]]\nurl = "{A}"\nmax_inflight = 2')
-    worker = only(changed, state=settle(state, changed))
+    worker = only(changed, state=prune_state(state, changed))
     assert (worker.disabled, worker.max_inflight) == (True, 2)
-    assert settle(state, Config()) == SavedState()
+    assert prune_state(state, Config()) == SavedState()
 
 
 def test_a_switch_works_on_launched_flagged_and_added_workers():
     state = with_added(SavedState(), from_http(D))
     for url in ("http://127.0.0.1:31000", C, D):
-        state = with_switched(state, url, disabled=True, model=None)
-    state = settle(state, LAUNCH, (C,))
-    assert [worker.disabled for worker in desired(LAUNCH, (C,), state)] == [True, False, True, True]
-    assert set(settle(state, Config()).switches) == set()
+        state = with_override(state, url, disabled=True, model=None)
+    state = prune_state(state, LAUNCH, (C,))
+    assert [worker.disabled for worker in desired_workers(LAUNCH, (C,), state)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert set(prune_state(state, Config()).switches) == set()
 
 
 def test_a_deleted_worker_of_file_stays_away_while_its_entry_stands():
     state = with_deleted(SavedState(), FILE, A)
     assert urls(FILE, state=state) == [B]
-    assert urls(FILE, state=settle(state, FILE)) == [B]
+    assert urls(FILE, state=prune_state(state, FILE)) == [B]
 
 
 def test_a_deleted_worker_returns_when_its_entry_changes():
     state = with_deleted(SavedState(), FILE, B)
     changed = parse(f'[[workers]]\nurl = "{B}"\ndisabled = true')
     assert urls(changed, state=state) == [B]
-    assert settle(state, changed) == SavedState()
+    assert prune_state(state, changed) == SavedState()
 
 
 def test_a_deleted_worker_returns_when_its_entry_was_away():
-    state = settle(with_deleted(SavedState(), FILE, B), Config())
+    state = prune_state(with_deleted(SavedState(), FILE, B), Config())
     assert urls(FILE, state=state) == [A, B]
 
 
 def test_a_deleted_worker_returns_by_being_added_again():
     state = with_added(with_deleted(SavedState(), FILE, A), from_http(A, model="new"))
-    worker = desired(FILE, (), state)[0]
+    worker = desired_workers(FILE, (), state)[0]
     assert (worker.url, worker.model, worker.origin) == (A, "new", "file")
     assert urls(FILE, state=with_deleted(state, FILE, A)) == [B]
 
 
 def test_a_deleted_replica_does_not_take_its_group_along():
     state = with_deleted(SavedState(), LAUNCH, "http://127.0.0.1:31000")
-    assert urls(LAUNCH, state=settle(state, LAUNCH)) == ["http://127.0.0.1:31001"]
+    assert urls(LAUNCH, state=prune_state(state, LAUNCH)) == ["http://127.0.0.1:31001"]
 
 
 def test_a_deleted_worker_that_a_flag_names_stays_away():
-    state = settle(with_deleted(SavedState(), Config(), C), Config(), (C,))
+    state = prune_state(with_deleted(SavedState(), Config(), C), Config(), (C,))
     assert urls(Config(), (C,), state) == []
 
 
 def test_a_deleted_worker_that_file_and_flag_name_stays_away():
-    state = settle(with_deleted(SavedState(), FILE, A), FILE, (A,))
+    state = prune_state(with_deleted(SavedState(), FILE, A), FILE, (A,))
     assert urls(FILE, (A,), state) == [B]
 
 
 def test_deleting_an_added_worker_leaves_nothing_behind():
     state = with_deleted(with_added(SavedState(), from_http(D)), Config(), D)
-    assert settle(state, Config()) == SavedState()
+    assert prune_state(state, Config()) == SavedState()
 
 
 def test_adding_and_deleting_workers_leaves_the_known_voices():
-    known = SavedState(voices=Voices(owner="http://a:1", names=("anna",)))
+    known = SavedState(voices=SavedVoices(owner="http://a:1", names=("anna",)))
     config = Config()
     added = with_added(known, from_http("http://b:1"))
     assert added.voices == known.voices
@@ -171,15 +177,19 @@ def test_a_worker_added_over_http_keeps_the_key_of_its_entry():
 
 
 def test_one_that_leaves_is_disabled_and_stops_leaving_once_it_is_enabled_gone_or_nobodys():
-    leaving = with_leaving(with_leaving(with_added(SavedState(), from_http(D)), D), A)
+    leaving = with_pending_delete(with_pending_delete(with_added(SavedState(), from_http(D)), D), A)
     assert leaving.leaving == (D, A)
-    assert {w.url: w.disabled for w in desired(FILE, (), leaving)} == {A: True, B: False, D: True}
-    assert settle(leaving, FILE) == leaving
-    assert with_leaving(leaving, A) == leaving
-    assert with_switched(leaving, A, disabled=True).leaving == (D, A)
-    assert with_switched(leaving, A, disabled=False).leaving == (D,)
+    assert {w.url: w.disabled for w in desired_workers(FILE, (), leaving)} == {
+        A: True,
+        B: False,
+        D: True,
+    }
+    assert prune_state(leaving, FILE) == leaving
+    assert with_pending_delete(leaving, A) == leaving
+    assert with_override(leaving, A, disabled=True).leaving == (D, A)
+    assert with_override(leaving, A, disabled=False).leaving == (D,)
     assert with_deleted(leaving, FILE, D).leaving == (A,)
-    assert settle(leaving, Config()).leaving == (D,)
+    assert prune_state(leaving, Config()).leaving == (D,)
 
 
 STEPS = st.lists(
@@ -199,10 +209,10 @@ def test_changes_over_http_do_what_a_plain_dictionary_does(steps, flags):
             state = with_deleted(state, FILE, url)
             expected.pop(url, None)
         elif url in expected:
-            state = with_switched(state, url, disabled=step == "off")
+            state = with_override(state, url, disabled=step == "off")
             expected[url] = step == "off"
-        state = settle(state, FILE, flags)
-    found = {worker.url: worker.disabled for worker in desired(FILE, flags, state)}
+        state = prune_state(state, FILE, flags)
+    found = {worker.url: worker.disabled for worker in desired_workers(FILE, flags, state)}
     assert found == expected
 
 

@@ -6,9 +6,8 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.capabilities import CAPABILITIES
 from omni_proxy.config.parse import ConfigError, parse
-from omni_proxy.config.schema import Config
+from omni_proxy.config.schema import CAPABILITIES, Config
 
 WORKER = '[[workers]]\nurl = "http://a"\n'
 LAUNCH = '[[launch]]\ncommand = ["run"]\n'

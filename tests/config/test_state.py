@@ -2,11 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import with_deleted, with_switched
+from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.config.parse import ConfigError, parse
-from omni_proxy.config.schema import Config
-from omni_proxy.config.state import SavedState, StateWorker, Switch, read_state, render_state
+from omni_proxy.config.schema import CAPABILITIES, Config
+from omni_proxy.config.state import (
+    SavedState,
+    StateWorker,
+    WorkerOverride,
+    read_state,
+    render_state,
+)
 
 URLS = st.integers(1, 9).map(lambda port: f"http://h:{port}")
 CAPABLE = st.sets(st.sampled_from(CAPABILITIES), min_size=1).map(tuple)
@@ -19,7 +24,7 @@ WORKERS = st.builds(
     max_inflight=st.integers(0, 9),
 )
 SWITCHES = st.builds(
-    Switch,
+    WorkerOverride,
     model=st.sampled_from([None, "", "m"]),
     capabilities=st.none() | CAPABLE,
     disabled=st.none() | st.booleans(),
@@ -52,7 +57,7 @@ def test_a_deleted_flag_worker_is_forgotten_with_the_program():
 
 def test_a_tombstone_over_file_is_kept():
     config = parse('[[workers]]\nurl = "http://a"')
-    state = with_switched(with_deleted(SavedState(), config, "http://a"), "http://b", disabled=True)
+    state = with_override(with_deleted(SavedState(), config, "http://a"), "http://b", disabled=True)
     assert read_state(render_state(state), "s.toml") == state
 
 

@@ -20,9 +20,9 @@ from wsproto.events import (
     TextMessage,
 )
 
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.parse import parse
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 
@@ -171,7 +171,7 @@ class Setting:
 
 
 def entry(url, model=None, capabilities=CAPABILITIES, **trust):
-    return Desired(
+    return WorkerSpec(
         url=url, model=model, capabilities=frozenset(capabilities), disabled=False, weight=1,
         max_inflight=0, origin="file", **trust,
     )  # fmt: skip

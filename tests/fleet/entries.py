@@ -2,15 +2,15 @@
 
 from datetime import UTC, datetime
 
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 
 
-def entry(name: str, **fields: object) -> Desired:
+def entry(name: str, **fields: object) -> WorkerSpec:
     plain: dict[str, object] = {
         "model": None,
         "capabilities": frozenset(CAPABILITIES),
@@ -19,7 +19,7 @@ def entry(name: str, **fields: object) -> Desired:
         "max_inflight": 0,
         "origin": "file",
     }
-    return Desired(url=f"http://{name}:1", **(plain | fields))  # type: ignore[arg-type]
+    return WorkerSpec(url=f"http://{name}:1", **(plain | fields))  # type: ignore[arg-type]
 
 
 def heal(fleet: Fleet, worker: Worker) -> None:
@@ -27,7 +27,7 @@ def heal(fleet: Fleet, worker: Worker) -> None:
         fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch)
 
 
-def fleet_of(*entries: Desired, healthy: bool = True) -> Fleet:
+def fleet_of(*entries: WorkerSpec, healthy: bool = True) -> Fleet:
     fleet = Fleet()
     fleet.apply(entries, NOW)
     for worker in fleet.workers if healthy else ():

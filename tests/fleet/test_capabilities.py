@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.capabilities import ALL, BIT, mask_of, names_in
 
 some_names = st.sets(st.sampled_from(CAPABILITIES))

@@ -1,7 +1,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.capabilities import mask_of
 from omni_proxy.fleet.health import Health, Thresholds
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet

@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import Desired
-from omni_proxy.config.schema import Config, HealthConfig
+from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import CAPABILITIES, Config, HealthConfig
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.health.prober import Prober
 
@@ -16,7 +15,7 @@ URL = "http://127.0.0.1:8011"
 
 
 def desired(url):
-    return Desired(
+    return WorkerSpec(
         url=url, model=None, capabilities=frozenset(CAPABILITIES), disabled=False, weight=1,
         max_inflight=0, origin="file",
     )  # fmt: skip
@@ -24,9 +23,12 @@ def desired(url):
 
 class World(SimpleNamespace):
     def configure(self, **health):
-        old, self.keeper.config = self.keeper.config, Config(health=HealthConfig(**health))
-        for callback in self.keeper.callbacks:
-            callback(old, self.keeper.config)
+        old, self.config_store.config = (
+            self.config_store.config,
+            Config(health=HealthConfig(**health)),
+        )
+        for callback in self.config_store.callbacks:
+            callback(old, self.config_store.config)
 
     def add(self, *urls):
         self.urls.extend(urls)
@@ -40,7 +42,7 @@ class World(SimpleNamespace):
 
 def build_world():
     callbacks = []
-    keeper = SimpleNamespace(config=Config(), callbacks=callbacks, subscribe=callbacks.append)
+    config_store = SimpleNamespace(config=Config(), callbacks=callbacks, subscribe=callbacks.append)
     fleet = Fleet()
-    prober = Prober(fleet, keeper, jitter=lambda: 0.5)
-    return World(fleet=fleet, keeper=keeper, urls=[], prober=prober)
+    prober = Prober(fleet, config_store, jitter=lambda: 0.5)
+    return World(fleet=fleet, config_store=config_store, urls=[], prober=prober)

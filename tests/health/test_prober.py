@@ -30,7 +30,7 @@ async def test_a_worker_is_probed_at_once_again_soon_while_rising_then_each_inte
 async def test_intervals_are_jittered_by_a_fifth(
     asked, nursery, autojump_clock, world, chance, pause_secs
 ):
-    world.prober = Prober(world.fleet, world.keeper, jitter=lambda: chance)
+    world.prober = Prober(world.fleet, world.config_store, jitter=lambda: chance)
     world.fleet.thresholds = Thresholds(rise=1)
     world.add(URL)
     await running(world, nursery)
@@ -145,7 +145,7 @@ async def test_so_many_workers_are_probed_at_a_time_and_waiting_for_that_is_not_
     world, asked, nursery, autojump_clock, monkeypatch
 ):
     monkeypatch.setattr(probing, "PROBES_AT_ONCE", 4)
-    world.prober = probing.Prober(world.fleet, world.keeper, jitter=lambda: 0.5)
+    world.prober = probing.Prober(world.fleet, world.config_store, jitter=lambda: 0.5)
     under_way, most = 0, 0
 
     async def slow(request):

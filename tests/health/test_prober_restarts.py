@@ -94,7 +94,7 @@ async def test_a_worker_whose_weights_change_may_be_slow_and_busy(
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(2)
-    world.prober.spares = lambda it: spared and it is worker
+    world.prober.tolerates_failures = lambda it: spared and it is worker
     asked.reply = lambda request: httpx.Response(503)
     await trio.sleep(60)
     assert worker.machine.state == ("healthy" if spared else "unhealthy")
@@ -106,7 +106,7 @@ async def test_a_worker_whose_process_is_gone_is_spared_by_nothing(
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(2)
-    world.prober.spares = lambda _: True
+    world.prober.tolerates_failures = lambda _: True
 
     def refuse(request):
         raise httpx.ConnectError("refused") from ConnectionRefusedError(111, "refused")

@@ -21,7 +21,7 @@ async def test_of_many_that_come_at_once_one_begins_in_each_so_many_turns(turns)
     seen, pace, began = Turns(), StartThrottle(turns), []
 
     async def one():
-        await pace.turn()
+        await pace.wait_turn()
         began.append(seen.count)
 
     trio.lowlevel.add_instrument(seen)
@@ -39,9 +39,9 @@ async def test_one_that_is_cancelled_in_the_line_holds_up_nobody():
     pace = StartThrottle()
     with trio.CancelScope() as scope:
         scope.cancel()
-        await pace.turn()
+        await pace.wait_turn()
     assert scope.cancelled_caught
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(pace.turn)
-            nursery.start_soon(pace.turn)
+            nursery.start_soon(pace.wait_turn)
+            nursery.start_soon(pace.wait_turn)

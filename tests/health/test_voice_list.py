@@ -1,11 +1,11 @@
 import pytest
 import trio
 
-from omni_proxy.config.state import Voices
+from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.health import voice_list
 from omni_proxy.health.voice_list import REFRESH_SECS, VoiceList, names_of
-from omni_proxy.upstream_http.broadcast import CallResult
+from omni_proxy.upstream_http.client import CallResult
 
 OWNER = "http://a:1"
 
@@ -53,7 +53,7 @@ class World:
         self.fleet = {OWNER: object()}
         self.names, self.calls, self.kept = ["bob"], [], []
         self.meanwhile = lambda: None
-        monkeypatch.setattr(voice_list, "ask", self._ask)
+        monkeypatch.setattr(voice_list, "call_worker", self._ask)
 
     def find(self, url):
         worker = self.fleet.get(url)
@@ -88,7 +88,7 @@ async def test_the_list_is_read_after_an_upload_and_kept(world):
     world.registry.changed_at(OWNER)
     await trio.sleep(2)
     assert world.registry.names == {"bob"}
-    assert world.kept[-2:] == [Voices(owner=OWNER), Voices(owner=OWNER, names=("bob",))]
+    assert world.kept[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
 
 
 async def test_it_is_read_again_each_refresh(world):

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.config.overlay import SavedState, desired, with_deleted
+from omni_proxy.config.overlay import SavedState, desired_workers, with_deleted
 from omni_proxy.config.schema import Config, LaunchEntry
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -49,7 +49,7 @@ class Keeper:
 
     def __init__(self, fleet: Fleet) -> None:
         self.config = Config()
-        self.freeze = MembershipLock()
+        self.membership_lock = MembershipLock()
         self._fleet = fleet
         self._subscribers = []
 
@@ -57,7 +57,7 @@ class Keeper:
         self._subscribers.append(callback)
 
     def change(self, state: SavedState) -> None:
-        self._fleet.apply(desired(self.config, (), state), datetime.now(UTC))
+        self._fleet.apply(desired_workers(self.config, (), state), datetime.now(UTC))
 
     def apply(self, *launch: LaunchEntry) -> None:
         old, self.config = self.config, Config(launch=launch)
@@ -80,8 +80,10 @@ class Prober:
 class House:
     def __init__(self) -> None:
         self.fleet = Fleet()
-        self.keeper = Keeper(self.fleet)
-        self.launcher = Launcher(self.fleet, self.keeper, Prober(self.fleet), chance=lambda: 0.5)
+        self.config_store = Keeper(self.fleet)
+        self.launcher = Launcher(
+            self.fleet, self.config_store, Prober(self.fleet), chance=lambda: 0.5
+        )
 
     def routable(self) -> list[str]:
         return [worker.url for worker in self.fleet.workers if worker.routable]
@@ -104,7 +106,7 @@ class House:
 @asynccontextmanager
 async def running(*launch: LaunchEntry) -> AsyncIterator[House]:
     house = House()
-    house.keeper.apply(*launch)
+    house.config_store.apply(*launch)
     async with trio.open_nursery() as nursery:
         await nursery.start(house.launcher.run)
         yield house
@@ -172,12 +174,12 @@ async def test_a_killed_replica_is_started_anew_only_when_its_ranks_count_for_no
     async with running(entry(base_port)) as house:
         await house.until_states("ready")
         killed = house.pids()[0]
-        house.keeper.freeze.begin(lambda: "a sync")
+        house.config_store.membership_lock.acquire(lambda: "a sync")
         os.kill(killed, signal.SIGKILL)
         await house.until(lambda: house.launcher.status()[0]["restarts"] == 1)
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert house.pids()[0] is None
-        house.keeper.freeze.end()
+        house.config_store.membership_lock.release()
         await house.until_states("ready")
         assert house.pids()[0] not in (None, killed)
 
@@ -270,10 +272,10 @@ async def test_another_count_starts_and_stops_only_the_difference(base_port):
     async with running(entry(base_port, replicas=2)) as house:
         await house.until_states("ready", "ready")
         first, second = house.pids()
-        house.keeper.apply(entry(base_port, replicas=3))
+        house.config_store.apply(entry(base_port, replicas=3))
         await house.until_states("ready", "ready", "ready")
         assert house.pids()[:2] == [first, second]
-        house.keeper.apply(entry(base_port, replicas=1))
+        house.config_store.apply(entry(base_port, replicas=1))
         await house.until_states("ready")
         assert house.pids() == [first]
         assert not alive(second)
@@ -283,7 +285,7 @@ async def test_keys_that_need_no_restart_cause_none(base_port):
     async with running(entry(base_port)) as house:
         await house.until_states("ready")
         before = house.pids()
-        house.keeper.apply(entry(base_port, model="other", ready_timeout_secs=7))
+        house.config_store.apply(entry(base_port, model="other", ready_timeout_secs=7))
         await trio.testing.wait_all_tasks_blocked()
         assert house.pids() == before
         assert house.states() == ["ready"]
@@ -295,7 +297,7 @@ async def test_a_changed_command_replaces_one_replica_at_a_time(base_port):
         counts = []
         house.fleet.watch(lambda: counts.append(len(house.routable())))
         old = house.pids()
-        house.keeper.apply(entry(base_port, "changed", replicas=3))
+        house.config_store.apply(entry(base_port, "changed", replicas=3))
         await house.until(lambda: not set(old) & set(house.pids()))
         await house.until_states("ready", "ready", "ready")
         assert [(await body_of(url))[1] for url in house.routable()] == ["changed"] * 3
@@ -306,10 +308,10 @@ async def test_a_broken_new_command_costs_one_replica_until_it_is_mended(base_po
     async with running(entry(base_port, replicas=2)) as house:
         await house.until_states("ready", "ready")
         second = house.pids()[1]
-        house.keeper.apply(entry(base_port, "broken", replicas=2))
+        house.config_store.apply(entry(base_port, "broken", replicas=2))
         await house.until(lambda: house.launcher.status()[0]["restarts"] >= 2)
         assert house.pids()[1] == second
-        house.keeper.apply(entry(base_port, "mended", replicas=2))
+        house.config_store.apply(entry(base_port, "mended", replicas=2))
         await house.until(lambda: house.pids()[1] != second)
         await house.until_states("ready", "ready")
 
@@ -320,7 +322,7 @@ async def test_a_removed_replica_first_finishes_what_it_has(base_port):
         leaving = house.fleet.workers[1]
         pid = house.pids()[1]
         leaving.in_flight = 1
-        house.keeper.apply(entry(base_port, replicas=1))
+        house.config_store.apply(entry(base_port, replicas=1))
         await trio.testing.wait_all_tasks_blocked()
         assert alive(pid)
         leaving.in_flight = 0
@@ -334,14 +336,14 @@ async def test_a_replica_that_was_removed_has_no_process_until_it_is_added_again
         kept, gone = house.fleet.workers
         pid = house.pids()[1]
         gone.in_flight = 1
-        house.keeper.change(with_deleted(SavedState(), house.keeper.config, gone.url))
+        house.config_store.change(with_deleted(SavedState(), house.config_store.config, gone.url))
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert alive(pid)  # it finishes what it has
         gone.in_flight = 0
         await house.until_states("ready")
         assert not alive(pid)
         assert house.routable() == [kept.url]
-        house.keeper.change(SavedState())
+        house.config_store.change(SavedState())
         await house.until_states("ready", "ready")
         assert house.routable() == [kept.url, gone.url]
 

@@ -1,6 +1,6 @@
 import trio
 
-from omni_proxy.launch.startup_progress import until_ready
+from omni_proxy.launch.startup_progress import wait_until_ready
 
 
 class Places:
@@ -23,7 +23,7 @@ class Places:
 async def test_each_replica_is_told_when_it_is_ready_and_the_last_one_ends_it(autojump_clock):
     places, said = Places("a", "b"), []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(until_ready, places.status, places.until_moved, said.append)
+        nursery.start_soon(wait_until_ready, places.status, places.until_moved, said.append)
         await trio.sleep(2)
         places.set("b", "ready")
         await trio.sleep(1)
@@ -35,7 +35,7 @@ async def test_each_replica_is_told_when_it_is_ready_and_the_last_one_ends_it(au
 async def test_a_failure_is_told_once_with_its_reason(autojump_clock):
     places, said = Places("a"), []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(until_ready, places.status, places.until_moved, said.append)
+        nursery.start_soon(wait_until_ready, places.status, places.until_moved, said.append)
         for state in ("backing_off", "starting", "backing_off"):
             await trio.sleep(1)
             places.set("a", state, "exit status 2")
@@ -50,7 +50,7 @@ async def test_a_failure_is_told_once_with_its_reason(autojump_clock):
 async def test_one_that_is_given_up_for_good_is_told_and_not_waited_for(autojump_clock):
     places, said = Places("a", "b"), []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(until_ready, places.status, places.until_moved, said.append)
+        nursery.start_soon(wait_until_ready, places.status, places.until_moved, said.append)
         await trio.sleep(1)
         places.set("b", "ready")
         await trio.sleep(1)
@@ -61,7 +61,7 @@ async def test_one_that_is_given_up_for_good_is_told_and_not_waited_for(autojump
 async def test_one_that_was_ready_and_fell_back_is_waited_for_again(autojump_clock):
     places, said = Places("a", "b"), []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(until_ready, places.status, places.until_moved, said.append)
+        nursery.start_soon(wait_until_ready, places.status, places.until_moved, said.append)
         await trio.sleep(1)
         places.set("a", "ready")
         await trio.sleep(1)
@@ -80,7 +80,7 @@ async def gave_up(places, *steps, startup_secs=600.0):
 
     async def wait():
         ended.append(
-            await until_ready(places.status, places.until_moved, said.append, startup_secs)
+            await wait_until_ready(places.status, places.until_moved, said.append, startup_secs)
         )
 
     began = trio.current_time()

@@ -21,15 +21,15 @@ async def house(nursery, tmp_path, logging_as_it_was):
     file = tmp_path / "proxy.toml"
     file.write_text("[server]\nport = 0\n")
     fleet, socket = Fleet(), str(tmp_path / "front")
-    keeper = ConfigStore(Startup(file, {}, (), ""), fleet)
-    door = DataPlane(fleet, keeper.config, front_socket=socket, below=lambda _: 0)
+    config_store = ConfigStore(Startup(file, {}, (), ""), fleet)
+    door = DataPlane(fleet, config_store.config, front_socket=socket, below=lambda _: 0)
     logs = {"access_log": LineLog(), "route_log": LineLog()}
     doors = ProcessManager(fleet, door, Instruments(fleet, lambda: (0, 0), logs), socket)
-    keeper.prepare_with(doors.prepare)
+    config_store.add_prepare(doors.prepare)
     await nursery.start(door.run)
     await nursery.start(doors.run)
-    keeper.start()
-    return file, keeper, doors
+    config_store.start()
+    return file, config_store, doors
 
 
 def unable(number):
@@ -51,28 +51,31 @@ def unable(number):
 async def test_a_reload_for_which_there_is_no_room_changes_nothing_and_is_applied_when_there_is(
     house, monkeypatch, tmp_path, text, part, number
 ):
-    file, keeper, doors = house
-    before, descriptors = (keeper.config, doors.door.addresses()), set(os.listdir("/proc/self/fd"))
+    file, config_store, doors = house
+    before, descriptors = (
+        (config_store.config, doors.door.addresses()),
+        set(os.listdir("/proc/self/fd")),
+    )
     if part == "dup":
         monkeypatch.setattr(Listener, "shared", unable(number))
     else:
         monkeypatch.setattr(doors.door.pump, "register", unable(number))
     file.write_text(text.replace("FOLDER", str(tmp_path)))
-    told = await keeper.reload("file")
+    told = await config_store.reload("file")
     assert (told.outcome, told.revision) == ("refused", 1)
     assert os.strerror(number) in str(told.error)
-    assert (keeper.config, doors.door.addresses()) == before
+    assert (config_store.config, doors.door.addresses()) == before
     assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert not (tmp_path / "a").exists()
     monkeypatch.undo()
-    assert (await keeper.reload("file")).outcome == "applied"
+    assert (await config_store.reload("file")).outcome == "applied"
     assert len(doors.seats) == (2 if "processes" in text else 0)
 
 
 async def test_control_accepts_again_without_any_room(house, monkeypatch):
-    file, keeper, doors = house
+    file, config_store, doors = house
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
-    await keeper.reload("file")
+    await config_store.reload("file")
     monkeypatch.setattr(Listener, "shared", unable(errno.EMFILE))
     monkeypatch.setattr(doors.door.pump, "register", unable(errno.ENOSPC))
     doors._port.rest()

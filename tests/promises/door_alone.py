@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 import trio
 
-from omni_proxy.config.overlay import desired
+from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState
@@ -81,7 +81,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
     fleet = Fleet()
     fleet.thresholds = thresholds_of(made)
     now = datetime.now(UTC)
-    fleet.apply(desired(made, (), SavedState()), now)
+    fleet.apply(desired_workers(made, (), SavedState()), now)
     for worker in fleet.workers:
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.machine.epoch)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 import trio
 
-from omni_proxy.config.overlay import desired
+from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.parse import parse
 from omni_proxy.config.state import SavedState
 from tests.dataplane.pumping import until
@@ -134,7 +134,7 @@ async def test_a_change_of_trust_counts_for_the_next_request():
         async with open_door(config=loose) as opened:
             assert (await asked(opened)).status == 200
             strict = parse(BELIEVING + entry(worker, ""))
-            opened.fleet.apply(desired(strict, (), SavedState()), datetime.now(UTC))
+            opened.fleet.apply(desired_workers(strict, (), SavedState()), datetime.now(UTC))
             assert (await asked(opened)).status == 502
     assert len(worker.requests) == 1
 

@@ -34,17 +34,17 @@ async def house(tmp_path):
     file = tmp_path / "proxy.toml"
     urls = "".join(f'[[workers]]\nurl = "http://w{number}:1"\n' for number in range(MANY))
     file.write_text(f'[server]\nport = 0\nstate_file = "off"\n{urls}')
-    keeper = ConfigStore(Startup(file, {}, (), ""), WalkedFleet())
-    made = Server(keeper, keeper.fleet, tmp_path)
+    config_store = ConfigStore(Startup(file, {}, (), ""), WalkedFleet())
+    made = Server(config_store, config_store.fleet, tmp_path)
     made.door.entrances.held = True
-    keeper.start()
+    config_store.start()
     yield made
     made.door.entrances.close()
     made.door.pump.settle()
 
 
 async def test_a_change_of_one_workers_health_makes_nobody_look_at_all_of_them(house):
-    fleet = house.keeper.fleet
+    fleet = house.config_store.fleet
     workers = fleet.workers
     fleet.walks = 0
     for worker in random.sample(workers, 20):

@@ -3,7 +3,7 @@ import json
 import pytest
 import trio
 
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 from tests.promises.clients import CHAT, STREAMED, client_of, post
 from tests.promises.door_alone import open_door
 from tests.promises.fakes import answering, counted, fake_workers

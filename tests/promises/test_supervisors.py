@@ -32,9 +32,9 @@ async def house(tmp_path, fleet):
     file = tmp_path / "proxy.toml"
     put(file, toml(fleet))
     known = Fleet()
-    keeper = ConfigStore(Startup(file, {}, (), ""), known)
+    config_store = ConfigStore(Startup(file, {}, (), ""), known)
     async with trio.open_nursery() as nursery:
-        built = server.Server(keeper, known, tmp_path)
+        built = server.Server(config_store, known, tmp_path)
         nursery.start_soon(built.run)
         with trio.fail_after(PATIENCE_SECS):
             while not built.door.addresses():

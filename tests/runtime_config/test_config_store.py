@@ -5,7 +5,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.flags import Startup
-from omni_proxy.config.overlay import with_added, with_deleted, with_switched
+from omni_proxy.config.overlay import with_added, with_deleted, with_override
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -28,60 +28,63 @@ def file(tmp_path):
 
 
 def keeper_of(file, **overrides) -> ConfigStore:
-    keeper = ConfigStore(Startup(file, overrides, (), ""), Fleet())
-    keeper.start()
-    return keeper
+    config_store = ConfigStore(Startup(file, overrides, (), ""), Fleet())
+    config_store.start()
+    return config_store
 
 
 @pytest.fixture
-def keeper(file):
+def config_store(file):
     return keeper_of(file)
 
 
-def urls(keeper) -> list[str]:
-    return [worker.url for worker in keeper.fleet.workers]
+def urls(config_store) -> list[str]:
+    return [worker.url for worker in config_store.fleet.workers]
 
 
-async def test_a_reload_applies_and_tells_what_changed(file, keeper):
+async def test_a_reload_applies_and_tells_what_changed(file, config_store):
     heard = []
-    keeper.subscribe(lambda old, new: heard.append((old.health, new.health)))
+    config_store.subscribe(lambda old, new: heard.append((old.health, new.health)))
     file.write_text(toml(B, more="[health]\ninterval_secs = 7\n"))
-    told = await keeper.reload("file")
-    assert (told.outcome, told.revision, keeper.revision) == ("applied", 2, 2)
+    told = await config_store.reload("file")
+    assert (told.outcome, told.revision, config_store.revision) == ("applied", 2, 2)
     assert told.diff["changed"] == {"health.interval_secs": [10, 7]}
-    assert (urls(keeper), len(heard)) == ([B], 1)
-    assert keeper.last_reload["source"] == "file"
+    assert (urls(config_store), len(heard)) == ([B], 1)
+    assert config_store.last_reload["source"] == "file"
 
 
-async def test_a_reload_of_the_same_changes_nothing(keeper):
-    fleet_revision = keeper.fleet.revision
-    assert (await keeper.reload("SIGHUP")).outcome == "unchanged"
-    assert (keeper.revision, keeper.fleet.revision) == (1, fleet_revision)
+async def test_a_reload_of_the_same_changes_nothing(config_store):
+    fleet_revision = config_store.fleet.revision
+    assert (await config_store.reload("SIGHUP")).outcome == "unchanged"
+    assert (config_store.revision, config_store.fleet.revision) == (1, fleet_revision)
 
 
 async def test_a_refused_file_changes_nothing_and_is_remembered_until_the_next_good_reading(
-    file, keeper
+    file, config_store
 ):
     file.write_text("server.prot = 1\nworkers = 7")
-    told = await keeper.reload("file")
-    assert (told.outcome, keeper.revision, urls(keeper)) == ("refused", 1, [A])
-    problems = keeper.last_reload["error"]["problems"]
+    told = await config_store.reload("file")
+    assert (told.outcome, config_store.revision, urls(config_store)) == ("refused", 1, [A])
+    problems = config_store.last_reload["error"]["problems"]
     assert [problem["path"] for problem in problems] == ["server.prot", "workers"]
-    await keeper.change(lambda state, _: with_switched(state, A, disabled=True))
-    assert "error" in keeper.last_reload  # what HTTP changes is no reading of the file
+    await config_store.change(lambda state, _: with_override(state, A, disabled=True))
+    assert "error" in config_store.last_reload  # what HTTP changes is no reading of the file
     file.write_text(toml(A))
-    await keeper.reload("file")
-    assert "error" not in keeper.last_reload
+    await config_store.reload("file")
+    assert "error" not in config_store.last_reload
 
 
 async def test_flags_stand_over_every_reload(file):
-    keeper = keeper_of(file, **{"health.interval_secs": "3"})
+    config_store = keeper_of(file, **{"health.interval_secs": "3"})
     file.write_text(toml(A, more="[health]\ninterval_secs = 99\ntimeout_secs = 1\n"))
-    assert (await keeper.reload("file")).outcome == "applied"
-    assert (keeper.config.health.interval_secs, keeper.config.health.timeout_secs) == (3, 1)
+    assert (await config_store.reload("file")).outcome == "applied"
+    assert (config_store.config.health.interval_secs, config_store.config.health.timeout_secs) == (
+        3,
+        1,
+    )
 
 
-async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, keeper):
+async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, config_store):
     committed = []
 
     def prepare(new):
@@ -89,19 +92,19 @@ async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, kee
             raise OSError(98, "Address already in use")
         return lambda: committed.append(new.server.port)
 
-    keeper.prepare_with(prepare)
-    keeper.subscribe(lambda old, new: committed.append("told"))
+    config_store.add_prepare(prepare)
+    config_store.subscribe(lambda old, new: committed.append("told"))
     file.write_text(toml(A, B, more="server.port = 1\n"))
-    told = await keeper.reload("file")
-    assert (told.outcome, urls(keeper), committed) == ("refused", [A], [])
+    told = await config_store.reload("file")
+    assert (told.outcome, urls(config_store), committed) == ("refused", [A], [])
     assert "cannot listen on 127.0.0.1:1: Address already in use" in str(told.error)
     file.write_text(toml(A, B, more="server.port = 2\n"))
-    assert (await keeper.reload("file")).outcome == "applied"
+    assert (await config_store.reload("file")).outcome == "applied"
     assert committed == [2, "told"]
 
 
 async def test_a_part_that_fails_keeps_nothing_from_the_others_and_is_asked_again(
-    file, keeper, caplog
+    file, config_store, caplog
 ):
     faults, heard, enters = [RuntimeError("no thread")], [], [OSError(28, "no watch")]
 
@@ -114,98 +117,98 @@ async def test_a_part_that_fails_keeps_nothing_from_the_others_and_is_asked_agai
         if enters:
             raise enters.pop()
 
-    keeper.prepare_with(lambda new: enter)
-    keeper.subscribe(fail)
-    keeper.subscribe(lambda old, new: heard.append("the other"))
+    config_store.add_prepare(lambda new: enter)
+    config_store.subscribe(fail)
+    config_store.subscribe(lambda old, new: heard.append("the other"))
     file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
-    told = await keeper.reload("file")
-    assert (told.outcome, urls(keeper), heard) == ("applied", [A, B], [(10, 7), "the other"])
-    incomplete = keeper.last_reload["incomplete"]
+    told = await config_store.reload("file")
+    assert (told.outcome, urls(config_store), heard) == ("applied", [A, B], [(10, 7), "the other"])
+    incomplete = config_store.last_reload["incomplete"]
     assert incomplete == "OSError: [Errno 28] no watch; RuntimeError: no thread"
     assert "could not take the new configuration" in caplog.text
     heard.clear()
-    assert (await keeper.reload("SIGHUP")).outcome == "applied"
+    assert (await config_store.reload("SIGHUP")).outcome == "applied"
     assert heard == [(10, 7), "the other"]
-    assert "incomplete" not in keeper.last_reload
-    assert (await keeper.reload("SIGHUP")).outcome == "unchanged"
+    assert "incomplete" not in config_store.last_reload
+    assert (await config_store.reload("SIGHUP")).outcome == "unchanged"
 
 
 async def test_a_start_that_a_part_cannot_take_fails(file):
-    keeper = ConfigStore(Startup(file, {}, (), ""), Fleet())
-    keeper.subscribe(lambda old, new: 1 // 0)
+    config_store = ConfigStore(Startup(file, {}, (), ""), Fleet())
+    config_store.subscribe(lambda old, new: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        keeper.start()
+        config_store.start()
 
 
 @pytest.mark.parametrize("tag", ['"1"', "*", '"7", "1"', " 1 "])
-async def test_if_match_that_names_the_revision_passes(keeper, tag):
-    assert (await keeper.reload("http", tag)).outcome == "unchanged"
+async def test_if_match_that_names_the_revision_passes(config_store, tag):
+    assert (await config_store.reload("http", tag)).outcome == "unchanged"
 
 
 @pytest.mark.parametrize("tag", ['"2"', "", '"11"', 'W/"1"'])
-async def test_if_match_of_another_revision_stops_every_change(file, keeper, tag):
+async def test_if_match_of_another_revision_stops_every_change(file, config_store, tag):
     file.write_text(toml(B))
-    told = await keeper.reload("http", tag)
+    told = await config_store.reload("http", tag)
     assert (told.outcome, told.revision) == ("precondition_failed", 1)
 
     def edit(state, _):
         raise AssertionError("must not be asked")
 
-    assert (await keeper.change(edit, tag)).outcome == "precondition_failed"
-    assert urls(keeper) == [A]
+    assert (await config_store.change(edit, tag)).outcome == "precondition_failed"
+    assert urls(config_store) == [A]
 
 
-async def test_a_worker_that_stays_keeps_its_object_and_health(file, keeper):
-    worker = keeper.fleet.find(A)
-    heal(keeper.fleet, worker)
+async def test_a_worker_that_stays_keeps_its_object_and_health(file, config_store):
+    worker = config_store.fleet.find(A)
+    heal(config_store.fleet, worker)
     worker.in_flight = 3
     file.write_text(toml(B, A, more='[routing]\nmodel = "m"\n'))
-    await keeper.reload("file")
-    assert keeper.fleet.find(A) is worker
+    await config_store.reload("file")
+    assert config_store.fleet.find(A) is worker
     assert (worker.machine.state, worker.in_flight, worker.model) == (Health.HEALTHY, 3, "m")
 
 
-async def test_thresholds_follow_the_configuration(file, keeper):
+async def test_thresholds_follow_the_configuration(file, config_store):
     file.write_text(
         toml(A, more='[health]\nfailure_threshold = 9\non_threshold = "unhealthy"\n'
              '[routing]\neject = "dead"\n')
     )  # fmt: skip
-    await keeper.reload("file")
-    thresholds = keeper.fleet.thresholds
+    await config_store.reload("file")
+    thresholds = config_store.fleet.thresholds
     assert (thresholds.fall, thresholds.on_threshold, thresholds.eject) == (
         9, Health.UNHEALTHY, Health.DEAD,
     )  # fmt: skip
 
 
-async def test_changes_by_http_are_kept_and_read_again(file, keeper, tmp_path):
-    await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
-    await keeper.change(lambda state, config: with_deleted(state, config, A))
+async def test_changes_by_http_are_kept_and_read_again(file, config_store, tmp_path):
+    await config_store.change(lambda state, _: with_added(state, entry("b", origin="api")))
+    await config_store.change(lambda state, config: with_deleted(state, config, A))
     saved = tmp_path / "proxy.state.toml"
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
-    assert urls(keeper) == urls(keeper_of(file)) == [B]
+    assert urls(config_store) == urls(keeper_of(file)) == [B]
 
 
-async def test_an_added_and_deleted_worker_leaves_the_state_as_it_was(keeper):
-    await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
-    await keeper.change(lambda state, config: with_deleted(state, config, B))
-    assert (await keeper.reload("file")).outcome == "unchanged"
+async def test_an_added_and_deleted_worker_leaves_the_state_as_it_was(config_store):
+    await config_store.change(lambda state, _: with_added(state, entry("b", origin="api")))
+    await config_store.change(lambda state, config: with_deleted(state, config, B))
+    assert (await config_store.reload("file")).outcome == "unchanged"
 
 
-async def test_an_edit_that_raises_changes_nothing(keeper):
+async def test_an_edit_that_raises_changes_nothing(config_store):
     def edit(state, _):
         raise LookupError("no such worker")
 
     with pytest.raises(LookupError):
-        await keeper.change(edit)
-    assert keeper.revision == 1
-    assert (await keeper.reload("file")).outcome == "unchanged"  # and the lock is free
+        await config_store.change(edit)
+    assert config_store.revision == 1
+    assert (await config_store.reload("file")).outcome == "unchanged"  # and the lock is free
 
 
-async def test_two_changes_at_once_come_one_after_the_other(keeper, autojump_clock):
+async def test_two_changes_at_once_come_one_after_the_other(config_store, autojump_clock):
     told = []
 
     async def add(name):
-        changed = await keeper.change(
+        changed = await config_store.change(
             lambda state, _: with_added(state, entry(name, origin="api")), '"1"'
         )
         told.append(changed.outcome)
@@ -220,32 +223,32 @@ def with_b(state, _):
     return with_added(state, entry("b", origin="api"))
 
 
-async def test_a_change_whose_asker_leaves_while_it_is_told_around_is_kept(file, keeper):
-    keeper.fleet.agreed = trio.sleep_forever
+async def test_a_change_whose_asker_leaves_while_it_is_told_around_is_kept(file, config_store):
+    config_store.fleet.agreed = trio.sleep_forever
     with trio.CancelScope() as asker:
-        keeper.fleet.watch(asker.cancel)
-        await keeper.change(with_b)
-    assert urls(keeper) == urls(keeper_of(file)) == [A, B]
+        config_store.fleet.watch(asker.cancel)
+        await config_store.change(with_b)
+    assert urls(config_store) == urls(keeper_of(file)) == [A, B]
 
 
 async def test_a_state_that_could_not_be_written_is_with_the_next_reading(file, tmp_path):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     file.write_text(toml(A, more=f'server.state_file = "{blocked}/s.toml"\n'))
-    keeper = keeper_of(file)
-    assert (await keeper.change(with_b)).outcome == "applied"
-    assert urls(keeper) == [A, B]
-    assert keeper.state_error == f"{blocked}/s.toml: File exists"
+    config_store = keeper_of(file)
+    assert (await config_store.change(with_b)).outcome == "applied"
+    assert urls(config_store) == [A, B]
+    assert config_store.state_error == f"{blocked}/s.toml: File exists"
     blocked.unlink()
-    assert (await keeper.reload("SIGHUP")).outcome == "unchanged"
-    assert keeper.state_error == ""
+    assert (await config_store.reload("SIGHUP")).outcome == "unchanged"
+    assert config_store.state_error == ""
     assert urls(keeper_of(file)) == [A, B]
 
 
-async def test_the_state_moves_with_its_file(file, keeper, tmp_path):
-    await keeper.change(with_b)
+async def test_the_state_moves_with_its_file(file, config_store, tmp_path):
+    await config_store.change(with_b)
     file.write_text(toml(A, more=f'server.state_file = "{tmp_path}/new.toml"\n'))
-    await keeper.reload("file")
+    await config_store.reload("file")
     assert urls(keeper_of(file)) == [A, B]
 
 
@@ -254,7 +257,9 @@ def test_an_unreadable_file_at_the_start_is_a_configuration_error(tmp_path):
         keeper_of(tmp_path / "missing.toml")
 
 
-async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not(file, keeper):
+async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not(
+    file, config_store
+):
     done = []
 
     async def note(name, change):
@@ -262,109 +267,111 @@ async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not
         done.append(name)
 
     async with trio.open_nursery() as nursery:
-        await keeper.turn.acquire()
+        await config_store.operation_lock.acquire()
         file.write_text(toml(B))
-        nursery.start_soon(note, "reload", keeper.reload("file"))
+        nursery.start_soon(note, "reload", config_store.reload("file"))
         await wait_all_tasks_blocked()
-        nursery.start_soon(note, "change", keeper.change(lambda state, _: state))
+        nursery.start_soon(note, "change", config_store.change(lambda state, _: state))
         await wait_all_tasks_blocked()
 
         def disable(state, _):
-            return with_switched(state, A, disabled=True)
+            return with_override(state, A, disabled=True)
 
-        await note("at once", keeper.change(disable, at_once=True))
+        await note("at once", config_store.change(disable, at_once=True))
         await wait_all_tasks_blocked()
         assert done == ["at once"]
-        assert (urls(keeper), keeper.fleet.find(A).disabled) == ([A], True)
-        keeper.turn.release()
+        assert (urls(config_store), config_store.fleet.find(A).disabled) == ([A], True)
+        config_store.operation_lock.release()
     assert done == ["at once", "reload", "change"]
-    assert urls(keeper) == [B]
-    assert keeper.turn.locked() is False
+    assert urls(config_store) == [B]
+    assert config_store.operation_lock.locked() is False
 
 
-async def test_what_a_reload_did_is_still_told_after_the_watcher_has_read_again(file, keeper):
+async def test_what_a_reload_did_is_still_told_after_the_watcher_has_read_again(file, config_store):
     file.write_text("[health]\ninterval_secs = 7\n")
-    assert (await keeper.reload("http")).outcome == "applied"
-    told = keeper.last_reload
-    assert (await keeper.reload("file")).outcome == "unchanged"
-    assert keeper.last_reload == told
+    assert (await config_store.reload("http")).outcome == "applied"
+    told = config_store.last_reload
+    assert (await config_store.reload("file")).outcome == "unchanged"
+    assert config_store.last_reload == told
     file.write_text("[health]\ninterval_sec = 7\n")
-    assert (await keeper.reload("file")).outcome == "refused"
+    assert (await config_store.reload("file")).outcome == "refused"
     file.write_text("[health]\ninterval_secs = 7\n")
-    await keeper.reload("file")
-    assert keeper.last_reload["outcome"] == "unchanged"
-    assert "error" not in keeper.last_reload
+    await config_store.reload("file")
+    assert config_store.last_reload["outcome"] == "unchanged"
+    assert "error" not in config_store.last_reload
 
 
 def in_words():
     return "group 'g' at host:1, begun 3 s ago, step armed"
 
 
-async def test_while_it_is_frozen_all_but_the_set_of_workers_follows_the_file(file, keeper):
-    keeper.freeze.begin(in_words)
+async def test_while_it_is_frozen_all_but_the_set_of_workers_follows_the_file(file, config_store):
+    config_store.membership_lock.acquire(in_words)
     file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
-    told = await keeper.reload("file")
-    assert (told.outcome, urls(keeper)) == ("applied", [A])
-    assert keeper.config.health.interval_secs == 7
-    assert in_words() in keeper.last_reload["waits"]
+    told = await config_store.reload("file")
+    assert (told.outcome, urls(config_store)) == ("applied", [A])
+    assert config_store.config.health.interval_secs == 7
+    assert in_words() in config_store.last_reload["waits"]
     file.write_text(toml(B, more="[health]\ninterval_secs = 8\n"))
-    await keeper.reload("file")
-    assert (urls(keeper), keeper.config.health.interval_secs) == ([A], 8)
-    await keeper.thaw()
-    assert urls(keeper) == [B]
-    assert "waits" not in keeper.last_reload
+    await config_store.reload("file")
+    assert (urls(config_store), config_store.config.health.interval_secs) == ([A], 8)
+    await config_store.release_membership()
+    assert urls(config_store) == [B]
+    assert "waits" not in config_store.last_reload
 
 
-async def test_a_file_that_takes_its_change_back_has_nothing_that_waits(file, keeper):
-    keeper.freeze.begin(in_words)
+async def test_a_file_that_takes_its_change_back_has_nothing_that_waits(file, config_store):
+    config_store.membership_lock.acquire(in_words)
     file.write_text(toml(A, B))
-    await keeper.reload("file")
+    await config_store.reload("file")
     file.write_text(toml(A))
-    await keeper.reload("file")
-    assert "waits" not in keeper.last_reload
-    await keeper.thaw()
-    assert urls(keeper) == [A]
+    await config_store.reload("file")
+    assert "waits" not in config_store.last_reload
+    await config_store.release_membership()
+    assert urls(config_store) == [A]
 
 
 async def test_while_it_is_frozen_a_worker_may_be_switched_but_none_comes_or_goes(
-    keeper, nursery, autojump_clock
+    config_store, nursery, autojump_clock
 ):
-    keeper.freeze.begin(in_words)
-    await keeper.change(lambda state, _: with_switched(state, A, disabled=True))
-    assert keeper.fleet.find(A).disabled
+    config_store.membership_lock.acquire(in_words)
+    await config_store.change(lambda state, _: with_override(state, A, disabled=True))
+    assert config_store.fleet.find(A).disabled
     added = trio.Event()
 
     async def add():
-        await keeper.change(lambda state, _: with_added(state, entry("b", origin="api")))
+        await config_store.change(lambda state, _: with_added(state, entry("b", origin="api")))
         added.set()
 
     nursery.start_soon(add)
     await trio.sleep(100)
-    assert (added.is_set(), urls(keeper)) == (False, [A])
-    await keeper.thaw()
+    assert (added.is_set(), urls(config_store)) == (False, [A])
+    await config_store.release_membership()
     await added.wait()
-    assert urls(keeper) == [A, B]
+    assert urls(config_store) == [A, B]
 
 
-async def test_who_waits_too_long_for_the_thaw_is_told_for_whom(keeper, autojump_clock):
-    keeper.freeze.begin(in_words)
+async def test_who_waits_too_long_for_the_thaw_is_told_for_whom(config_store, autojump_clock):
+    config_store.membership_lock.acquire(in_words)
     with pytest.raises(HttpError) as refused:
-        await keeper.change(lambda state, config: with_deleted(state, config, A))
+        await config_store.change(lambda state, config: with_deleted(state, config, A))
     assert refused.value.status == 503
     assert in_words() in refused.value.message
     assert ("retry-after", "5") in refused.value.headers
-    assert trio.current_time() >= keeper.config.admin.lock_timeout_secs
-    assert urls(keeper) == [A]
+    assert trio.current_time() >= config_store.config.admin.lock_timeout_secs
+    assert urls(config_store) == [A]
 
 
-async def test_what_waits_for_a_turn_goes_on_when_the_turn_freezes_the_fleet(file, keeper, nursery):
-    await keeper.turn.acquire()
+async def test_what_waits_for_a_turn_goes_on_when_the_turn_freezes_the_fleet(
+    file, config_store, nursery
+):
+    await config_store.operation_lock.acquire()
     file.write_text(toml(A, more="[health]\ninterval_secs = 7\n"))
-    nursery.start_soon(keeper.reload, "file")
+    nursery.start_soon(config_store.reload, "file")
     await wait_all_tasks_blocked()
-    assert keeper.config.health.interval_secs == 10
-    keeper.freeze.begin(in_words)
+    assert config_store.config.health.interval_secs == 10
+    config_store.membership_lock.acquire(in_words)
     with trio.fail_after(30):
-        while keeper.config.health.interval_secs != 7:  # noqa: ASYNC110  # read in a thread
+        while config_store.config.health.interval_secs != 7:  # noqa: ASYNC110  # read in a thread
             await trio.sleep(0.01)
-    keeper.turn.release()
+    config_store.operation_lock.release()

@@ -6,7 +6,7 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.runtime_config import reloader as reloading
-from omni_proxy.runtime_config.reloader import Reloader, signature
+from omni_proxy.runtime_config.reloader import Reloader, file_signature
 
 
 class Keeper(SimpleNamespace):
@@ -21,7 +21,7 @@ class Keeper(SimpleNamespace):
 
 
 def keeper_of(file) -> Keeper:
-    read_as = signature(file) if file else None
+    read_as = file_signature(file) if file else None
     return Keeper(file=file, read_as=read_as, asked=[], gate=None, heard=trio.Event())
 
 
@@ -32,24 +32,24 @@ def file(tmp_path):
     return path
 
 
-async def until(keeper, holds):
+async def until(config_store, holds):
     with trio.fail_after(30):
-        while not holds(keeper.asked):
-            await keeper.heard.wait()
+        while not holds(config_store.asked):
+            await config_store.heard.wait()
 
 
 async def test_an_edit_is_read_once_it_has_settled(nursery, file):
-    keeper = keeper_of(file)
-    await nursery.start(Reloader(keeper).run)
+    config_store = keeper_of(file)
+    await nursery.start(Reloader(config_store).run)
     file.write_text("two")
-    await until(keeper, lambda asked: asked)
-    assert keeper.asked == [("file", "two")]
+    await until(config_store, lambda asked: asked)
+    assert config_store.asked == [("file", "two")]
     nursery.cancel_scope.cancel()
 
 
 async def test_a_file_that_keeps_changing_is_waited_for(file, monkeypatch):
     times = iter([(1, 1, 1), (2, 2, 1), (3, 0, 1), (4, 4, 1), (4, 4, 1)])
-    monkeypatch.setattr(reloading, "signature", lambda _: next(times))
+    monkeypatch.setattr(reloading, "file_signature", lambda _: next(times))
     naps = []
 
     async def nap(secs):
@@ -63,17 +63,17 @@ async def test_a_file_that_keeps_changing_is_waited_for(file, monkeypatch):
 
 
 async def test_an_edit_while_the_program_starts_is_read(nursery, file):
-    keeper = keeper_of(file)
+    config_store = keeper_of(file)
     file.write_text("meanwhile")
-    await nursery.start(Reloader(keeper).run)
-    await until(keeper, lambda asked: asked)
-    assert keeper.asked == [("file", "meanwhile")]
+    await nursery.start(Reloader(config_store).run)
+    await until(config_store, lambda asked: asked)
+    assert config_store.asked == [("file", "meanwhile")]
     nursery.cancel_scope.cancel()
 
 
 async def test_a_signal_in_the_middle_of_an_edit_waits_for_its_end(file, nursery, monkeypatch):
-    keeper = keeper_of(file)
-    reloader = Reloader(keeper)
+    config_store = keeper_of(file)
+    reloader = Reloader(config_store)
 
     async def idle(_):
         await trio.sleep_forever()
@@ -87,58 +87,58 @@ async def test_a_signal_in_the_middle_of_an_edit_waits_for_its_end(file, nursery
     await nursery.start(reloader.run)
     monkeypatch.setattr(reloading.trio, "sleep", edit_goes_on)
     file.write_text("")
-    reloader.poke("SIGHUP")
-    await until(keeper, lambda asked: asked)
-    assert keeper.asked == [("SIGHUP", "whole")]
+    reloader.request_reload("SIGHUP")
+    await until(config_store, lambda asked: asked)
+    assert config_store.asked == [("SIGHUP", "whole")]
     nursery.cancel_scope.cancel()
 
 
 async def test_what_happens_beside_the_file_asks_for_nothing(nursery, file):
-    keeper = keeper_of(file)
-    reloader = Reloader(keeper)
+    config_store = keeper_of(file)
+    reloader = Reloader(config_store)
     await nursery.start(reloader.run)
     (file.parent / "access.log").write_text("a line")
-    reloader.poke("SIGHUP")
-    await until(keeper, lambda asked: asked)
+    reloader.request_reload("SIGHUP")
+    await until(config_store, lambda asked: asked)
     file.write_text("two")
-    await until(keeper, lambda asked: len(asked) == 2)
-    assert [source for source, _ in keeper.asked] == ["SIGHUP", "file"]
+    await until(config_store, lambda asked: len(asked) == 2)
+    assert [source for source, _ in config_store.asked] == ["SIGHUP", "file"]
     nursery.cancel_scope.cancel()
 
 
 async def test_pokes_before_a_reload_begins_are_one(nursery, autojump_clock):
-    keeper = keeper_of(None)
-    keeper.gate = trio.Event()
-    reloader = Reloader(keeper)
+    config_store = keeper_of(None)
+    config_store.gate = trio.Event()
+    reloader = Reloader(config_store)
     await nursery.start(reloader.run)
-    reloader.poke("first")
+    reloader.request_reload("first")
     await trio.testing.wait_all_tasks_blocked()
     for _ in range(5):
-        reloader.poke("SIGHUP")
-    keeper.gate.set()
+        reloader.request_reload("SIGHUP")
+    config_store.gate.set()
     await trio.testing.wait_all_tasks_blocked()
-    assert [source for source, _ in keeper.asked] == ["first", "SIGHUP"]
+    assert [source for source, _ in config_store.asked] == ["first", "SIGHUP"]
     nursery.cancel_scope.cancel()
 
 
 async def test_a_restarted_reloader_goes_on(file):
-    keeper = keeper_of(file)
-    reloader = Reloader(keeper)
+    config_store = keeper_of(file)
+    reloader = Reloader(config_store)
     for text in ("two", "three"):
         async with trio.open_nursery() as nursery:
             await nursery.start(reloader.run)
             file.write_text(text)
-            await until(keeper, lambda asked: asked and asked[-1] == ("file", text))  # noqa: B023
+            await until(config_store, lambda asked: asked and asked[-1] == ("file", text))  # noqa: B023
             nursery.cancel_scope.cancel()
 
 
 def test_a_signature_follows_links_and_is_none_without_a_file(tmp_path):
     link = tmp_path / "link"
-    assert signature(link) is None
+    assert file_signature(link) is None
     for name in ("a", "b"):
         (tmp_path / name).write_text("same")
     link.symlink_to("a")
-    before = signature(link)
+    before = file_signature(link)
     link.unlink()
     link.symlink_to("b")
-    assert signature(link) != before
+    assert file_signature(link) != before

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from omni_proxy.config.flags import Startup
-from omni_proxy.config.overlay import with_deleted, with_leaving, with_switched
+from omni_proxy.config.overlay import with_deleted, with_override, with_pending_delete
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
@@ -13,23 +13,23 @@ A, B = "http://a:1", "http://b:1"
 class World:
     def __init__(self, file):
         self.fleet = Fleet()
-        self.keeper = ConfigStore(Startup(file, {}, (), ""), self.fleet)
-        self.drains = WorkerDrains(self.fleet, self.keeper)
-        self.keeper.start()
+        self.config_store = ConfigStore(Startup(file, {}, (), ""), self.fleet)
+        self.drains = WorkerDrains(self.fleet, self.config_store)
+        self.config_store.start()
         self.a = self.fleet.workers[0]
 
     async def switch(self, *, disabled, at_once=False):
         def edit(state, _):
-            return with_switched(state, A, disabled=disabled)
+            return with_override(state, A, disabled=disabled)
 
-        await self.keeper.change(edit, at_once=at_once)
+        await self.config_store.change(edit, at_once=at_once)
 
-    async def begin(self, secs=0.0, *, at_once=False, **more):
+    async def start(self, secs=0.0, *, at_once=False, **more):
         await self.switch(disabled=True, at_once=at_once)
-        return self.drains.begin(self.a, secs, **more)
+        return self.drains.start(self.a, secs, **more)
 
     def state(self):
-        told = self.drains.of(self.a)
+        told = self.drains.get_record(self.a)
         return told and told["state"]
 
 
@@ -43,15 +43,15 @@ async def world(tmp_path, nursery):
 
 
 async def test_a_worker_with_nothing_in_flight_is_drained_at_once(autojump_clock, world):
-    drain = await world.begin()
+    drain = await world.start()
     assert drain.over.is_set()
     assert world.state() == "drained"
 
 
 async def test_it_ends_when_the_last_request_has(autojump_clock, world):
     world.a.in_flight = 2
-    drain = await world.begin(60)
-    told = world.drains.of(world.a)
+    drain = await world.start(60)
+    told = world.drains.get_record(world.a)
     assert (told["state"], told["in_flight"], told["remove"]) == ("draining", 2, False)
     assert told["since"] < told["deadline"]
     world.a.in_flight = 1
@@ -65,7 +65,7 @@ async def test_it_ends_when_the_last_request_has(autojump_clock, world):
 
 async def test_its_deadline_ends_it_and_cuts_nothing(autojump_clock, world):
     world.a.in_flight = 1
-    drain = await world.begin(3)
+    drain = await world.start(3)
     began = trio.current_time()
     await drain.over.wait()
     assert trio.current_time() - began == pytest.approx(3, abs=0.2)
@@ -76,10 +76,10 @@ async def test_its_deadline_ends_it_and_cuts_nothing(autojump_clock, world):
 
 async def test_without_a_deadline_it_waits_as_long_as_it_takes(autojump_clock, world):
     world.a.in_flight = 1
-    drain = await world.begin(0)
+    drain = await world.start(0)
     await trio.sleep(20)
     assert not drain.over.is_set()
-    assert world.drains.of(world.a)["deadline"] is None
+    assert world.drains.get_record(world.a)["deadline"] is None
     assert world.drains.secs_left(world.a) is None
     world.a.in_flight = 0
     await drain.over.wait()
@@ -87,8 +87,8 @@ async def test_without_a_deadline_it_waits_as_long_as_it_takes(autojump_clock, w
 
 async def test_a_second_one_moves_the_deadline(autojump_clock, world):
     world.a.in_flight = 1
-    first = await world.begin(3)
-    assert world.drains.begin(world.a, 50) is first
+    first = await world.start(3)
+    assert world.drains.start(world.a, 50) is first
     await trio.sleep(10)
     assert world.state() == "draining"
     assert world.drains.secs_left(world.a) == pytest.approx(40, abs=0.2)
@@ -96,10 +96,10 @@ async def test_a_second_one_moves_the_deadline(autojump_clock, world):
 
 async def test_who_enables_the_worker_ends_it(autojump_clock, world):
     world.a.in_flight = 1
-    drain = await world.begin(60, remove=True)
+    drain = await world.start(60, remove=True)
     await world.switch(disabled=False)
     assert (drain.over.is_set(), drain.state) == (True, "cancelled")
-    assert world.drains.of(world.a) is None
+    assert world.drains.get_record(world.a) is None
     world.a.in_flight = 0
     await trio.sleep(60)
     assert world.fleet.find(A) is world.a
@@ -108,29 +108,29 @@ async def test_who_enables_the_worker_ends_it(autojump_clock, world):
 @pytest.mark.parametrize(("left", "in_time"), [(0, True), (1, False)])
 async def test_one_that_is_to_go_goes_when_it_is_over(autojump_clock, world, left, in_time):
     world.a.in_flight = 1
-    drain = await world.begin(5, remove=True)
+    drain = await world.start(5, remove=True)
     await trio.sleep(1)
     assert world.fleet.find(A) is world.a
     world.a.in_flight = left
     await drain.over.wait()
     assert world.fleet.find(A) is None
     assert (drain.state, drain.in_time) == ("removed", in_time)
-    assert world.drains.of(world.a) is None
+    assert world.drains.get_record(world.a) is None
 
 
 async def test_a_worker_that_somebody_removes_is_not_waited_for(autojump_clock, world):
     world.a.in_flight = 1
-    drain = await world.begin(60)
-    await world.keeper.change(lambda state, config: with_deleted(state, config, A))
+    drain = await world.start(60)
+    await world.config_store.change(lambda state, config: with_deleted(state, config, A))
     assert (drain.over.is_set(), drain.state) == (True, "removed")
 
 
 async def test_two_workers_drain_side_by_side(autojump_clock, world):
     b = world.fleet.find(B)
     world.a.in_flight = b.in_flight = 1
-    slow = await world.begin(0)
-    await world.keeper.change(lambda state, _: with_switched(state, B, disabled=True))
-    fast = world.drains.begin(b, 2)
+    slow = await world.start(0)
+    await world.config_store.change(lambda state, _: with_override(state, B, disabled=True))
+    fast = world.drains.start(b, 2)
     await fast.over.wait()
     assert not slow.over.is_set()
 
@@ -139,10 +139,10 @@ async def test_a_removal_that_waits_for_an_operation_on_the_workers_holds_up_no_
     autojump_clock, world
 ):
     b = world.fleet.find(B)
-    async with world.keeper.turn:
-        goes = await world.begin(60, remove=True, at_once=True)
+    async with world.config_store.operation_lock:
+        goes = await world.start(60, remove=True, at_once=True)
         b.in_flight = 1
-        stays = world.drains.begin(b, 5)
+        stays = world.drains.start(b, 5)
         with trio.fail_after(10):
             await stays.over.wait()
         assert (stays.state, goes.state) == ("overdue", "draining")
@@ -153,15 +153,15 @@ async def test_a_removal_that_waits_for_an_operation_on_the_workers_holds_up_no_
 
 async def restarted(world, nursery):
     """The program as it starts anew; what it kept on the disk is all that it knows."""
-    again = World(world.keeper.file)
+    again = World(world.config_store.file)
     again.a.in_flight = 0
     await nursery.start(again.drains.run)
     return again
 
 
 async def ask_for_removal(world):
-    await world.keeper.change(lambda state, _: with_leaving(state, A))
-    return world.drains.begin(world.a, 0, remove=True)
+    await world.config_store.change(lambda state, _: with_pending_delete(state, A))
+    return world.drains.start(world.a, 0, remove=True)
 
 
 async def test_a_removal_that_a_restart_cut_short_is_finished_after_it(
@@ -173,7 +173,7 @@ async def test_a_removal_that_a_restart_cut_short_is_finished_after_it(
     with trio.fail_after(10):
         while again.fleet.find(A) is not None:  # noqa: ASYNC110
             await trio.sleep(0.01)
-    assert again.keeper.state.leaving == ()
+    assert again.config_store.state.leaving == ()
     assert again.fleet.find(B) is not None
 
 
@@ -184,14 +184,14 @@ async def test_who_was_enabled_again_before_the_restart_stays(autojump_clock, wo
     again = await restarted(world, nursery)
     await trio.sleep(5)
     assert again.fleet.find(A) is again.a
-    assert (again.a.disabled, again.drains.of(again.a)) == (False, None)
+    assert (again.a.disabled, again.drains.get_record(again.a)) == (False, None)
 
 
 async def test_a_drain_without_removal_leaves_its_worker_disabled_after_a_restart(
     autojump_clock, world, nursery
 ):
     world.a.in_flight = 1
-    await world.begin(0)
+    await world.start(0)
     again = await restarted(world, nursery)
     await trio.sleep(5)
     assert again.fleet.find(A) is again.a

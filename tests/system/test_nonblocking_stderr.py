@@ -8,7 +8,7 @@ import tty
 import pytest
 
 from omni_proxy.system import nonblocking_stderr
-from omni_proxy.system.nonblocking_stderr import StallingWriter
+from omni_proxy.system.nonblocking_stderr import NonBlockingHandler
 
 PIPE_BYTES = 4096
 
@@ -35,14 +35,14 @@ def read_until(reader, last):
 def test_what_can_leave_leaves_in_the_callers_turn(small_pipe):
     reader, stream = small_pipe
     threads = threading.active_count()
-    say(StallingWriter(stream), "now")
+    say(NonBlockingHandler(stream), "now")
     assert threading.active_count() <= threads
     assert reader.read(100) == b"now\n"
 
 
 def test_nobody_waits_for_a_reader_that_stalls_and_no_line_is_lost_or_out_of_order(small_pipe):
     reader, stream = small_pipe
-    writer = StallingWriter(stream)
+    writer = NonBlockingHandler(stream)
     said = [f"line {number:04}" for number in range(2000)]
     for line in said:
         say(writer, line)
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_reader_that_stalls_and_no_line_is_lost_or_out_of_ord
 
 def test_a_line_that_no_pipe_takes_at_once_goes_whole(small_pipe):
     reader, stream = small_pipe
-    writer = StallingWriter(stream)
+    writer = NonBlockingHandler(stream)
     long = "x" * (3 * PIPE_BYTES)
     say(writer, long)
     say(writer, "behind it")
@@ -66,7 +66,7 @@ def test_a_line_that_no_pipe_takes_at_once_goes_whole(small_pipe):
 def test_past_the_bound_lines_are_lost_which_is_told(small_pipe, monkeypatch):
     monkeypatch.setattr(nonblocking_stderr, "QUEUE_BYTES", 6000)
     reader, stream = small_pipe
-    writer = StallingWriter(stream)
+    writer = NonBlockingHandler(stream)
     for number in range(2000):
         say(writer, f"line {number:04}")
     got = []
@@ -86,7 +86,7 @@ def test_a_terminal_that_nobody_reads_holds_up_nobody():
     try:
         tty.setraw(following)
         with os.fdopen(following, "w", closefd=False) as stream:
-            writer = StallingWriter(stream)
+            writer = NonBlockingHandler(stream)
             for number in range(20_000):  # far more than a terminal holds
                 say(writer, f"line {number:06}")
             assert writer._carrier is not None
@@ -101,13 +101,13 @@ def test_a_terminal_that_nobody_reads_holds_up_nobody():
 
 def test_a_full_disk_and_a_reader_that_is_gone_cost_lines_only(small_pipe):
     with open("/dev/full", "w") as full:
-        writer = StallingWriter(full)
+        writer = NonBlockingHandler(full)
         say(writer, "short")
         say(writer, "long" * 2000)
         writer.close()
     reader, stream = small_pipe
     reader.close()
-    writer = StallingWriter(stream)
+    writer = NonBlockingHandler(stream)
     say(writer, "short")
     say(writer, "long" * 2000)
     writer.close()
@@ -117,7 +117,7 @@ def test_a_full_disk_and_a_reader_that_is_gone_cost_lines_only(small_pipe):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside a thread is meant
 def test_a_forked_child_says_none_of_its_parents_lines(small_pipe):
     reader, stream = small_pipe
-    writer = StallingWriter(stream)
+    writer = NonBlockingHandler(stream)
     for number in range(1000):
         say(writer, f"line {number:04}")
     child = os.fork()

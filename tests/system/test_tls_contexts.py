@@ -68,13 +68,13 @@ tls_ca = '{FILES}/server-key.pem'
 """
     )
     with pytest.raises(ConfigError) as caught:
-        tls_contexts.judge_files(config, "proxy.toml")
+        tls_contexts.check_tls_files(config, "proxy.toml")
     told = str(caught.value).splitlines()
     assert [line.split(": ")[1] for line in told] == [
         "server.tls_cert", "server.tls_key", "server.tls_worker_ca", "workers[0].tls_ca",
     ]  # fmt: skip
     assert all(line.startswith("proxy.toml: ") for line in told)
-    tls_contexts.judge_files(parse(""), "proxy.toml")
+    tls_contexts.check_tls_files(parse(""), "proxy.toml")
 
 
 @pytest.fixture
@@ -125,4 +125,4 @@ def test_without_verification_nobody_is_asked_who_he_is():
     ],
 )
 def test_a_reason_is_told_without_numbers(error, words):
-    assert tls_contexts.reason_of(error) == words
+    assert tls_contexts.tls_error_text(error) == words

@@ -2,7 +2,7 @@ import tracemalloc
 
 import pytest
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.telemetry.metrics import OTHER, Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.fleet.entries import NOW, entry, fleet_of, heal
@@ -138,7 +138,7 @@ def test_a_model_that_a_worker_names_keeps_its_name_wherever_it_went(fleet, mete
 
 
 def without(fleet, *names):
-    wanted: list[Desired] = [entry(name) for name in names]
+    wanted: list[WorkerSpec] = [entry(name) for name in names]
     fleet.apply(wanted, NOW)
 
 

@@ -3,17 +3,16 @@ from datetime import UTC, datetime
 import httpx
 import trio
 
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http import broadcast as broadcasts
-from omni_proxy.upstream_http.broadcast import broadcast
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http import client as broadcasts
+from omni_proxy.upstream_http.client import Call, broadcast
 
 
 def workers(count):
     return [
         Worker(
-            Desired(f"http://127.0.0.1:{8000 + i}", None, frozenset(), False, 1, 0, "api"),
+            WorkerSpec(f"http://127.0.0.1:{8000 + i}", None, frozenset(), False, 1, 0, "api"),
             datetime.now(UTC),
         )
         for i in range(count)
@@ -47,7 +46,7 @@ async def test_outcomes_keep_the_order_of_the_workers_whatever_comes_first(
     asked = workers(4)
     outcomes = await broadcast(asked, Call("GET", "/x", timeout_secs=60))
     assert [outcome.worker for outcome in outcomes] == asked
-    assert [outcome.parsed() for outcome in outcomes] == [{"port": 8000 + i} for i in range(4)]
+    assert [outcome.json() for outcome in outcomes] == [{"port": 8000 + i} for i in range(4)]
     assert [round(outcome.secs) for outcome in outcomes] == [10, 9, 8, 7]
 
 
@@ -61,7 +60,7 @@ async def test_each_worker_has_the_whole_timeout_and_all_run_at_once(monkeypatch
     began = trio.current_time()
     first, second = await broadcast(workers(2), Call("GET", "/x", timeout_secs=7))
     assert first.ok
-    assert (second.status, second.why) == (None, "ReadTimeout")
+    assert (second.status, second.failure) == (None, "ReadTimeout")
     assert trio.current_time() - began == 7
 
 
@@ -78,7 +77,7 @@ async def test_a_body_goes_out_and_too_long_an_answer_is_no_success(monkeypatch)
     )
     assert seen == [("POST", b"/p?q=1", b"body")]
     assert not outcome.ok
-    assert outcome.why == "answer of more than 99 bytes"
+    assert outcome.failure == "answer of more than 99 bytes"
 
 
 async def test_more_workers_than_connections_are_all_asked(monkeypatch):
@@ -95,4 +94,4 @@ async def test_more_workers_than_connections_are_all_asked(monkeypatch):
     through(monkeypatch, answer)
     outcomes = await broadcast(workers(300), Call("GET", "/x"))
     assert all(outcome.ok for outcome in outcomes)
-    assert 1 < most <= broadcasts.AT_ONCE
+    assert 1 < most <= broadcasts.MAX_PARALLEL_CALLS

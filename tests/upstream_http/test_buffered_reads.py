@@ -3,7 +3,7 @@ import pytest
 import trio
 
 from omni_proxy.upstream_http.buffered_reads import READ_BYTES, BufferedTransport
-from omni_proxy.upstream_http.client import _LIMITS, _unused
+from omni_proxy.upstream_http.client import _LIMITS, _plain_context
 
 TINY = b"1\r\nx\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -32,7 +32,9 @@ async def test_a_flood_of_heads_or_chunks_leaves_the_loop_a_turn_after_each_smal
     nursery.start_soon(trio.serve_listeners, answer, [listener])
     nursery.start_soon(count)
     port = listener.socket.getsockname()[1]
-    async with httpx.AsyncClient(transport=BufferedTransport(_unused(), _LIMITS, None)) as client:
+    async with httpx.AsyncClient(
+        transport=BufferedTransport(_plain_context(), _LIMITS, None)
+    ) as client:
         before = turns
         answered = await client.get(f"http://127.0.0.1:{port}/")
     assert answered.status_code == 200

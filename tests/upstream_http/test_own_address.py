@@ -5,7 +5,11 @@ import pytest
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import AdminConfig, Config, ServerConfig, WorkerEntry
 from omni_proxy.upstream_http import own_address
-from omni_proxy.upstream_http.own_address import bound, is_own, judge_workers
+from omni_proxy.upstream_http.own_address import (
+    is_own_address,
+    parse_listeners,
+    reject_own_addresses,
+)
 
 PORT = 30000
 
@@ -41,19 +45,19 @@ def interface_address():
     ],
 )
 def test_what_a_connection_would_reach(ip, listener, own):
-    assert is_own((ip, PORT), [(listener, PORT)]) is own
-    assert not is_own((ip, PORT + 1), [(listener, PORT)])
+    assert is_own_address((ip, PORT), [(listener, PORT)]) is own
+    assert not is_own_address((ip, PORT + 1), [(listener, PORT)])
 
 
 @pytest.mark.skipif(interface_address() is None, reason="no network interface")
 def test_an_own_interface_is_reached_by_its_address():
-    assert is_own((interface_address(), PORT), [("0.0.0.0", PORT)])
-    assert not is_own((interface_address(), PORT), [("127.0.0.1", PORT)])
+    assert is_own_address((interface_address(), PORT), [("0.0.0.0", PORT)])
+    assert not is_own_address((interface_address(), PORT), [("127.0.0.1", PORT)])
 
 
 def test_listeners_as_they_are_shown():
     shown = ["127.0.0.1:1", "[::]:2", "unix:/run/x.sock", "http://127.0.0.1:3"]
-    assert bound(shown) == [("127.0.0.1", 1), ("::", 2), ("127.0.0.1", 3)]
+    assert parse_listeners(shown) == [("127.0.0.1", 1), ("::", 2), ("127.0.0.1", 3)]
 
 
 def config(*urls, host="127.0.0.1", listen=""):
@@ -77,7 +81,9 @@ def config(*urls, host="127.0.0.1", listen=""):
 )
 def test_a_worker_that_is_the_proxy_is_refused(url, host, listen):
     with pytest.raises(ConfigError) as refused:
-        judge_workers(config("http://10.0.0.9:30000", url, host=host, listen=listen), (), "f.toml")
+        reject_own_addresses(
+            config("http://10.0.0.9:30000", url, host=host, listen=listen), (), "f.toml"
+        )
     (problem,) = refused.value.problems
     assert (problem.path, problem.file) == ("workers[1].url", "f.toml")
     assert "this proxy itself" in problem.reason
@@ -85,7 +91,7 @@ def test_a_worker_that_is_the_proxy_is_refused(url, host, listen):
 
 def test_one_of_the_command_line_is_refused_by_its_flag():
     with pytest.raises(ConfigError, match="command line: --worker-urls"):
-        judge_workers(config(), ("http://127.0.0.1:30000",), "")
+        reject_own_addresses(config(), ("http://127.0.0.1:30000",), "")
 
 
 def test_others_are_let_pass_and_not_looked_up(monkeypatch):
@@ -93,8 +99,8 @@ def test_others_are_let_pass_and_not_looked_up(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(own_address.socket, "getaddrinfo", never)
-    judge_workers(config("http://a.test:1", "unix:/run/w", "http://10.0.0.9:30000"), (), "")
-    judge_workers(
+    reject_own_addresses(config("http://a.test:1", "unix:/run/w", "http://10.0.0.9:30000"), (), "")
+    reject_own_addresses(
         Config(server=ServerConfig(port=0), workers=config("http://a.test").workers), (), ""
     )
 
@@ -103,6 +109,6 @@ def test_a_name_that_takes_its_time_holds_nobody_up(monkeypatch):
     silent = socket.socketpair()
     monkeypatch.setattr(own_address.socket, "getaddrinfo", lambda *_, **__: silent[0].recv(1))
     monkeypatch.setattr(own_address, "RESOLVE_SECS", 0.05)
-    judge_workers(config("http://a.test:30000"), (), "")
+    reject_own_addresses(config("http://a.test:30000"), (), "")
     silent[1].close()
     silent[0].close()

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.upstream_http import broadcast
+from omni_proxy.upstream_http import client
 from omni_proxy.weight_sync.session import watchdog
 from tests.admin_api.house import A, B
 from tests.process_group.pooling import pool
@@ -29,7 +29,7 @@ def folder(tmp_path):
 @pytest.fixture
 async def house(engines, folder, nursery):
     """Two healthy workers and a running desk."""
-    assert broadcast.open_client.__name__ == "open_client"
+    assert client.open_client.__name__ == "open_client"
     made = house_with(folder)
     await nursery.start(made.desk.run)
     return made

@@ -15,10 +15,9 @@ from datetime import UTC, datetime
 from statistics import median, quantiles
 from time import perf_counter
 
-from omni_proxy.config.capabilities import CAPABILITIES
-from omni_proxy.config.overlay import Desired
+from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import CAPABILITIES, RoutingConfig
 from omni_proxy.config.schema import CacheAwareConfig as Rules
-from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.payload import payload_of
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -98,7 +97,8 @@ def report_picks(tree: PrefixTree[str]) -> None:
 def fleet() -> list[Worker]:
     able = frozenset(CAPABILITIES)
     return [
-        Worker(Desired(url, None, able, False, 1, 0, "api"), datetime.now(UTC)) for url in WORKERS
+        Worker(WorkerSpec(url, None, able, False, 1, 0, "api"), datetime.now(UTC))
+        for url in WORKERS
     ]
 
 

@@ -41,13 +41,13 @@ def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
 class KeyCheck:
     """Compares what a request presents with the key that is configured now."""
 
-    def __init__(self, keeper: ConfigStore) -> None:
-        self._keeper = keeper
+    def __init__(self, config_store: ConfigStore) -> None:
+        self._config_store = config_store
 
     @property
     def key(self) -> str:
         """The configured key; "" is none, and everything is open."""
-        return self._keeper.config.admin.api_key
+        return self._config_store.config.admin.api_key
 
     def presented(self) -> bool:
         """Whether the present request may see what only key holders see."""
@@ -59,17 +59,17 @@ class KeyCheck:
         return not self.key or self._trusted_place()
 
     def _caller(self) -> Caller:
-        return Caller(request, self._keeper.config)
+        return Caller(request, self._config_store.config)
 
     def _trusted_place(self) -> bool:
         """Whether it came by a listener that asks for no key."""
-        admin = self._keeper.config.admin
+        admin = self._config_store.config.admin
         return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
         """Raises HttpError 401 where a due key is missing or malformed, 403 where it is wrong, where
         the route answers on the other listener alone, and what `browsers` raises."""
-        admin = self._keeper.config.admin
+        admin = self._config_store.config.admin
         unknown = request.routing_exception is not None
         if unknown:
             _tell_model_traffic(request)

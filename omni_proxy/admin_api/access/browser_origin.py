@@ -16,7 +16,7 @@ from typing import Final
 from quart import Request
 
 from omni_proxy.config.schema import Config
-from omni_proxy.origins import NO_ORIGIN, Origin, host_name, is_own_name, split_origin
+from omni_proxy.origins import NO_ORIGIN, Origin, hostname_of, is_local_name, parse_origin
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.received import FIELD, ReceivedVia, read_received
 
@@ -74,7 +74,7 @@ class Caller:
         if not self.known_host() and not self._open_to_any_host():
             raise _forbidden(
                 f"without an admin key control routes answer only for a Host that is an address, "
-                f"localhost or listed: add {host_name(self._received.host)!r} to [admin] "
+                f"localhost or listed: add {hostname_of(self._received.host)!r} to [admin] "
                 f"allowed_hosts, or set [admin] api_key",
                 "host_not_allowed",
             )
@@ -90,8 +90,8 @@ class Caller:
         return all(map(self._is_known, hosts))
 
     def _is_known(self, host: str) -> bool:
-        name = host_name(host)  # one that names no host comes from no browser
-        return not name or is_own_name(name) or name in self.config.admin.allowed_hosts
+        name = hostname_of(host)  # one that names no host comes from no browser
+        return not name or is_local_name(name) or name in self.config.admin.allowed_hosts
 
     def _open_to_any_host(self) -> bool:
         if self._rule == "/metrics":
@@ -109,7 +109,7 @@ class Caller:
         received = self._received
         scheme = next(iter(self._forwarded("Proto")), received.scheme).lower()
         host = next(iter(self._forwarded("Host")), received.host)
-        return split_origin(f"{scheme}://{host}")
+        return parse_origin(f"{scheme}://{host}")
 
     def _refuse_page(self) -> None:
         if self._is_foreign():
@@ -137,7 +137,7 @@ class Caller:
         # Browsers that send no Origin with a form's POST say at least where they were.
         origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
         own = self._own_origin()
-        return any(split_origin(each) != own or own == NO_ORIGIN for each in origins)
+        return any(parse_origin(each) != own or own == NO_ORIGIN for each in origins)
 
     def _shows_browser(self) -> bool:
         return any(self._signs())

@@ -19,8 +19,8 @@ METHODS = ("GET", "HEAD")
 class OpenReads:
     """Added to an app once, before its routes are asked."""
 
-    def __init__(self, keeper: ConfigStore) -> None:
-        self._keeper = keeper
+    def __init__(self, config_store: ConfigStore) -> None:
+        self._config_store = config_store
 
     def mount(self, app: Quart) -> None:
         app.before_request(self._preflight)
@@ -28,7 +28,7 @@ class OpenReads:
 
     def _cors(self) -> Cors | None:
         """None for what is not open to everybody."""
-        config, rule = self._keeper.config, request.url_rule
+        config, rule = self._config_store.config, request.url_rule
         if rule is None or rule.rule not in READING or needs_key("GET", request.path, config.admin):
             return None
         server = config.server

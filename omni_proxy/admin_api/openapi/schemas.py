@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from omni_proxy.admin_api.worker_requests import SMG_PATCH, SMG_PREFIXES, SMG_SPEC
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.health import Health
 
 Schema = dict[str, object]

@@ -11,24 +11,24 @@ from omni_proxy.wire.errors import HttpError
 
 
 class ConfigRoutes:
-    def __init__(self, keeper: ConfigStore) -> None:
-        self._keeper = keeper
+    def __init__(self, config_store: ConfigStore) -> None:
+        self._config_store = config_store
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/config", "config", self.show)
         app.add_url_rule("/reload", "reload", self.reload, methods=["POST"])
 
     async def show(self) -> Response:
-        keeper = self._keeper
+        config_store = self._config_store
         told = {
-            "revision": keeper.revision,
-            "config": redacted(keeper.config),
-            "last_reload": keeper.last_reload,
+            "revision": config_store.revision,
+            "config": redacted(config_store.config),
+            "last_reload": config_store.last_reload,
         }
-        return reply(told, headers=etag(keeper.revision))
+        return reply(told, headers=etag(config_store.revision))
 
     async def reload(self) -> Response:
-        reloaded = await self._keeper.reload("http", if_match())
+        reloaded = await self._config_store.reload("http", if_match())
         refuse_mismatch(reloaded)
         if reloaded.error is not None:
             raise HttpError(

@@ -13,7 +13,7 @@ from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.responses import bad, etag, json_object, reply
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
-from omni_proxy.config.overlay import SavedState, with_leaving, with_switched
+from omni_proxy.config.overlay import SavedState, with_override, with_pending_delete
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.worker_drain import DRAINED, RUNS, WorkerDrain
@@ -41,7 +41,7 @@ class DrainRoutes:
         drain = await self._begin(worker, secs, remove=False)
         told = {"status": RUNS if drain.state == RUNS else DRAINED}
         record = self._records.one(worker)
-        headers = {"Location": f"/workers/{worker.id}", **etag(self._rooms.keeper.revision)}
+        headers = {"Location": f"/workers/{worker.id}", **etag(self._rooms.config_store.revision)}
         return reply({**told, "worker": record}, 202 if drain.state == RUNS else 200, headers)
 
     async def remove(self, worker: Worker) -> bool:
@@ -63,16 +63,16 @@ class DrainRoutes:
         def edit(state: SavedState, _: Config) -> SavedState:
             self._changes.find(worker.url)
             if remove:
-                return with_leaving(state, worker.url)
-            return with_switched(state, worker.url, disabled=True)
+                return with_pending_delete(state, worker.url)
+            return with_override(state, worker.url, disabled=True)
 
         await self._changes.change(edit, at_once=True)
-        return self._rooms.drains.begin(worker, secs, remove=remove)
+        return self._rooms.drains.start(worker, secs, remove=remove)
 
     def _secs(self, given: object) -> float:
         """Raises HttpError 400."""
         if given is None:
-            return self._rooms.keeper.config.server.drain_timeout_secs
+            return self._rooms.config_store.config.server.drain_timeout_secs
         try:
             secs = float(given) if isinstance(given, str | int | float) else -1.0
         except (ValueError, OverflowError):

@@ -19,8 +19,14 @@ from omni_proxy.admin_api.serializers.server_info import merge_server_info
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import AT_ONCE, CallResult, ask, broadcast
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import (
+    MAX_PARALLEL_CALLS,
+    ROUTE_ABSENT,
+    Call,
+    CallResult,
+    broadcast,
+    call_worker,
+)
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.wire.errors import HttpError
 
@@ -52,7 +58,7 @@ class EngineRoutes:
             found = await generate_token(worker, _credentials(), GENERATE_SECS)
             if found.ok:
                 return reply({"status": "ok", "worker": worker.url})
-            reasons[worker.url] = found.why
+            reasons[worker.url] = found.failure
         message = "no worker generated: " + ", ".join(f"{u}: {why}" for u, why in reasons.items())
         raise HttpError(503, message, "generation_failed")
 
@@ -61,14 +67,14 @@ class EngineRoutes:
         reasons = {}
         for worker in self._routable():
             found = await self._first_of(worker, ("/get_model_info", "/model_info"))
-            told = found.parsed() if found.ok else None
+            told = found.json() if found.ok else None
             if isinstance(told, dict):  # written anew: a number that is none is spelled as null
                 return reply(told)
-            reasons[worker.url] = "no JSON object" if found.ok else found.why
+            reasons[worker.url] = "no JSON object" if found.ok else found.failure
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
-        mode = self._rooms.keeper.config.weight_sync.mode
+        mode = self._rooms.config_store.config.weight_sync.mode
         # A trainer's group has the ranks of everybody who lives, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
         found = await broadcast(workers, self._get("/server_info"))
@@ -78,7 +84,7 @@ class EngineRoutes:
         holding = self._rooms.desk.holding
         merged = await merge_server_info(found, holding.shelf.has_path)
         if merged is None:
-            raise _nothing("server_info", {o.worker.url: o.why for o in found})
+            raise _nothing("server_info", {o.worker.url: o.failure for o in found})
         merged["tp_size"] = holding.ranks_behind(merged["tp_size"])
         return reply(merged)
 
@@ -105,7 +111,7 @@ class EngineRoutes:
             "total_grpc_workers": 0,
             "total_zmq_workers_skipped": 0,
             "total_workers": len(self._rooms.fleet.workers),
-            "failed": {o.worker.url: o.why for o in found if not o.ok},
+            "failed": {o.worker.url: o.failure for o in found if not o.ok},
         }
         return reply(answer, 200 if all_did else 502)
 
@@ -118,7 +124,7 @@ class EngineRoutes:
             async with room:
                 found[worker] = await flush_cache(worker, headers, self._secs)
 
-        room = trio.CapacityLimiter(AT_ONCE)
+        room = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
         async with trio.open_nursery() as nursery:
             for worker in workers:
                 nursery.start_soon(one, worker)
@@ -133,7 +139,7 @@ class EngineRoutes:
     @property
     def _secs(self) -> float:
         """An engine may take seconds over its first answer, long after its probes are quick."""
-        return max(INFO_SECS, self._rooms.keeper.config.health.timeout_secs)
+        return max(INFO_SECS, self._rooms.config_store.config.health.timeout_secs)
 
     def _routable(self) -> list[Worker]:
         """Raises HttpError 503 when there is none."""
@@ -153,7 +159,7 @@ class EngineRoutes:
         found = None
         for target in targets:
             call = Call("GET", target, timeout_secs=self._secs, headers=_credentials())
-            found = await ask(worker, call)
+            found = await call_worker(worker, call)
             if found.status not in ROUTE_ABSENT:
                 break
         assert found is not None

@@ -76,7 +76,7 @@ class PoolRoutes:
 
     async def status(self) -> Response:
         rooms = self._rooms
-        keeper = rooms.keeper
+        config_store = rooms.config_store
         reason = unready(rooms)
         return reply(
             {
@@ -85,11 +85,11 @@ class PoolRoutes:
                 "started_at": rooms.started_at.isoformat(),
                 "uptime_secs": round(time.monotonic() - rooms.started, 3),
                 "listeners": rooms.door.addresses(),
-                "revision": keeper.revision,
-                "config_file": str(keeper.file) if keeper.file else None,
-                "state_file": str(keeper.state_file) if keeper.state_file else None,
-                "state_error": keeper.state_error or None,
-                "last_reload": keeper.last_reload,
+                "revision": config_store.revision,
+                "config_file": str(config_store.file) if config_store.file else None,
+                "state_file": str(config_store.state_file) if config_store.state_file else None,
+                "state_error": config_store.state_error or None,
+                "last_reload": config_store.last_reload,
                 "ready": not reason,
                 "reason": reason or None,
                 "paused": {u: pause.told() for u, pause in rooms.desk.book.pauses().items()},

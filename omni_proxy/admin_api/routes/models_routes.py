@@ -14,8 +14,7 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import reply
 from omni_proxy.admin_api.services import Services
-from omni_proxy.upstream_http.broadcast import CallResult, broadcast
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
 
@@ -74,7 +73,7 @@ class ModelRoutes:
             "GET",
             _target(request.query_string),
             headers=passed_on(request.headers),
-            timeout_secs=max(LIST_SECS, self._rooms.keeper.config.health.timeout_secs),
+            timeout_secs=max(LIST_SECS, self._rooms.config_store.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )
         return await merge(await broadcast(workers, call))

@@ -17,12 +17,11 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.fleet_changes import FleetChanges, api_entry, judged_url
 from omni_proxy.admin_api.responses import bad, reply, text
 from omni_proxy.admin_api.services import Services
-from omni_proxy.config.overlay import Desired, with_defaults
+from omni_proxy.config.overlay import WorkerSpec, with_defaults
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.upstream_http.resolver import RefusedAddress, resolve
 from omni_proxy.wire.errors import HttpError
 
@@ -99,7 +98,7 @@ class ScalingRoutes:
     async def urls(self) -> Response:
         return reply({"urls": [worker.url for worker in self._rooms.fleet.workers]})
 
-    async def _until_healthy(self, entry: Desired, wait_secs: float) -> None:
+    async def _until_healthy(self, entry: WorkerSpec, wait_secs: float) -> None:
         """Raises HttpError 400 with the last reason when it stays ill for so long."""
         why = "it has not answered"
         with trio.move_on_after(wait_secs):
@@ -115,10 +114,10 @@ class ScalingRoutes:
             "worker_not_healthy",
         )
 
-    async def _illness(self, entry: Desired) -> str:
+    async def _illness(self, entry: WorkerSpec) -> str:
         """Why the worker is not healthy now, "" when it is."""
-        health = self._rooms.keeper.config.health
-        worker = Worker(with_defaults(entry, self._rooms.keeper.config), datetime.now(UTC))
+        health = self._rooms.config_store.config.health
+        worker = Worker(with_defaults(entry, self._rooms.config_store.config), datetime.now(UTC))
         place = dial_address(entry.url)
         try:
             if not isinstance(place, str):
@@ -128,10 +127,10 @@ class ScalingRoutes:
         except OSError as error:
             return str(error)
         target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")
-        outcome = await ask(worker, Call("GET", target, timeout_secs=health.timeout_secs))
+        outcome = await call_worker(worker, Call("GET", target, timeout_secs=health.timeout_secs))
         if outcome.ok:
             return ""
-        return f"{outcome.why}: {outcome.detail}" if outcome.detail else outcome.why
+        return f"{outcome.failure}: {outcome.detail}" if outcome.detail else outcome.failure
 
 
 def _known_already() -> HttpError:

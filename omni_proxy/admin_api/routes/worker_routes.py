@@ -26,7 +26,7 @@ from omni_proxy.admin_api.routes.drain_routes import DrainRoutes, asked_to_drain
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerBody, judge_add, judge_patch, judge_switch
-from omni_proxy.config.overlay import Desired, SavedState, with_switched
+from omni_proxy.config.overlay import SavedState, WorkerSpec, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.errors import HttpError
@@ -122,7 +122,7 @@ class WorkerRoutes:
             told["process"] = "stops"
         if self._is_async():
             return self._accepted(worker, "worker removed")
-        return reply(told, headers=etag(self._rooms.keeper.revision))
+        return reply(told, headers=etag(self._rooms.config_store.revision))
 
     def _is_async(self) -> bool:
         """Whether the client wants its answer before the change is done: where it says nothing,
@@ -135,12 +135,12 @@ class WorkerRoutes:
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
         def edit(state: SavedState, _: Config) -> SavedState:
             self._changes.find(worker.url)
-            return with_switched(state, worker.url, **switches) if switches else state
+            return with_override(state, worker.url, **switches) if switches else state
 
         return edit
 
     def _done(self, worker: Worker) -> Response:
-        headers = etag(self._rooms.keeper.revision)
+        headers = etag(self._rooms.config_store.revision)
         told = {"status": "ok", **_naming(worker), "worker": self._records.one(worker)}
         return reply(told, headers=headers)
 
@@ -153,7 +153,7 @@ class WorkerRoutes:
         }
         if ignored:
             answer["ignored"] = ignored
-        headers = {"Location": _location(worker), **etag(self._rooms.keeper.revision)}
+        headers = {"Location": _location(worker), **etag(self._rooms.config_store.revision)}
         return reply(answer, 202, headers)
 
 
@@ -186,7 +186,7 @@ def _wishes() -> set[str]:
     return {wish.partition("=")[0].strip() for wish in named}
 
 
-def _entry(url: str, judged: WorkerBody) -> Desired:
+def _entry(url: str, judged: WorkerBody) -> WorkerSpec:
     named = judged.switches.get("capabilities")
     capabilities = frozenset(named) if isinstance(named, tuple) else None
     return api_entry(url, str(judged.switches.get("model", "")), capabilities)

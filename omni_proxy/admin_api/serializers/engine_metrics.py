@@ -20,7 +20,7 @@ from prometheus_client.parser import text_fd_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from omni_proxy.upstream_http.broadcast import CallResult
+from omni_proxy.upstream_http.client import CallResult
 
 UP: Final = "omni_proxy_engine_metrics_up"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

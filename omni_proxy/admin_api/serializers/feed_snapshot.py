@@ -48,7 +48,7 @@ class Snapshots:
         return self._made
 
     def _now(self) -> dict[str, object]:
-        rooms, keeper = self._rooms, self._rooms.keeper
+        rooms, config_store = self._rooms, self._rooms.config_store
         door, instruments = rooms.door, rooms.instruments
         leaving = door.draining or rooms.leaving()
         reason = unready(rooms)
@@ -63,12 +63,12 @@ class Snapshots:
             "pid": os.getpid(),
             "started_at": rooms.started_at.isoformat(),
             "uptime_secs": round(time.monotonic() - rooms.started, 3),
-            "revision": keeper.revision,
+            "revision": config_store.revision,
             "ready": not reason,
             "reason": reason or None,
             "leaving": leaving,
-            "metrics": keeper.config.server.metrics,
-            "config_file": str(keeper.file) if keeper.file else None,
+            "metrics": config_store.config.server.metrics,
+            "config_file": str(config_store.file) if config_store.file else None,
             "admission": door.admission(),
             "door": {**door.counts(), "loop_lag_ms": round(instruments.pulse.worst_secs * 1000, 2)},
             "policy": {"name": door.policy.name, **door.policy.facts()},
@@ -81,7 +81,7 @@ class Snapshots:
                 for worker in rooms.fleet.workers
             ],
             "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
-            "last_reload": keeper.last_reload,
+            "last_reload": config_store.last_reload,
             "launch": launch,
             "supervisors": rooms.supervisors(),
             "watchdog": door.watchdog(),
@@ -91,7 +91,7 @@ class Snapshots:
     def _row(self, worker: Worker, now: float, why: Why) -> dict[str, object]:
         machine, instruments = worker.machine, self._rooms.instruments
         state_since = _state_since(worker, self._rooms.drains)
-        counted = self._rooms.keeper.config.server.metrics
+        counted = self._rooms.config_store.config.server.metrics
         return {
             "id": worker.id,
             "url": worker.url,
@@ -116,7 +116,7 @@ class Snapshots:
             "weight_epoch": worker.weight_epoch,
             "origin": worker.origin,
             "weight": worker.weight,
-            "drain": self._rooms.drains.of(worker),
+            "drain": self._rooms.drains.get_record(worker),
         }
 
 

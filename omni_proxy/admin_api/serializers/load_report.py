@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import trio
 
 from omni_proxy import __version__
-from omni_proxy.upstream_http.broadcast import CallResult
+from omni_proxy.upstream_http.client import CallResult
 
 _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",
@@ -47,7 +47,7 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
 def _records(outcome: CallResult, room: int) -> list[dict[str, object]]:
     """One per data-parallel rank of the engine; one of our own counting where it tells nothing,
     or of more ranks than there is `room` for."""
-    told = outcome.parsed() if outcome.ok else None
+    told = outcome.json() if outcome.ok else None
     ranks = told.get("loads") if isinstance(told, dict) else None
     if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, room):
         ranks = []

@@ -64,17 +64,19 @@ def _doors(rows: Sequence[Mapping[str, object]]) -> Iterator[Metric]:
 
 
 def _config(rooms: Services) -> Iterator[Metric]:
-    keeper = rooms.keeper
-    yield one("config_revision", "Changes applied since the start", keeper.revision)
+    config_store = rooms.config_store
+    yield one("config_revision", "Changes applied since the start", config_store.revision)
     text = "How the configuration was read"
-    yield from counters("config_reloads", text, ("outcome", "source"), keeper.reloads.items())
-    last = keeper.last_reload
+    yield from counters("config_reloads", text, ("outcome", "source"), config_store.reloads.items())
+    last = config_store.last_reload
     well = last.get("outcome") != "refused" and "incomplete" not in last
     text = "0 where the last reading was refused, or not taken by every part"
     yield one("config_last_reload_successful", text, well)
     at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
     yield one("config_last_reload_timestamp_seconds", "When that was", at)
-    yield one("state_saved", "0 while the state file can't be written", not keeper.state_error)
+    yield one(
+        "state_saved", "0 while the state file can't be written", not config_store.state_error
+    )
 
 
 def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:

@@ -54,7 +54,7 @@ def is_opening(rooms: Services) -> bool:
     """
     if rooms.dialect != "sglang":
         return False
-    if time.monotonic() - rooms.started > rooms.keeper.config.health.timeout_secs:
+    if time.monotonic() - rooms.started > rooms.config_store.config.health.timeout_secs:
         return False
     found = (rooms.fleet.find(url) for url in rooms.given)
     return any(worker is not None and _is_unjudged(worker) for worker in found)

@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from omni_proxy.upstream_http.broadcast import CallResult
+from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.weight_sync.protocol.rank_layout import ranks_in
 
 MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
@@ -47,7 +47,7 @@ async def merge_server_info(
     merged["tp_size"] = sum(ranks_in(info) for info in infos)
     merged["internal_states"] = [state for info in infos for state in _states(info)]
     merged["workers"] = [
-        {"url": o.worker.url, "info": told.get(o.worker.url), "error": None if o.ok else o.why}
+        {"url": o.worker.url, "info": told.get(o.worker.url), "error": None if o.ok else o.failure}
         for o in asked
     ]
     return merged
@@ -58,7 +58,7 @@ async def _told(asked: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
     told = {}
     for outcome in asked:
         await trio.lowlevel.checkpoint()
-        info = outcome.parsed() if outcome.ok else None
+        info = outcome.json() if outcome.ok else None
         if isinstance(info, dict) and len(info) <= MAX_FIELDS:
             told[outcome.worker.url] = info
     return told

@@ -60,7 +60,7 @@ class WorkerRecords:
             **worker.record(),
             "why": why(worker),
             "paused": pause.told() if pause is not None else None,
-            "draining": self._drains.of(worker),
+            "draining": self._drains.get_record(worker),
             "model_id": worker.model,
             "worker_type": "regular",
             "connection_mode": "http",

@@ -18,13 +18,18 @@ import trio
 
 from omni_proxy.config.problem import ConfigError
 from omni_proxy.config.schema import ServerConfig
-from omni_proxy.system.tls_contexts import Signature, named_files, server_context, signature
+from omni_proxy.system.tls_contexts import (
+    FileSignature,
+    file_signature,
+    listener_tls_files,
+    server_context,
+)
 
 _log = logging.getLogger(__name__)
 
 LOOK_SECS: Final = 2.0
 
-State = tuple[Signature | None, ...]
+State = tuple[FileSignature | None, ...]
 
 
 class Certificates:
@@ -96,8 +101,8 @@ class Certificates:
 
 
 def _named(server: ServerConfig) -> tuple[object, ...]:
-    return (*named_files(server), server.tls_client_require)
+    return (*listener_tls_files(server), server.tls_client_require)
 
 
 def _state(server: ServerConfig) -> State:
-    return tuple(map(signature, named_files(server)))
+    return tuple(map(file_signature, listener_tls_files(server)))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
-from omni_proxy.system.fd_limit import NO_ROOM, brim, lowest_free
+from omni_proxy.system.fd_limit import EXHAUSTION_ERRNOS, accept_fd_limit, lowest_free_fd
 from omni_proxy.wire.proxy_protocol import place_of
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Listener:
         self._stalled = False  # somebody may wait of whom no event tells
         self._full = False  # no more are let in, for want of descriptors
         self._told = False  # of that, once until all who waited are in
-        self._brim = brim()
+        self._brim = accept_fd_limit()
         self._is_file = sock.family == socket.AF_UNIX
         self.address = _shown(sock)
         removes = self._is_file and not keeps_file
@@ -165,9 +165,9 @@ class Listener:
 
     def sweep(self) -> None:
         """Go on where accepting had to stop."""
-        self._brim = brim()
+        self._brim = accept_fd_limit()
         if self._full:
-            self._full = lowest_free(self._fd) >= self._brim
+            self._full = lowest_free_fd(self._fd) >= self._brim
         if self._stalled and not self._full and self._sock.fileno() >= 0:
             self.on_event(0)
 
@@ -208,7 +208,7 @@ class Listener:
                 os.unlink(self.address[5:])
 
     def _refused(self, error: OSError) -> None:
-        if error.errno not in NO_ROOM:
+        if error.errno not in EXHAUSTION_ERRNOS:
             _log.error("accepting on %s failed: %s", self.address, error)
         else:
             if not self._told:

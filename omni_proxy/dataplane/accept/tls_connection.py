@@ -16,7 +16,7 @@ from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.exchange.local_reply import refuse_head
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, nested
 from omni_proxy.dataplane.loop.tls_stream import RECORD, Handshake, TlsStream, more
-from omni_proxy.system.tls_contexts import reason_of
+from omni_proxy.system.tls_contexts import tls_error_text
 from omni_proxy.wire.errors import HttpError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TlsConnection(Connection):
         except (ClientDisconnected, PhaseTimeout, OSError) as error:
             self.door.failed_handshakes += 1
             told = f"no end within time (phase {error})" if isinstance(error, PhaseTimeout) else ""
-            _log.debug("TLS handshake with %s failed: %s", self.peer, told or reason_of(error))
+            _log.debug("TLS handshake with %s failed: %s", self.peer, told or tls_error_text(error))
             return
         finally:
             if self.client is plain:

@@ -16,7 +16,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES, UpstreamPool
-from omni_proxy.system.fd_limit import are_ours_to_blame
+from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import (
@@ -169,7 +169,7 @@ async def _dial(conn: Connection, lane: UpstreamPool) -> Stream:
     try:
         return await lane.dial(conn)
     except OSError as error:
-        if are_ours_to_blame(error):
+        if is_resource_exhaustion(error):
             raise _full(error) from None
         raise AttemptFailed("connect_failure", f"ConnectError: {error.strerror or error}") from None
     except PhaseTimeout:

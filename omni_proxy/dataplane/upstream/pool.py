@@ -19,7 +19,7 @@ from omni_proxy.dataplane.loop.stream import Stream, connect
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.loop.tls_stream import Handshake, TlsStream
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.system.tls_contexts import client_context, reason_of
+from omni_proxy.system.tls_contexts import client_context, tls_error_text
 from omni_proxy.wire.request import with_bearer
 from omni_proxy.wire.response_head_cache import NO_ANSWER
 
@@ -144,7 +144,7 @@ class TlsUpstreamPool(UpstreamPool):
             return await shake.run(task, plain)
         except OSError as error:
             plain.close()
-            raise ConnectionError(f"TLS with {self._name}: {reason_of(error)}") from None
+            raise ConnectionError(f"TLS with {self._name}: {tls_error_text(error)}") from None
         except BaseException:
             plain.close()
             raise

@@ -16,7 +16,7 @@ from quart import request
 from quart_trio import QuartTrio
 from werkzeug.datastructures import Headers
 
-from omni_proxy.origins import NO_ORIGIN, host_name, is_own_name, split_origin
+from omni_proxy.origins import NO_ORIGIN, hostname_of, is_local_name, parse_origin
 from omni_proxy.replica.api.errors import Refused
 from omni_proxy.replica.api.served import Served
 
@@ -62,7 +62,7 @@ def _judge_of(served: Served) -> Callable[[], Awaitable[None]]:
             told = "a page of another origin may not do this: set --admin-api-key"
             raise Refused(403, f"cross_site: {told}")
         # A proxy passes a browser's name on, and no more of it.
-        if _says_where(request.headers) and not is_own_name(host_name(request.host)):
+        if _says_where(request.headers) and not is_local_name(hostname_of(request.host)):
             told = f"a page at {request.host} may not do this: any name can be pointed here; use"
             raise Refused(403, f"cross_site: {told} the address, or set --admin-api-key")
         if request.method in SAFE_METHODS and _shows_browser(request.headers):
@@ -77,8 +77,8 @@ def comes_from_elsewhere(headers: Headers, own: str) -> bool:
         return True
     # Browsers that send no Origin say at least where they were.
     origins = headers.getlist("Origin") or headers.getlist("Referer")
-    ours = split_origin(own)
-    return any(ours == NO_ORIGIN or split_origin(origin) != ours for origin in origins)
+    ours = parse_origin(own)
+    return any(ours == NO_ORIGIN or parse_origin(origin) != ours for origin in origins)
 
 
 def _shows_browser(headers: Headers) -> bool:

@@ -29,7 +29,7 @@ from omni_proxy.replica.pipeline.frames import (
 )
 from omni_proxy.replica.pipeline.messages import Emit, In, Out, Shutdown, StageEnded
 from omni_proxy.replica.pipeline.plan import FlowFault
-from omni_proxy.self_exec import program
+from omni_proxy.self_exec import program_argv
 
 READ_BYTES = 1 << 18
 EXIT_SECS = 2.0  # from the end of its socket to SIGKILL
@@ -144,7 +144,7 @@ class ProcessHost:
 
 def command(descriptor: int) -> list[str]:
     """What starts a child."""
-    return [*program(), "replica", "stage-process", str(descriptor)]
+    return [*program_argv(), "replica", "stage-process", str(descriptor)]
 
 
 async def _received(stream: trio.SocketStream) -> bytes:

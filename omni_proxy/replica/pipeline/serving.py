@@ -18,7 +18,7 @@ from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.hypercorn_connection import HypercornConnection, ending_whole, first_fault
+from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
 
 BACKLOG = 1024
 KEEP_ALIVE_SECS = 75  # longer than proxies keep an idle connection: they shall close first
@@ -58,7 +58,7 @@ class Server:
 
     def __init__(self, app: QuartTrio, listener: socket.socket) -> None:
         self._config = _settings()
-        self._app: AppWrapper = wrap_app(ending_whole(app), 0, "asgi")
+        self._app: AppWrapper = wrap_app(protect_last_send(app), 0, "asgi")
         self._listener = listener
         self._context = WorkerContext(None)
         self._streams: set[trio.SocketStream] = set()
@@ -108,7 +108,7 @@ class Server:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as fault:  # bytes from outside must not end the server (hypercorn #225)
-            log.warning("a connection ended by a fault: %r", first_fault(fault))
+            log.warning("a connection ended by a fault: %r", first_leaf_error(fault))
         finally:
             self._streams.discard(stream)
             self._settle()

@@ -51,7 +51,7 @@ class CatchUp:
         relay: VersionRelay,
         busy: Callable[[Worker], bool] = lambda _: False,
     ) -> None:
-        self._fleet, self._keeper, self._book = tools.fleet, tools.keeper, tools.book
+        self._fleet, self._config_store, self._book = tools.fleet, tools.config_store, tools.book
         self._shelf, self._relay, self._busy = shelf, relay, busy
         self._newest: dict[Worker, object] = {}
         self.caught_up = 0
@@ -119,14 +119,14 @@ class CatchUp:
         """Whether it is known what it has: that is noted, or it is uncertain."""
         pauses = iter(AGAIN_SECS)
         while self._here(worker) and self._newest.get(worker) is asking:
-            await self._keeper.freeze.over()
+            await self._config_store.membership_lock.wait_released()
             wanted = self._wanted(worker)
             if wanted is None:
                 return False
             if await self._has(worker, wanted):
                 return True
-            async with self._keeper.turn:
-                if self._wanted(worker) != wanted or self._keeper.freeze.on:
+            async with self._config_store.operation_lock:
+                if self._wanted(worker) != wanted or self._config_store.membership_lock.held:
                     continue  # a newer one is coming, or came
                 await self._fleet.agreed()
                 why = await self._give(worker, wanted)
@@ -169,7 +169,7 @@ class CatchUp:
 
     @property
     def _limit(self) -> float:
-        return self._keeper.config.admin.worker_timeout_secs
+        return self._config_store.config.admin.worker_timeout_secs
 
     async def _note(self, worker: Worker, due: TargetVersion) -> None:
         self._fleet.versioned(worker, due.label, due.epoch)

@@ -19,8 +19,7 @@ import trio
 
 from omni_proxy.admin_ops.results import WorkerResult, parsed
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES, CHECKSUM, limit_secs
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
@@ -159,7 +158,7 @@ class _Handing:
         headers = {**self.how.headers, "content-type": "application/json"}
         secs = limit_secs(self.how.limit)
         call = Call("POST", path, body, headers, timeout_secs=secs, max_bytes=ANSWER_BYTES)
-        outcome = await ask(worker, call)
+        outcome = await call_worker(worker, call)
         told = parsed(outcome.body)
         return WorkerResult(worker.url, outcome.status, told, outcome.error, outcome.secs)
 

@@ -23,8 +23,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.rendezvous import GLOO, Meeting
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, plans_of
-from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.weight_sync.operations.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES
 from omni_proxy.weight_sync.store.manifest import StoredVersion
@@ -170,7 +169,7 @@ class _Asked:
         return WorkerResult(self.worker.url, None, error=why)
 
     async def _ask(self, call: Call) -> WorkerResult:
-        outcome = await ask(self.worker, call)
+        outcome = await call_worker(self.worker, call)
         body = parsed(outcome.body)
         return WorkerResult(self.worker.url, outcome.status, body, outcome.error, outcome.secs)
 

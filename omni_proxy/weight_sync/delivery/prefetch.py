@@ -19,8 +19,7 @@ from omni_proxy.admin_ops.results import WorkerResult, parsed
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.receiver import FileRegion, PendingReceive, TensorPlan
-from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.weight_sync.delivery.deliver import here
 
 AHEAD: Final = "/read_weights_ahead"
@@ -122,7 +121,7 @@ class _Following:
     async def _tell(self, worker: Worker, upto: int) -> WorkerResult:
         body = json.dumps({"model_path": self._coming.place.path, "nbytes": upto}).encode()
         call = Call("POST", AHEAD, body, self._headers, timeout_secs=CALL_SECS)
-        outcome = await ask(worker, call)
+        outcome = await call_worker(worker, call)
         told = parsed(outcome.body)
         return WorkerResult(worker.url, outcome.status, told, outcome.error, outcome.secs)
 

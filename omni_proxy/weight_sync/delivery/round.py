@@ -96,7 +96,7 @@ class RoundDelivery:
         """To each of them; whoever is dead is not asked."""
         life = self._life
         self._holding.ahead.end()
-        config = life.keeper.config
+        config = life.config_store.config
         how = VersionDelivery(
             paused=life.book.standing_still,
             prove=config.weight_sync.verify == "checksum",

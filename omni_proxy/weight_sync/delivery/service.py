@@ -30,10 +30,10 @@ class VersionService:
     def __init__(
         self, tools: OperationContext, folder: Path, busy: Callable[[Worker], bool]
     ) -> None:
-        keeper = tools.keeper
+        config_store = tools.config_store
 
         def settings() -> WeightSyncConfig:
-            return keeper.config.weight_sync
+            return config_store.config.weight_sync
 
         self.shelf = StoreService(settings, folder)
         self.own = ProxyRank(self.shelf, settings)
@@ -43,7 +43,7 @@ class VersionService:
         self.catch_up = CatchUp(tools, self.shelf, self.relay, busy)
         self._settings = settings
         self._nursery: trio.Nursery | None = None
-        keeper.subscribe(self._follow_config)
+        config_store.subscribe(self._follow_config)
 
     @property
     def on(self) -> bool:

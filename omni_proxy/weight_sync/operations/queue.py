@@ -43,26 +43,26 @@ RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 class WeightOperations:
     """Made before the fleet is filled, so that no worker is routed to that must not be."""
 
-    def __init__(self, fleet: Fleet, keeper: ConfigStore, file: JournalFile) -> None:
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, file: JournalFile) -> None:
         self.book = StateJournal(fleet, file)
         self.history: deque[dict[str, object]] = deque(maxlen=HISTORY)
         self.ended: Counter[tuple[str, bool]] = Counter()  # path, and whether it went well
         self.spent_secs: dict[str, float] = {}  # by path, from being asked to the end
         self._fleet = fleet
-        self._keeper = keeper
+        self._config_store = config_store
         self._line: list[Operation] = []
         self._current: Operation | None = None
-        self._tools = OperationContext(fleet, keeper, self.book)
+        self._tools = OperationContext(fleet, config_store, self.book)
         self.holding = VersionService(self._tools, file.folder, self.at_work_on)
-        self.sync = SyncEndpoint(fleet, keeper, self.book, self.holding)
+        self.sync = SyncEndpoint(fleet, config_store, self.book, self.holding)
         self.sync.life.after = self._look_again
         self._again: set[str] = set()  # URLs that wait for the end of what is under way
         self._tickets = DetachedCalls(self.sync.keep)
         self._labels = VersionProbe(fleet, self.book, self._busy, self._compares, self._is_grouped)
         self.holding.catch_up.leave_open = self._judge_otherwise
-        if keeper.config.routing.while_paused == "pass":
+        if config_store.config.routing.while_paused == "pass":
             self.book.paused.clear()
-        keeper.subscribe(self._follow_config)
+        config_store.subscribe(self._follow_config)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         await self.book.settle_start()
@@ -161,7 +161,7 @@ class WeightOperations:
         """Routes that change no weights; a second `continue` must never wait for an update."""
         workers = self._targets(call)
         began = trio.current_time()
-        request = call.to_workers(limit_secs(self._keeper.config.admin.worker_timeout_secs))
+        request = call.to_workers(limit_secs(self._config_store.config.admin.worker_timeout_secs))
         told: dict[str, object] = {}
         if call.route.kind is Kind.CONTINUE:
             told = await self.sync.before_continue(call.credentials)
@@ -201,13 +201,16 @@ class WeightOperations:
             return answer
         finally:
             self._current = None
-            self._keeper.turn.release()
+            self._config_store.operation_lock.release()
             self._ask_of_the_unknown(operation.targets)
             again, self._again = self._again, set()
             self._look_again(again)
 
     async def _take_turn(self) -> None:
-        turn, secs = self._keeper.turn, self._keeper.config.admin.lock_timeout_secs
+        turn, secs = (
+            self._config_store.operation_lock,
+            self._config_store.config.admin.lock_timeout_secs,
+        )
         try:
             turn.acquire_nowait()
             return
@@ -235,7 +238,7 @@ class WeightOperations:
             found = [self._fleet.find(url) for url in urls]
             alive = [w for w in found if w and w.machine.state is not Health.DEAD]
             operation.targets = tuple(worker.url for worker in alive)
-            secs = limit_secs(self._keeper.config.admin.worker_timeout_secs)
+            secs = limit_secs(self._config_store.config.admin.worker_timeout_secs)
             call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
             answers = await call_all(alive, call.to_workers(secs), operation.hear)
             # Who has no such route can't have been paused.
@@ -360,10 +363,10 @@ class WeightOperations:
         return current or worker in life.doubt or worker.url in life.leaving
 
     def _is_grouped(self) -> bool:
-        return self._keeper.config.weight_sync.mode != "off"
+        return self._config_store.config.weight_sync.mode != "off"
 
     def _compares(self) -> bool:
-        return self._keeper.config.weight_sync.verify == "checksum"
+        return self._config_store.config.weight_sync.verify == "checksum"
 
     def _follow_config(self, old: Config, new: Config) -> None:
         passes = new.routing.while_paused == "pass"

@@ -17,13 +17,13 @@ import trio
 from omni_proxy.admin_ops.operation import Disposition, Operation, Step, WorkerFate, fates
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
 from omni_proxy.admin_ops.routes import AdminRoute, Kind
-from omni_proxy.config.overlay import SavedState, with_switched
+from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.runtime_config.worker_drain import until_idle
+from omni_proxy.runtime_config.worker_drain import wait_idle
 from omni_proxy.upstream_http.client import Call
 from omni_proxy.weight_sync.operations.state_journal import PAUSED, StateJournal
 from omni_proxy.weight_sync.operations.worker_calls import (
@@ -92,7 +92,7 @@ class OperationContext:
     """What an operation works with."""
 
     fleet: Fleet
-    keeper: ConfigStore
+    config_store: ConfigStore
     book: StateJournal
 
 
@@ -100,11 +100,11 @@ class OperationRunner:
     """`run` once, with the turn in hand."""
 
     def __init__(self, tools: OperationContext, call: AdminCall, operation: Operation) -> None:
-        self._fleet, self._keeper, self._book = tools.fleet, tools.keeper, tools.book
+        self._fleet, self._config_store, self._book = tools.fleet, tools.config_store, tools.book
         self._call = call
         self._route = call.route
         self._operation = operation
-        self._config: Config = self._keeper.config
+        self._config: Config = self._config_store.config
         self._before: dict[Worker, WeightVersion] = {}
 
     async def run(self, workers: Sequence[Worker]) -> AdminResponse:
@@ -157,7 +157,7 @@ class OperationRunner:
             return
         self._enter(Step.DRAINING)
         running = [worker for worker in workers if worker.url not in self._book.stopped]
-        await until_idle(running, secs, self._route.name)
+        await wait_idle(running, secs, self._route.name)
 
     async def _record(self) -> None:
         self._enter(Step.RECORDING)
@@ -258,9 +258,9 @@ class OperationRunner:
 
     async def _disable(self, url: str, reason: str) -> None:
         def edit(state: SavedState, _: Config) -> SavedState:
-            return with_switched(state, url, disabled=True)
+            return with_override(state, url, disabled=True)
 
-        await self._keeper.change(edit, at_once=True)
+        await self._config_store.change(edit, at_once=True)
         _log.warning("Worker %s is disabled until somebody enables it: %s", url, reason)
 
     def _note_paused(self, answers: Sequence[WorkerResult]) -> None:
@@ -294,7 +294,7 @@ class OperationRunner:
 
     def _stays_held(self) -> bool:
         """While a trainer's group is there, a pause is a part of its sync."""
-        config = self._keeper.config
+        config = self._config_store.config
         updating = config.weight_sync.while_updating
         # Without a queue of ours they would only be refused: the workers have one.
         waits = updating == "shed" or (updating == "hold" and config.server.queue_size > 0)

@@ -107,7 +107,7 @@ class VersionProbe:
         try:
             while self._here(worker) and self._newest.get(worker) is asking:
                 async with self._places:
-                    await self._pace.turn()
+                    await self._pace.wait_turn()
                     version = worker.version
                     label = (await labels_of([worker], {}))[worker]
                 if self._busy(worker) or worker.version is not version:

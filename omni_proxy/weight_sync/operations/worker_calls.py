@@ -15,8 +15,7 @@ import trio
 from omni_proxy.admin_ops.model_info import version_of
 from omni_proxy.admin_ops.results import WorkerResult, parsed
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, CallResult, broadcast, call_worker
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare
 
 ANSWER_BYTES = 64 * 1024 * 1024  # a checker names every tensor
@@ -29,16 +28,13 @@ async def call_all(
     """In the order of the workers; `hear` gets each answer as it comes."""
     answers: dict[Worker, WorkerResult] = {}
 
-    async def one(worker: Worker) -> None:
-        outcome = await ask(worker, call)
-        answers[worker] = answer = WorkerResult(
-            worker.url, outcome.status, parsed(outcome.body), outcome.error, outcome.secs
+    def on_result(result: CallResult) -> None:
+        answers[result.worker] = answer = WorkerResult(
+            result.worker.url, result.status, parsed(result.body), result.error, result.secs
         )
         hear(answer)
 
-    async with trio.open_nursery() as nursery:
-        for worker in workers:
-            nursery.start_soon(one, worker)
+    await broadcast(workers, call, max_parallel=math.inf, on_result=on_result)
     return [answers[worker] for worker in workers]
 
 
@@ -110,6 +106,6 @@ async def until_refused(worker: Worker, endpoint: str) -> str:
     refused = 0
     while refused < TWICE:
         await trio.sleep(LOOK_SECS)
-        outcome = await ask(worker, Call("GET", endpoint, timeout_secs=ANSWER_SECS))
+        outcome = await call_worker(worker, Call("GET", endpoint, timeout_secs=ANSWER_SECS))
         refused = refused + 1 if outcome.error == REFUSED else 0
     return "nobody listens at its address any more"

@@ -17,7 +17,7 @@ import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.runtime_config.worker_drain import until_idle
+from omni_proxy.runtime_config.worker_drain import wait_idle
 from omni_proxy.weight_sync.delivery.proxy_rank import NAME
 from omni_proxy.weight_sync.delivery.round import DeliveryResult, RoundDelivery
 from omni_proxy.weight_sync.operations.resume import go_on
@@ -55,13 +55,13 @@ class RoundCommit:
 
     async def hold(self, workers: Sequence[Worker], what: str) -> None:
         """New requests wait, running ones get their time, and nobody tells a version any more."""
-        sync = self._life.keeper.config.weight_sync
+        sync = self._life.config_store.config.weight_sync
         if sync.while_updating != "pass":
             self._life.doubt.hold(workers)
             await self._life.fleet.agreed()
         stopped = self._life.book.stopped
         running = [worker for worker in workers if worker.url not in stopped]
-        await until_idle(running, sync.drain_secs, what)
+        await wait_idle(running, sync.drain_secs, what)
         self._life.doubt.doubt(workers)
 
     async def close(self, headers: Mapping[str, str]) -> Told:
@@ -166,7 +166,7 @@ class RoundCommit:
     ) -> tuple[Proof, dict[str, str], StoredVersion | None]:
         """What [weight_sync] on_failure makes of it: the version that is to be published, too."""
         life, delivery = self._life, self._delivery
-        policy, version = life.keeper.config.weight_sync.on_failure, delivery.version
+        policy, version = life.config_store.config.weight_sync.on_failure, delivery.version
         if policy == "forward" and version is not None:
             again = [worker for url in wrong if (worker := life.fleet.find(url)) is not None]
             handed = await delivery.give(version, again, headers)
@@ -184,7 +184,7 @@ class RoundCommit:
     async def _prove(
         self, workers: Sequence[Worker], headers: Mapping[str, str], named: str | None
     ) -> Proof:
-        config = self._life.keeper.config
+        config = self._life.config_store.config
         question = ProofRequest(
             headers,
             timeout_secs=limit_secs(config.admin.worker_timeout_secs),

@@ -61,10 +61,10 @@ class SyncEndpoint:
     """Beside the desk: its calls have their turn, and the sync lives on between them."""
 
     def __init__(
-        self, fleet: Fleet, keeper: ConfigStore, book: StateJournal, holding: VersionService
+        self, fleet: Fleet, config_store: ConfigStore, book: StateJournal, holding: VersionService
     ) -> None:
-        self.life = SessionLifecycle(fleet, keeper, book)
-        self._keeper = keeper
+        self.life = SessionLifecycle(fleet, config_store, book)
+        self._config_store = config_store
         self._book = book
         self._closing = RoundCommit(self.life, RoundDelivery(self.life, holding))
         self._steps = SessionSteps(self.life, self._closing, holding)
@@ -84,7 +84,7 @@ class SyncEndpoint:
         self.life.stop()
 
     def takes(self, route: AdminRoute) -> bool:
-        if self._keeper.config.weight_sync.mode not in MODES and not self._under_way:
+        if self._config_store.config.weight_sync.mode not in MODES and not self._under_way:
             return False
         closes = route.path == END and self.life.session.open
         return route.path in ROUTES or closes

@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 class SessionLifecycle:
     """One sync at a time; `begin` opens it, and `interrupt` or `wind_up` ends it."""
 
-    def __init__(self, fleet: Fleet, keeper: ConfigStore, book: StateJournal) -> None:
-        self.fleet, self.keeper, self.book = fleet, keeper, book
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, book: StateJournal) -> None:
+        self.fleet, self.config_store, self.book = fleet, config_store, book
         self.session = SyncSession()
         self.doubt = VersionQuarantine(fleet)
         self.members: dict[str, Member] = {}
@@ -111,7 +111,7 @@ class SessionLifecycle:
         self._idle = trio.Event()
         if self.workers:
             # Whoever gets its version from us may come and go: the group does not count on it.
-            self.keeper.freeze.begin(self.describe)
+            self.config_store.membership_lock.acquire(self.describe)
         self._link = TrainerLink(*place)
         self._watching = trio.CancelScope()
         self.nursery.start_soon(self._watch, self._watching, self._link)
@@ -273,7 +273,7 @@ class SessionLifecycle:
         self.doubt.let_go(doubted)
         if self._link is not None:
             self._link.close()
-        await self.keeper.thaw()
+        await self.config_store.release_membership()
         self.ending, self._undoing = "", False
         self._idle.set()
         self.after([url for url in doubted if url not in self._lost])

@@ -12,8 +12,7 @@ from typing import Any, Final, Protocol
 
 from omni_proxy.admin_ops.results import WorkerResult, parsed
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import ask
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, receiving_of
 
@@ -84,11 +83,11 @@ class WorkerMember:
     async def call(self, path: str, body: bytes) -> WorkerResult:
         headers = {**self.headers, "content-type": "application/json"}
         request = Call("POST", path, body, headers, timeout_secs=NO_LIMIT, max_bytes=ANSWER_BYTES)
-        outcome = await ask(self.worker, request)
+        outcome = await call_worker(self.worker, request)
         body_of = parsed(outcome.body)
         return WorkerResult(self.name, outcome.status, body_of, outcome.error, outcome.secs)
 
     async def look(self) -> ReceiveProgress | None:
         call = Call("GET", "/server_info", headers=self.headers, timeout_secs=LOOK_SECS)
-        outcome = await ask(self.worker, call)
-        return receiving_of(outcome.parsed()) if outcome.ok else None
+        outcome = await call_worker(self.worker, call)
+        return receiving_of(outcome.json()) if outcome.ok else None

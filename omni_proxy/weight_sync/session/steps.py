@@ -13,8 +13,7 @@ import trio
 
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.broadcast import broadcast
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.runner import AdminCall
 from omni_proxy.weight_sync.operations.worker_calls import limit_secs
@@ -66,7 +65,7 @@ class SessionSteps:
         members = await self._members(workers, call.credentials)
         seats = seats_of(asked.rank_offset, asked.world_size, {m.name: m.ranks for m in members})
         body["master_port"] = asked.port
-        backend = life.keeper.config.weight_sync.backend
+        backend = life.config_store.config.weight_sync.backend
         if backend != "auto":
             body["backend"] = backend
         owner = Owner(asked.group_name, asked.address, trio.current_time(), call.caller)
@@ -76,7 +75,7 @@ class SessionSteps:
         offsets = {seat.name: seat.offset for seat in seats}
         answers, cause = await self._ask(
             lambda member: member.init(body, offsets[member.name], asked.world_size),
-            Patience(limit_secs(life.keeper.config.weight_sync.init_timeout_secs)),
+            Patience(limit_secs(life.config_store.config.weight_sync.init_timeout_secs)),
         )
         if not cause:
             await life.linked(LINK_SECS)
@@ -94,7 +93,7 @@ class SessionSteps:
         await self._record(call)
         answers, cause = await self._ask(
             lambda member: member.prepare(call.body),
-            Patience(limit_secs(life.keeper.config.weight_sync.ready_timeout_secs)),
+            Patience(limit_secs(life.config_store.config.weight_sync.ready_timeout_secs)),
         )
         if asked.batched and not cause:  # else it is one of several files, or none
             self._holding.read_ahead(life.fleet.workers, call.credentials)
@@ -133,7 +132,7 @@ class SessionSteps:
                 return await member.call(call.route.path, call.body)
             return WorkerResult(member.name, 200, {"success": True})
 
-        secs = limit_secs(life.keeper.config.admin.worker_timeout_secs)
+        secs = limit_secs(life.config_store.config.admin.worker_timeout_secs)
         return await self._applied(call, end, Patience(secs, GRACE_SECS))
 
     async def destroy(self, call: AdminCall) -> AdminResponse:
@@ -169,7 +168,7 @@ class SessionSteps:
         )
 
     async def _apply(self, call: AdminCall, ask: Ask) -> AdminResponse:
-        life, sync = self._life, self._life.keeper.config.weight_sync
+        life, sync = self._life, self._life.config_store.config.weight_sync
         await self._record(call)
         await self._closing.hold(life.workers, call.route.name)
         patience = Patience(
@@ -230,7 +229,7 @@ class SessionSteps:
         """With the ranks that each has now. Raises HttpError 502 where one does not tell."""
         if self._holding.relays:
             return [self._holding.own]
-        secs = self._life.keeper.config.health.timeout_secs
+        secs = self._life.config_store.config.health.timeout_secs
         found: dict[Worker, int] = {}
         left = list(workers)
         for path in ("/server_info", "/get_server_info"):
@@ -238,9 +237,9 @@ class SessionSteps:
             outcomes = await broadcast(left, call)
             for outcome in outcomes:
                 if outcome.ok:
-                    found[outcome.worker] = ranks_in(outcome.parsed())
+                    found[outcome.worker] = ranks_in(outcome.json())
                 elif outcome.status not in ROUTE_ABSENT:
-                    message = f"{outcome.worker.url} does not tell its ranks: {outcome.why}"
+                    message = f"{outcome.worker.url} does not tell its ranks: {outcome.failure}"
                     raise HttpError(502, f"nothing was forwarded: {message}", "ranks_unknown")
             left = [worker for worker in left if worker not in found]
         members: list[Member] = []

@@ -13,8 +13,7 @@ from typing import Final
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import INSTANCE_KEYS
-from omni_proxy.upstream_http.broadcast import broadcast
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import Call, broadcast
 from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.operations.worker_calls import ask_checksums, labels_of
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
@@ -188,7 +187,7 @@ async def instances_of(workers: Sequence[Worker], headers: Mapping[str, str]) ->
     """Which process answers for each; "" where it does not tell."""
     call = Call("GET", "/server_info", headers=headers, timeout_secs=ASK_SECS)
     found = await broadcast(workers, call)
-    return {each.worker: _instance_in(each.parsed()) if each.ok else "" for each in found}
+    return {each.worker: _instance_in(each.json()) if each.ok else "" for each in found}
 
 
 def _instance_in(info: object) -> str:

@@ -53,7 +53,7 @@ async def _owner(life: SessionLifecycle, link: TrainerLink) -> None:
 
 
 async def _member(life: SessionLifecycle, worker: Worker) -> None:
-    why = await until_refused(worker, life.keeper.config.health.endpoint)
+    why = await until_refused(worker, life.config_store.config.health.endpoint)
     life.member_lost(worker, why)
 
 
@@ -68,7 +68,7 @@ async def _receive(life: SessionLifecycle) -> None:
         clock = clock or StallDetector(trio.current_time())
         told = await _told_by(life.members)
         if life.session.state is SyncState.ARMED:
-            first_secs = life.keeper.config.weight_sync.ready_timeout_secs or inf
+            first_secs = life.config_store.config.weight_sync.ready_timeout_secs or inf
             now = trio.current_time()
             why, name = clock.hear(now, told, _stall_secs(life), first_secs)
             if why:
@@ -89,4 +89,4 @@ async def _told_by(members: Mapping[str, Member]) -> dict[str, ReceiveProgress]:
 
 
 def _stall_secs(life: SessionLifecycle) -> float:
-    return life.keeper.config.weight_sync.stall_timeout_secs or inf
+    return life.config_store.config.weight_sync.stall_timeout_secs or inf

@@ -73,9 +73,9 @@ async def test_a_key_beyond_ascii_is_compared_as_bytes():
 
 async def test_the_key_is_hot():
     house = build_house(entry(A))
-    house.keeper.config = Config(admin=AdminConfig(api_key="new"))
+    house.config_store.config = Config(admin=AdminConfig(api_key="new"))
     assert (await house.client().get("/config")).status_code == 401
-    house.keeper.config = Config()
+    house.config_store.config = Config()
     assert (await house.client().get("/config")).status_code == 200
 
 
@@ -92,7 +92,7 @@ async def test_changing_workers_needs_the_key(method):
     house = build_house(entry(A), key="s3cret")
     path = "/workers" if method == "POST" else f"/workers/{A}"
     assert (await house.client().open(path, method=method, data=b"{}")).status_code == 401
-    assert house.keeper.revision == 1
+    assert house.config_store.revision == 1
 
 
 async def test_who_shows_the_key_may_come_from_anywhere():

@@ -4,7 +4,7 @@ import pytest
 
 from omni_proxy.admin_api.access.browser_origin import ANY_HOST, READING
 from omni_proxy.config.schema import AdminConfig, ServerConfig
-from omni_proxy.origins import host_name, is_own_name, split_origin
+from omni_proxy.origins import hostname_of, is_local_name, parse_origin
 from tests.admin_api.house import A, build_house, entry
 
 HOST = "10.0.0.5:30000"
@@ -189,7 +189,7 @@ async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(ho
         told = (await answer.get_json())["error"]
         assert told["code"] == "host_not_allowed"
         assert "[admin] allowed_hosts" in told["message"]
-        assert repr(host_name(host)) in told["message"]
+        assert repr(hostname_of(host)) in told["message"]
 
 
 async def test_health_is_told_under_any_name_and_no_address_with_it(house):
@@ -264,14 +264,14 @@ async def test_a_page_reaches_a_listener_without_a_key_as_little():
     [("A.B:1", "a.b"), ("[::1]:1", "::1"), ("[::1]", "::1"), ("a.", "a"), ("", ""), (":1", "")],
 )
 def test_a_host_without_its_port(host, name):
-    assert host_name(host) == name
+    assert hostname_of(host) == name
 
 
 @pytest.mark.parametrize("name", ["2130706433", "0x7f.1", "localhost.evil", "notlocalhost", "1.2"])
 def test_what_only_looks_like_an_address_is_a_name(name):
-    assert not is_own_name(name)
+    assert not is_local_name(name)
 
 
 @pytest.mark.parametrize("text", ["null", "", "http://", "http://a:b", "http://[", "a:1"])
 def test_what_has_no_origin_equals_no_origin(text):
-    assert split_origin(text) == ("", "", None)
+    assert parse_origin(text) == ("", "", None)

@@ -13,7 +13,9 @@ async def test_the_configuration_is_shown_with_its_revision_and_without_keys():
 
 
 async def test_a_reload_tells_what_changed(house):
-    house.keeper.next_reload = Outcome("applied", 2, {"changed": {"health.interval_secs": [10, 5]}})
+    house.config_store.next_reload = Outcome(
+        "applied", 2, {"changed": {"health.interval_secs": [10, 5]}}
+    )
     answer = await house.client().post("/reload")
     assert (answer.status_code, answer.headers["ETag"]) == (200, '"2"')
     assert await answer.get_json() == {
@@ -26,7 +28,7 @@ async def test_a_reload_tells_what_changed(house):
 async def test_a_refused_file_is_a_422_that_names_the_place(house):
     problem = Problem("server.prot", 12, "unknown key", "did you mean `port`?", "proxy.toml")
     error = ConfigError([problem], "proxy.toml")
-    house.keeper.next_reload = Outcome("refused", 1, error=error)
+    house.config_store.next_reload = Outcome("refused", 1, error=error)
     answer = await house.client().post("/reload")
     body = await answer.get_json()
     assert (answer.status_code, body["error"]["code"]) == (422, "config_refused")

@@ -46,8 +46,8 @@ def busy():
         RoutingConfig(policy="cache_aware", sticky_sessions=True), lambda _: 0, 0
     )
     house.door.policy.inner._branches["hit"] += 1
-    house.keeper.reloads["refused", "SIGHUP"] += 1
-    house.keeper.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
+    house.config_store.reloads["refused", "SIGHUP"] += 1
+    house.config_store.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
     house.desk.ended["/update_weights_from_disk", False] += 1
     house.desk.spent_secs["/update_weights_from_disk"] = 2.5
     house.instruments.logs["access_log"] = LineLog()

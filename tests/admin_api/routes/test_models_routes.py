@@ -6,8 +6,8 @@ import trio
 
 from omni_proxy.admin_api.routes.models_routes import ALL_LISTS_BYTES, LIST_BYTES, MAX_CARDS, merge
 from omni_proxy.config.schema import HealthConfig
-from omni_proxy.upstream_http import broadcast
-from omni_proxy.upstream_http.broadcast import CallResult
+from omni_proxy.upstream_http import client
+from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.bounded_json import MAX_VALUES
 from tests.admin_api.house import A, B, build_house, entry
 
@@ -27,7 +27,7 @@ def replies(monkeypatch):
     def open_client(worker):
         return httpx.AsyncClient(transport=httpx.MockTransport(answer))
 
-    monkeypatch.setattr(broadcast, "open_client", open_client)
+    monkeypatch.setattr(client, "open_client", open_client)
     said["asked"] = asked
     return said
 
@@ -121,7 +121,7 @@ async def test_a_worker_that_never_answers_costs_no_more_than_the_probes_timeout
     def open_client(worker):
         return httpx.AsyncClient(transport=httpx.MockTransport(never), timeout=None)
 
-    monkeypatch.setattr(broadcast, "open_client", open_client)
+    monkeypatch.setattr(client, "open_client", open_client)
     house = build_house(entry(A), health=HealthConfig(timeout_secs=7))
     house.healthy(A)
     before = trio.current_time()

@@ -101,8 +101,8 @@ async def test_waiting_for_a_new_worker_ends_when_nobody_probes_it_any_more(
         if fate == "dies":
             house.fleet.mark_dead(worker, NOW)
         else:
-            state = with_deleted(house.keeper.state, house.keeper.config, C)
-            await house.keeper.change(lambda *_: state)
+            state = with_deleted(house.config_store.state, house.config_store.config, C)
+            await house.config_store.change(lambda *_: state)
         await trio.lowlevel.checkpoint()
 
     monkeypatch.setattr(house.prober, "probe_once", probe_once)
@@ -127,13 +127,13 @@ async def test_a_new_worker_that_is_not_believed_is_probed_with_pauses_and_then_
 
 
 async def test_who_removes_what_another_has_just_removed_hears_of_no_fault(house, monkeypatch):
-    change = house.keeper.change
+    change = house.config_store.change
 
     async def behind_another(edit, *more, **named):
         await change(lambda state, config: with_deleted(state, config, B))
         return await change(edit, *more, **named)
 
-    monkeypatch.setattr(house.keeper, "change", behind_another)
+    monkeypatch.setattr(house.config_store, "change", behind_another)
     status, text, _ = await said(house, "post", f"/remove_worker?url={B}")
     assert (status, text) == (200, f"Successfully removed worker: {B}")
 

@@ -82,14 +82,14 @@ async def test_an_added_worker_is_probed_once_and_shown(house):
 
 
 async def test_a_worker_that_the_prober_saw_already_is_not_probed_again(house, monkeypatch):
-    change = house.keeper.change
+    change = house.config_store.change
 
     async def change_slowly(edit, if_match=None, **how):
         changed = await change(edit, if_match)
         await house.prober.probe_once(house.worker(C))
         return changed
 
-    monkeypatch.setattr(house.keeper, "change", change_slowly)
+    monkeypatch.setattr(house.config_store, "change", change_slowly)
     _, body, _ = await call(house, "POST", "/workers", {"url": C})
     assert body["worker"]["consecutive_successes"] == 1
 
@@ -114,7 +114,7 @@ async def test_the_url_of_the_query_wins(house):
 )
 async def test_a_post_is_judged_in_the_contracts_order(house, body, said):
     assert await message(house, "POST", "/workers", body) == (400, said)
-    assert house.keeper.revision == 1
+    assert house.config_store.revision == 1
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ async def test_a_name_that_leads_to_a_refused_address_is_refused(house, monkeypa
     monkeypatch.setattr(fleet_changes, "addresses", leads_astray)
     status, said = await message(house, "POST", "/workers", {"url": "http://sly.example:1"})
     assert (status, "169.254.0.1" in said) == (400, True)
-    assert house.keeper.revision == 1
+    assert house.config_store.revision == 1
 
 
 async def test_a_name_that_nobody_knows_yet_is_kept(house, monkeypatch):

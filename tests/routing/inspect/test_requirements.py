@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.capabilities import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.routing.inspect.requirements import MAX_MODEL_CHARS, RequestFacts, inspect
 from omni_proxy.routing.routes import Pinning, match
 from omni_proxy.wire.errors import HttpError

@@ -194,7 +194,7 @@ async def test_one_whose_version_is_not_ours_any_more_is_judged_by_its_label(run
     """A version of another way came while it waited to catch up to ours."""
     await running.sync(1)
     restarted(running, B)
-    async with running.house.keeper.turn:
+    async with running.house.config_store.operation_lock:
         running.house.healthy(B)
         await running.until(lambda: running.engines.paths(B).count(CHECKER) > 1)
         due = TargetVersion(label="elsewhere", named=True, models=(running.house.worker(B).model,))

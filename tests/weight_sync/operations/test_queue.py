@@ -187,11 +187,11 @@ async def test_an_update_that_is_lost_on_one_is_uncertain_there_and_stays_so(
 async def test_a_worker_that_is_deleted_and_added_again_is_still_uncertain(house, engines):
     engines.says[B, UPDATE] = LOST
     await house.desk.submit(call())
-    entries = house.keeper.config.workers
-    house.keeper.config = type(house.keeper.config)(workers=entries[:1])
-    house.keeper.apply()
-    house.keeper.config = type(house.keeper.config)(workers=entries)
-    house.keeper.apply()
+    entries = house.config_store.config.workers
+    house.config_store.config = type(house.config_store.config)(workers=entries[:1])
+    house.config_store.apply()
+    house.config_store.config = type(house.config_store.config)(workers=entries)
+    house.config_store.apply()
     assert held(house) == [[], ["uncertain"]]
 
 
@@ -336,7 +336,7 @@ async def test_a_desk_that_ends_in_the_middle_leaves_its_targets_uncertain(engin
         async with trio.open_nursery() as life:
             await life.start(house.desk.run)
             assert held(house) == [["uncertain"], ["uncertain"]]
-            assert house.keeper.turn.locked() is False
+            assert house.config_store.operation_lock.locked() is False
             assert (await house.desk.resolve({})).status == 200
             assert held(house) == [[], []]
             life.cancel_scope.cancel()

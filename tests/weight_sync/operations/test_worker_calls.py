@@ -5,7 +5,7 @@ import httpx
 import trio
 
 from omni_proxy.config.schema import WorkerEntry
-from omni_proxy.upstream_http import broadcast
+from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import Call
 from omni_proxy.weight_sync.operations.worker_calls import call_all, limit_secs
 from tests.admin_api.house import build_house
@@ -27,7 +27,7 @@ async def test_all_are_asked_before_any_answers_however_many(monkeypatch):
         return httpx.Response(200, content=pieces())
 
     monkeypatch.setattr(
-        broadcast,
+        client,
         "open_client",
         lambda worker: httpx.AsyncClient(transport=httpx.MockTransport(meet)),
     )

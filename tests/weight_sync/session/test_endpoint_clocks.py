@@ -90,7 +90,7 @@ async def test_a_clock_that_is_off_ends_nothing_and_that_of_other_calls_does_not
     sync = sync_house(folder, receive_timeout_secs=0, ready_timeout_secs=0, init_timeout_secs=0)
     house = house_with(
         folder / "own",
-        weight_sync=sync.keeper.config.weight_sync,
+        weight_sync=sync.config_store.config.weight_sync,
         admin=AdminConfig(worker_timeout_secs=0.05),
     )
     await nursery.start(house.desk.run)

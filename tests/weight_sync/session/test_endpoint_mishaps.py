@@ -268,11 +268,11 @@ async def test_a_task_of_ours_that_fails_in_the_middle_ends_the_sync_and_frees_t
             await nursery.start(house.desk.run)
             await trainer.arm()
             scope.cancel()
-    assert house.keeper.freeze.on
+    assert house.config_store.membership_lock.held
     async with trio.open_nursery() as nursery:
         await nursery.start(house.desk.run)
         await trainer.until("idle")
-        assert not house.keeper.freeze.on
+        assert not house.config_store.membership_lock.held
         assert engines.bodies(DESTROY, A)
         await trainer.join()
         nursery.cancel_scope.cancel()

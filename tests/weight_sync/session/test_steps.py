@@ -34,8 +34,8 @@ async def test_each_replica_gets_ranks_of_its_own_and_nobody_stops_serving(train
     assert {b["world_size"] for b in engines.bodies(INIT, A) + engines.bodies(INIT, B)} == {4}
     assert [seat["ranks"] for seat in answer.body["layout"]] == [2, 1]
     assert held(trainer.house) == [[], []]
-    assert trainer.house.keeper.freeze.on
-    assert "group 'g' at 127.0.0.1" in trainer.house.keeper.freeze.why()
+    assert trainer.house.config_store.membership_lock.held
+    assert "group 'g' at 127.0.0.1" in trainer.house.config_store.membership_lock.reason()
 
 
 async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
@@ -61,7 +61,7 @@ async def test_ranks_that_do_not_fit_are_refused_and_nobody_is_asked(
     assert answer.status == 400
     assert f"rank_offset {offset}" in answer.body["message"]
     assert not engines.bodies(INIT, A) + engines.bodies(INIT, B)
-    assert (trainer.state, trainer.house.keeper.freeze.on) == ("idle", False)
+    assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
 
 
 async def test_a_replica_that_does_not_tell_its_ranks_is_named(trainer, engines):
@@ -81,7 +81,7 @@ async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
     await trainer.until("idle")
     for url in (A, B):
         assert engines.bodies(DESTROY, url) == [{"group_name": "g"}]
-    assert not trainer.house.keeper.freeze.on
+    assert not trainer.house.config_store.membership_lock.held
     del engines.gates[A, INIT], engines.came[A, INIT], engines.says[B, INIT]
     await trainer.join()
 
@@ -143,7 +143,7 @@ async def test_a_whole_sync_is_published_when_all_have_it_and_not_before(trainer
     assert held(trainer.house) == [[], []]
     assert sorted(forgotten) == [A, B]
     await trainer.well(DESTROY)
-    assert (trainer.state, trainer.house.keeper.freeze.on) == ("idle", False)
+    assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
 
 
 async def test_what_is_malformed_arms_nobody_and_costs_no_group(trainer, engines):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from omni_proxy.config.overlay import desired
+from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import Config, WorkerEntry
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
@@ -40,5 +40,5 @@ def tiny_version(store, seed, *, files=1, digests=True):
 def fleet_of(*urls):
     fleet = Fleet()
     config = Config(workers=tuple(WorkerEntry(url=url) for url in urls))
-    fleet.apply(desired(config, (), SavedState()), datetime.now(UTC))
+    fleet.apply(desired_workers(config, (), SavedState()), datetime.now(UTC))
     return fleet
