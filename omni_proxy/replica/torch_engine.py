@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_proxy.replica.api.served import ADMIN_KEY_VARIABLE
+from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, Choices, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.load import load_pipeline
 
 if TYPE_CHECKING:
-    from omni_proxy.replica.api.served import Options
+    from omni_proxy.replica.api.route_context import AppOptions
 
 TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
 
@@ -96,10 +96,10 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def options_of(arguments: argparse.Namespace, pipeline: PipelineConfig) -> Options:
+def options_of(arguments: argparse.Namespace, pipeline: PipelineConfig) -> AppOptions:
     """What `create_app` shall know; a key that is left out is taken from the environment."""
     builtin = arguments.pipeline is None
-    options: Options = {
+    options: AppOptions = {
         "model_name": arguments.model_name or (arguments.model if builtin else pipeline.name),
         "model_path": pipeline.model_path,
         "stream_speech_as": arguments.stream_speech_as,

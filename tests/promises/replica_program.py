@@ -1,5 +1,5 @@
 """One replica as a process, started once for many tests: text by the tiny model, sound by stages
-that words steer (tests.replica.api.sound_stages), and a stage that always raises."""
+that words steer (tests.replica.api.audio_stages), and a stage that always raises."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ terminal = true
 
 [[stages]]
 name = "speak"
-factory = "tests.replica.api.sound_stages:build_voice"
+factory = "tests.replica.api.audio_stages:build_voice"
 process = "sound"
 terminal = true
 
 [[stages]]
 name = "hear"
-factory = "tests.replica.api.sound_stages:build_ear"
+factory = "tests.replica.api.audio_stages:build_ear"
 terminal = true
 """
 

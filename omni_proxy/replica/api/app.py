@@ -10,68 +10,64 @@ from typing import TYPE_CHECKING, Unpack
 
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api import (
-    admin,
-    batch,
-    chat,
-    completions,
-    cors,
-    embeddings,
-    errors,
+from omni_proxy.replica.api.common import cross_origin, errors
+from omni_proxy.replica.api.native import (
+    admin_operations,
     generate,
     health,
-    info,
     metrics,
-    openapi,
-    speech,
-    speech_socket,
-    strangers,
-    top_keys,
-    transcriptions,
-    voices,
-    weights,
+    server_info,
+    weight_routes,
 )
-from omni_proxy.replica.api.served import Options, Served
+from omni_proxy.replica.api.openai import chat, completions, embeddings, models, transcriptions
+from omni_proxy.replica.api.openapi import document
+from omni_proxy.replica.api.route_context import AppOptions, RouteContext
+from omni_proxy.replica.api.speech import (
+    speech_batch,
+    speech_routes,
+    speech_socket,
+    voice_routes,
+)
 
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client
 
 ROUTES = (
     health,
-    info,
+    models,
+    server_info,
     metrics,
-    admin,
-    weights,
-    top_keys,
+    admin_operations,
+    weight_routes,
     chat,
     completions,
     embeddings,
     generate,
-    speech,
+    speech_routes,
     speech_socket,
-    batch,
-    voices,
+    speech_batch,
+    voice_routes,
     transcriptions,
-    openapi,
+    document,
 )
-BODY_SECS = 600
+BODY_TIMEOUT_SECS = 600
 
 
-def create_app(client: Client, **options: Unpack[Options]) -> QuartTrio:
-    """`options` are the fields of `Served`: model_name, admin_api_key, stream_speech_as, ..."""
-    return app_of(Served(client=client, **options))
+def create_app(client: Client, **options: Unpack[AppOptions]) -> QuartTrio:
+    """`options` are the fields of `RouteContext`: model_name, admin_api_key, stream_speech_as, ..."""
+    return build_app(RouteContext(client=client, **options))
 
 
-def app_of(served: Served) -> QuartTrio:
+def build_app(context: RouteContext) -> QuartTrio:
     app = QuartTrio("sglang-omni", static_folder=None)
     app.config["RESPONSE_TIMEOUT"] = None  # Quart's 60 s end a long answer without a word
-    app.config["BODY_TIMEOUT"] = BODY_SECS
-    app.config["MAX_CONTENT_LENGTH"] = served.max_body_bytes
-    app.config["MAX_FORM_MEMORY_SIZE"] = served.max_body_bytes
+    app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_SECS
+    app.config["MAX_CONTENT_LENGTH"] = context.max_body_bytes
+    app.config["MAX_FORM_MEMORY_SIZE"] = context.max_body_bytes
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
-    errors.speak(app)
-    cors.open_to_all(app)
-    strangers.keep_out(app, served)
+    errors.register_error_handlers(app)
+    cross_origin.add_cors_headers(app)
+    cross_origin.refuse_cross_origin(app, context)
     for routes in ROUTES:
-        routes.mount(app, served)
+        routes.mount(app, context)
     return app

@@ -29,7 +29,7 @@ from omni_proxy.watchdog import Watchdog
 if TYPE_CHECKING:
     from quart_trio import QuartTrio
 
-    from omni_proxy.replica.api.served import Options
+    from omni_proxy.replica.api.route_context import AppOptions
 
 # With the stages' own time and the reset this is less than the 10 s that supervisors give.
 DRAIN_SECS = 5.0
@@ -46,7 +46,7 @@ async def launch_server(
     port: int = 8000,
     drain_secs: float = DRAIN_SECS,
     log_level: str = "info",
-    **options: Unpack[Options],
+    **options: Unpack[AppOptions],
 ) -> None:
     """Serve until SIGTERM or SIGINT; `options` are those of `create_app`.
 
@@ -91,7 +91,9 @@ class _Life:
                 log.info("%s: finishing what is in flight", signal.Signals(number).name)
                 self.stopping.set()
 
-    async def lead(self, config: PipelineConfig, listener: socket.socket, options: Options) -> None:
+    async def lead(
+        self, config: PipelineConfig, listener: socket.socket, options: AppOptions
+    ) -> None:
         with self.scope:
             async with open_pipeline(config) as (coordinator, self.runtime):
                 # While the stages' threads load, this one imports the web layer.
@@ -103,7 +105,7 @@ class _Life:
                     await server.drain(self.drain_secs)
                     nursery.cancel_scope.cancel()
 
-    async def _once_ready(self, listener: socket.socket, options: Options) -> None:
+    async def _once_ready(self, listener: socket.socket, options: AppOptions) -> None:
         """Tell it; from then on nothing may block the loop: loading and imports do."""
         assert self.runtime is not None
         await self.runtime.ready.wait()
@@ -116,13 +118,13 @@ class _Life:
         await Watchdog().run()
 
 
-def _app(client: Client, options: Options) -> QuartTrio:
-    from omni_proxy.replica.api.app import app_of
-    from omni_proxy.replica.api.served import Served
+def _app(client: Client, options: AppOptions) -> QuartTrio:
+    from omni_proxy.replica.api.app import build_app
+    from omni_proxy.replica.api.route_context import RouteContext
     from omni_proxy.replica.profiling import routes as profiling
 
-    served = Served(client=client, **options)
-    app = app_of(served)
+    served = RouteContext(client=client, **options)
+    app = build_app(served)
     profiling.mount(app, served)
     return app
 

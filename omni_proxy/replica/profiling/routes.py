@@ -17,10 +17,10 @@ import msgspec
 from quart import Response
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.auth import admin_body
-from omni_proxy.replica.api.errors import Refused, reply
-from omni_proxy.replica.api.fields import read
-from omni_proxy.replica.api.served import Served
+from omni_proxy.replica.api.common.errors import DetailError, json_response
+from omni_proxy.replica.api.common.fields import validate
+from omni_proxy.replica.api.native.admin_operations import admin_body
+from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.messages import ProfilerStart
 
 FOLDER_VARIABLE = "SGLANG_TORCH_PROFILER_DIR"
@@ -49,7 +49,7 @@ class StopBody(msgspec.Struct):
     run_id: str | None = None
 
 
-def mount(app: QuartTrio, served: Served) -> None:
+def mount(app: QuartTrio, served: RouteContext) -> None:
     routes = _Routes(served)
     for view in (routes.start_profile, routes.start_request_profile):
         app.add_url_rule(f"/{view.__name__}", view.__name__, view, methods=["POST"])
@@ -58,20 +58,22 @@ def mount(app: QuartTrio, served: Served) -> None:
 
 
 class _Routes:
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: RouteContext) -> None:
         self._served = served
 
     async def start_profile(self) -> Response:
-        body = read(StartBody, await admin_body(self._served))
+        body = validate(StartBody, await admin_body(self._served))
         run_id, folder = _run_id(body.run_id), os.environ.get(FOLDER_VARIABLE, "")
         template = body.trace_path_template or (f"{folder}/{run_id}/trace" if folder else "")
         event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
         if body.enable_torch and not template:
-            raise Refused(400, f"trace_path_template is required when {FOLDER_VARIABLE} is not set")
+            raise DetailError(
+                400, f"trace_path_template is required when {FOLDER_VARIABLE} is not set"
+            )
         if not body.enable_torch:
             template = ""
             if event_dir is None:
-                raise Refused(
+                raise DetailError(
                     400,
                     "event_dir is required when enable_torch=false and "
                     f"{FOLDER_VARIABLE} is not set",
@@ -79,7 +81,7 @@ class _Routes:
         self._refuse_outside(template, event_dir)
         start = ProfilerStart(run_id, template, event_dir, body.enable_torch)
         self._served.client.profiler_start(start)
-        return reply(
+        return json_response(
             {
                 "run_id": run_id,
                 "trace_path_template": template,
@@ -89,35 +91,35 @@ class _Routes:
         )
 
     async def start_request_profile(self) -> Response:
-        body = read(StartEventsBody, await admin_body(self._served))
+        body = validate(StartEventsBody, await admin_body(self._served))
         run_id, folder = _run_id(body.run_id), os.environ.get(FOLDER_VARIABLE, "")
         event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
         if event_dir is None:
-            raise Refused(400, f"event_dir is required when {FOLDER_VARIABLE} is not set")
+            raise DetailError(400, f"event_dir is required when {FOLDER_VARIABLE} is not set")
         self._refuse_outside(event_dir)
         self._served.client.profiler_start(ProfilerStart(run_id, "", event_dir, False))
-        return reply({"run_id": run_id, "event_dir": event_dir})
+        return json_response({"run_id": run_id, "event_dir": event_dir})
 
     def _refuse_outside(self, *paths: str | None) -> None:
-        """Raises Refused 400 for a path that is not below a folder where profiles may be."""
+        """Raises DetailError 400 for a path that is not below a folder where profiles may be."""
         roots = roots_of(self._served)
         for path in filter(None, paths):
             try:
                 found = Path(path).resolve()
             except (OSError, ValueError, RuntimeError):  # a NUL, or links that go in circles
-                raise Refused(400, f"{path!r} is no path") from None
+                raise DetailError(400, f"{path!r} is no path") from None
             if not any(found.is_relative_to(root) for root in roots):
                 told = " or ".join(map(str, roots))
-                raise Refused(
+                raise DetailError(
                     400, f"{path!r} is not below {told}: start the server with --profile-root"
                 )
 
     async def stop(self) -> Response:
-        body = read(StopBody, await admin_body(self._served))
-        return reply({"run_id": self._served.client.profiler_stop(body.run_id)})
+        body = validate(StopBody, await admin_body(self._served))
+        return json_response({"run_id": self._served.client.profiler_stop(body.run_id)})
 
 
-def roots_of(served: Served) -> list[Path]:
+def roots_of(served: RouteContext) -> list[Path]:
     """Profiles are written below one of these. What the operator has named counts."""
     named = [served.profile_root] if served.profile_root else []
     variable = os.environ.get(FOLDER_VARIABLE)

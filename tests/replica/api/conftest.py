@@ -1,6 +1,6 @@
 import pytest
 
-from tests.replica.api.world import TINY, opened
+from tests.replica.api.api_fixture import TINY, opened
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import httpx
 import pytest
 
 from omni_proxy.replica import create_app
-from tests.replica.api.world import MESSAGES, listening
+from tests.replica.api.api_fixture import MESSAGES, listening
 
 ORIGIN = {"origin": "https://page.example"}
 CHAT = "/v1/chat/completions"

@@ -3,8 +3,8 @@ import json
 import pytest
 import trio
 
-from omni_proxy.replica.api.app import app_of
-from omni_proxy.replica.api.served import Served
+from omni_proxy.replica.api.app import build_app
+from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.runtime import open_pipeline
@@ -16,8 +16,8 @@ KEY = {"Authorization": "Bearer k"}
 
 
 def app_with_profiling(client, key):
-    served = Served(client=client, admin_api_key=key)
-    app = app_of(served)
+    served = RouteContext(client=client, admin_api_key=key)
+    app = build_app(served)
     routes.mount(app, served)
     return app
 

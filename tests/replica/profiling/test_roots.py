@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from omni_proxy.replica.api.app import app_of
-from omni_proxy.replica.api.served import Served
+from omni_proxy.replica.api.app import build_app
+from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.profiling import routes
 
 
@@ -21,8 +21,8 @@ class Started:
 
 def made(**options):
     client = Started()
-    served = Served(client=client, **options)
-    app = app_of(served)
+    served = RouteContext(client=client, **options)
+    app = build_app(served)
     routes.mount(app, served)
     return SimpleNamespace(client=client, http=app.test_client())
 

@@ -1,7 +1,7 @@
 import trio
 
 from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
-from tests.replica.api.world import opened
+from tests.replica.api.api_fixture import opened
 from tests.replica.weights.stages import checksum_of, save, weights_of
 
 

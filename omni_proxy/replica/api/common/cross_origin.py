@@ -1,0 +1,125 @@
+"""Pages of other origins: any may call models and read (cors.py), none may run this server.
+
+Without an admin key the caller's place in the network is what lets it in, and every page that
+somebody there visits shares that place. Invariant: a route that is not listed as OPEN refuses what
+says that it comes from another origin's page, a browser's GET, and a browser under a Host that a
+stranger may have pointed here (DNS rebinding); a key that is asked for says more than an origin, so
+with one nothing is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from quart import Response, request
+from quart_trio import QuartTrio
+from werkzeug.datastructures import Headers
+
+from omni_proxy.origins import NO_ORIGIN, hostname_of, is_local_name, parse_origin
+from omni_proxy.replica.api.common.errors import DetailError
+from omni_proxy.replica.api.route_context import RouteContext
+
+# Models, by whatever method.
+MODEL_ROUTES: Final = frozenset(
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate",
+        "/v1/audio/speech", "/v1/audio/speech/batch", "/v1/audio/speech/stream",
+        "/v1/audio/speech/<request_id>", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v1/audio/voices", "/v1/audio/voices/<name>",
+    )
+)  # fmt: skip
+# Their GET reads, and does nothing else.
+READ_ROUTES: Final = frozenset(
+    (
+        "/health", "/health_generate", "/v1/models", "/v1/models/<path:name>", "/favicon.ico",
+        "/get_model_info", "/model_info", "/server_info", "/get_server_info", "/v1/loads",
+        "/get_loads", "/get_load", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect",
+        "/redoc",
+    )
+)  # fmt: skip
+SAFE_METHODS: Final = ("GET", "HEAD")
+_SAME_SITE_VALUES: Final = ("none", "same-origin")
+
+
+def is_open(method: str, rule: str) -> bool:
+    """Whether a page of any origin may ask for it."""
+    reading = method in SAFE_METHODS and rule in READ_ROUTES
+    return method == "OPTIONS" or reading or rule in MODEL_ROUTES
+
+
+def refuse_cross_origin(app: QuartTrio, context: RouteContext) -> None:
+    """Before any body is read. Refuses with 403."""
+    app.before_request(_check_for(context))
+
+
+def _check_for(context: RouteContext) -> Callable[[], Awaitable[None]]:
+    async def judge() -> None:
+        rule = request.url_rule
+        if context.admin_api_key or rule is None or is_open(request.method, rule.rule):
+            return
+        if is_cross_origin(request.headers, f"{request.scheme}://{request.host}"):
+            told = "a page of another origin may not do this: set --admin-api-key"
+            raise DetailError(403, f"cross_site: {told}")
+        # A proxy passes a browser's name on, and no more of it.
+        if _has_origin_headers(request.headers) and not is_local_name(hostname_of(request.host)):
+            told = f"a page at {request.host} may not do this: any name can be pointed here; use"
+            raise DetailError(403, f"cross_site: {told} the address, or set --admin-api-key")
+        if request.method in SAFE_METHODS and _is_browser(request.headers):
+            raise DetailError(403, f"a browser changes nothing by {request.method}: send POST")
+
+    return judge
+
+
+def is_cross_origin(headers: Headers, own: str) -> bool:
+    """Whether a request says that it is of a page whose origin is not `own`."""
+    if any(site not in _SAME_SITE_VALUES for site in headers.getlist("Sec-Fetch-Site")):
+        return True
+    # Browsers that send no Origin say at least where they were.
+    origins = headers.getlist("Origin") or headers.getlist("Referer")
+    ours = parse_origin(own)
+    return any(ours == NO_ORIGIN or parse_origin(origin) != ours for origin in origins)
+
+
+def _is_browser(headers: Headers) -> bool:
+    """To plain HTTP beyond this machine a browser tells no more than its name."""
+    return _has_origin_headers(headers) or headers.get("User-Agent", "").startswith("Mozilla/")
+
+
+def _has_origin_headers(headers: Headers) -> bool:
+    """Each browser's request that is no plain GET does."""
+    return any(name in headers for name in ("Origin", "Referer", "Sec-Fetch-Site"))
+
+
+METHODS = "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"
+PREFLIGHT_SECS = 600
+
+
+def add_cors_headers(app: QuartTrio) -> None:
+    app.before_request(_preflight)
+    app.after_request(_add_headers)
+
+
+async def _preflight() -> Response | None:
+    wanted = request.headers.get("Access-Control-Request-Method")
+    if request.method != "OPTIONS" or "Origin" not in request.headers or wanted is None:
+        return None
+    headers = {
+        "access-control-allow-methods": METHODS,
+        "access-control-max-age": str(PREFLIGHT_SECS),
+    }
+    asked = request.headers.get("Access-Control-Request-Headers")
+    if asked is not None:
+        headers["access-control-allow-headers"] = asked
+    return Response("OK", 200, headers, content_type="text/plain; charset=utf-8")
+
+
+async def _add_headers(response: Response) -> Response:
+    if response.status_code == 500 and response.mimetype == "text/plain":
+        return response
+    response.vary.add("Origin")
+    origin = request.headers.get("Origin")
+    if origin is not None:
+        response.headers["access-control-allow-origin"] = origin
+        response.headers["access-control-allow-credentials"] = "true"
+    return response

@@ -1,0 +1,114 @@
+"""GET /metrics: SGLang's names for what the stages told last and what the API has counted.
+
+Invariant: a scrape asks no stage and waits for none; every series carries `model_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from quart import Response
+from quart_trio import QuartTrio
+
+from omni_proxy.replica.api.route_context import RouteContext
+
+Stats = Mapping[str, Mapping[str, float]]
+
+
+def sum_over_stages(stats: Stats, name: str) -> float:
+    return sum(values.get(name, 0.0) for values in stats.values())
+
+
+def max_over_stages(stats: Stats, name: str) -> float:
+    return max((values.get(name, 0.0) for values in stats.values()), default=0.0)
+
+
+def load_report(stats: Stats, max_running: int) -> dict[str, Any]:
+    """One rank's load under SGLang's names (routers.md 1.7)."""
+    running = int(sum_over_stages(stats, "num_running_reqs"))
+    waiting = int(sum_over_stages(stats, "num_waiting_reqs"))
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_waiting_uncached_tokens": int(sum_over_stages(stats, "num_waiting_uncached_tokens")),
+        "num_total_reqs": running + waiting,
+        "num_used_tokens": int(sum_over_stages(stats, "num_used_tokens")),
+        "max_total_num_tokens": int(sum_over_stages(stats, "max_total_num_tokens")),
+        "token_usage": max_over_stages(stats, "token_usage"),
+        "gen_throughput": sum_over_stages(stats, "gen_throughput"),
+        "cache_hit_rate": max_over_stages(stats, "cache_hit_rate"),
+        "utilization": min(running / max_running, 1.0) if max_running else 0.0,
+        "max_running_requests": max_running,
+    }
+
+
+def load_summary(load: Mapping[str, Any]) -> dict[str, Any]:
+    """The sums and means over all ranks, of which there is one."""
+    return {
+        "total_running_reqs": load["num_running_reqs"],
+        "total_waiting_reqs": load["num_waiting_reqs"],
+        "total_reqs": load["num_total_reqs"],
+        "avg_token_usage": load["token_usage"],
+        "avg_throughput": load["gen_throughput"],
+        "avg_utilization": load["utilization"],
+    }
+
+
+# SGLang's name -> the stages' name, what it tells, and how several stages make one.
+GAUGES = {
+    "num_running_reqs": ("num_running_reqs", "Requests being computed.", sum_over_stages),
+    "num_queue_reqs": ("num_waiting_reqs", "Requests waiting to be computed.", sum_over_stages),
+    "num_used_tokens": ("num_used_tokens", "Tokens held in the KV cache.", sum_over_stages),
+    "max_total_num_tokens": (
+        "max_total_num_tokens",
+        "Tokens that the cache can hold.",
+        sum_over_stages,
+    ),
+    "token_usage": ("token_usage", "Share of the KV cache that is in use.", max_over_stages),
+    "gen_throughput": ("gen_throughput", "Tokens generated per second.", sum_over_stages),
+    "cache_hit_rate": (
+        "cache_hit_rate",
+        "Share of prompt tokens that were cached.",
+        max_over_stages,
+    ),
+    "engine_paused": ("paused", "1 while generation is paused.", max_over_stages),
+}
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens taken in.",
+    "generation_tokens": "Tokens generated.",
+    "cached_tokens": "Prompt tokens that were cached.",
+}
+
+
+class StageCollector(Collector):
+    """The stages' gauges as of the scrape."""
+
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._context.client.stats()
+        label = [self._context.model_name]
+        for name, (source, told, join) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", told, labels=["model_name"])
+            gauge.add_metric(label, join(stats, source))
+            yield gauge
+        for name, told in COUNTERS.items():
+            counter = CounterMetricFamily(f"sglang:{name}", told, labels=["model_name"])
+            counter.add_metric(label, sum_over_stages(stats, f"{name}_total"))
+            yield counter
+
+
+def mount(app: QuartTrio, context: RouteContext) -> None:
+    registry = context.meters.registry
+    registry.register(StageCollector(context))
+
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
+
+    app.add_url_rule("/metrics", "metrics", metrics)

@@ -1,0 +1,191 @@
+"""What a router or a benchmark asks of an SGLang server: its facts, its load, and proof of life.
+
+Invariant: facts never wait long for a stage: one that is busy with an operation is told as it was
+last seen. These routes are open; the aggregate of the stages behind the admin key is /model_info.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import trio
+from quart import Response
+from quart_trio import QuartTrio
+
+from omni_proxy import __version__
+from omni_proxy.replica.api.common.errors import (
+    CLIENT_ERRORS,
+    DetailError,
+    json_response,
+    status_and_message,
+)
+from omni_proxy.replica.api.native.admin_operations import (
+    MODEL_FACTS,
+    SHARED_FACTS,
+    model_facts,
+    require_key,
+)
+from omni_proxy.replica.api.native.health import health_report
+from omni_proxy.replica.api.native.metrics import load_report, load_summary
+from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
+
+FACTS_TIMEOUT_SECS = 2.0
+FLUSH_TIMEOUT_SECS = 60.0
+GENERATE_TIMEOUT_SECS = 20.0
+# What SGLang's servers may have and this one has not: whoever reads it need not guess. Weights of
+# quantized files are unpacked when they are loaded, and served so.
+UNSUPPORTED_FEATURES = {
+    "quantization": None,
+    "fp8_kv_cache_enabled": False,
+    "fp8_kv_cache_requires_postprocess": False,
+    "fp8_kv_cache_static_scales": False,
+    "speculative_algorithm": None,
+    "enable_lora": False,
+    "max_lora_rank": None,
+}
+
+
+class InfoRoutes:
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+        self._facts: dict[str, Any] = dict.fromkeys((*SHARED_FACTS, *MODEL_FACTS))
+
+    async def model_info(self) -> Response:
+        facts = await self._latest_facts()
+        name = self._context.model_name
+        return json_response(
+            {
+                "model_path": self._model_path(facts),
+                "served_model_name": name,
+                "tokenizer_path": self._model_path(facts),
+                "is_generation": True,
+                "weight_version": facts["weight_version"],
+                "load_format": facts["load_format"],
+            }
+        )
+
+    async def server_info(self) -> Response:
+        context = self._context
+        facts = await self._latest_facts()
+        load = self._load()
+        return json_response(
+            {
+                "model_path": self._model_path(facts),
+                "served_model_name": context.model_name,
+                "tokenizer_path": self._model_path(facts),
+                "is_generation": True,
+                "tp_size": self._tp_size(),
+                "dp_size": 1,
+                "version": __version__,
+                "weight_version": facts["weight_version"],
+                "load_format": facts["load_format"],
+                **{name: facts[name] for name in MODEL_FACTS},
+                **UNSUPPORTED_FEATURES,
+                "disaggregation_mode": "null",
+                "max_total_num_tokens": load["max_total_num_tokens"],
+                "max_running_requests": load["max_running_requests"],
+                "start_time": context.started_unix_secs,
+                "uptime_secs": round(time.time() - context.started_unix_secs, 3),
+                "instance_id": context.instance,
+                "stages": list(context.client.health().get("stages", ())),
+                "internal_states": [load | {"last_gen_throughput": load["gen_throughput"]}],
+            }
+        )
+
+    async def loads(self) -> Response:
+        load = self._load()
+        return json_response(
+            {
+                "timestamp": datetime.now(UTC).isoformat(),
+                "version": __version__,
+                "dp_rank_count": 1,
+                "loads": [load],
+                "aggregate": load_summary(load),
+            }
+        )
+
+    async def load(self) -> Response:
+        """The older shape: one object for each rank."""
+        load = self._load()
+        return json_response(
+            [
+                {
+                    "dp_rank": 0,
+                    "num_reqs": load["num_total_reqs"],
+                    "num_waiting_reqs": load["num_waiting_reqs"],
+                    "num_tokens": load["num_used_tokens"],
+                }
+            ]
+        )
+
+    async def prove(self) -> Response:
+        """Generate one token. 200 with an empty body, or 503 that says why not."""
+        health = health_report(self._context)
+        if health["status"] != "healthy":
+            raise DetailError(503, f"the server is {health['status']}")
+        if self._context.can("chat"):
+            await self._generate_one()
+        return Response(b"", 200, content_type="text/plain; charset=utf-8")
+
+    async def _generate_one(self) -> None:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
+        asked = GenerateRequest(prompt="1", sampling=sampling, task="completion")
+        try:
+            with trio.fail_after(GENERATE_TIMEOUT_SECS):
+                await self._context.client.completion(asked)
+        except trio.TooSlowError:
+            raise DetailError(
+                503, f"no token was generated within {GENERATE_TIMEOUT_SECS:g} s"
+            ) from None
+        except CLIENT_ERRORS as error:
+            raise DetailError(503, status_and_message(error)[1]) from None
+
+    async def flush(self) -> Response:
+        require_key(self._context)
+        aggregate = await self._context.client.admin("flush_cache", {}, None, FLUSH_TIMEOUT_SECS)
+        status = 200 if aggregate["success"] else 400
+        told = "Cache flushed.\n" if status == 200 else f"{aggregate['message']}\n"
+        return Response(told, status, content_type="text/plain; charset=utf-8")
+
+    async def _latest_facts(self) -> dict[str, Any]:
+        with trio.move_on_after(FACTS_TIMEOUT_SECS):
+            try:
+                aggregate = await self._context.client.admin(
+                    "model_info", {}, None, FACTS_TIMEOUT_SECS
+                )
+            except RequestFailed:
+                return self._facts
+            self._facts = model_facts(aggregate).shared
+        return self._facts
+
+    def _model_path(self, facts: dict[str, Any]) -> str:
+        return facts.get("model_path") or self._context.model_path or self._context.model_name
+
+    def _tp_size(self) -> int:
+        """Over how many processes a stage's model is split."""
+        infos = self._context.client.stage_info().values()
+        return max((info.get("tp_size", 1) for info in infos), default=1)
+
+    def _load(self) -> dict[str, Any]:
+        client = self._context.client
+        told = [info.get("max_running") or 0 for info in client.stage_info().values()]
+        return load_report(client.stats(), int(sum(told)))
+
+
+def mount(app: QuartTrio, context: RouteContext) -> None:
+    routes = InfoRoutes(context)
+    views = {
+        "/get_model_info": routes.model_info,
+        "/server_info": routes.server_info,
+        "/get_server_info": routes.server_info,
+        "/v1/loads": routes.loads,
+        "/get_loads": routes.loads,
+        "/get_load": routes.load,
+        "/health_generate": routes.prove,
+    }
+    for path, view in views.items():
+        app.add_url_rule(path, path.strip("/").replace("/", "_"), view)
+    app.add_url_rule("/flush_cache", "flush_cache", routes.flush, methods=["GET", "POST"])

@@ -1,0 +1,170 @@
+"""From the fields of a body to what a client is asked for: the part that all text routes share.
+
+Invariant: what a caller left out (or sent as null) stays unset, so that the stage's own defaults
+hold; nothing is filled in here.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any, TypeAlias, TypeGuard
+
+from msgspec import Meta, Struct
+
+from omni_proxy.replica.api.common.errors import DetailError
+from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.pipeline.requests import SamplingParams
+from omni_proxy.replica.text.sampling import SamplingError, biases_of
+
+# What fits into a message between stages.
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+PositiveInt64 = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class CommonFields(Struct, kw_only=True):
+    """Fields that chat and completion bodies have alike."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    max_tokens: PositiveInt64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    n: Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    stage_sampling: dict[str, dict[str, Any]] | None = None
+    stage_params: dict[str, dict[str, Any]] | None = None
+    request_id: str | None = None
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings in request order; empty ones, which would end every text at once, are none."""
+    given = [stop] if isinstance(stop, str) else stop or []
+    return tuple(each for each in given if each)
+
+
+def sampling_params(
+    body: CommonFields, max_new_tokens: int | None, *, top: int | None, schema: str | None
+) -> SamplingParams:
+    """`top` is how many likeliest tokens to tell of; None tells no log probabilities at all."""
+    return SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        seed=body.seed,
+        max_new_tokens=max_new_tokens,
+        stop=stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logprobs=top is not None,
+        ignore_eos=bool(body.ignore_eos),
+        top_logprobs=top,
+        presence_penalty=body.presence_penalty or None,
+        frequency_penalty=body.frequency_penalty or None,
+        logit_bias=body.logit_bias or None,
+        json_schema=schema,
+    )
+
+
+def check_biases(body: CommonFields, context: RouteContext) -> None:
+    """Raises DetailError 400 for a bias that no stage would take: before a stream's head is sent."""
+    try:
+        biases = biases_of("logit_bias", body.logit_bias or {})
+    except SamplingError as error:
+        raise DetailError(400, str(error)) from None
+    told = (info.get("vocabulary") for info in context.client.stage_info().values())
+    vocabulary = max((size for size in told if size), default=None)
+    for token in biases:
+        if vocabulary is not None and token >= vocabulary:
+            raise DetailError(
+                400,
+                f"logit_bias: token {token} is out of vocabulary: the model's tokens are 0 to "
+                f"{vocabulary - 1}",
+            )
+
+
+def new_request_id(given: str | None = None) -> str:
+    return given or str(uuid.uuid4())
+
+
+MAX_PROMPTS = 2048  # OpenAI's bound for inputs, and one of what a single body may make us compute
+MAX_PROMPT_TOKENS = 1 << 20  # of one prompt; no model here reads as many, and each is looked at
+Prompt: TypeAlias = str | list[int]
+
+
+def parse_prompts(value: Any, name: str) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether `value` was a list of them. Raises DetailError 400."""
+    if isinstance(value, list) and len(value) > MAX_PROMPT_TOKENS:
+        raise DetailError(
+            400, f"{name} has {len(value)} elements; at most {MAX_PROMPT_TOKENS} are taken"
+        )
+    if isinstance(value, str) or is_token_ids(value):
+        return [value], False
+    if isinstance(value, list) and value:
+        if len(value) > MAX_PROMPTS:
+            raise DetailError(
+                400, f"{name} has {len(value)} elements; at most {MAX_PROMPTS} are taken"
+            )
+        if all(isinstance(each, str) for each in value) or all(map(is_token_ids, value)):
+            return value, True
+    told = "must be a string, a list of token ids, or a list that is not empty of either"
+    raise DetailError(400, f"{name} {told}")
+
+
+def is_token_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(map(_is_token_id, value))
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+_USE_RESPONSE_FORMAT = "ask for a JSON schema in response_format instead"
+UNSUPPORTED_FIELDS = {
+    "guided_json": _USE_RESPONSE_FORMAT,
+    "guided_regex": _USE_RESPONSE_FORMAT,
+    "guided_choice": _USE_RESPONSE_FORMAT,
+    "guided_grammar": _USE_RESPONSE_FORMAT,
+    "structured_outputs": _USE_RESPONSE_FORMAT,
+    "structural_tag": _USE_RESPONSE_FORMAT,
+    "json_schema": _USE_RESPONSE_FORMAT,
+    "regex": _USE_RESPONSE_FORMAT,
+    "ebnf": _USE_RESPONSE_FORMAT,
+    "min_tokens": "an answer may be as short as the model wants it",
+    "min_new_tokens": "an answer may be as short as the model wants it",
+    "bad_words": "give logit_bias for token ids",
+    "allowed_token_ids": "give logit_bias for token ids",
+    "use_beam_search": "answers are sampled",
+    "prompt_logprobs": "log probabilities are those of the answer's tokens",
+    "include_stop_str_in_output": "an answer ends before its stop string",
+    "continue_final_message": "an answer is a new message",
+    "chat_template": "messages are written by the model's own template",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "web_search_options": "the model has no network",
+}
+NO_TOOLS = "this server calls no tools; leave it out, or ask for a JSON schema in response_format"
+TEXT_TOOL_CHOICES = (None, "auto", "none")
+
+
+def check_supported_fields(given: dict[str, Any]) -> None:
+    """Raises DetailError 400 for the first such field of a body."""
+    for name, instead in UNSUPPORTED_FIELDS.items():
+        if given.get(name):  # null, false, 0 and what is empty ask for nothing
+            raise DetailError(400, f"{name} is not supported: {instead}")
+
+
+def check_no_tools(given: dict[str, Any]) -> None:
+    """Raises DetailError 400 where a body insists on a call; "auto" leaves an answer in text."""
+    for name in ("tool_choice", "function_call"):
+        if given.get(name) not in TEXT_TOOL_CHOICES:
+            raise DetailError(400, f"{name} must be auto or none: {NO_TOOLS}")

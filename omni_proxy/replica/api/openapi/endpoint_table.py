@@ -1,0 +1,176 @@
+"""What each route is for, what it takes and in which family of errors it refuses; by endpoint.
+
+Invariant: bodies are the very Structs that the routes read, and fields that are read by hand come
+from the table that checks them, so that the description cannot say anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from omni_proxy.replica.api.native import admin_operations, weight_routes
+from omni_proxy.replica.api.native.admin_operations import OperationBody, OperationRoute
+from omni_proxy.replica.api.native.generate import RolloutBody
+from omni_proxy.replica.api.native.sglang_generate import NativeBody
+from omni_proxy.replica.api.openai.chat import ChatBody
+from omni_proxy.replica.api.openai.completions import CompletionBody
+from omni_proxy.replica.api.openai.embeddings import EmbeddingBody
+from omni_proxy.replica.api.openai.transcriptions import TranscriptionFields
+from omni_proxy.replica.api.speech.speech_fields import FIELD_TYPES
+from omni_proxy.replica.profiling.routes import StartBody, StartEventsBody, StopBody
+
+JSON, FORM, TEXT = "application/json", "multipart/form-data", "text/plain"
+EVENTS = "text/event-stream"
+DETAIL = "Detail"
+OPENAI = ("OpenAIError", DETAIL)
+Schema = dict[str, Any]
+
+# What a hand-read field may hold, by the words that refuse any other value.
+_KINDS: Mapping[str, Schema] = {
+    "a string": {"type": "string"},
+    "true or false": {"type": "boolean"},
+    "a number": {"type": "number"},
+    "an integer": {"type": "integer"},
+    "an integer above 0": {"type": "integer", "minimum": 1},
+    "an integer of 0 or more": {"type": "integer", "minimum": 0},
+    "an object": {"type": "object"},
+    "a list of objects": {"type": "array", "items": {"type": "object"}},
+}
+_FILE: Schema = {"type": "string", "contentMediaType": "application/octet-stream"}
+_TEXT: Schema = {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One endpoint. `bodies`: any of these; `body`: a schema of its own, of the media type `takes`.
+
+    `answers` are media types. `refuses` are the shapes of what is wrong with a request; what any
+    route may say (405, 413) is a `Detail`.
+    `locked` needs the admin key, where one is set. `query` are the query's parameters.
+    """
+
+    summary: str
+    tag: str
+    bodies: tuple[type[Struct], ...] = ()
+    body: Schema | None = None
+    takes: str = JSON
+    body_needed: bool = True
+    answers: tuple[str, ...] = (JSON,)
+    refuses: tuple[str, ...] = (DETAIL,)
+    locked: bool = False
+    query: tuple[str, ...] = ()
+
+
+def _speech() -> Schema:
+    fields = {name: _KINDS[kind.words] for name, kind in FIELD_TYPES.items()}
+    return {"type": "object", "properties": fields, "required": ["input"]}
+
+
+def _batch() -> Schema:
+    own = _speech()
+    items = {"type": "array", "minItems": 1, "items": own}
+    return {"type": "object", "properties": {**own["properties"], "items": items},
+            "required": ["items"]}  # fmt: skip
+
+
+def _form(needed: Mapping[str, Schema], more: Mapping[str, Schema] = {}) -> Schema:
+    return {"type": "object", "properties": {**needed, **more}, "required": list(needed)}
+
+
+def _admin(route: OperationRoute, summary: str) -> Endpoint:
+    return Endpoint(
+        summary=summary,
+        tag="operations" if route in admin_operations.ROUTES else "weights",
+        bodies=(route.body,),
+        body_needed=route.body_needed,
+        locked=True,
+        refuses=OPENAI if route is weight_routes.FROM_TENSOR else (DETAIL,),
+    )
+
+
+_OPERATIONS = {
+    "pause_generation": "Compute nothing until it goes on",
+    "continue_generation": "Go on after a pause",
+    "update_weights_from_disk": "Read new weights from a disk and put them in place",
+    "read_weights_ahead": "Read a file of weights while it is being written",
+    "init_weights_update_group": "Join a trainer's group",
+    "destroy_weights_update_group": "Leave a trainer's group",
+    "update_weights_from_distributed": "Receive new weights over a group and put them in place",
+    "prepare_weights_update": "Be ready to receive new weights over a group",
+    "complete_weights_update": "Put in place what was received",
+    "begin_weight_update": "Gather updates from now on",
+    "end_weight_update": "Put in place what was gathered",
+    "weights_checker": "Hash, keep or compare the weights",
+    "update_weights_from_tensor": "Take new weights out of the body; 501 unless that is enabled",
+    "update_weight_version": "Name the version of the weights",
+}
+_CHAT, _SOUND, _INFO = "text", "audio", "information"
+_FACTS = Endpoint(summary="What runs here, as SGLang's servers tell it", tag=_INFO)
+_LOAD = Endpoint(summary="How busy it is", tag=_INFO)
+_STOP = Endpoint(summary="End a profiling run", tag="profiling", bodies=(StopBody,), locked=True)
+_LISTENING = _form({"file": _FILE}, {"model": _TEXT, "response_format": _TEXT})
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "health": Endpoint(summary="200 when all stages are ready, else 503", tag=_INFO),
+    "models": Endpoint(summary="The one model", tag=_INFO),
+    "model": Endpoint(summary="The model of that name, or 404", tag=_INFO, refuses=OPENAI),
+    "get_model_info": _FACTS,
+    "server_info": _FACTS,
+    "get_server_info": _FACTS,
+    "v1_loads": _LOAD,
+    "get_loads": _LOAD,
+    "get_load": _LOAD,
+    "health_generate": Endpoint(summary="Generate a token: 200, or 503 that says why not", tag=_INFO,
+                            answers=(TEXT,)),
+    "metrics": Endpoint(summary="Metrics for Prometheus", tag=_INFO, answers=(TEXT,)),
+    "flush_cache": Endpoint(summary="Empty the prefix cache", tag="operations", locked=True,
+                        answers=(TEXT,)),
+    "model_info": Endpoint(summary="What every stage says of its model", tag="operations", locked=True),
+    "model_info_of": Endpoint(summary="What some stages say of their model", tag="operations",
+                          bodies=(OperationBody,), locked=True),
+    "weights_checker_of_query": Endpoint(summary="Hash the weights", tag="weights", locked=True,
+                                     query=("action",)),
+    "get_weights_by_name": Endpoint(summary="The first rows of a tensor", tag="weights", locked=True,
+                                bodies=(weight_routes.WeightsByName,), body_needed=False, refuses=OPENAI,
+                                query=("name", "truncate_size")),
+    "chat": Endpoint(summary="Answer a chat, whole or streamed", tag=_CHAT, bodies=(ChatBody,),
+                 answers=(JSON, EVENTS)),
+    "completions": Endpoint(summary="Continue prompts, whole or streamed", tag=_CHAT, refuses=OPENAI,
+                        bodies=(CompletionBody,), answers=(JSON, EVENTS)),
+    "embeddings": Endpoint(summary="A vector for each input", tag=_CHAT, bodies=(EmbeddingBody,),
+                       refuses=OPENAI),
+    "generate": Endpoint(summary="Continue a prompt in a trainer's words, or in SGLang's", tag=_CHAT,
+                     bodies=(RolloutBody, NativeBody), answers=(JSON, EVENTS)),
+    "speech": Endpoint(summary="Speak a text, as a file or streamed", tag=_SOUND, body=_speech(),
+                   refuses=OPENAI, answers=("audio/wav", "audio/pcm", EVENTS)),
+    "speech_outcome": Endpoint(summary="How a speech request ended", tag=_SOUND),
+    "speech_batch": Endpoint(summary="Speak many texts", tag=_SOUND, body=_batch(), refuses=OPENAI),
+    "voices": Endpoint(summary="The voices", tag=_SOUND, refuses=OPENAI, query=("names_only",)),
+    "voice_upload": Endpoint(
+        summary="Keep a voice", tag=_SOUND, refuses=OPENAI, takes=FORM,
+        body=_form({"audio_sample": _FILE, "name": _TEXT, "consent": _TEXT},
+                   {"ref_text": _TEXT, "speaker_description": _TEXT}),
+    ),
+    "voice_delete": Endpoint(summary="Forget a voice", tag=_SOUND, refuses=("NoVoice", DETAIL)),
+    "transcriptions": Endpoint(summary="Write down what is spoken, whole or streamed", tag=_SOUND,
+                           bodies=(TranscriptionFields,), body=_form({"file": _FILE}), takes=FORM,
+                           answers=(JSON, TEXT, EVENTS)),
+    "translations": Endpoint(summary="Refused: no model here translates", tag=_SOUND, refuses=OPENAI,
+                         body=_LISTENING, takes=FORM),
+    "diarizations": Endpoint(summary="Refused: no model here tells speakers apart", tag=_SOUND,
+                         body=_LISTENING, takes=FORM),
+    "start_profile": Endpoint(summary="Record torch's trace, and events", tag="profiling",
+                          bodies=(StartBody,), locked=True),
+    "start_request_profile": Endpoint(summary="Record events of requests", tag="profiling",
+                                  bodies=(StartEventsBody,), locked=True),
+    "stop_profile": _STOP,
+    "stop_request_profile": _STOP,
+    **{
+        route.action: _admin(route, _OPERATIONS[route.action])
+        for route in (*admin_operations.ROUTES, *weight_routes.ROUTES, weight_routes.FROM_TENSOR, weight_routes.SET_VERSION)
+    },
+}  # fmt: skip

@@ -1,0 +1,89 @@
+"""What every route is given: the client, the names, and what the operator has allowed.
+
+Invariant: nothing here changes while the app serves, except what `meters` counts. The module
+imports no route, so that each of them can import it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from omni_proxy.replica.api.common.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from omni_proxy.replica.pipeline.client import Client
+
+ADMIN_KEY_VARIABLE = "SGLANG_OMNI_ADMIN_KEY"
+MIB = 1024 * 1024
+SpeechStreamFormat = Literal["sse", "pcm", "openai-sse"]
+
+
+def _admin_key_from_environment() -> str | None:
+    return os.environ.get(ADMIN_KEY_VARIABLE) or None
+
+
+class AppOptions(TypedDict, total=False):
+    """The keyword arguments of `create_app`: any field of `RouteContext` but the client."""
+
+    model_name: str
+    model_path: str
+    admin_api_key: str | None
+    stream_speech_as: SpeechStreamFormat
+    tts_batch_max_items: int
+    max_speech_input_chars: int
+    voices_dir: Path | str | None
+    max_voices: int
+    capabilities: frozenset[str] | None
+    ready: Callable[[], bool] | None
+    allowed_media_domains: tuple[str, ...]
+    allowed_local_media_path: Path | str | None
+    max_media_bytes: int
+    max_body_bytes: int
+    cut_failed_streams: bool
+    enable_tensor_updates: bool
+    profile_root: Path | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteContext:
+    """`capabilities` None is "not known": nothing is refused for want of one.
+
+    `ready` None is ready from the start. `admin_api_key` None is open. `voices_dir` None is a
+    folder of the user's cache. `cut_failed_streams` ends a failed chat stream without an error
+    event and without `[DONE]`, as older servers do. `enable_tensor_updates` takes new weights in
+    the bodies of requests. `profile_root` is the only folder that profiles are written below; None
+    is any with an admin key, else that for temporary files. A media list that is empty, or a media
+    path that is None, allows nothing. `started_unix_secs` and `instance` tell one process from its
+    successor.
+    """
+
+    client: Client
+    model_name: str = "sglang-omni"
+    model_path: str = ""
+    admin_api_key: str | None = field(default_factory=_admin_key_from_environment, repr=False)
+    stream_speech_as: SpeechStreamFormat = "sse"
+    tts_batch_max_items: int = 32
+    max_speech_input_chars: int = 4096
+    voices_dir: Path | str | None = None
+    max_voices: int = 1000
+    capabilities: frozenset[str] | None = None
+    ready: Callable[[], bool] | None = None
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: Path | str | None = None
+    max_media_bytes: int = 10 * MIB
+    max_body_bytes: int = 64 * MIB
+    cut_failed_streams: bool = False
+    enable_tensor_updates: bool = False
+    profile_root: Path | str | None = None
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    started_unix_secs: float = field(default_factory=time.time)
+    meters: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def can(self, capability: str) -> bool:
+        return self.capabilities is None or capability in self.capabilities

@@ -1,0 +1,167 @@
+"""/v1/audio/voices: voices that callers have uploaded (api-server.md 1.7).
+
+Uploading, listing and deleting work with any model, since a proxy routes by them. A model with one
+voice (hibari) cannot speak in an uploaded one: /v1/audio/speech then refuses its name with a 400
+that says so, rather than speak in a voice that was not asked for.
+Invariant: a body beyond its limit is refused before it is parsed; what is kept has been decoded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+import trio
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from omni_proxy.replica.api.common.errors import SpeechError, json_response, upload_too_large
+from omni_proxy.replica.api.common.media import decode_audio_samples
+from omni_proxy.replica.api.common.multipart import (
+    MultipartError,
+    MultipartForm,
+    UploadedFile,
+    read_form,
+)
+from omni_proxy.replica.api.route_context import MIB, RouteContext
+from omni_proxy.replica.api.speech.speech_routes import register_speech_errors
+from omni_proxy.replica.api.speech.voice_store import (
+    MAX_VOICES_VARIABLE,
+    StoredVoice,
+    VoiceError,
+    VoiceStore,
+    default_folder,
+    folded_name,
+)
+
+MOST_SAMPLE_BYTES: Final = 10 * MIB
+MOST_BODY_BYTES: Final = MOST_SAMPLE_BYTES + 64 * 1024
+MOST_TEXT_CHARS: Final = 4096
+SHORTEST_SECS, LONGEST_SECS = 1.0, 30.0
+SILENCE_PEAK: Final = 1e-3  # -60 dB
+WAV_TYPES: Final = ("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave")
+# Nothing decoded is kept in memory, so every number of that cache is 0.
+NO_CACHE: Final = dict.fromkeys(
+    (
+        "entries",
+        "memory_bytes",
+        "max_bytes",
+        "hit_count",
+        "miss_count",
+        "eviction_count",
+        "delete_invalidation_counter",
+    ),
+    0,
+)
+
+
+class _Routes:
+    def __init__(self, store: VoiceStore) -> None:
+        self._store = store
+
+    async def names(self) -> Response:
+        """GET /v1/audio/voices."""
+        uploaded = await trio.to_thread.run_sync(self._store.voices)
+        names = [voice.name for voice in uploaded]
+        if request.args.get("names_only", "").lower() in ("true", "1", "yes", "on"):
+            return json_response({"uploaded_voice_names": names})
+        told = {"voices": ["default", *names], "uploaded_voices": uploaded}
+        return json_response(told | {"cache_stats": NO_CACHE})
+
+    async def upload(self) -> Response:
+        """POST /v1/audio/voices."""
+        try:
+            form = await read_form(request, MOST_BODY_BYTES)
+        except MultipartError as refused:
+            if refused.status == 413:
+                raise upload_too_large(refused.message, "audio_sample") from None
+            raise SpeechError(refused.message, status=refused.status) from None
+        sample = form.files.get("audio_sample")
+        if sample is None or not sample.data:
+            raise SpeechError("audio_sample must be an uploaded, non-empty file", "audio_sample")
+        voice = _voice_of(form, sample)
+        await trio.to_thread.run_sync(_check_sample, sample)
+        try:
+            await trio.to_thread.run_sync(self._store.keep, voice, sample.data)
+        except VoiceError as refused:
+            raise SpeechError(str(refused), "name") from None
+        return json_response(voice)
+
+    async def delete(self, name: str) -> Response:
+        """DELETE /v1/audio/voices/{name}."""
+        missing = {"success": False, "error": f"Voice '{name}' not found"}
+        try:
+            folded = folded_name(name)
+        except VoiceError:
+            return json_response(missing, 404)
+        if not await trio.to_thread.run_sync(self._store.delete, folded):
+            return json_response(missing, 404)
+        return json_response({"success": True, "message": f"Voice '{folded}' deleted"})
+
+
+def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
+    """Return what the form says of the voice. Raises SpeechError."""
+    try:
+        name = folded_name(form.fields.get("name", ""))
+    except VoiceError as refused:
+        raise SpeechError(str(refused), "name") from None
+    texts = {}
+    for field in ("consent", "ref_text", "speaker_description"):
+        text = form.fields.get(field, "").strip()
+        if len(text) > MOST_TEXT_CHARS:
+            raise SpeechError(f"{field} has more than {MOST_TEXT_CHARS} characters", field)
+        texts[field] = text
+    if not texts["consent"]:
+        raise SpeechError("consent must be a non-empty string", "consent")
+    if sample.content_type not in WAV_TYPES:
+        told = sample.content_type or "none"
+        raise SpeechError(
+            f"audio_sample must be a WAV file (audio/wav), its type is {told}", "audio_sample"
+        )
+    return StoredVoice(
+        name=name,
+        consent=texts["consent"],
+        created_at=int(time.time()),
+        file_size=len(sample.data),
+        mime_type=sample.content_type,
+        ref_text=texts["ref_text"] or None,
+        speaker_description=texts["speaker_description"] or None,
+    )
+
+
+def _check_sample(sample: UploadedFile) -> None:
+    """Refuse a sample that is too long, too short, silent, or no audio at all."""
+    if len(sample.data) > MOST_SAMPLE_BYTES:
+        raise upload_too_large(
+            f"audio_sample is larger than {MOST_SAMPLE_BYTES} bytes", "audio_sample"
+        )
+    try:
+        samples, rate = decode_audio_samples(sample.data)
+    except ValueError as fault:
+        raise SpeechError(f"audio_sample: {fault}", "audio_sample") from None
+    seconds = len(samples) / rate
+    if not SHORTEST_SECS <= seconds <= LONGEST_SECS:
+        raise SpeechError(
+            f"audio_sample lasts {seconds:.2f} seconds; it must last "
+            f"{SHORTEST_SECS:g} to {LONGEST_SECS:g}",
+            "audio_sample",
+        )
+    if float(abs(samples).max()) < SILENCE_PEAK:
+        raise SpeechError("audio_sample is silent", "audio_sample")
+
+
+def _store_of(context: RouteContext) -> VoiceStore:
+    folder = Path(context.voices_dir) if context.voices_dir is not None else default_folder()
+    named = os.environ.get(MAX_VOICES_VARIABLE, "")
+    return VoiceStore(folder, int(named) if named.isdecimal() else context.max_voices)
+
+
+def mount(app: QuartTrio, context: RouteContext) -> None:
+    register_speech_errors(app)
+    routes = _Routes(_store_of(context))
+    path = "/v1/audio/voices"
+    app.add_url_rule(path, "voices", routes.names, methods=["GET"])
+    app.add_url_rule(path, "voice_upload", routes.upload, methods=["POST"])
+    app.add_url_rule(f"{path}/<name>", "voice_delete", routes.delete, methods=["DELETE"])

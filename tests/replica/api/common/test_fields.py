@@ -1,0 +1,130 @@
+"""Bodies into Structs; pydantic, whose 422s clients know, is the judge."""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.replica.api.common.errors import InvalidBody
+from omni_proxy.replica.api.common.fields import MISSING, validate
+from omni_proxy.replica.api.common.lenient_decode import MAX_PROBLEMS
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: Any = None
+
+
+class Body(msgspec.Struct):
+    messages: list[Message]
+    number: float | None = None
+    count: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    flag: bool | None = None
+    stop: str | list[str] | None = None
+    held: dict[str, Any] | None = None
+    kind: Literal["a", "b"] | None = None
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    known: int | None = None
+
+
+class PydanticMessage(pydantic.BaseModel):
+    role: str
+    content: Any = None
+
+
+class PydanticBody(pydantic.BaseModel):
+    messages: list[PydanticMessage]
+    number: Annotated[float, pydantic.Field(allow_inf_nan=False)] | None = None
+    count: Annotated[int, pydantic.Field(ge=1)] | None = None
+    share: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
+    flag: bool | None = None
+    stop: str | list[str] | None = None
+    held: dict[str, Any] | None = None
+    kind: Literal["a", "b"] | None = None
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([0.0, 0.5, 1.0, 2.0, 2.5, -1.5])
+    | st.sampled_from(["", "5", " 7 ", "2.0", "x", "1e3", "yes", "NO", "t", "a", "b", "-1"])
+)
+values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.sampled_from("ab"), scalars)
+messages = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), values), max_size=2)
+bodies = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": messages | values,
+        **dict.fromkeys(("number", "count", "share", "flag", "stop", "held", "kind"), values),
+    },
+)
+
+
+def problems_of_pydantic(body):
+    try:
+        return PydanticBody.model_validate(body, from_attributes=True).model_dump(), []
+    except pydantic.ValidationError as error:
+        found = json.loads(error.json(include_url=False))
+        return None, [each | {"loc": ["body", *each["loc"]]} for each in found]
+
+
+@given(bodies | values)
+def test_problems_and_values_are_those_that_pydantic_finds(body):
+    expected, problems = problems_of_pydantic(body)
+    if problems:
+        with pytest.raises(InvalidBody) as refused:
+            validate(Body, body)
+        assert refused.value.problems == problems
+    else:
+        assert msgspec.to_builtins(validate(Body, body)) == expected
+
+
+def test_no_body_at_all_is_missing():
+    with pytest.raises(InvalidBody) as refused:
+        validate(Body, MISSING)
+    missing = {"type": "missing", "loc": ["body"], "msg": "Field required", "input": None}
+    assert refused.value.problems == [missing]
+
+
+def test_an_unknown_key_is_a_problem_only_where_it_is_forbidden():
+    assert validate(Body, {"messages": [], "more": 1}).messages == []
+    with pytest.raises(InvalidBody) as refused:
+        validate(Strict, {"more": 1})
+    assert refused.value.problems[0]["type"] == "extra_forbidden"
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-Infinity"])
+def test_what_is_no_finite_number_is_refused(number):
+    with pytest.raises(InvalidBody) as refused:
+        validate(Body, {"messages": [], "number": number})
+    assert refused.value.problems[0]["type"] == "finite_number"
+
+
+async def test_bytes_that_are_no_json_name_where_they_stop_being_it(world):
+    for data, position, reason in (
+        (b'{"a": ', 6, "Expecting value"),
+        (b"\xff", 0, "Not UTF-8"),
+        (b'{"a": "\xff"}', 7, "Not UTF-8"),
+        (b'{"a": NaN}', 0, "No JSON value"),
+        (b"[" * 100_000, 0, "Nested too deeply"),
+    ):
+        answer = await world.post("/v1/chat/completions", data)
+        (item,) = (await answer.get_json())["detail"]
+        assert (item["type"], item["loc"]) == ("json_invalid", ["body", position])
+        assert item["ctx"]["error"].startswith(reason)
+
+
+def test_of_very_many_problems_the_first_are_told():
+    for many in ([1] * 1000, [{}] * 1000):
+        with pytest.raises(InvalidBody) as refused:
+            validate(Body, {"messages": many, "stop": [1] * 1000})
+        places = [each["loc"][:3] for each in refused.value.problems]
+        assert places == [["body", "messages", at] for at in range(MAX_PROBLEMS)]

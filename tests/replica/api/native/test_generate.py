@@ -1,0 +1,223 @@
+import base64
+
+import pytest
+
+from tests.replica.api.api_fixture import MESSAGES, RATE, USAGE, events_of
+
+PATH = "/generate"
+LOGPROBS = [[-0.5, 7, None], [-1.5, 8, None]]
+TOLD = {
+    "text": "Hello",
+    "finish_reason": "stop",
+    "usage": USAGE,
+    "token_ids": [7, 8],
+    "output_token_logprobs": LOGPROBS,
+    "weight_version": "v1",
+}
+SCRIPT = {
+    "chunks": [
+        {"text": "Hel", "token_ids": [7], "output_token_logprobs": LOGPROBS[:1]},
+        {"text": "lo", "token_ids": [8], "output_token_logprobs": LOGPROBS[1:]},
+    ],
+    "result": TOLD,
+}
+
+
+async def rollout(world, script=SCRIPT, **body):
+    return await world.ask(PATH, script, **body)
+
+
+async def rollout_json(world, script=SCRIPT, **body):
+    answer = await rollout(world, script, **body)
+    assert answer.status_code == 200, await answer.get_data()
+    return await answer.get_json()
+
+
+# The rollout dialect
+
+
+async def test_a_rollout_has_the_contracts_keys(world):
+    body = await rollout_json(world, prompt="hi", metadata={"sample": 3})
+    assert body == {
+        "text": "Hello",
+        "audio": None,
+        "meta_info": {
+            "finish_reason": {"type": "stop", "length": None},
+            "prompt_tokens": 2,
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "weight_version": "v1",
+            "request_metadata": {"sample": 3},
+            "output_token_logprobs": LOGPROBS,
+            "omni_rollout": None,
+        },
+    }
+
+
+async def test_logprobs_are_asked_for_unless_the_caller_says_no(world):
+    await rollout_json(world, prompt="hi")
+    assert world.heard.params["logprobs"] is True
+    body = await rollout_json(world, prompt="hi", return_logprob=False)
+    assert "logprobs" not in world.heard.params
+    assert body["meta_info"]["output_token_logprobs"] is None
+
+
+async def test_a_length_finish_tells_the_length_and_cached_tokens_are_told(world):
+    usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
+    script = {"result": TOLD | {"finish_reason": "length", "usage": usage}}
+    meta = (await rollout_json(world, script, prompt="hi"))["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 2}
+    assert meta["cached_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inputs", "task"),
+    [
+        ({"input_ids": [1, 2]}, [1, 2], "completion"),
+        ({"prompt": "hi"}, "hi", "completion"),
+        ({"messages": MESSAGES}, {"messages": MESSAGES}, "chat"),
+    ],
+)
+async def test_each_kind_of_prompt_reaches_the_stage(world, prompt, inputs, task):
+    await rollout_json(world, **prompt)
+    assert (world.heard.inputs, world.heard.metadata["task"]) == (inputs, task)
+
+
+async def test_audio_is_given_as_a_wav_file(world):
+    script = {"result": TOLD | {"samples": 2}}
+    body = await rollout_json(world, script, prompt="hi", output_modalities=["text", "audio"])
+    assert (body["audio"]["format"], body["audio"]["sample_rate"]) == ("wav", RATE)
+    assert body["audio"]["path"] is None
+    assert base64.b64decode(body["audio"]["data"])[:4] == b"RIFF"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({}, 400, "exactly one"),
+        ({"prompt": "a", "messages": MESSAGES}, 400, "not prompt and messages"),
+        ({"prompt": "a", "stream": True}, 400, "stream=true is not supported"),
+        ({"prompt": "a", "return_routed_experts": True}, 400, "return_routed_experts"),
+        ({"prompt": "a", "multimodal_train_inputs": {"version": 1}}, 400, "multimodal"),
+        ({"input_ids": [-1]}, 422, "greater than or equal to 0"),
+        ({"input_ids": [2**63]}, 422, "Input should be"),
+        ({"prompt": "a", "sampling_params": {"best_of": 2}}, 422, "Extra inputs"),
+        ({"prompt": "a", "sampling_params": {"temperature": -1}}, 422, "greater than or equal"),
+        ({"prompt": "a", "sampling_params": {"top_p": 0}}, 422, "greater than 0"),
+        ({"prompt": "a", "sampling_params": {"min_p": 2}}, 422, "less than or equal to 1"),
+        ({"prompt": "a", "sampling_params": {"max_new_tokens": 0}}, 422, "greater than or equal"),
+    ],
+)
+async def test_a_wrong_rollout_is_refused(world, body, status, words):
+    answer = await rollout(world, **body)
+    assert answer.status_code == status
+    assert words in str((await answer.get_json())["detail"])
+
+
+async def test_missing_logprobs_are_a_501_and_a_wrong_number_a_500(world):
+    without = {key: TOLD[key] for key in TOLD if key != "output_token_logprobs"}
+    answer = await rollout(world, {"result": without}, prompt="hi")
+    assert answer.status_code == 501
+    assert "return_logprob=false" in (await answer.get_json())["detail"]
+    short = TOLD | {"output_token_logprobs": LOGPROBS[:1]}
+    answer = await rollout(world, {"result": short}, prompt="hi")
+    assert answer.status_code == 500
+    assert "1 logprobs for 2" in (await answer.get_json())["detail"]
+
+
+async def test_max_tokens_is_another_word_for_max_new_tokens(world):
+    await rollout_json(world, prompt="a", sampling_params={"max_tokens": 5, "stop": "x"})
+    assert world.heard.params["max_new_tokens"] == 5
+    assert world.heard.params["stop"] == ["x"]
+
+
+# SGLang's own dialect. Its bodies carry no stage parameters, so the stage plays its default.
+
+
+async def test_text_selects_sglangs_shape_without_logprobs(world):
+    answer = await world.post(PATH, {"text": "hi", "rid": "R"})
+    body = await answer.get_json()
+    assert list(body) == ["text", "output_ids", "meta_info"]
+    meta = body["meta_info"]
+    assert body["text"] == "Hello"
+    assert (meta["id"], meta["finish_reason"]) == ("R", {"type": "stop"})
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 2, 0)
+    assert meta["e2e_latency"] >= 0
+    assert "output_token_logprobs" not in meta
+    assert "logprobs" not in world.heard.params
+
+
+async def test_sglangs_sampling_keys_are_read_and_those_without_a_meaning_ignored(world):
+    sampling = {"max_new_tokens": 3, "sampling_seed": 9, "temperature": 0, "no_stop_trim": True}
+    answer = await world.post(PATH, {"text": "hi", "sampling_params": sampling})
+    assert answer.status_code == 200
+    heard = world.heard.params
+    assert (heard["max_new_tokens"], heard["seed"], heard["temperature"]) == (3, 9, 0)
+
+
+async def test_sglangs_128_tokens_are_the_default(world):
+    await world.post(PATH, {"text": "hi"})
+    assert world.heard.params["max_new_tokens"] == 128
+
+
+@pytest.mark.parametrize("prompt", [{"text": ["a", "b"]}, {"input_ids": [[1], [2]]}])
+async def test_a_list_of_prompts_is_answered_by_a_list(world, prompt):
+    answers = await (await world.post(PATH, prompt | {"rid": "R"})).get_json()
+    assert [each["text"] for each in answers] == ["Hello", "Hello"]
+    assert [each["meta_info"]["id"] for each in answers] == ["R-0", "R-1"]
+
+
+@pytest.mark.parametrize("prompt", [{"text": "hi"}, {"input_ids": [1, 2]}])
+async def test_streamed_events_hold_everything_so_far(world, prompt):
+    answer = await world.post(PATH, prompt | {"stream": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *told, done = events_of(await answer.get_data())
+    assert done == "[DONE]"
+    assert [each["text"] for each in told] == ["Hel", "Hello", "Hello"]
+    reasons = [each["meta_info"]["finish_reason"] for each in told]
+    assert reasons == [None, None, {"type": "stop"}]
+    assert told[-1]["meta_info"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"text": "a", "input_ids": [1]}, "not both"),
+        ({"text": 3}, "text must be"),
+        ({"text": "a", "sampling_params": {"n": 2}}, "n must be 1"),
+        ({"text": ["a", "b"], "stream": True}, "cannot be streamed"),
+        ({"rid": "R"}, "text must be"),
+        ({"rid": "R", "input_ids": ["a"]}, "input_ids must be"),
+    ],
+)
+async def test_a_wrong_sglang_request_is_a_400(world, body, words):
+    answer = await world.post(PATH, body)
+    assert answer.status_code == 400
+    assert words in (await answer.get_json())["detail"]
+
+
+async def test_logprobs_that_the_pipeline_lacks_are_a_501_for_sglang_too(world):
+    answer = await world.post(PATH, {"text": "hi", "return_logprob": True})
+    assert answer.status_code == 501
+
+
+# Over the real model
+
+
+async def test_the_tiny_model_gives_one_logprob_for_each_token_in_both_dialects(tiny):
+    sampling = {"max_new_tokens": 4, "temperature": 0}
+    body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
+    rolled = await (await tiny.post(PATH, body)).get_json()
+    native = await (await tiny.post(PATH, body | {"rid": "R", "return_logprob": True})).get_json()
+    told = rolled["meta_info"]
+    assert told["completion_tokens"] == len(told["output_token_logprobs"]) == 4
+    assert told["weight_version"] == "default"
+    assert rolled["text"] == native["text"]
+    ids = [item[1] for item in native["meta_info"]["output_token_logprobs"]]
+    assert ids == native["output_ids"]
+    streamed = events_of(
+        await (await tiny.post(PATH, body | {"stream": True, "return_logprob": True})).get_data()
+    )
+    assert streamed[-2]["text"] == native["text"]
+    assert streamed[-2]["output_ids"] == ids
+    assert len(streamed[-2]["meta_info"]["output_token_logprobs"]) == 4

@@ -1,0 +1,115 @@
+import trio
+
+from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.torch_engine import bounded
+from tests.replica.api.api_fixture import HOLD, opened, until
+
+# What no trainer may expect here, said as such.
+ABSENT = {
+    "quantization": None,
+    "enable_lora": False,
+    "max_lora_rank": None,
+    "speculative_algorithm": None,
+    "fp8_kv_cache_enabled": False,
+    "fp8_kv_cache_requires_postprocess": False,
+    "fp8_kv_cache_static_scales": False,
+}
+KEY = {"headers": {"authorization": "Bearer sesame"}}
+
+
+async def get_json(world, path):
+    answer = await world.get(path)
+    assert answer.status_code == 200
+    return await answer.get_json()
+
+
+async def test_server_info_has_what_routers_trainers_and_benchmarks_read(tiny):
+    body = await get_json(tiny, "/server_info")
+    assert body["model_path"] == "tiny"
+    assert (body["served_model_name"], body["weight_version"]) == ("fake", "default")
+    assert (body["tp_size"], body["dp_size"], body["is_generation"]) == (1, 1, True)
+    assert body["max_running_requests"] == 16
+    assert body["max_total_num_tokens"] > 0
+    assert isinstance(body["version"], str)
+    assert body["start_time"] > 1_600_000_000
+    health = await tiny.get("/health")
+    assert body["instance_id"] == health.headers["x-omni-instance"]
+    assert body["stages"] == ["prepare", "decode"]
+    (state,) = body["internal_states"]
+    assert state["num_running_reqs"] == 0
+    other = await get_json(tiny, "/get_server_info")
+    assert other.keys() == body.keys()
+
+
+async def test_server_info_tells_a_trainer_of_the_weights_and_of_what_is_kept_of_them(tiny):
+    body = await get_json(tiny, "/server_info")
+    assert (body["dtype"], body["kv_cache_dtype"]) == ("float32", "float32")
+    assert {name: body[name] for name in ABSENT} == ABSENT
+    assert body["disable_radix_cache"] is False
+    assert body["cache_epoch"] == 0
+    assert (await tiny.get("/flush_cache")).status_code == 200
+    for path in ("/server_info", "/get_server_info", "/model_info"):
+        assert (await get_json(tiny, path))["cache_epoch"] == 1
+
+
+async def test_server_info_owns_up_to_a_cache_that_is_turned_off():
+    config = bounded(builtin_pipeline(Choices(model="tiny")), {"prefix_cache_entries": 0})
+    async with opened(config) as world:
+        assert (await get_json(world, "/server_info"))["disable_radix_cache"] is True
+
+
+async def test_of_a_pipeline_without_weights_nothing_is_told_of_them(world):
+    body = await get_json(world, "/server_info")
+    assert [body[name] for name in ("dtype", "kv_cache_dtype", "cache_epoch")] == [None] * 3
+    assert body["disable_radix_cache"] is None  # unknown: a trainer takes it that there is one
+
+
+async def test_model_info_of_sglang_is_flat_and_open(tiny):
+    locked = tiny.with_options(admin_api_key="sesame")
+    assert await get_json(locked, "/get_model_info") == {
+        "model_path": "tiny",
+        "served_model_name": "fake",
+        "tokenizer_path": "tiny",
+        "is_generation": True,
+        "weight_version": "default",
+        "load_format": "auto",
+    }
+    assert (await locked.get("/model_info")).status_code == 401
+
+
+async def test_facts_of_a_stopped_pipeline_are_those_last_seen(tiny):
+    before = await get_json(tiny, "/get_model_info")
+    tiny.client._coordinator.stop()
+    assert await get_json(tiny, "/get_model_info") == before
+
+
+async def test_a_pipeline_without_weights_has_its_configured_path(world):
+    named = world.with_options(model_path="here")
+    body = await get_json(named, "/server_info")
+    assert (body["model_path"], body["weight_version"]) == ("here", None)
+
+
+async def test_loads_tell_what_runs_in_three_shapes(world):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: world.chat(HOLD, request_id="R"))
+        await until(
+            lambda: (
+                world.client.stats().get("play", {}).get("num_running_reqs", 0) == 1
+                or world.client.stats().get("play", {}).get("num_waiting_reqs", 0) == 1
+            )
+        )
+        for path in ("/v1/loads", "/get_loads"):
+            body = await get_json(world, path)
+            (load,) = body["loads"]
+            assert load["num_running_reqs"] + load["num_waiting_reqs"] == 1
+            assert load["num_total_reqs"] == body["aggregate"]["total_reqs"] == 1
+            assert body["dp_rank_count"] == 1
+            assert set(load) == {
+                "dp_rank", "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens",
+                "num_total_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage",
+                "gen_throughput", "cache_hit_rate", "utilization", "max_running_requests",
+            }  # fmt: skip
+        (rank,) = await get_json(world, "/get_load")
+        assert rank["dp_rank"] == 0
+        assert rank["num_reqs"] == 1
+        await world.client.abort("R")

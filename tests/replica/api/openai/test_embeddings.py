@@ -1,0 +1,69 @@
+import base64
+import struct
+from dataclasses import replace
+
+import pytest
+
+from omni_proxy.replica.api.openai.multi_generation import MAX_CONCURRENT
+from tests.replica.api.api_fixture import TINY, opened
+
+PATH = "/v1/embeddings"
+TASK = "embed"
+
+
+async def embed(world, **body):
+    answer = await world.post(PATH, {"input": "hi", **body})
+    return answer.status_code, await answer.get_json()
+
+
+async def test_each_input_has_its_vector_in_order(tiny):
+    status, body = await embed(tiny, input=["one", "two", "one"], model="m")
+    assert status == 200
+    assert list(body) == ["object", "data", "model", "usage"]
+    assert (body["object"], body["model"]) == ("list", "m")
+    assert [each["index"] for each in body["data"]] == [0, 1, 2]
+    first, second, third = [each["embedding"] for each in body["data"]]
+    assert first == third != second
+    assert all(each["object"] == "embedding" for each in body["data"])
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
+
+
+async def test_base64_holds_the_same_numbers(tiny):
+    _, plain = await embed(tiny)
+    _, packed = await embed(tiny, encoding_format="base64")
+    raw = base64.b64decode(packed["data"][0]["embedding"])
+    numbers = struct.unpack(f"<{len(raw) // 4}f", raw)
+    assert numbers == pytest.approx(plain["data"][0]["embedding"], rel=1e-6)
+
+
+async def test_token_ids_are_one_input(tiny):
+    status, body = await embed(tiny, input=[5, 6, 7])
+    assert (status, len(body["data"]), body["usage"]["prompt_tokens"]) == (200, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"dimensions": 3}, "dimensions is not supported"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"input": ""}, "prompt"),
+        ({"input": []}, "input"),
+        ({"input": {}}, "input"),
+    ],
+)
+async def test_what_cannot_be_embedded_is_a_400_in_openais_envelope(tiny, body, words):
+    status, told = await embed(tiny, **body)
+    assert (status, told["error"]["type"]) == (400, "invalid_request_error")
+    assert words in told["error"]["message"]
+
+
+async def test_a_pipeline_without_embeddings_says_so(world):
+    status, told = await embed(world)
+    assert status == 400
+    assert "makes no embeddings" in told["error"]["message"]
+
+
+async def test_more_inputs_than_may_be_in_flight_take_turns():
+    async with opened(replace(TINY, max_in_flight=MAX_CONCURRENT)) as world:
+        status, body = await embed(world, input=[f"text {n}" for n in range(3 * MAX_CONCURRENT)])
+        assert (status, len(body["data"])) == (200, 3 * MAX_CONCURRENT)

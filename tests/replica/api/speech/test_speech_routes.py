@@ -1,0 +1,304 @@
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import trio
+
+from omni_proxy.replica.api.speech.speech_routes import OutcomeHistory
+from omni_proxy.replica.api.speech.speech_stream import SpeechOutcome
+from tests.replica.api.audio_stages import HOLDING, LEFT, PIPELINE, RATE, SEEN, replica, wave
+
+
+def pcm(*sentences):
+    samples = np.concatenate([wave(sentence) for sentence in sentences])
+    return (samples * np.float32(32767)).astype("<i2").tobytes()
+
+
+async def error_of(response, status=400):
+    assert response.status_code == status
+    assert response.content_type == "application/json"
+    body = await response.get_json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    return body["error"]
+
+
+async def test_a_text_is_answered_with_one_wav_file_and_what_is_known_of_it():
+    async with replica() as it:
+        response = await it.speech(input="Hello there. Good day.")
+        body = await response.get_data()
+    assert response.status_code == 200
+    assert body[44:] == pcm("Hello there", "Good day")
+    assert body[:4] == b"RIFF"
+    assert struct.unpack_from("<I", body, 24) == (RATE,)
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    request_id = headers.pop("x-request-id")
+    assert request_id.startswith("speech-")
+    assert len(request_id) == len("speech-") + 36
+    assert headers == {
+        "content-type": "audio/wav",
+        "content-length": str(len(body)),
+        "content-disposition": 'attachment; filename="speech.wav"',
+        "x-finish-reason": "stop",
+        "x-prompt-tokens": "4",
+        "x-completion-tokens": "8",
+        "x-sglang-omni-input-tokens": "4",
+        "x-sglang-omni-output-tokens": "8",
+        "x-sglang-omni-total-tokens": "12",
+        "x-engine-time": "0.25",
+        "vary": "Origin",
+    }
+
+
+async def test_pcm_is_the_bare_samples_and_format_names_have_no_case():
+    async with replica() as it:
+        response = await it.speech(input="One two three", response_format="PCM")
+        assert await response.get_data() == pcm("One two three")
+    assert response.content_type == "audio/pcm"
+    assert response.headers["content-disposition"] == 'attachment; filename="speech.pcm"'
+
+
+async def test_the_stage_gets_only_what_was_set():
+    async with replica() as it:
+        await it.speech(input="Plain", voice=None, seed=None)
+        await it.speech(
+            input="Rich",
+            model="m",
+            speaker="alloy",
+            speed=2,
+            seed=7,
+            top_k=5,
+            temperature=0.5,
+            task_type="voice-design",
+            language="english",
+            instructions="softly",
+            initial_codec_chunk_frames=3,
+            stage_params={"speak": {"a": 1}},
+            unknown_field=[1],
+        )
+        plain, rich = SEEN
+    assert plain.inputs == "Plain"
+    assert plain.params == {"stream": False, "stop": [], "stop_token_ids": []}
+    spoken = {"voice": "default", "response_format": "wav", "speed": 1.0}
+    assert plain.metadata == {
+        "tts_params": spoken,
+        "output_modalities": ["audio"],
+        "task": "tts",
+    }
+    assert rich.metadata["model"] == "m"
+    assert rich.metadata["tts_params"] == {
+        "voice": "alloy",
+        "response_format": "wav",
+        "speed": 2.0,
+        "task_type": "VoiceDesign",
+        "language": "English",
+        "instructions": "softly",
+        "seed": 7,
+    }
+    assert rich.params == {
+        "stream": False,
+        "stop": [],
+        "stop_token_ids": [],
+        "temperature": 0.5,
+        "top_k": 5,
+        "seed": 7,
+        "initial_codec_chunk_frames": 3,
+        "stage_params": {"speak": {"a": 1}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        (b"{", "speech request body must be valid JSON", None),
+        (b"\xff", "speech request body must be valid JSON", None),
+        (b"", "speech request body must be valid JSON", None),
+        (b"[]", "speech request body must be a JSON object", None),
+        (b"{}", "input must be a non-empty string", "input"),
+        (b'{"input": " \\n"}', "input must be a non-empty string", "input"),
+    ],
+)
+async def test_a_body_that_says_nothing_is_refused_in_the_envelope(body, message, param):
+    async with replica() as it:
+        response = await it.http.post("/v1/audio/speech", data=body)
+        error = await error_of(response)
+    assert error == {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+
+
+BAD = [
+    *((name, 5, "a string") for name in ("input", "model", "voice", "speaker", "response_format")),
+    *((name, 5, "a string") for name in ("stream_format", "task_type", "language", "ref_audio")),
+    *((name, ["x"], "a string") for name in ("instructions", "ref_text")),
+    *((name, "1", "a number") for name in ("speed", "temperature", "top_p")),
+    *((name, True, "a number") for name in ("speed", "temperature", "repetition_penalty")),
+    *((name, 1.0, "an integer") for name in ("top_k",)),
+    *((name, True, "an integer") for name in ("top_k",)),
+    *((name, -1, "an integer of 0 or more") for name in ("seed", "initial_codec_chunk_frames")),
+    *((name, 0, "an integer above 0") for name in ("token_count", "duration_tokens")),
+    *((name, True, "an integer above 0") for name in ("max_new_tokens",)),
+    ("seed", 2**64, "an integer of 0 or more"),
+    *((name, 1, "true or false") for name in ("stream", "x_vector_only_mode")),
+    *((name, "yes", "true or false") for name in ("stream_codec_output",)),
+    ("suppress_bootstrap_silence", 0, "true or false"),
+    ("stage_params", [], "an object"),
+    ("references", {}, "a list of objects"),
+    ("references", ["x"], "a list of objects"),
+]
+
+
+async def test_every_field_is_held_to_its_type_and_nothing_is_converted():
+    async with replica() as it:
+        for name, value, words in BAD:
+            error = await error_of(await it.speech(**{"input": "x", name: value}))
+            assert error["message"] == f"{name} must be {words}"
+            assert error["param"] == name
+        assert SEEN == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "ogg"}, "response_format"),
+        ({"stream_format": "chunks"}, "stream_format"),
+        ({"task_type": "song"}, "task_type"),
+        ({"language": "Klingon"}, "language"),
+        ({"speed": 0.2}, "speed"),
+        ({"speed": 4.01}, "speed"),
+        ({"voice": " "}, "voice"),
+        ({"voice": "greta"}, "voice"),
+        ({"references": [{"text": "only"}]}, "references.0"),
+        ({"references": [{"audio": "a", "data": "b"}]}, "references.0"),
+        ({"references": [{"audio": 5}]}, "references.0.audio"),
+        ({"ref_audio": "data:audio/wav;base64,AA==", "references": [{"audio": "a"}]}, "references"),
+    ],
+)
+async def test_a_value_that_means_nothing_here_names_its_field(fields, param):
+    async with replica() as it:
+        error = await error_of(await it.speech(input="x", **fields))
+    assert error["param"] == param
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+
+
+async def test_the_input_may_be_as_long_as_the_operator_says():
+    async with replica(max_speech_input_chars=5) as it:
+        assert (await it.speech(input="abcde")).status_code == 200
+        error = await error_of(await it.speech(input="abcdef"))
+    assert error["param"] == "input"
+    assert "6 characters" in error["message"]
+
+
+async def test_openai_voice_names_are_the_one_voice_and_others_are_told_so():
+    async with replica() as it:
+        for voice in ("default", "heart", "Heart", "alloy", "shimmer"):
+            assert (await it.speech(input="x", voice=voice)).status_code == 200
+        error = await error_of(await it.speech(input="x", voice="my-upload"))
+        cloned = await error_of(await it.speech(input="x", ref_audio="data:audio/wav;base64,AA=="))
+    assert "this model has one voice" in error["message"]
+    assert "'my-upload'" in error["message"]
+    assert cloned["param"] == "ref_audio"
+
+
+@pytest.mark.parametrize("wanted", ["mp3", "flac", "aac", "opus"])
+async def test_a_format_without_encoder_is_unavailable(wanted):
+    async with replica() as it:
+        error = await error_of(await it.speech(input="x", response_format=wanted), 503)
+        assert SEEN == []
+    assert "missing encoder" in error["message"]
+    assert wanted in error["message"]
+    assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
+
+
+async def test_a_replica_without_a_voice_says_how_to_start_one():
+    async with replica(capabilities=frozenset({"chat"})) as it:
+        error = await error_of(await it.speech(input="x"))
+    assert error["code"] == "speech_not_available"
+    assert "--speech hibari" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message", "kind"),
+    [
+        ("REFUSED", 400, "nobody says that", "BadRequestError"),
+        ("BROKEN", 500, "RuntimeError: the voice broke", "server_error"),
+        ("SILENT", 500, "No audio output generated from the pipeline.", "server_error"),
+    ],
+)
+async def test_a_failure_in_the_pipeline_is_told_in_the_envelope(text, status, message, kind):
+    async with replica() as it:
+        error = await error_of(await it.speech(input=text), status)
+    assert (error["message"], error["type"]) == (message, kind)
+
+
+async def test_a_full_queue_is_a_503():
+    async with replica(replace(PIPELINE, max_in_flight=1)) as it, trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: it.speech(input="HELD"))
+        await trio.to_thread.run_sync(HOLDING.wait)
+        error = await error_of(await it.speech(input="x"), 503)
+        assert "The request queue is full." in error["message"]
+        nursery.cancel_scope.cancel()
+
+
+async def test_reference_audio_reaches_a_pipeline_that_can_follow_it(tmp_path):
+    from omni_proxy.replica.audio.wav import encode_wav
+
+    sample = tmp_path / "a.wav"
+    sample.write_bytes(encode_wav(np.ones(10, np.float32), 8000))
+    options = {
+        "capabilities": frozenset({"speech", "voice_clone"}),
+        "allowed_local_media_path": tmp_path,
+    }
+    async with replica(**options) as it:
+        one = await it.speech(input="x", voice="anna", ref_audio=str(sample), ref_text="one")
+        two = await it.speech(input="y", references=[{"vq_codes": [1, 2], "text": "two"}])
+        gone = await it.speech(input="z", references=[{"audio_path": str(tmp_path / "b.wav")}])
+        text = await it.speech(input="z", ref_audio="data:audio/wav;base64,AAAA")
+        first, second = SEEN
+        for response, path in ((gone, "references.0.audio_path"), (text, "ref_audio")):
+            assert (await error_of(response))["param"] == path
+    assert (one.status_code, two.status_code) == (200, 200)
+    (reference,) = first.inputs["references"]
+    assert first.inputs["text"] == "x"
+    assert (reference["sample_rate"], reference["text"]) == (8000, "one")
+    assert len(reference["audio_data"]) == 40
+    assert second.inputs["references"] == [{"text": "two", "vq_codes": [1, 2]}]
+
+
+async def test_a_caller_that_goes_away_aborts_what_is_being_spoken(nursery):
+    async with replica() as it:
+        call = it.begin(nursery, "/v1/audio/speech", json.dumps({"input": "HELD"}).encode())
+        await trio.to_thread.run_sync(HOLDING.wait)
+        call.leave()
+        await call.over.wait()
+        assert it.live == 0
+        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)
+    assert (call.status, call.pieces) == (None, [])
+
+
+async def test_an_outcome_is_known_after_a_clean_end_only():
+    async with replica() as it:
+        spoken = await it.speech(input="One two")
+        await it.speech(input="BROKEN")
+        request_id = spoken.headers["x-request-id"]
+        known = await it.http.get(f"/v1/audio/speech/{request_id}")
+        other = await it.http.get("/v1/audio/speech/speech-x")
+        assert await known.get_json() == {
+            "request_id": request_id,
+            "finish_reason": "stop",
+            "usage": {
+                "prompt_tokens": 2,
+                "completion_tokens": 4,
+                "total_tokens": 6,
+                "engine_time_s": 0.25,
+            },
+        }
+        assert other.status_code == 404
+        assert list(await other.get_json()) == ["detail"]
+
+
+def test_the_oldest_outcome_is_forgotten_first():
+    outcomes = OutcomeHistory(most=2)
+    for name in "abc":
+        outcomes.keep(name, SpeechOutcome(name))
+    assert [outcomes.of(name) for name in "abc"] == [None, SpeechOutcome("b"), SpeechOutcome("c")]

@@ -1,0 +1,332 @@
+import json
+
+import pytest
+import trio
+from quart.testing.connections import WebsocketDisconnectError
+
+from omni_proxy.replica.api.common.media import encode_audio
+from omni_proxy.replica.api.speech import speech_socket
+from omni_proxy.replica.api.speech.speech_socket import NotTextFrame, parse_message
+from tests.replica.api.audio_stages import HOLDING, LEFT, RATE, SEEN, replica, wave
+
+PATH = "/v1/audio/speech/stream"
+
+
+def pcm(sentence):
+    return encode_audio(wave(sentence).tobytes(), RATE, "pcm")
+
+
+class Talk:
+    """A session's client side."""
+
+    def __init__(self, socket):
+        self.socket = socket
+
+    async def say(self, kind, **fields):
+        await self.socket.send(json.dumps({"type": kind, **fields}))
+
+    async def hear(self):
+        frame = await self.socket.receive()
+        return json.loads(frame) if isinstance(frame, str) else frame
+
+    async def configure(self, **session):
+        await self.say("session.config", session=session)
+        return await self.hear()
+
+    async def ends(self):
+        """The closing code, once nothing but it comes."""
+        with pytest.raises(WebsocketDisconnectError) as closed:
+            await self.socket.receive()
+        return closed.value.args[0]
+
+    async def ends_with_error(self):
+        error = await self.hear()
+        assert error["type"] == "error"
+        assert {"message", "error_type"} <= error.keys()
+        return error, await self.ends()
+
+
+def talk(it):
+    return it.http.websocket(PATH)
+
+
+async def test_a_session_speaks_sentence_by_sentence_and_ends_by_itself():
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        configured = await session.configure()
+        session_id = configured.pop("session_id")
+        assert session_id.startswith("speech_ws_")
+        assert configured == {
+            "type": "session.configured",
+            "response_format": "pcm",
+            "stream_audio": False,
+            "split_granularity": "sentence",
+        }
+        await session.say("input.text", text="Hello there. Good")
+        assert await session.hear() == {
+            "type": "audio.start",
+            "id": f"{session_id}-0",
+            "sentence_index": 0,
+            "sentence_text": "Hello there.",
+            "format": "pcm",
+            "sample_rate": RATE,
+        }
+        audio = pcm("Hello there")
+        assert await session.hear() == audio
+        assert await session.hear() == {
+            "type": "audio.done",
+            "id": f"{session_id}-0",
+            "sentence_index": 0,
+            "total_bytes": len(audio),
+            "error": False,
+        }
+        await session.say("input.text", text=" day")
+        await session.say("input.commit")
+        start, audio, done, committed = [await session.hear() for _ in range(4)]
+        assert (start["sentence_text"], start["sentence_index"]) == ("Good day", 1)
+        assert audio == pcm("Good day")
+        assert done["error"] is False
+        assert committed == {
+            "type": "input.committed",
+            "session_id": session_id,
+            "segment_index": 0,
+            "segment_sentences": 2,
+            "total_sentences": 2,
+        }
+        await session.say("input.text", text="Last one")
+        await session.say("input.done")
+        start, audio, done, last = [await session.hear() for _ in range(4)]
+        assert (start["sentence_index"], audio) == (2, pcm("Last one"))
+        assert last == {"type": "session.done", "session_id": session_id, "total_sentences": 3}
+        assert await session.ends() == 1000
+
+
+async def test_streamed_audio_comes_in_the_pieces_it_is_made_in():
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        configured = await session.configure(stream_audio=True, split_granularity="clause")
+        assert (configured["stream_audio"], configured["split_granularity"]) == (True, "clause")
+        await session.say("input.text", text="Version 1.0 here, ")
+        start, one, two, done = [await session.hear() for _ in range(4)]
+        assert start["sentence_text"] == "Version 1.0 here,"
+        assert (one, two) == (pcm("Version 1"), pcm("0 here,"))
+        assert done["total_bytes"] == len(one) + len(two)
+        await session.say("input.commit")
+        assert (await session.hear())["segment_sentences"] == 1
+        assert SEEN[0].params["stream"] is True
+
+
+async def test_the_settings_may_stand_beside_the_type_and_wav_files_come_whole(monkeypatch):
+    monkeypatch.setattr(speech_socket, "AUDIO_FRAME_BYTES", 300)
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.say("session.config", response_format="wav", speed=2, voice="alloy")
+        assert (await session.hear())["response_format"] == "wav"
+        await session.say("input.text", text="Hello there.")
+        assert (await session.hear())["format"] == "wav"
+        whole = encode_audio(wave("Hello there").tobytes(), RATE, "wav")
+        frames = [await session.hear(), await session.hear()]
+        assert frames == [whole[:300], whole[300:]]
+        assert (await session.hear())["total_bytes"] == len(whole)
+        assert SEEN[0].metadata["tts_params"] == {
+            "voice": "alloy",
+            "response_format": "wav",
+            "speed": 2.0,
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "message", "kind"),
+    [
+        ("BROKEN.", [], "RuntimeError: the voice broke", "server_error"),
+        ("SILENT.", [], "No audio output generated from the pipeline.", "server_error"),
+        ("REFUSED.", [], "nobody says that", "BadRequestError"),
+        ("One 1.2 BROKEN.", ["One 1"], "RuntimeError: the voice broke", "server_error"),
+    ],
+)
+async def test_a_sentence_that_fails_is_told_and_the_session_goes_on(text, before, message, kind):
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.configure(stream_audio=True)
+        await session.say("input.text", text=text)
+        start = await session.hear()
+        assert (start["type"], start["sample_rate"]) == ("audio.start", RATE)
+        for sentence in before:
+            assert await session.hear() == pcm(sentence)
+        error, done = await session.hear(), await session.hear()
+        assert (error["type"], error["message"], error["error_type"]) == ("error", message, kind)
+        assert (done["type"], done["error"]) == ("audio.done", True)
+        assert done["total_bytes"] == sum(len(pcm(sentence)) for sentence in before)
+        await session.say("input.text", text="Fine.")
+        assert (await session.hear())["sentence_index"] == 1
+
+
+@pytest.mark.parametrize(
+    ("frame", "param"),
+    [
+        ('{"type": "input.sing"}', "type"),
+        ("{}", "type"),
+        ('{"type": "session.config"}', "type"),
+        ('{"type": "input.text"}', "text"),
+        ('{"type": "input.text", "text": 5}', "text"),
+        ("no json", None),
+        ("[]", None),
+    ],
+)
+async def test_a_message_that_means_nothing_is_told_and_forgiven(frame, param):
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.configure()
+        await socket.send(frame)
+        error = await session.hear()
+        assert (error["type"], error["error_type"]) == ("error", "BadRequestError")
+        assert error.get("param") == param
+        await session.say("input.done")
+        assert (await session.hear())["total_sentences"] == 0
+
+
+@pytest.mark.parametrize(
+    ("session", "param"),
+    [
+        ({"stream_audio": 1}, "stream_audio"),
+        ({"stream_audio": True, "response_format": "wav"}, "response_format"),
+        ({"split_granularity": "word"}, "split_granularity"),
+        ({"split_granularity": []}, "split_granularity"),
+        ({"speed": "fast"}, "speed"),
+        ({"voice": "greta"}, "voice"),
+        ("x", "session"),
+    ],
+)
+async def test_settings_that_cannot_be_met_end_the_session(session, param):
+    async with replica() as it, talk(it) as socket:
+        await Talk(socket).say("session.config", session=session)
+        error, code = await Talk(socket).ends_with_error()
+    assert (error["param"], error["code"], code) == (param, 400, 1008)
+
+
+async def test_a_replica_without_a_voice_has_no_sessions():
+    async with replica(capabilities=frozenset({"chat"})) as it, talk(it) as socket:
+        await Talk(socket).say("session.config", session={})
+        error, code = await Talk(socket).ends_with_error()
+    assert (error["code"], code) == ("speech_not_available", 1008)
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (b"bytes", 1003),
+        ("x" * (15_029_592 + 1), 1009),
+        ('{"type": "input.text"}', 1008),
+        ("no json", 1008),
+    ],
+    ids=["binary", "too long", "no config", "no json"],
+)
+async def test_a_first_message_that_is_no_config_ends_the_session(frame, code):
+    async with replica() as it, talk(it) as socket:
+        await socket.send(frame)
+        assert (await Talk(socket).ends_with_error())[1] == code
+
+
+def test_a_binary_frame_without_bytes_is_no_text_either():
+    with pytest.raises(NotTextFrame):
+        parse_message(None, 10)
+
+
+async def test_frames_and_held_text_have_their_limits():
+    for frames, code in (
+        ([b"x"], 1003),
+        (["x" * (128 * 1024 + 1)], 1009),
+        (["\u3002" * 50_000], 1009),
+        ([json.dumps({"type": "input.text", "text": "a" * 130_000})] * 3, 1009),
+    ):
+        async with replica() as it, talk(it) as socket:
+            session = Talk(socket)
+            await session.configure()
+            for frame in frames:
+                await socket.send(frame)
+            assert (await session.ends_with_error())[1] == code
+
+
+async def test_a_frame_of_just_the_limit_is_taken():
+    empty = len(json.dumps({"type": "input.text", "text": ""}))
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.configure()
+        await session.say("input.text", text=" " * (128 * 1024 - empty))
+        await session.say("input.done")
+        assert (await session.hear())["type"] == "session.done"
+
+
+async def test_settings_must_come_within_ten_seconds(mock_clock):
+    async with replica() as it, talk(it) as socket:
+        await trio.testing.wait_all_tasks_blocked()
+        mock_clock.jump(9.9)
+        await trio.testing.wait_all_tasks_blocked()
+        assert socket._client_receive.statistics().current_buffer_used == 0
+        mock_clock.jump(0.2)
+        error, code = await Talk(socket).ends_with_error()
+    assert error["message"] == "session.config was not received before timeout"
+    assert code == 1008
+
+
+async def test_a_client_may_be_silent_for_thirty_seconds(mock_clock):
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.configure()
+        for _ in range(2):
+            await trio.testing.wait_all_tasks_blocked()
+            mock_clock.jump(29.9)
+            await session.say("input.commit")
+            assert (await session.hear())["type"] == "input.committed"
+        await trio.testing.wait_all_tasks_blocked()
+        mock_clock.jump(30.1)
+        error, code = await session.ends_with_error()
+    assert "30 seconds" in error["message"]
+    assert code == 1008
+
+
+async def test_a_sentence_may_take_longer_than_a_client_may_be_silent(mock_clock):
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.configure()
+        await session.say("input.text", text="HELD.")
+        await trio.to_thread.run_sync(HOLDING.wait)
+        mock_clock.jump(300)
+        await trio.testing.wait_all_tasks_blocked()
+        assert socket._client_receive.statistics().current_buffer_used == 0
+        assert it.live == 1
+
+
+async def test_messages_that_come_meanwhile_wait_their_turn():
+    async with replica() as it, talk(it) as socket:
+        session = Talk(socket)
+        await session.configure()
+
+        async def write():
+            for n in range(60):
+                await session.say("input.text", text=f"Number {n} is here. ")
+            await session.say("input.done")
+
+        heard, frame = [], {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            while frame.get("type") != "session.done":
+                frame = await session.hear()
+                if isinstance(frame, bytes):
+                    frame = {}
+                elif frame["type"] == "audio.start":
+                    heard.append(frame["sentence_text"])
+    assert heard == [f"Number {n} is here." for n in range(60)]
+    assert frame["total_sentences"] == 60
+
+
+async def test_a_client_that_goes_away_aborts_the_sentence():
+    async with replica() as it:
+        async with talk(it) as socket:
+            session = Talk(socket)
+            await session.configure(stream_audio=True)
+            await session.say("input.text", text="HELD. ")
+            await trio.to_thread.run_sync(HOLDING.wait)
+            assert it.live == 1
+        assert it.live == 0
+        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)

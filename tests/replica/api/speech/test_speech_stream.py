@@ -1,0 +1,222 @@
+import base64
+import json
+
+import pytest
+import trio
+
+from omni_proxy.replica.api.common.errors import SpeechError
+from omni_proxy.replica.api.common.media import encode_audio
+from omni_proxy.replica.api.speech.speech_fields import parse_speech_request
+from omni_proxy.replica.api.speech.speech_stream import choose_stream_format
+from tests.replica.api.audio_stages import HOLDING, LEFT, RATE, SEEN, replica, wave
+
+PATH = "/v1/audio/speech"
+EVENTS = "text/event-stream; charset=utf-8"
+
+
+def pcm(sentence):
+    return encode_audio(wave(sentence).tobytes(), RATE, "pcm")
+
+
+def wav(sentence):
+    return encode_audio(wave(sentence).tobytes(), RATE, "wav")
+
+
+def body(**fields):
+    return json.dumps(fields).encode()
+
+
+def events(call):
+    parts = call.body.decode().split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") for part in parts)
+    return [part[6:] for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "own", "form"),
+    [
+        ({}, "sse", None),
+        ({"stream": False, "stream_format": "audio"}, "pcm", None),
+        ({"stream": True}, "sse", "sse"),
+        ({"stream": True, "response_format": "pcm"}, "pcm", "pcm"),
+        ({"stream": True}, "openai-sse", "openai-sse"),
+        ({"stream": True, "stream_format": "audio", "response_format": "pcm"}, "sse", "pcm"),
+        ({"stream_format": "sse"}, "sse", "openai-sse"),
+        ({"stream": True, "stream_format": "sse"}, "sse", "openai-sse"),
+        ({"stream": False, "stream_format": "SSE", "response_format": "pcm"}, "pcm", "openai-sse"),
+    ],
+)
+def test_the_form_follows_the_request_and_then_the_server(fields, own, form):
+    assert choose_stream_format(parse_speech_request(fields), own) == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "own"),
+    [
+        ({"stream": True}, "pcm"),
+        ({"stream": True, "response_format": "wav"}, "pcm"),
+        ({"stream": True, "stream_format": "audio"}, "sse"),
+        ({"stream_format": "sse", "response_format": "wav"}, "sse"),
+    ],
+)
+def test_a_form_of_bare_samples_wants_pcm(fields, own):
+    with pytest.raises(SpeechError) as refused:
+        choose_stream_format(parse_speech_request(fields), own)
+    assert (refused.value.param, refused.value.status) == ("response_format", 400)
+
+
+async def test_the_first_form_sends_whole_files_then_the_end_and_done():
+    async with replica() as it:
+        call = await it.post(PATH, body(input="Hello there. Good day.", stream=True))
+    request_id = call.headers.pop("x-request-id")
+    assert call.headers == {
+        "content-type": EVENTS,
+        "cache-control": "no-cache",
+        "vary": "Origin",
+    }
+    *chunks, done = events(call)
+    head = f'{{"id": "speech-{request_id}", "object": "audio.speech.chunk", "index": '
+    for index, text in enumerate(("Hello there", "Good day")):
+        data = base64.b64encode(wav(text)).decode()
+        assert chunks[index] == (
+            f'{head}{index}, "audio": {{"data": "{data}", "format": "wav", '
+            f'"mime_type": "audio/wav", "sample_rate": {RATE}}}, "finish_reason": null}}'
+        )
+    usage = (
+        '{"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12, "engine_time_s": 0.25}'
+    )
+    assert chunks[2:] == [f'{head}2, "audio": null, "finish_reason": "stop", "usage": {usage}}}']
+    assert done == "[DONE]"
+    assert call.whole
+    assert SEEN[0].params["stream"] is True
+
+
+async def test_the_second_form_is_bare_samples_told_in_the_head():
+    asked = {"input": "Hello there. Good day.", "stream": True, "response_format": "pcm"}
+    async with replica(stream_speech_as="pcm") as it:
+        call = await it.post(PATH, body(**asked))
+        request_id = call.headers["x-request-id"]
+        outcome = await it.http.get(f"{PATH}/{request_id}")
+        assert (await outcome.get_json())["usage"]["completion_tokens"] == 8
+    assert call.headers == {
+        "content-type": "audio/pcm",
+        "x-request-id": request_id,
+        "x-sglang-omni-speech-id": request_id,
+        "x-sample-rate": str(RATE),
+        "x-channels": "1",
+        "x-bit-depth": "16",
+        "vary": "Origin",
+    }
+    assert call.pieces == [pcm("Hello there"), pcm("Good day")]
+    assert call.whole
+
+
+async def test_the_third_form_has_deltas_and_no_done():
+    async with replica() as it:
+        call = await it.post(PATH, body(input="Hello there. Good day.", stream_format="sse"))
+    del call.headers["x-request-id"]
+    assert call.headers == {
+        "content-type": EVENTS,
+        "cache-control": "no-cache",
+        "x-sample-rate": str(RATE),
+        "x-channels": "1",
+        "x-bit-depth": "16",
+        "vary": "Origin",
+    }
+    assert events(call) == [
+        *(
+            f'{{"type": "speech.audio.delta", "audio": "{base64.b64encode(pcm(text)).decode()}"}}'
+            for text in ("Hello there", "Good day")
+        ),
+        '{"type": "speech.audio.done", "usage": {"input_tokens": 4, "output_tokens": 8, '
+        '"total_tokens": 12}, "finish_reason": "stop"}',
+    ]
+    assert call.whole
+
+
+FORMS = [
+    {"stream": True},
+    {"stream": True, "stream_format": "audio", "response_format": "pcm"},
+    {"stream_format": "sse"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("REFUSED", 400, "nobody says that"),
+        ("BROKEN", 500, "RuntimeError: the voice broke"),
+        ("SILENT", 500, "No audio output generated from the pipeline."),
+        (" ", 400, "input must be a non-empty string"),
+    ],
+)
+async def test_what_fails_before_the_first_audio_is_a_plain_http_error(form, text, status, message):
+    async with replica() as it:
+        call = await it.post(PATH, body(input=text, **form))
+        assert it.live == 0
+    assert call.status == status
+    assert call.headers["content-type"] == "application/json"
+    assert json.loads(call.body)["error"]["message"] == message
+    assert call.whole
+
+
+@pytest.mark.parametrize("text", ["Hello there. BROKEN", "Hello there. FASTER now"])
+async def test_what_fails_later_cuts_the_first_two_forms(text):
+    async with replica() as it:
+        for form, count in ((FORMS[0], 1), (FORMS[1], 1)):
+            call = await it.post(PATH, body(input=text, **form))
+            assert (call.status, len(call.pieces), call.whole) == (200, count, False)
+            assert b"[DONE]" not in call.body
+            assert call.fault is not None
+            outcome = await it.http.get(f"{PATH}/{call.headers['x-request-id']}")
+            assert outcome.status_code == 404
+        assert it.live == 0
+
+
+async def test_what_fails_later_is_an_event_in_the_third_form():
+    async with replica() as it:
+        call = await it.post(PATH, body(input="Hello there. BROKEN", stream_format="sse"))
+    delta, error = events(call)
+    assert json.loads(delta)["type"] == "speech.audio.delta"
+    assert json.loads(error) == {
+        "type": "error",
+        "error": {
+            "message": "RuntimeError: the voice broke",
+            "type": "server_error",
+            "param": None,
+            "code": None,
+        },
+    }
+    assert call.whole
+    assert call.fault is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_audio_goes_out_while_the_rest_is_spoken_and_leaving_aborts_it(form, nursery):
+    async with replica() as it:
+        call = it.begin(nursery, PATH, body(input="Hello there. HELD", **form))
+        await call.until(1)
+        await trio.to_thread.run_sync(HOLDING.wait)
+        assert it.live == 1
+        call.leave()
+        await call.over.wait()
+        assert it.live == 0
+        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)
+    assert (call.status, call.whole) == (200, False)
+
+
+async def test_a_caller_that_leaves_before_the_head_is_out_still_aborts(nursery):
+    async with replica() as it:
+        call = it.begin(nursery, PATH, body(input="Hello there. HELD", **FORMS[0]))
+
+        async def never_sent(message):
+            await trio.sleep_forever()
+
+        call._send = never_sent
+        await trio.to_thread.run_sync(HOLDING.wait)
+        call.leave()
+        await call.over.wait()
+        assert it.live == 0
+        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)

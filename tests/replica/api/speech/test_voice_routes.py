@@ -1,0 +1,218 @@
+import json
+
+import numpy as np
+import pytest
+import trio
+
+from omni_proxy.replica.api.speech.voice_store import (
+    StoredVoice,
+    VoiceError,
+    VoiceStore,
+    default_folder,
+)
+from omni_proxy.replica.audio.wav import encode_wav
+from tests.replica.api.audio_stages import Call, replica
+from tests.replica.api.multipart_bodies import CONTENT_TYPE, form
+
+PATH = "/v1/audio/voices"
+RATE = 8000
+
+
+def tone(seconds, loudness=0.5):
+    samples = np.sin(np.arange(int(RATE * seconds)) / 5) * loudness
+    return encode_wav(samples.astype(np.float32), RATE)
+
+
+def upload(name="Anna", consent="yes", sample=None, kind="audio/wav", **fields):
+    texts = {"name": name, "consent": consent, **fields}
+    data = tone(2) if sample is None else sample
+    return form(texts, [("audio_sample", "a.wav", kind, data)])
+
+
+def told(call):
+    return json.loads(call.body)
+
+
+async def test_a_voice_is_kept_listed_and_deleted(tmp_path):
+    async with replica(voices_dir=tmp_path / "voices") as it:
+        call = await it.post(PATH, upload(ref_text="Hello.", speaker_description=" "), CONTENT_TYPE)
+        kept = told(call)
+        assert (call.status, call.headers["content-type"]) == (200, "application/json")
+        assert isinstance(kept["created_at"], int)
+        assert kept == {
+            "name": "anna",
+            "consent": "yes",
+            "created_at": kept["created_at"],
+            "file_size": len(tone(2)),
+            "mime_type": "audio/wav",
+            "ref_text": "Hello.",
+        }
+        listed = await (await it.http.get(PATH)).get_json()
+        names = await (await it.http.get(f"{PATH}?names_only=true")).get_json()
+        assert listed == {
+            "voices": ["default", "anna"],
+            "uploaded_voices": [kept],
+            "cache_stats": dict.fromkeys(
+                (
+                    "entries",
+                    "memory_bytes",
+                    "max_bytes",
+                    "hit_count",
+                    "miss_count",
+                    "eviction_count",
+                    "delete_invalidation_counter",
+                ),
+                0,
+            ),
+        }
+        assert names == {"uploaded_voice_names": ["anna"]}
+        assert (tmp_path / "voices" / "anna.audio").read_bytes() == tone(2)
+        gone = await it.http.delete(f"{PATH}/ANNA")
+        assert gone.status_code == 200
+        assert await gone.get_json() == {"success": True, "message": "Voice 'anna' deleted"}
+        assert list((tmp_path / "voices").iterdir()) == []
+
+
+async def test_what_is_not_there_cannot_be_deleted(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    async with replica(voices_dir=tmp_path) as it:
+        for name, path in (("zz", "zz"), ("..", "%2e%2e"), ("a b", "a%20b")):
+            response = await it.http.delete(f"{PATH}/{path}")
+            if name != "..":
+                assert await response.get_json() == {
+                    "success": False,
+                    "error": f"Voice '{name}' not found",
+                }
+            assert response.status_code == 404
+        assert (await (await it.http.get(PATH)).get_json())["uploaded_voices"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (upload(name=""), "name"),
+        (upload(name="default"), "name"),
+        (upload(name="Default"), "name"),
+        (upload(name="../up"), "name"),
+        (upload(name=".hidden"), "name"),
+        (upload(name="a" * 65), "name"),
+        (upload(consent=" "), "consent"),
+        (upload(ref_text="x" * 4097), "ref_text"),
+        (upload(kind="audio/mpeg"), "audio_sample"),
+        (upload(kind="text/plain"), "audio_sample"),
+        (upload(sample=b""), "audio_sample"),
+        (upload(sample=b"RIFFnothing"), "audio_sample"),
+        (upload(sample=tone(0.9)), "audio_sample"),
+        (upload(sample=tone(30.1)), "audio_sample"),
+        (upload(sample=tone(2, loudness=0.0)), "audio_sample"),
+        (form({"name": "anna", "consent": "yes"}), "audio_sample"),
+    ],
+)
+async def test_a_bad_upload_is_refused_and_names_its_field(body, param, tmp_path):
+    async with replica(voices_dir=tmp_path) as it:
+        call = await it.post(PATH, body, CONTENT_TYPE)
+    assert call.status == 400
+    error = told(call)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", param, 400)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_what_is_no_form_is_refused(tmp_path):
+    async with replica(voices_dir=tmp_path) as it:
+        for body, kind in (
+            (b"{}", "application/json"),
+            (b"x", "multipart/form-data"),
+            (b"no boundary in here", CONTENT_TYPE),
+            (upload()[:-30], CONTENT_TYPE),
+        ):
+            call = await it.post(PATH, body, kind)
+            assert call.status == 400
+            assert list(told(call)["error"]) == ["message", "type", "param", "code"]
+
+
+async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
+    limit = 10 * 2**20 + 64 * 2**10
+    async with replica(voices_dir=tmp_path) as it:
+        call = Call(it.app, PATH, b"", CONTENT_TYPE)
+        call.scope["headers"][1] = (b"content-length", str(limit + 1).encode())
+        call._in, call._out = trio.open_memory_channel(1)  # nothing ever comes
+        with trio.fail_after(30):
+            await call.run()
+    assert call.status == 413
+    error = told(call)["error"]
+    assert (error["type"], error["param"], error["code"]) == (
+        "RequestTooLargeError",
+        "audio_sample",
+        413,
+    )
+
+
+async def test_an_upload_without_length_is_counted_while_it_comes(tmp_path, nursery):
+    async with replica(voices_dir=tmp_path) as it:
+        call = Call(it.app, PATH, upload()[:100], CONTENT_TYPE)
+        del call.scope["headers"][1]
+        call._in, call._out = trio.open_memory_channel(0)
+        nursery.start_soon(call.run)
+        with trio.fail_after(30):
+            for piece in (upload()[:-20], *[b"x" * 2**20] * 12):
+                with trio.move_on_after(1):
+                    message = {"type": "http.request", "body": piece, "more_body": True}
+                    await call._in.send(message)
+                if call.over.is_set():
+                    break
+            await call.over.wait()
+    assert call.status == 413
+    assert told(call)["error"]["code"] == 413
+
+
+async def test_uploads_stop_at_the_cap_but_may_replace(tmp_path):
+    async with replica(voices_dir=tmp_path, max_voices=2) as it:
+        bodies = [upload(name=name) for name in ("a", "b", "c", "A")]
+        answers = [await it.post(PATH, body, CONTENT_TYPE) for body in bodies]
+    assert [call.status for call in answers] == [200, 200, 400, 200]
+    assert told(answers[2])["error"]["param"] == "name"
+
+
+async def test_an_uploaded_voice_is_not_spoken_by_a_model_with_one_voice(tmp_path):
+    async with replica(voices_dir=tmp_path) as it:
+        await it.post(PATH, upload(name="anna"), CONTENT_TYPE)
+        response = await it.speech(input="x", voice="anna")
+        error = (await response.get_json())["error"]
+    assert response.status_code == 400
+    assert "this model has one voice" in error["message"]
+
+
+def test_a_crash_before_the_last_rename_leaves_no_voice(tmp_path, monkeypatch):
+    store = VoiceStore(tmp_path, 5)
+    voice = StoredVoice("anna", "yes", 1, 3, "audio/wav")
+    replaced = []
+
+    def broken(self, target):
+        if target.suffix == ".json":
+            raise OSError("disk full")
+        replaced.append(target)
+
+    monkeypatch.setattr("pathlib.Path.replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        store.keep(voice, b"abc")
+    assert replaced
+    assert store.voices() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_voices_outlive_the_store_that_kept_them(tmp_path):
+    voice = StoredVoice("anna", "yes", 1, 3, "audio/wav", speaker_description="low")
+    VoiceStore(tmp_path, 1).keep(voice, b"abc")
+    (tmp_path / "broken.json").write_bytes(b"{")
+    store = VoiceStore(tmp_path, 1)
+    assert store.voices() == [voice]
+    with pytest.raises(VoiceError):
+        store.keep(StoredVoice("bert", "yes", 1, 3, "audio/wav"), b"abc")
+
+
+def test_the_folder_is_named_by_the_environment_or_lies_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEAKER_SAMPLES_DIR", str(tmp_path / "named"))
+    assert default_folder() == tmp_path / "named"
+    monkeypatch.delenv("SPEAKER_SAMPLES_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "omni-proxy" / "voices"
