@@ -13,6 +13,8 @@ from typing import Final
 
 import trio
 
+from omni_proxy.backoff import Backoff
+
 _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECS: Final = 0.5
@@ -45,7 +47,7 @@ class Supervisor:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Started once its first run says so, or failed: a supervisor never blocks the start."""
         told = _Once(task_status, lambda: self._enter("running"))
-        pause = FIRST_PAUSE_SECS
+        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, CALM_SECS)
         while True:
             began = trio.current_time()
             try:
@@ -57,12 +59,10 @@ class Supervisor:
                 self._restarts += 1
                 self._last_error = _words(error)
                 self._enter("backing_off")
+                pause = backoff.next_delay(trio.current_time() - began)
                 _log.exception("%s failed; it is started again in %.1f s", self.name, pause)
             told.quietly()
-            if trio.current_time() - began > CALM_SECS:
-                pause = FIRST_PAUSE_SECS
             await trio.sleep(pause)
-            pause = min(pause * 2, LONGEST_PAUSE_SECS)
 
     def _enter(self, state: str) -> None:
         self._state = state

@@ -12,6 +12,7 @@ SHARED = (
     "hypercorn_connection",
     "watchdog",
     "origins",
+    "backoff",
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (

@@ -14,6 +14,7 @@ from typing import Final
 
 import trio
 
+from omni_proxy.backoff import Backoff
 from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
@@ -45,7 +46,7 @@ class VoiceList:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         task_status.started()
-        retry_secs = RETRY_SECS
+        backoff = Backoff(RETRY_SECS, MAX_RETRY_SECS)
         while True:
             self._changed = trio.Event()
             await self._save()
@@ -54,9 +55,10 @@ class VoiceList:
                 owner = self._fleet.find(self._registry.owner)  # a launched one comes later
                 if owner is not None and await self._read(owner):
                     await self._save()
-                    pause_secs, retry_secs = REFRESH_SECS, RETRY_SECS
+                    backoff.reset()
+                    pause_secs = REFRESH_SECS
                 else:
-                    pause_secs, retry_secs = retry_secs, min(retry_secs * 2, MAX_RETRY_SECS)
+                    pause_secs = backoff.next_delay()
             with trio.move_on_after(pause_secs):
                 await self._changed.wait()
 

@@ -19,6 +19,7 @@ from typing import Final
 
 import trio
 
+from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.launch.child_process import ChildProcess, ParentDeathGuard
@@ -132,7 +133,7 @@ class ReplicaProcess:
         }
 
     async def run(self, chance: Callable[[], float]) -> None:
-        backoff = Backoff(chance)
+        backoff = Backoff(FIRST_DELAY_SECS, LAST_DELAY_SECS, GOOD_SECS)
         try:
             while not self.retired:
                 await trio.lowlevel.checkpoint()  # whatever fails at once below
@@ -140,7 +141,7 @@ class ReplicaProcess:
                 self._running = self.entry
                 await self._live()
                 if self._ending and not self.called:
-                    await self._wait(backoff)
+                    await self._wait(backoff, chance)
                 await self._standing.until_thawed()
         finally:
             self._gpus.give_back(self._own_gpus)
@@ -226,13 +227,14 @@ class ReplicaProcess:
             await self._standing.until_idle(self._worker)
         life.cancel()
 
-    async def _wait(self, backoff: Backoff) -> None:
+    async def _wait(self, backoff: Backoff, chance: Callable[[], float]) -> None:
         if self._running.restart == "never":
             self._standing.give_up(self.url)
             self._enter(ReplicaState.STOPPED)
             await self._called.wait()
             return
-        delay_secs = backoff.after(trio.current_time() - self._ready_at)
+        delay_secs = backoff.next_delay(trio.current_time() - self._ready_at)
+        delay_secs *= 0.8 + 0.4 * chance()
         self._enter(ReplicaState.BACKING_OFF)
         log.warning("%s %s; again in %.1f s", self._label, self._last_error, delay_secs)
         with trio.move_on_after(delay_secs):
@@ -257,18 +259,3 @@ class ReplicaProcess:
         self.state = state
         self._since = datetime.now(UTC)
         self._standing.moved()
-
-
-class Backoff:
-    """How long to wait after each failure: doubling, with a fifth of jitter to either side."""
-
-    def __init__(self, chance: Callable[[], float]) -> None:
-        self._chance = chance
-        self._delay_secs = FIRST_DELAY_SECS
-
-    def after(self, ready_secs: float) -> float:
-        if ready_secs >= GOOD_SECS:
-            self._delay_secs = FIRST_DELAY_SECS
-        delay_secs = self._delay_secs * (0.8 + 0.4 * self._chance())
-        self._delay_secs = min(LAST_DELAY_SECS, self._delay_secs * 2)
-        return delay_secs

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 import trio
 
+from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.command import OURSELVES, argv_of
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
@@ -59,7 +60,7 @@ class ProcessSlot:
         ended: Callable[[ProcessSlot, ProcessHandle], None],
     ) -> None:
         """`begin(link)` tells a new process what it must know; `ended(seat, link)` buries it."""
-        pause = FIRST_PAUSE_SECS
+        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, CALM_SECS)
         while not self.retiring:
             began = trio.current_time()
             how = await self._live(begin, hear, ended)
@@ -67,12 +68,10 @@ class ProcessSlot:
                 return
             self.restarts += 1
             self.last_error = how
-            if trio.current_time() - began > CALM_SECS:
-                pause = FIRST_PAUSE_SECS
+            pause = backoff.next_delay(trio.current_time() - began)
             _log.error("door %d %s; it is started again in %.1f s", self.index, how, pause)
             with trio.move_on_after(pause):
                 await self.bell.wait()
-            pause = min(pause * 2, LONGEST_PAUSE_SECS)
 
     async def _live(
         self,

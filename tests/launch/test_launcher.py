@@ -352,12 +352,3 @@ async def test_output_reaches_the_log_with_the_replicas_name(base_port, caplog):
     caplog.set_level("INFO", logger="omni_proxy.launch")
     async with running(entry(base_port, name="chat")) as house:
         await house.until(lambda: f"chat[0] listening on {base_port}" in caplog.messages)
-
-
-def test_the_delay_doubles_to_its_limit_and_starts_anew_after_a_good_minute(monkeypatch):
-    monkeypatch.setattr(replica_process, "FIRST_DELAY_SECS", 1.0)
-    backoff = replica_process.Backoff(lambda: 0.5)
-    assert [backoff.after(0) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert backoff.after(replica_process.GOOD_SECS) == 1
-    assert replica_process.Backoff(lambda: 0.0).after(0) == pytest.approx(0.8)
-    assert replica_process.Backoff(lambda: 1.0).after(0) == pytest.approx(1.2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
+from omni_proxy.backoff import exponential_delay
 from omni_proxy.dataplane.exchange.exchange import Exchange, report
 from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.dataplane.upstream.acquire import leave, take
@@ -179,5 +180,5 @@ def pause_secs(made: int, chance: float) -> float:
     Doubles from 50 ms to 1 s; half of it is left to chance, so that those who failed together
     don't come back together.
     """
-    whole = min(LONGEST_PAUSE_SECS, FIRST_PAUSE_SECS * 2.0 ** min(made, 10))
+    whole = exponential_delay(made, FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
     return max(FIRST_PAUSE_SECS, whole * (0.5 + 0.5 * chance))

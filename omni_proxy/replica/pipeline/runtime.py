@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from omni_proxy.backoff import Backoff
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
 from omni_proxy.replica.pipeline.coordinator import Coordinator
 from omni_proxy.replica.pipeline.host import Host, ThreadHost
@@ -110,7 +111,7 @@ class Runtime:
             self._reasons[message.stage] = message.error
 
     async def _keep(self, host: Host, mailbox: Mailbox) -> None:
-        delay_secs = FIRST_DELAY_SECS
+        backoff = Backoff(FIRST_DELAY_SECS, LAST_DELAY_SECS, GOOD_SECS)
         while not self._stopping.is_set():
             born = trio.current_time()
             await host.live(mailbox.post)
@@ -120,12 +121,10 @@ class Runtime:
             reason = self._ending_of(host)
             if not self.ready.is_set():
                 raise StartError(reason)
-            if trio.current_time() - born >= GOOD_SECS:
-                delay_secs = FIRST_DELAY_SECS
+            delay_secs = backoff.next_delay(trio.current_time() - born)
             log.error("%s; starting again in %.1f s", reason, delay_secs)
             with trio.move_on_after(delay_secs):
                 await self._stopping.wait()
-            delay_secs = min(LAST_DELAY_SECS, delay_secs * 2)
 
     def _ending_of(self, host: Host) -> str:
         told = [(name, self._reasons.get(name, "")) for name in host.stages]
