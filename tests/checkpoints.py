@@ -268,7 +268,7 @@ def _is_checkpoint(tree: Tree, awaited: ast.expr) -> bool:
     name = _name(awaited)
     if name in CALLS and ast.unparse(awaited).startswith("trio."):
         return True
-    if name == "nested" and isinstance(awaited, ast.Call):
+    if name in ("await_direct", "nested") and isinstance(awaited, ast.Call):
         return _is_checkpoint(tree, awaited.args[0])
     if not isinstance(awaited, ast.Call):
         return False

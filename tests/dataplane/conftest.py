@@ -3,7 +3,7 @@ import pytest
 from tests.dataplane.by_hand import ByHand
 from tests.dataplane.pumping import busy, pump, wires
 
-__all__ = ["busy", "pump", "wires"]
+FIXTURES = (busy, pump, wires)
 
 
 @pytest.fixture
