@@ -193,7 +193,7 @@ class Server:
             await root.start(self.door.run)
             await root.start(self.doors.run)
             await root.start(self.front.run)
-            self.door.entrances.held = bool(self.config_store.startup.launch)
+            self.door.listeners.held = bool(self.config_store.startup.launch)
             try:
                 self.config_store.start()
             except OSError as error:
@@ -208,7 +208,7 @@ class Server:
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
             self.watchdog.begin()
-            if self.door.entrances.held:
+            if self.door.listeners.held:
                 status = await self._open_when_ready()
                 if status:
                     root.cancel_scope.cancel()
@@ -230,7 +230,7 @@ class Server:
             self.doors.open()
         except OSError as error:
             return self._cannot_listen(error)
-        for url in self.door.entrances.urls():
+        for url in self.door.listeners.urls():
             _tell(f"serving on {url}")
         return 0
 

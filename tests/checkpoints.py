@@ -22,7 +22,7 @@ CALLS = frozenset(
         "run_sync", "receive_some", "send_all", "accept", "receive", "send", "recvmsg", "start",
     )
 )  # fmt: skip
-TURNS = frozenset(("waits_for", "turn_is_over"))
+TURNS = frozenset(("must_wait_for", "count_read"))
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 QUIET, LOUD = False, True  # a path without a checkpoint, and one with
 

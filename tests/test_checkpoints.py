@@ -91,7 +91,7 @@ HELPERS = """
         "while a:\n    while b:\n        await sure()",
         "while True:\n    match a:\n        case 1:\n            await sure()",
         "while True:\n    async def later():\n        await sure()\n    await unknown()",
-        "while True:\n    if a.waits_for(b):\n        c()\n    await unknown()",
+        "while True:\n    if a.must_wait_for(b):\n        c()\n    await unknown()",
     ],
 )
 def test_a_loop_that_may_spin_is_found(loop):
@@ -106,7 +106,7 @@ def test_a_loop_that_may_spin_is_found(loop):
         "while True:\n    await sure()",
         "while True:\n    await event.wait()",
         "while True:\n    await pause",
-        "while True:\n    if conn.waits_for(up):\n        await pause\n    read()",
+        "while True:\n    if conn.must_wait_for(up):\n        await pause\n    read()",
         "while True:\n    if a:\n        await sure()\n    else:\n        return",
         "while True:\n    try:\n        await sure()\n    except OSError:\n        break",
         "while True:\n    try:\n        await pause\n    except Expired:\n        pass",

@@ -53,12 +53,12 @@ class DataPlane:
     def __init__(
         self, fleet: Fleet, config: Config, *, front_socket: str, below: Below, proxy_id: str = ""
     ) -> None:
-        self.pump = EventLoop()
+        self.loop = EventLoop()
         self.proxy_id = proxy_id.encode()  # see `wire.hops`
         self.fleet = fleet
         # The front tells them apart by the Host, which nobody but we can write.
-        self.front: AdminApiPool = AdminApiPool(self.pump, front_socket, "front")
-        self.admin_front: AdminApiPool = AdminApiPool(self.pump, front_socket, ADMIN_HOST)
+        self.front: AdminApiPool = AdminApiPool(self.loop, front_socket, "front")
+        self.admin_front: AdminApiPool = AdminApiPool(self.loop, front_socket, ADMIN_HOST)
         self.draining = False
         self.in_flight = 0
         self.peak_in_flight = 0
@@ -72,7 +72,7 @@ class DataPlane:
         self.across_versions = 0  # answers whose worker got other weights meanwhile
         self.queue = Queue(self)
         self.holding = UpdateGate(self)
-        self.timers = Timers(self.pump)
+        self.timers = Timers(self.loop)
         self.voices = VoiceRegistry()
         self.access_log: LineSink | None = None
         self.route_log: LineSink | None = None
@@ -82,8 +82,8 @@ class DataPlane:
         self.requests = self._templates(None)
         self.answers = ResponseHeadCache()
         self._lanes: dict[Worker, UpstreamPool] = {}
-        self.entrances = Listeners(self)
-        self.policy: Policy = build(config.routing, below, self.pump.now)
+        self.listeners = Listeners(self)
+        self.policy: Policy = build(config.routing, below, self.loop.now)
         self._take(config)
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
@@ -117,13 +117,13 @@ class DataPlane:
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         """What of the present one still serves lives on in it."""
-        return build(routing, self.below, self.pump.now, self.policy)
+        return build(routing, self.below, self.loop.now, self.policy)
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,
         changing nothing."""
         # A reload does not open what a drain has closed.
-        enter = self.entrances.prepare(new, opens=not (self.draining or self.port_elsewhere))
+        enter = self.listeners.prepare(new, opens=not (self.draining or self.port_elsewhere))
 
         def commit() -> None:
             self._take(new)
@@ -133,13 +133,13 @@ class DataPlane:
 
     def open(self) -> None:
         """Let them in where `entrances.held` kept them out. Raises OSError."""
-        self.entrances.open()
+        self.listeners.open()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool = False) -> None:
         """Accept on these, which were opened elsewhere, and on no others."""
-        self.entrances.listen_on(socks, admin=admin)
+        self.listeners.listen_on(socks, admin=admin)
 
-    def welcome(self, sock: socket.socket, peer: str) -> None:
+    def accept_connection(self, sock: socket.socket, peer: str) -> None:
         self.accepted += 1
         Connection(self, sock, peer).start()
 
@@ -147,21 +147,21 @@ class DataPlane:
         """The pump and its clocks, until cancelled; then every socket is closed."""
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(self.pump.run)
+                await nursery.start(self.loop.run)
                 nursery.start_soon(self.timers.run)
-                nursery.start_soon(timeouts.run, self.pump, self._sweep)
-                nursery.start_soon(self.entrances.certificates.run)
+                nursery.start_soon(timeouts.run, self.loop, self._sweep)
+                nursery.start_soon(self.listeners.certificates.run)
                 task_status.started()
         finally:
-            self.entrances.close()
+            self.listeners.close()
             for lane in (self.front, self.admin_front, *self._lanes.values()):
                 lane.close()
-            self.pump.settle()
+            self.loop.flush()
 
     def lane(self, worker: Worker) -> UpstreamPool:
         lane = self._lanes.get(worker)
         if lane is None:
-            lane = self._lanes[worker] = lane_to(self.pump, worker)
+            lane = self._lanes[worker] = lane_to(self.loop, worker)
         return lane
 
     def _stamp(self, stamps: ForwardedHeaders) -> None:
@@ -216,24 +216,24 @@ class DataPlane:
     def begin_drain(self) -> None:
         """No new connection; idle ones close now, the others after the answer they wait for."""
         self.draining = True
-        self.entrances.close()
+        self.listeners.close()
         self.close_after_answers(admin=True)
-        for task in [task for task in self.pump.tasks if task.phase == "idle"]:
-            if task.client is None or not task.client.late:
+        for task in [task for task in self.loop.tasks if task.phase == "idle"]:
+            if task.client is None or not task.client.pending:
                 task.throw(ClientDisconnected())
-        self.pump.settle()
+        self.loop.flush()
 
     def close_after_answers(self, *, admin: bool) -> None:
         """Each connection ends with its next answer, which says so: nobody's request is lost.
         `admin`: also those of the listener for control requests."""
-        for task in self.pump.tasks:
-            if isinstance(task, Connection) and (admin or not task.front_only):
+        for task in self.loop.tasks:
+            if isinstance(task, Connection) and (admin or not task.admin_only):
                 task.closing = True
 
     async def drained(self) -> None:
         """Until the last connection has ended; the caller's scope bounds it."""
-        while self.pump.tasks:
-            await self.pump.emptied.wait()
+        while self.loop.tasks:
+            await self.loop.tasks_ended.wait()
 
     def admission(self) -> dict[str, int]:
         return {
@@ -250,9 +250,9 @@ class DataPlane:
         """What costs little to tell, however many connections there are."""
         return {
             "accepted": self.accepted,
-            "connections": len(self.pump.tasks),
+            "connections": len(self.loop.tasks),
             "ended": dict(self.ended),
-            "failures": self.pump.failures,
+            "failures": self.loop.failures,
             "failed_tls_handshakes": self.failed_handshakes,
             "failed_proxy_introductions": self.failed_introductions,
             "answers_across_versions": self.across_versions,
@@ -263,14 +263,14 @@ class DataPlane:
         return []
 
     def addresses(self) -> list[str]:
-        return self.entrances.addresses()
+        return self.listeners.addresses()
 
     def status(self) -> dict[str, object]:
-        tasks = self.pump.tasks
-        oldest = sorted(tasks, key=lambda task: task.began)[:SHOWN_CONNECTIONS]
+        tasks = self.loop.tasks
+        oldest = sorted(tasks, key=lambda task: task.started_at)[:SHOWN_CONNECTIONS]
         return {
             "draining": self.draining,
-            "tls": self.entrances.certificates.status(),
+            "tls": self.listeners.certificates.status(),
             **self.counts(),
             "phases": dict(Counter(task.phase for task in tasks)),
             **self.admission(),
@@ -286,7 +286,7 @@ class DataPlane:
         return {
             "peer": conn.peer,
             "phase": conn.phase,
-            "age_secs": round(self.pump.now - conn.began, 3),
+            "age_secs": round(self.loop.now - conn.started_at, 3),
             "target": mine.target if mine else None,
             "worker": mine.worker.url if mine and mine.worker else None,
         }
@@ -317,9 +317,9 @@ class DataPlane:
         self.queue.serve(changed=True)
 
     def _sweep(self) -> None:
-        self.policy.tend(self.pump.now)
+        self.policy.tend(self.loop.now)
         self.front.sweep()
         self.admin_front.sweep()
         for lane in self._lanes.values():
             lane.sweep()
-        self.entrances.sweep()
+        self.listeners.sweep()

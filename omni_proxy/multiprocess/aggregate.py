@@ -94,7 +94,7 @@ class AggregateView:
         for stand in stands:
             ended.update(stand.ended)
         counts["ended"] = dict(ended)
-        counts["connections"] = len(self._door.pump.tasks) + sum(s.connections for s in stands)
+        counts["connections"] = len(self._door.loop.tasks) + sum(s.connections for s in stands)
         return counts
 
     def status(self) -> dict[str, object]:

@@ -134,7 +134,7 @@ class DataPlaneProcess:
         counts, kept = channel.descriptors()
         board = SharedCounters(counts)
         sessions = SharedSessions(kept, lambda serial: self.fleet.serial(serial))
-        fleet = ReplicatedFleet(board, begin.index, lambda: self.door.pump.now, self._tell)
+        fleet = ReplicatedFleet(board, begin.index, lambda: self.door.loop.now, self._tell)
         row = board.row(begin.index)
         self.fleet = fleet
         self.door = SharedDataPlane(begin, fleet, first.config, row, self._tell)
@@ -268,12 +268,12 @@ class DataPlaneProcess:
                 queue.serve()
 
     def _stand(self) -> ProcessStats:
-        door, tasks = self.door, self.door.pump.tasks
-        oldest = nsmallest(SHOWN_CONNECTIONS, tasks, key=lambda task: task.began)
+        door, tasks = self.door, self.door.loop.tasks
+        oldest = nsmallest(SHOWN_CONNECTIONS, tasks, key=lambda task: task.started_at)
         return ProcessStats(
             counts={
                 "accepted": door.accepted,
-                "failures": door.pump.failures,
+                "failures": door.loop.failures,
                 "failed_tls_handshakes": door.failed_handshakes,
                 "answers_across_versions": door.across_versions,
                 "rejected": door.rejected,

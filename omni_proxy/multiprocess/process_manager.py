@@ -187,7 +187,7 @@ class ProcessManager:
             return None
         if self._port is not None and self._port.listener is listener:
             return None
-        return ReuseportGroup(self.door.pump, listener)
+        return ReuseportGroup(self.door.loop, listener)
 
     def _settle(self, new: Config, port: ReuseportGroup | None) -> None:
         """As many seats as `new` wants; `port` is another one than before. Can't fail."""
@@ -296,7 +296,7 @@ class ProcessManager:
     def _seat_all(self) -> None:
         """Who is ready and not leaving gets its socket; new connections go to those who have."""
         port = self._port
-        if port is None or self.draining or self.door.entrances.held:
+        if port is None or self.draining or self.door.listeners.held:
             return
         for link in self.links:
             if link.listening or link.waits_for_tick or not link.ready:

@@ -30,10 +30,10 @@ _MOD, _IF_EQUAL, _RETURN = 0x94, 0x15, 0x06
 class ReuseportGroup:
     """`seats` are numbered from 0; on a Unix socket all of them are the same one."""
 
-    def __init__(self, pump: EventLoop, listener: Listener) -> None:
+    def __init__(self, loop: EventLoop, listener: Listener) -> None:
         """`listener` is that of control's own door. Raises OSError, changing nothing."""
         self.listener = listener
-        self._pump = pump
+        self._loop = loop
         first = listener.shared()
         self.shared = first.family == socket.AF_UNIX
         self._seats: dict[int, socket.socket] = {0: first}
@@ -51,7 +51,7 @@ class ReuseportGroup:
         if not self.rests and self.listener.listens:
             self.rests = True
             self.listener.rest()
-            self._pump.settle()
+            self._loop.flush()
 
     def work(self) -> None:
         """It accepts again."""

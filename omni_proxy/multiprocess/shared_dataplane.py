@@ -42,7 +42,7 @@ class SharedDataPlane(DataPlane):
             fleet, config,
             front_socket=begin.front_socket, below=randrange, proxy_id=begin.proxy_id,
         )  # fmt: skip
-        self.front = self.control = MainProcessPool(self.pump, begin)
+        self.front = self.control = MainProcessPool(self.loop, begin)
         self.port_elsewhere = True
 
     @property
@@ -100,20 +100,20 @@ class MainProcessPool(AdminApiPool):
 
     __slots__ = ("_silent_secs", "heard_at")
 
-    def __init__(self, pump: EventLoop, begin: Begin) -> None:
-        super().__init__(pump, begin.front_socket, "front")
+    def __init__(self, loop: EventLoop, begin: Begin) -> None:
+        super().__init__(loop, begin.front_socket, "front")
         self._silent_secs = begin.silent_secs
-        self.heard_at = pump.now
+        self.heard_at = loop.now
 
     @property
     def silent(self) -> bool:
-        return self.pump.now - self.heard_at > self._silent_secs
+        return self.loop.now - self.heard_at > self._silent_secs
 
     def take(self, task: EventHandler) -> Stream | None:
         return None if self.silent else super().take(task)
 
     async def dial(self, task: ConnectionTask) -> Stream:
         if self.silent:
-            secs = self.pump.now - self.heard_at
+            secs = self.loop.now - self.heard_at
             raise OSError(f"the control process has been silent for {secs:.0f} s")
         return await super().dial(task)

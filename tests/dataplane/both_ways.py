@@ -142,7 +142,7 @@ class Pauses:
         self.tasks.append(task)
         try:
             while task in self.tasks:
-                task.awaits = self
+                task.waiting_on = self
                 await pause
         finally:
             if task in self.tasks:
@@ -151,7 +151,7 @@ class Pauses:
     def end(self):
         ended, self.tasks = self.tasks, []
         for task in ended:
-            task.pump.resume(task)
+            task.loop.wake(task)
 
 
 class InOrder(dict):
@@ -172,7 +172,7 @@ class World(ByHand):
         self.recent = RecentWindow()
         self.door.meters = self.meters = metrics.Metrics(self.fleet, self.recent)
         self.listeners, self.short = listeners, short
-        self.door.pump.tasks = InOrder()
+        self.door.loop.tasks = InOrder()
         self.door.timers = self.pauses = Pauses()
         self.lines, self.clients, self.routes = [], [], []
         self.entries = [
@@ -221,11 +221,11 @@ class World(ByHand):
         self.fleet.apply(self.entries, NOW)
 
     def turn(self):
-        made = self.door.pump
-        while (events := made._set.poll(0)) or made._again:
-            made._batch(events)
+        made = self.door.loop
+        while (events := made._epoll.poll(0)) or made._ready:
+            made._run_batch(events)
             self.began += sum(client.has_begun() for client in self.clients)
-        made.settle()
+        made.flush()
         for end in self.lines:
             end.look()
         for name, listener in self.listeners.items():
@@ -240,9 +240,9 @@ class World(ByHand):
 
     def come(self, *, slow=False, warm=0, like=None):
         """A client that has had `warm` answers already."""
-        before = set(self.door.pump.tasks)
+        before = set(self.door.loop.tasks)
         far = self.client()
-        (conn,) = set(self.door.pump.tasks) - before
+        (conn,) = set(self.door.loop.tasks) - before
         if slow:
             conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         self.clients.append(Client(far, conn, slow=False))
@@ -286,7 +286,7 @@ class World(ByHand):
     def remove(self, at):
         del self.entries[at]
         self.apply()
-        self.door.pump.settle()
+        self.door.loop.flush()
         self.turn()
 
     def wait(self, secs):
@@ -362,7 +362,7 @@ def both(listeners, script, config="", *, warm=6):
                 seen.append(world.seen(whole=True))
                 world.finish()
                 seen[-1]["ended"] = world.seen(whole=True)
-                assert not world.door.pump.tasks
+                assert not world.door.loop.tasks
                 assert world.door.in_flight == 0
                 assert len(world.log) == sum(world.door.ended.values())
                 worlds.append(world)

@@ -67,13 +67,13 @@ class ByHand:
 
     def turn(self):
         """Until nothing happens any more."""
-        made = self.door.pump
-        while (events := made._set.poll(QUIET_SECS)) or made._again:
-            made._batch(events)
+        made = self.door.loop
+        while (events := made._epoll.poll(QUIET_SECS)) or made._ready:
+            made._run_batch(events)
 
     def wait(self, secs):
         self.now += secs
-        timeouts.sweep(self.door.pump)
+        timeouts.expire_tasks(self.door.loop)
         self.turn()
 
     def tell(self, end, sent):
@@ -82,17 +82,17 @@ class ByHand:
 
     @property
     def phases(self):
-        return [task.phase for task in self.door.pump.tasks]
+        return [task.phase for task in self.door.loop.tasks]
 
     def close(self):
         for end in (*self.ends, self.listener):
             end.close()
-        for task in list(self.door.pump.tasks):
-            task.abandon()
+        for task in list(self.door.loop.tasks):
+            task.close_coroutine()
         for lane in self.door._lanes.values():
             lane.close()
-        self.door.pump.settle()
-        self.door.pump._set.close()
+        self.door.loop.flush()
+        self.door.loop._epoll.close()
 
 
 def heard(end):

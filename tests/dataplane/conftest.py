@@ -1,9 +1,9 @@
 import pytest
 
 from tests.dataplane.by_hand import ByHand
-from tests.dataplane.pumping import busy, pump, wires
+from tests.dataplane.pumping import busy, loop, wires
 
-FIXTURES = (busy, pump, wires)
+FIXTURES = (busy, loop, wires)
 
 
 @pytest.fixture

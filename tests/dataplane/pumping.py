@@ -13,8 +13,8 @@ from omni_proxy.dataplane.loop.task import ConnectionTask, pause
 class Scripted(ConnectionTask):
     """Runs `script(self)`; counts as ended once its `finally` ran."""
 
-    def __init__(self, pump: EventLoop, script) -> None:
-        super().__init__(pump)
+    def __init__(self, loop: EventLoop, script) -> None:
+        super().__init__(loop)
         self.script = script
         self.ended = trio.Event()
 
@@ -26,30 +26,30 @@ class Scripted(ConnectionTask):
 
     async def wait_for(self, awaited) -> None:
         """Until there is something to read: that a socket is writable is an event, too."""
-        self.awaits = awaited
+        self.waiting_on = awaited
         await pause
-        while isinstance(awaited, Stream) and not awaited.hot:
+        while isinstance(awaited, Stream) and not awaited.readable:
             await pause
 
 
 class Wires:
     """Socket pairs: our end in the pump, the far end in the hands of the test."""
 
-    def __init__(self, pump: EventLoop) -> None:
-        self.pump = pump
+    def __init__(self, loop: EventLoop) -> None:
+        self.loop = loop
         self._ends: list[tuple[Stream, socket.socket]] = []
 
     def conn(self, task: ConnectionTask | None) -> tuple[Stream, socket.socket]:
         near, far = socket.socketpair()
         near.setblocking(False)
-        self._ends.append((Stream(self.pump, near, task), far))
+        self._ends.append((Stream(self.loop, near, task), far))
         return self._ends[-1]
 
     def close(self) -> None:
         for conn, far in self._ends:
             conn.close()
             far.close()
-        self.pump.settle()
+        self.loop.flush()
 
 
 async def _never_idle(task) -> None:
@@ -65,9 +65,9 @@ async def _never_idle(task) -> None:
 
 
 @pytest.fixture
-async def busy(pump, wires):
+async def busy(loop, wires):
     """A task that gives its pump no rest until the test ends."""
-    task = Scripted(pump, _never_idle)
+    task = Scripted(loop, _never_idle)
     task.over, task.batches, task.rings_at, task.bell = False, 0, 0, trio.Event()
     task.ends = wires.conn(task)
     task.start()
@@ -82,14 +82,14 @@ async def until(holds) -> None:
 
 
 @pytest.fixture
-async def pump(nursery):
+async def loop(nursery):
     made = EventLoop()
     await nursery.start(made.run)
     return made
 
 
 @pytest.fixture
-def wires(pump):
-    made = Wires(pump)
+def wires(loop):
+    made = Wires(loop)
     yield made
     made.close()

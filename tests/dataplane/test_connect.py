@@ -7,7 +7,7 @@ from omni_proxy.dataplane.loop.stream import connect
 from tests.dataplane.pumping import Scripted
 
 
-def dialling(pump, address):
+def dialling(loop, address):
     """A task that dials; `outcome` is its connection or the error number."""
 
     async def script(task):
@@ -16,33 +16,33 @@ def dialling(pump, address):
         except OSError as error:
             task.outcome = error.errno
 
-    task = Scripted(pump, script)
+    task = Scripted(loop, script)
     task.start()
     return task
 
 
-async def test_connect_reaches_a_listener_over_tcp_and_over_a_unix_socket(pump, tmp_path):
+async def test_connect_reaches_a_listener_over_tcp_and_over_a_unix_socket(loop, tmp_path):
     places = [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, str(tmp_path / "s"))]
     for family, place in places:
         with socket.socket(family) as listener:
             listener.bind(place)
             listener.listen()
-            task = dialling(pump, listener.getsockname())
+            task = dialling(loop, listener.getsockname())
             await task.ended.wait()
             far, _ = listener.accept()
             task.outcome.send(b"hi")
             assert far.recv(9) == b"hi"
             far.close()
             task.outcome.close()
-            pump.settle()
+            loop.flush()
 
 
-async def test_a_refused_connect_leaves_no_socket_behind(pump, tmp_path):
+async def test_a_refused_connect_leaves_no_socket_behind(loop, tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        task = dialling(pump, unused.getsockname())
+        task = dialling(loop, unused.getsockname())
         await task.ended.wait()
         assert task.outcome == errno.ECONNREFUSED
-    task = dialling(pump, str(tmp_path / "nobody"))
+    task = dialling(loop, str(tmp_path / "nobody"))
     assert task.outcome == errno.ENOENT
-    assert not any(pump._slots)
+    assert not any(loop._handlers)

@@ -44,7 +44,7 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
     fleet.forgotten(fleet.workers[1])
     fleet.apply([entry("b")], NOW)
     door._sweep()
-    assert heard == ["http://b:1", "http://a:1", door.pump.now]
+    assert heard == ["http://b:1", "http://a:1", door.loop.now]
     assert door.status()["policy"] == {"name": "round_robin", "picks": 7}
 
 

@@ -94,11 +94,11 @@ def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(
     sent = chat(b'{"messages": []}' + b" " * (16 << 20))
     client = door.client()
     client.setblocking(False)
-    pump = door.door.pump
+    loop = door.door.loop
     while sent:
         with contextlib.suppress(BlockingIOError):
             sent = sent[client.send(sent) :]
-        pump._batch(pump._set.poll(0))
+        loop._run_batch(loop._epoll.poll(0))
     door.turn()  # a large body is walked in slices
     worker = door.worker()
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(
         taken = 0
         while taken < 2 << 20:
             taken += len(worker.recv(65536))
-            pump._batch(pump._set.poll(0))
+            loop._run_batch(loop._epoll.poll(0))
     door.turn()
     door.wait(600 + JUST_AFTER)
     told(client, 504, "response_timeout")
@@ -209,7 +209,7 @@ def test_sse_keepalive_secs_ends_nothing(by_hand):
 def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(by_hand):
     door = by_hand(times(idle_secs=300))
     client = door.client()
-    task = next(iter(door.door.pump.tasks))
+    task = next(iter(door.door.loop.tasks))
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     door.tell(client, b"GET /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n" * 200)
     runs_out(door, "refuse", 300)
@@ -235,12 +235,12 @@ def test_0_stops_a_clock(by_hand, key, sent, phase):
 def test_a_client_that_does_not_take_comments_is_left_after_idle_secs(by_hand):
     door = by_hand("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
     client = door.client()
-    (task,) = door.door.pump.tasks
+    (task,) = door.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     door.tell(client, STREAMED)
     door.worker()
     waits = 0
-    while task.awaits is not task.client:  # until it takes no more
+    while task.waiting_on is not task.client:  # until it takes no more
         door.wait(1 + JUST_AFTER)
         waits += 1
         assert waits < 100

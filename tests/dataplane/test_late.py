@@ -1,4 +1,4 @@
-"""What `Stream.put` has taken: it leaves with the end of a turn, in order, and is never lost."""
+"""What `Stream.write_soon` has taken: it leaves with the end of a turn, in order, and is never lost."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
-from omni_proxy.dataplane.loop.stream import LATE_AT_MOST, Stream
+from omni_proxy.dataplane.loop.stream import MAX_PENDING_WRITERS, Stream
 from omni_proxy.dataplane.loop.task import pause
 from tests.dataplane.by_hand import ByHand, chat, heard
 from tests.dataplane.pumping import Scripted, until
@@ -35,81 +35,81 @@ async def read_all(far: socket.socket, size: int) -> bytes:
 
 
 def test_nothing_leaves_before_the_turn_is_over():
-    pump = EventLoop()
+    loop = EventLoop()
     near, far = socket.socketpair()
     near.setblocking(False)
     far.setblocking(False)
     with near, far:
-        conn = Stream(pump, near, None)
-        conn.put(b"one ")
-        conn.put(b"two")
+        conn = Stream(loop, near, None)
+        conn.write_soon(b"one ")
+        conn.write_soon(b"two")
         try:
             came = far.recv(10)
         except BlockingIOError:
             came = b""
         assert came == b""
-        pump.settle()
-        assert (far.recv(10), conn.late) == (b"one two", b"")
+        loop.flush()
+        assert (far.recv(10), conn.pending) == (b"one two", b"")
 
 
 def test_a_turn_that_is_long_sends_in_between():
-    pump = EventLoop()
-    pairs = [socket.socketpair() for _ in range(LATE_AT_MOST)]
+    loop = EventLoop()
+    pairs = [socket.socketpair() for _ in range(MAX_PENDING_WRITERS)]
     try:
         for near, far in pairs:
             near.setblocking(False)
             far.setblocking(False)
-            Stream(pump, near, None).put(b"x")
-        assert [far.recv(2) for _, far in pairs] == [b"x"] * LATE_AT_MOST
+            Stream(loop, near, None).write_soon(b"x")
+        assert [far.recv(2) for _, far in pairs] == [b"x"] * MAX_PENDING_WRITERS
     finally:
         for near, far in pairs:
             near.close()
             far.close()
 
 
-async def test_what_the_peer_does_not_take_follows_when_it_reads(pump, wires):
+async def test_what_the_peer_does_not_take_follows_when_it_reads(loop, wires):
     payload = bytes(range(256)) * ROUND
     conn, far = wires.conn(None)
     small_buffers(conn, far)
-    conn.put(payload)
-    pump.settle()
-    assert 0 < len(conn.late) < len(payload)
-    conn.put(b"the end")
+    conn.write_soon(payload)
+    loop.flush()
+    assert 0 < len(conn.pending) < len(payload)
+    conn.write_soon(b"the end")
     assert await read_all(far, len(payload) + 7) == payload + b"the end"
-    await until(lambda: conn.late == b"")
+    await until(lambda: conn.pending == b"")
 
 
-async def test_a_peer_that_is_gone_is_met_by_the_next_read(pump, wires):
+async def test_a_peer_that_is_gone_is_met_by_the_next_read(loop, wires):
     met = []
 
     async def script(task):
         conn = task.first[0]
-        conn.put(b"hello")
-        task.awaits = conn
+        conn.write_soon(b"hello")
+        task.waiting_on = conn
         await pause
         try:
             met.append(conn.read(10))
         except OSError as error:
             met.append(type(error))
 
-    task = Scripted(pump, script)
+    task = Scripted(loop, script)
     task.first = wires.conn(task)
     await trio.testing.wait_all_tasks_blocked(0.01)
     conn, far = task.first
     far.close()
     task.start()
-    pump.settle()
+    loop.flush()
     with trio.fail_after(30):
         await task.ended.wait()
     assert met in ([b""], [ConnectionResetError], [BrokenPipeError])
-    assert (conn.late, conn.ended) == (b"", True)
+    assert (conn.pending, conn.peer_closed) == (b"", True)
 
 
-async def test_closing_sends_what_was_late(pump, wires):
+async def test_closing_sends_what_was_late(loop, wires):
     conn, far = wires.conn(None)
-    conn.put(b"last words")
+    conn.write_soon(b"last words")
     conn.close()
-    pump.settle()
+    loop.flush()
     assert await read_all(far, 10) == b"last words"
 
 
@@ -122,13 +122,13 @@ def by_hand(monkeypatch):
 def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(by_hand):
     body = bytes(12000)
     client = by_hand.client()
-    (task,) = by_hand.door.pump.tasks
+    (task,) = by_hand.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     client.sendall(chat())
     client.shutdown(socket.SHUT_WR)
     by_hand.turn()
     by_hand.tell(by_hand.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body)
-    assert len(task.client.late) > 0
+    assert len(task.client.pending) > 0
     came, end = b"", "open"
     while end == "open":
         more, end = heard(client)

@@ -4,7 +4,7 @@ import pytest
 from wsproto.utilities import generate_accept_token
 
 from omni_proxy.dataplane.exchange.request_body import CHUNKED_PIECE_BYTES
-from omni_proxy.dataplane.loop.task import READS_PER_TURN
+from omni_proxy.dataplane.loop.task import READS_PER_STEP
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
 from omni_proxy.dataplane.websocket.relay import CONFIG_PIECE_BYTES
 from tests.dataplane.by_hand import QUIET_SECS, ByHand, heard
@@ -45,12 +45,12 @@ def frame(kind, payload=b""):
 
 def batch(door):
     """One of events; whoever gives up his turn in it has one more at its end."""
-    pump = door.door.pump
-    pump._batch(pump._set.poll(QUIET_SECS))
+    loop = door.door.loop
+    loop._run_batch(loop._epoll.poll(QUIET_SECS))
 
 
 def exchange(door):
-    (task,) = door.door.pump.tasks
+    (task,) = door.door.loop.tasks
     return task.exchange
 
 
@@ -90,10 +90,10 @@ def test_large_chunks_need_no_turn_each(door):
 
 def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(door):
     client = door.client()
-    many = PIECES * READS_PER_TURN
+    many = PIECES * READS_PER_STEP
     client.sendall(REFUSED * many)
     batch(door)
-    assert len(door.log) <= AT_ONCE * READS_PER_TURN
+    assert len(door.log) <= AT_ONCE * READS_PER_STEP
     door.turn()
     answers, end = heard(client)
     assert (answers.count(b"HTTP/1.1 405 "), len(door.log), end) == (many, many, "open")

@@ -20,11 +20,11 @@ class Waiter(ConnectionTask):
     """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
 
     def __init__(self, room, model=None, version=None):
-        super().__init__(room.door.pump)
+        super().__init__(room.door.loop)
         self.room, self.door, self.model = room, room.door, model
         self.deadline = inf
-        self.client = SimpleNamespace(ended=False)
-        self.mine = Exchange(self.pump.now, "test")
+        self.client = SimpleNamespace(peer_closed=False)
+        self.mine = Exchange(self.loop.now, "test")
         self.mine.need = Requirements(BIT["chat"], model, version=version)
         self.refusal = None
         self.wants = ""  # what it waits for, and since when
@@ -33,12 +33,12 @@ class Waiter(ConnectionTask):
     @property
     def granted(self):
         """Let go, though its turn is yet to come."""
-        return self.phase == "queue" and self.due == inf
+        return self.phase == "queue" and self.phase_deadline == inf
 
     def clock(self, phase, secs):
         self.phase = phase
         self.joined = next(self.room.numbers)
-        self.due = min(self.pump.now + secs, self.deadline)
+        self.phase_deadline = min(self.loop.now + secs, self.deadline)
 
     async def serve(self):
         try:
@@ -89,8 +89,8 @@ class Room:
 
     def turn(self):
         """Everything that was resumed runs."""
-        pump = self.door.pump
-        again, pump._again = pump._again, []
+        loop = self.door.loop
+        again, loop._ready = loop._ready, []
         for task in again:
             task.step()
 
@@ -98,4 +98,4 @@ class Room:
         self.door._take(parse(f"[server]\n{config}"))
 
     def close(self):
-        self.door.pump._set.close()
+        self.door.loop._epoll.close()

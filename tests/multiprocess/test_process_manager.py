@@ -59,7 +59,7 @@ async def test_a_reload_for_which_there_is_no_room_changes_nothing_and_is_applie
     if part == "dup":
         monkeypatch.setattr(Listener, "shared", unable(number))
     else:
-        monkeypatch.setattr(doors.door.pump, "register", unable(number))
+        monkeypatch.setattr(doors.door.loop, "register", unable(number))
     file.write_text(text.replace("FOLDER", str(tmp_path)))
     told = await config_store.reload("file")
     assert (told.outcome, told.revision) == ("refused", 1)
@@ -77,7 +77,7 @@ async def test_control_accepts_again_without_any_room(house, monkeypatch):
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
     await config_store.reload("file")
     monkeypatch.setattr(Listener, "shared", unable(errno.EMFILE))
-    monkeypatch.setattr(doors.door.pump, "register", unable(errno.ENOSPC))
+    monkeypatch.setattr(doors.door.loop, "register", unable(errno.ENOSPC))
     doors._port.rest()
     doors._port.work()
     assert not doors._port.rests

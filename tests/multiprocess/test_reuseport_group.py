@@ -12,13 +12,13 @@ from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
 
 @pytest.fixture
 def port():
-    pump = EventLoop()
-    listener = Listener(pump, open_socket("127.0.0.1", 0), lambda sock, peer: sock.close())
-    made = ReuseportGroup(pump, listener)
+    loop = EventLoop()
+    listener = Listener(loop, open_socket("127.0.0.1", 0), lambda sock, peer: sock.close())
+    made = ReuseportGroup(loop, listener)
     yield made
     made.end()
     listener.close()
-    pump.settle()
+    loop.flush()
 
 
 def came(port, socks, count=60):
@@ -109,7 +109,7 @@ def test_the_port_is_refused_to_others_all_the_same(port):
 
 
 def test_control_rests_and_works_again_on_the_same_socket(port):
-    events = port._pump._set
+    events = port._loop._epoll
     events.poll(0)  # the bell's
     port.rest()
     with socket.create_connection(port.listener._sock.getsockname()):
@@ -121,13 +121,13 @@ def test_control_rests_and_works_again_on_the_same_socket(port):
 
 
 def test_a_unix_socket_is_the_same_one_for_all(tmp_path):
-    pump = EventLoop()
-    listener = Listener(pump, open_socket(f"unix:{tmp_path}/s", 0), lambda sock, peer: None)
-    port = ReuseportGroup(pump, listener)
+    loop = EventLoop()
+    listener = Listener(loop, open_socket(f"unix:{tmp_path}/s", 0), lambda sock, peer: None)
+    port = ReuseportGroup(loop, listener)
     assert port.listen(0) is port.listen(5)
     port.steer([1])
     port.close(1)
     port.end()
     assert (tmp_path / "s").exists()
     listener.close()
-    pump.settle()
+    loop.flush()

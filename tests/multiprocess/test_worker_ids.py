@@ -19,8 +19,8 @@ def roster():
     fleet = fleet_of(entry("any"))
     door = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
     yield WorkerIds(fleet, door)
-    door.pump._set.close()
-    os.close(door.pump._bell)
+    door.loop._epoll.close()
+    os.close(door.loop._wakeup_fd)
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_workers_that_come_and_go_never_share_a_count(board, steps):
     finally:
         for _, worker in running:
             worker.in_flight -= 1
-        proxy.pump._set.close()
-        os.close(proxy.pump._bell)
+        proxy.loop._epoll.close()
+        os.close(proxy.loop._wakeup_fd)
 
 
 def test_a_stable_worker_keeps_its_count_while_thousands_come_and_go(roster):

@@ -93,7 +93,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
         opened.urls = urls
         yield opened
         nursery.cancel_scope.cancel()
-    assert door.pump.failures == 0, "a connection of the door broke on an unexpected error"
+    assert door.loop.failures == 0, "a connection of the door broke on an unexpected error"
     assert opened.at_rest()
 
 

@@ -142,7 +142,7 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
         with trio.fail_after(30):
             while not opened.workers[0].requests:
                 await trio.sleep(0.001)
-            (conn,) = opened.door.pump.tasks
+            (conn,) = opened.door.loop.tasks
             while not conn.exchange.relayed:
                 await trio.sleep(0.001)
         assert conn.exchange.need.body is None

@@ -46,9 +46,9 @@ class Control:
         self.heard: list = []
         self.ended = ""
         self.over = trio.Event()
-        self.pump = pump = EventLoop()
-        self.listener = Listener(pump, open_socket("127.0.0.1", 0), lambda sock, peer: None)
-        self.port = ReuseportGroup(pump, self.listener)
+        self.loop = loop = EventLoop()
+        self.listener = Listener(loop, open_socket("127.0.0.1", 0), lambda sock, peer: None)
+        self.port = ReuseportGroup(loop, self.listener)
         self.address = self.listener.address
 
     def news(self, **changes) -> None:
@@ -126,7 +126,7 @@ async def world(nursery, tmp_path):
                 await control.over.wait()
             control.port.end()
             control.listener.close()
-            control.pump.settle()
+            control.loop.flush()
 
 
 async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(world):

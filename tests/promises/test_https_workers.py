@@ -171,7 +171,7 @@ async def test_a_ticket_that_comes_late_costs_no_kept_connection():
         assert (await asked(opened)).status == 200
         [lane] = opened.door._lanes.values()
         [conn] = lane.idle
-        conn.hot = True
+        conn.readable = True
         lane._drop(conn)  # as for an event with nothing of HTTP in it
         assert lane.idle == [conn]
         await calls[0].send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
@@ -261,7 +261,7 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
     worker = Slow(OK)
     async with door_to(worker) as opened, opened.client() as client, trio.open_nursery() as nursery:
         nursery.start_soon(client.send, post(body))
-        await until(lambda: any(task.phase == "send" for task in opened.door.pump.tasks))
+        await until(lambda: any(task.phase == "send" for task in opened.door.loop.tasks))
         go_on.set()
         assert (await client.answer()).status == 200
     assert len(worker.requests[0][1]) == len(body)

@@ -159,7 +159,7 @@ async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(t
             while sent != before or not sent:
                 before = sent
                 await trio.sleep(0.2)
-            (conn,) = opened.door.pump.tasks
+            (conn,) = opened.door.loop.tasks
             assert (conn.phase, opened.door.held_bytes) == ("send", 0)
             assert sent < most
             worker.taker.length = len(worker.taker.body)

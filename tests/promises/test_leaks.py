@@ -89,7 +89,7 @@ def holdings(opened: OpenDoor) -> Holdings:
     door = opened.door
     return Holdings(
         descriptors=descriptors(),
-        coroutines=len(door.pump.tasks),
+        coroutines=len(door.loop.tasks),
         in_flight=door.in_flight,
         at_workers=sum(worker.in_flight for worker in opened.fleet.workers),
         waiting=door.queue.waiting,

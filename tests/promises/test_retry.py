@@ -354,7 +354,7 @@ async def test_a_client_that_leaves_during_a_pause_ends_it_at_once(monkeypatch):
     async with fake_workers(resetting) as (worker,), open_door(worker) as opened:
         async with opened.client() as client:
             await client.send(post(CHAT))
-            while not any(task.phase == "backoff" for task in opened.door.pump.tasks):
+            while not any(task.phase == "backoff" for task in opened.door.loop.tasks):
                 await trio.sleep(0.001)
         await opened.door.drained()
         assert opened.last["outcome"] == "client_disconnected"

@@ -112,7 +112,7 @@ async def test_answers_to_a_pipelining_client_that_reads_late_all_come_and_in_or
         await call.send(counted(call.body))
 
     def stuck() -> bool:
-        return any(task.phase == "client" for task in opened.door.pump.tasks)
+        return any(task.phase == "client" for task in opened.door.loop.tasks)
 
     async with door_before(echo) as (opened, client), trio.open_nursery() as nursery:
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)

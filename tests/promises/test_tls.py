@@ -124,7 +124,7 @@ async def test_a_client_that_reads_slowly_gets_it_all():
         secure_client(opened.address) as client,
     ):
         await client.send(post())
-        await until(lambda: any(t.phase == "client" for t in opened.door.pump.tasks))
+        await until(lambda: any(t.phase == "client" for t in opened.door.loop.tasks))
         assert (await client.answer()).body == answer
 
 
@@ -217,8 +217,8 @@ async def test_who_leaves_while_he_is_told_so_is_no_failure_of_ours():
         await client.send(post())
         await client.answer()
         client.reset()
-        await until(lambda: not opened.door.pump.tasks)
-    assert opened.door.pump.failures == 0
+        await until(lambda: not opened.door.loop.tasks)
+    assert opened.door.loop.failures == 0
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ async def test_what_is_neither_ends_the_connection(sent):
         await client.send(sent)
         await client.until_closed() if sent[0] == 0x16 else client.close()
         await until(lambda: opened.door.failed_handshakes == 1)
-        await until(lambda: not opened.door.pump.tasks)
+        await until(lambda: not opened.door.loop.tasks)
     assert opened.workers[0].requests == []
 
 
@@ -319,7 +319,7 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, 
     copied(tmp_path, "server")
     config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
     async with secure_door(answering(counted(b"{}")), config=config) as opened:
-        held = opened.door.entrances.certificates
+        held = opened.door.listeners.certificates
         async with secure_client(opened.address) as before:
             first = held.context
             (tmp_path / "mine.pem").write_text("nonsense")
@@ -344,14 +344,14 @@ async def test_a_reload_turns_tls_on_and_off_on_the_same_port():
         async with client_of(address) as early:
             door.prepare(configured(listening(log_format="'json'"), urls))()
             assert opened.address == address
-            assert door.entrances.urls() == [f"https://{address}"]
+            assert door.listeners.urls() == [f"https://{address}"]
             async with secure_client(address) as client:
                 await client.send(post())
                 assert (await client.answer()).status == 200
             await early.send(post())
             assert (await early.answer()).status == 200
         door.prepare(configured("[server]\nlog_format = 'json'", urls))()
-        assert door.entrances.urls() == [f"http://{address}"]
+        assert door.listeners.urls() == [f"http://{address}"]
         async with client_of(address) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
@@ -369,7 +369,7 @@ async def test_a_pair_that_does_not_fit_changes_nothing():
 
 async def test_a_drain_lets_a_handshake_end_and_then_closes():
     async with secure_door(silent) as opened, client_of(opened.address) as client:
-        await until(lambda: any(t.phase == "handshake" for t in opened.door.pump.tasks))
+        await until(lambda: any(t.phase == "handshake" for t in opened.door.loop.tasks))
         opened.door.begin_drain()
         secure = trio.SSLStream(client.stream, believing(), server_hostname="localhost")
         assert await secure.receive_some(1) == b""

@@ -89,7 +89,7 @@ def _make_way(path: str) -> None:
 
 
 class Listener:
-    """`welcome` gets each accepted socket and the peer's address as text.
+    """`on_accept` gets each accepted socket and the peer's address as text.
 
     `keeps_file`: that of a Unix socket is not ours to remove. Raises OSError where the socket can't
     be watched; it is closed then.
@@ -97,15 +97,15 @@ class Listener:
 
     def __init__(
         self,
-        pump: EventLoop,
+        loop: EventLoop,
         sock: socket.socket,
         welcome: Callable[[socket.socket, str], None],
         *,
         keeps_file: bool = False,
     ) -> None:
-        self._pump = pump
+        self._loop = loop
         self._sock = sock
-        self.welcome = welcome
+        self.on_accept = welcome
         self._stalled = False  # somebody may wait of whom no event tells
         self._full = False  # no more are let in, for want of descriptors
         self._told = False  # of that, once until all who waited are in
@@ -117,7 +117,7 @@ class Listener:
         self._fd = sock.fileno()
         if self.listens:
             try:
-                pump.register(self._fd, self)
+                loop.register(self._fd, self)
             except OSError:  # ENOSPC, ENOMEM: bounds of epoll
                 self.close()
                 raise
@@ -127,7 +127,7 @@ class Listener:
         if not self.listens:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.listen(BACKLOG)
-            self._pump.register(self._fd, self)
+            self._loop.register(self._fd, self)
 
     def on_event(self, mask: int) -> None:
         if self._full:
@@ -153,15 +153,15 @@ class Listener:
             if full:
                 self._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
-        self._pump.ask_again(self._fd)  # more may wait, and an edge is not given twice
+        self._loop.rearm(self._fd)  # more may wait, and an edge is not given twice
 
     def _let_in(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         sock.setblocking(False)
         if self._is_file:
-            self.welcome(sock, "unix")
+            self.on_accept(sock, "unix")
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.welcome(sock, place_of(peer[0], peer[1]))
+        self.on_accept(sock, place_of(peer[0], peer[1]))
 
     def sweep(self) -> None:
         """Go on where accepting had to stop."""
@@ -178,12 +178,12 @@ class Listener:
     def rest(self) -> None:
         """Accept nobody until `work`; the socket goes on to listen, for others who have it."""
         self._stalled = False
-        self._pump.mute(self._fd)
+        self._loop.suspend(self._fd)
 
     def work(self) -> None:
         """Accept again, also those who came meanwhile. Can't fail."""
         with contextlib.suppress(ValueError):  # the pump has ended
-            self._pump.ask_again(self._fd)
+            self._loop.rearm(self._fd)
 
     def shared(self) -> socket.socket:
         """The same socket once more, to be closed by whoever asks."""
@@ -198,7 +198,7 @@ class Listener:
     def close(self) -> None:
         if self._file is not None:
             self._remove(self._file)
-        self._pump.forget(self._fd, self._sock)
+        self._loop.unregister(self._fd, self._sock)
 
     def _remove(self, mine: os.stat_result) -> None:
         """Its file, unless another program has put its own there meanwhile."""

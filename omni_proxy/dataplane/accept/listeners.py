@@ -46,7 +46,7 @@ class ListenAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def places_of(config: Config) -> list[ListenAddress]:
+def listen_addresses(config: Config) -> list[ListenAddress]:
     """The public one first."""
     places = [ListenAddress(config.server.host, config.server.port)]
     if config.admin.listen:
@@ -90,7 +90,7 @@ class Listeners:
         """Without `opens` the listeners stay as they are. Raises OSError, whose `filename` is the
         place, and ConfigError."""
         renew = self.certificates.prepare(new.server)
-        wanted = places_of(new) if opens else [place for place, _ in self._open]
+        wanted = listen_addresses(new) if opens else [place for place, _ in self._open]
         mode = int(new.server.unix_mode, 8)
         here = dict(self._open)
         opened = self._opened([place for place in wanted if place not in here], mode)
@@ -115,7 +115,7 @@ class Listeners:
         for place in places:
             try:
                 sock = open_socket(place.host, place.port, listening=not self.held, mode=mode)
-                opened[place] = Listener(self._door.pump, sock, self._door.welcome)
+                opened[place] = Listener(self._door.loop, sock, self._door.accept_connection)
             except OSError as error:
                 self._shut(opened)
                 error.filename = str(place)
@@ -125,7 +125,7 @@ class Listeners:
     def _shut(self, opened: dict[ListenAddress, Listener]) -> None:
         for listener in opened.values():
             listener.close()
-        self._door.pump.settle()
+        self._door.loop.flush()
 
     def _move(self, wanted: list[tuple[ListenAddress, Listener]]) -> None:
         """The new listeners are open before the old ones close; connections live on."""
@@ -134,16 +134,16 @@ class Listeners:
             if place not in stay:
                 listener.close()
         self._open = wanted
-        self._door.pump.settle()
+        self._door.loop.flush()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool) -> None:
         """In the place of those of this kind; whoever opened them removes their files. Raises
         OSError where they can't be watched: all of these are closed then, and no other."""
-        pump, welcome = self._door.pump, self._door.welcome
+        loop, welcome = self._door.loop, self._door.accept_connection
         fresh: list[Listener] = []
         try:
             for sock in socks:
-                fresh.append(Listener(pump, sock, welcome, keeps_file=True))  # noqa: PERF401  some
+                fresh.append(Listener(loop, sock, welcome, keeps_file=True))  # noqa: PERF401  some
         except OSError:
             for listener in fresh:
                 listener.close()
@@ -157,7 +157,7 @@ class Listeners:
     def _receive(self) -> None:
         """What is done with those that come: decided per listener, so that no connection pays."""
         for place, listener in self._open:
-            listener.welcome = self._reception(place)
+            listener.on_accept = self._reception(place)
 
     def _reception(self, place: ListenAddress) -> Callable[[socket.socket, str], None]:
         door, certificates = self._door, self.certificates
@@ -171,7 +171,7 @@ class Listeners:
 
             return shake
         if not place.admin:
-            return door.welcome
+            return door.accept_connection
 
         def admit(sock: socket.socket, peer: str) -> None:
             door.accepted += 1

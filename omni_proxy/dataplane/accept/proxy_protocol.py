@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-async def introduce(conn: Connection) -> None:
+async def read_proxy_header(conn: Connection) -> None:
     """Raises ClientDisconnected, Expired, OSError."""
     client = conn.client
     conn.clock("head", conn.door.limits.client_head)
     found = None
     while found is None:
-        if conn.waits_for(client):
+        if conn.must_wait_for(client):
             await pause
         came = client.peek(MAX_BYTES)
         if came is not None:
             found = _read(conn, came)
-            client.hot = False  # what was seen gives no new edge, what is still to come does
-            if found is None and (client.ended or len(came) == MAX_BYTES):
+            client.readable = False  # what was seen gives no new edge, what is still to come does
+            if found is None and (client.peer_closed or len(came) == MAX_BYTES):
                 raise ClientDisconnected
     client.recv(found.length)
-    client.hot = True
-    conn.introduced = True
+    client.readable = True
+    conn.proxy_header_read = True
     conn.peer = found.peer or conn.peer
 
 

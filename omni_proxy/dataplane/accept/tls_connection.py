@@ -11,11 +11,16 @@ import logging
 import ssl
 from typing import TYPE_CHECKING
 
-from omni_proxy.dataplane.accept.proxy_protocol import introduce
+from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.exchange.local_reply import refuse_head
-from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, nested
-from omni_proxy.dataplane.loop.tls_stream import RECORD, Handshake, TlsStream, more
+from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct
+from omni_proxy.dataplane.loop.tls_stream import (
+    RECORD,
+    TlsHandshake,
+    TlsStream,
+    read_handshake_bytes,
+)
 from omni_proxy.system.tls_contexts import tls_error_text
 from omni_proxy.wire.errors import HttpError
 
@@ -56,19 +61,19 @@ class TlsConnection(Connection):
         finally:
             if self.client is plain:
                 plain.close()
-        await nested(super().serve())
+        await await_direct(super().serve())
 
     async def _shaken(self) -> TlsStream:
-        if not self.introduced:
-            await introduce(self)
+        if not self.proxy_header_read:
+            await read_proxy_header(self)
             self.clock("handshake", self.door.limits.client_head)
-        first = await more(self, self.client)
+        first = await read_handshake_bytes(self, self.client)
         if first[:1] != RECORD and first[:1].isalpha():
             raise HttpError(
                 400, "this listener speaks TLS, and plain HTTP came: use https://",
                 "plain_http_on_tls_port", close=True,
             )  # fmt: skip
-        shake = Handshake(self._context)
+        shake = TlsHandshake(self._context)
         shake.incoming.write(first)
         return await shake.run(self, self.client)
 
@@ -78,10 +83,10 @@ class AdminConnection(Connection):
 
     __slots__ = ()
 
-    front_only = True
+    admin_only = True
 
 
 class TlsAdminConnection(TlsConnection):
     __slots__ = ()
 
-    front_only = True
+    admin_only = True

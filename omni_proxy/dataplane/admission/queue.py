@@ -194,8 +194,10 @@ class Queue:
             return False
         self._drop(ticket)
         ticket.granted = True
-        ticket.conn.due = inf  # it has what it waited for, though its turn is yet to come
-        door.pump.resume(ticket.conn)
+        ticket.conn.phase_deadline = (
+            inf  # it has what it waited for, though its turn is yet to come
+        )
+        door.loop.wake(ticket.conn)
         return True
 
     def _could_ever(self, ticket: _Ticket) -> bool:
@@ -213,24 +215,24 @@ class Queue:
             door.rejected += 1
             full = f"the queue is full: {self.waiting} requests wait"
             raise _overloaded(why, full, "queue_full", server.overload_status)
-        if conn.client.ended and door.half_close_aborts:
+        if conn.client.peer_closed and door.half_close_aborts:
             raise ClientDisconnected
-        began = conn.pump.now
+        began = conn.loop.now
         self._join(ticket)
         timeout_secs = server.queue_timeout_secs or inf
         conn.clock("queue", timeout_secs - mine.queued_secs)
         try:
             while not ticket.granted:
-                conn.awaits = ticket
+                conn.waiting_on = ticket
                 await pause
         except PhaseTimeout:
-            if conn.deadline <= conn.pump.now:
+            if conn.deadline <= conn.loop.now:
                 raise
             door.rejected += 1
             late = f"waited {timeout_secs:g} s in the queue"
             raise _overloaded(why, late, "queue_timeout", _late_status(why, server)) from None
         finally:
-            mine.queued_secs += conn.pump.now - began
+            mine.queued_secs += conn.loop.now - began
             if not ticket.granted:
                 self._drop(ticket)
 

@@ -28,14 +28,14 @@ class UpdateGate:
         self._since: dict[Worker, float] = {}
 
     def follow_fleet(self) -> None:
-        now, before = self._door.pump.now, self._since
+        now, before = self._door.loop.now, self._since
         held = [worker for worker in self._door.fleet.workers if worker.holds & WEIGHT_HOLDS]
         self._since = {worker: before.get(worker, now) for worker in held}
 
     def follow(self, worker: Worker) -> None:
         """It alone has changed."""
         if worker.holds & WEIGHT_HOLDS and self._door.fleet.find(worker.url) is worker:
-            self._since.setdefault(worker, self._door.pump.now)
+            self._since.setdefault(worker, self._door.loop.now)
         else:
             self._since.pop(worker, None)
 
@@ -45,7 +45,7 @@ class UpdateGate:
         held = held_for_update(door.fleet, need, door.voice_owner)
         since = [self._since[worker] for worker in held if worker in self._since]
         if since:
-            nobody.message += f", for {door.pump.now - min(since):.0f} s so far"
+            nobody.message += f", for {door.loop.now - min(since):.0f} s so far"
         if held and all(_sheds(door.config, worker.holds) for worker in held):
             raise nobody
 

@@ -13,12 +13,12 @@ from collections.abc import Coroutine
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from omni_proxy.dataplane.accept.proxy_protocol import introduce
+from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.exchange import pipeline as exchanges
 from omni_proxy.dataplane.exchange.exchange import Exchange, settle
 from omni_proxy.dataplane.exchange.fast_path import FastPath
 from omni_proxy.dataplane.exchange.local_reply import refuse, refuse_head
-from omni_proxy.dataplane.loop.stream import CUT, LEFT, Stream
+from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask, PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.attempt import FastPathHandoff
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
@@ -35,23 +35,36 @@ class Connection(ConnectionTask):
     """The coroutine of one client connection and the reads and writes it is made of."""
 
     __slots__ = (
-        "begun", "closing", "comments", "deadline", "door", "exchange", "head_bytes", "held_bytes",
-        "introduced", "peer", "rest", "short", "turn_at", "upload", "upstream",
+        "begun",
+        "closing",
+        "comments",
+        "deadline",
+        "door",
+        "exchange",
+        "head_bytes",
+        "held_bytes",
+        "peer",
+        "proxy_header_read",
+        "rest",
+        "short",
+        "turn_at",
+        "upload",
+        "upstream",
     )  # fmt: skip
 
     client: Stream
-    front_only = False  # whatever comes goes to the control routes
+    admin_only = False  # whatever comes goes to the control routes
 
     def __init__(self, door: DataPlane, sock: socket.socket, peer: str) -> None:
-        super().__init__(door.pump)
+        super().__init__(door.loop)
         self.door = door
         self.peer = peer
-        self.client = Stream(door.pump, sock, self)
+        self.client = Stream(door.loop, sock, self)
         self.exchange: Exchange | None = None
         self.upstream: Stream | None = None  # closed with us unless its lane has taken it back
         self.deadline = inf  # of the whole exchange, whatever phase it is in
         self.closing = False  # its next answer says so, and is its last
-        self.turn_at = self.pump.now  # when the present request's first byte came
+        self.turn_at = self.loop.now  # when the present request's first byte came
         self.rest = b""  # read from the client, not yet consumed
         self.upload: RequestBody | None = None  # a body that streams to its worker
         self.comments: SseKeepAlive | None = (
@@ -61,25 +74,25 @@ class Connection(ConnectionTask):
         self.begun: FastPathHandoff | None = None  # what it hands over
         self.head_bytes = 0  # of the present request
         self.held_bytes = 0  # of the requests that all connections hold, ours
-        self.introduced = self.front_only or not door.config.server.proxy_protocol
+        self.proxy_header_read = self.admin_only or not door.config.server.proxy_protocol
 
-    def counts_as_gone(self, mask: int) -> bool:
-        return bool(mask & (LEFT if self.door.half_close_aborts else CUT))
+    def is_disconnect(self, mask: int) -> bool:
+        return bool(mask & (PEER_CLOSED if self.door.half_close_aborts else HUNG_UP))
 
     def throw(self, error: BaseException) -> None:
         if self.short is not None:
             self.short.hand_over()
         super().throw(error)
 
-    def expire(self) -> None:
+    def on_phase_timeout(self) -> None:
         if self.short is not None:
             self.short.hand_over()
-        super().expire()
+        super().on_phase_timeout()
 
-    def abandon(self) -> None:
+    def close_coroutine(self) -> None:
         if self.short is not None:
             self.short.hand_over()
-        super().abandon()
+        super().close_coroutine()
 
     def present(self) -> Exchange | None:
         """What it is doing."""
@@ -88,15 +101,15 @@ class Connection(ConnectionTask):
     def clock(self, phase: str, secs: float) -> None:
         """Enter a phase that may last `secs`."""
         self.phase = phase
-        due = self.pump.now + secs
+        due = self.loop.now + secs
         # min() would cost as much as all the rest of this.
-        self.due = due if due < self.deadline else self.deadline  # noqa: FURB136
+        self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
 
     async def serve(self) -> None:
         """One exchange after the other. In one frame on purpose: each more costs every event."""
         try:
-            if not self.introduced:
-                await introduce(self)
+            if not self.proxy_header_read:
+                await read_proxy_header(self)
             keep = True
             while keep:
                 self.deadline = inf
@@ -143,8 +156,8 @@ class Connection(ConnectionTask):
     def _judged(self, raw: bytes) -> RequestHead:
         """Raises HttpError. From here on what is spelled like it may go the short way."""
         self.head_bytes = len(raw)
-        head = self.door.requests[self.client.secure].judge(raw)
-        usuals = None if self.front_only else self.door.usuals
+        head = self.door.requests[self.client.is_tls].judge(raw)
+        usuals = None if self.admin_only else self.door.usuals
         usual = usuals.of(head) if usuals is not None else None
         if usual is not None and (self.short is None or self.short.usual is not usual):
             self.short = FastPath(self, usual)
@@ -158,9 +171,9 @@ class Connection(ConnectionTask):
         limits, client = self.door.limits, self.client
         self.clock("idle", limits.client_idle)
         buffer, self.rest = past_empty_lines(self.rest), b""
-        self.turn_at = self.pump.now
+        self.turn_at = self.loop.now
         searched = 0
-        while buffer or client.late or not self.door.draining:
+        while buffer or client.pending or not self.door.draining:
             if buffer and buffer != b"\r":  # which may be half of an empty line
                 end = find_end(buffer, searched)
                 if end:
@@ -169,7 +182,7 @@ class Connection(ConnectionTask):
                 if not searched:
                     self.clock("head", limits.client_head)
                 searched = len(buffer)
-            if self.waits_for(client):
+            if self.must_wait_for(client):
                 self._rest(buffer)
                 await pause
             begun, self.begun = self.begun, None
@@ -182,13 +195,13 @@ class Connection(ConnectionTask):
                 await self.flush(client)
                 break
             if not buffer:
-                self.turn_at = self.pump.now
+                self.turn_at = self.loop.now
             buffer = past_empty_lines(buffer + piece if buffer else piece)
         return None
 
     def _rest(self, buffer: bytes) -> None:
         """Until the client says something: what is spelled as usual goes the short way then."""
-        if self.short is not None and not buffer and not self.client.hot:
+        if self.short is not None and not buffer and not self.client.readable:
             self.short.stand_in()
 
     def body_at_hand(self, mine: Exchange, head: RequestHead, limit: int) -> bytes | None:
@@ -200,7 +213,7 @@ class Connection(ConnectionTask):
             return None
         body, self.rest = self.rest[:length], self.rest[length:]
         mine.bytes_in = length
-        mine.body_at = self.pump.now
+        mine.body_at = self.loop.now
         return body
 
     def hold(self, size: int) -> None:
@@ -218,7 +231,7 @@ class Connection(ConnectionTask):
     async def more(self, conn: Stream, size: int = PIECE_BYTES) -> bytes:
         """What comes next; b"" at the peer's end. Raises OSError for a broken connection."""
         while True:
-            if self.waits_for(conn):
+            if self.must_wait_for(conn):
                 await pause
             piece = conn.read(size)
             if piece is not None:
@@ -226,7 +239,7 @@ class Connection(ConnectionTask):
 
     async def write(self, conn: Stream, piece: bytes) -> None:
         """All of it; a peer that does not read makes us wait, under the present clock."""
-        if conn.late:
+        if conn.pending:
             await self.flush(conn)
         try:
             sent = conn.send(piece)
@@ -237,16 +250,16 @@ class Connection(ConnectionTask):
 
     async def flush(self, conn: Stream) -> None:
         """What `put` has taken and has not left yet, under the present clock."""
-        while conn.late:
-            conn.send_late()
-            if conn.late:
-                self.awaits = conn
+        while conn.pending:
+            conn.flush()
+            if conn.pending:
+                self.waiting_on = conn
                 await pause
 
     async def write_rest(self, conn: Stream, piece: bytes, sent: int) -> None:
         view = memoryview(piece)[sent:]
         while view:
-            self.awaits = conn
+            self.waiting_on = conn
             await pause
             try:
                 view = view[conn.send(view) :]

@@ -44,7 +44,7 @@ async def answer_preflight(
     await conn.write(conn.client, reply)
     if not keep:
         await linger(conn)
-    elif conn.turn_is_over():
+    elif conn.count_read():
         await pause
     return keep
 

@@ -158,7 +158,7 @@ def settle(door: DataPlane, exchange: Exchange, phase: str) -> None:
     """Close the books: `phase` is where the connection stood when the exchange ended."""
     worker = exchange.worker or exchange.last_worker
     exchange.phase = exchange.phase or phase
-    exchange.ended_at = door.pump.now
+    exchange.ended_at = door.loop.now
     good = exchange.outcome == "completed" and 0 < exchange.status < 400
     leave(door, exchange, SUCCEEDED if good else FAILED)
     if worker is not None and worker.version is not exchange.version:

@@ -53,13 +53,13 @@ _CRLF: Final = b"\r\n"
 class FastPath:
     """Gets the events of a connection's sockets in the connection's place, while that rests."""
 
-    __slots__ = ("_mine", "_piece", "_way", "asked", "awaits", "client", "conn", "usual")
+    __slots__ = ("_mine", "_piece", "_way", "asked", "client", "conn", "usual", "waiting_on")
 
     def __init__(self, conn: Connection, usual: CachedRequest) -> None:
         self.conn = conn
         self.client = conn.client
         self.usual = usual
-        self.awaits: object = None
+        self.waiting_on: object = None
         self.asked: Exchange | None = None  # what waits for its answer
         self._piece = b""  # the request, while it does
         self._way: Asked | None = None  # whom it was sent to
@@ -68,10 +68,10 @@ class FastPath:
     def stand_in(self) -> None:
         """Whatever comes from the client comes here."""
         self.client.task = self
-        self.awaits = self.client
+        self.waiting_on = self.client
 
-    def counts_as_gone(self, mask: int) -> bool:
-        return self.conn.counts_as_gone(mask)
+    def is_disconnect(self, mask: int) -> bool:
+        return self.conn.is_disconnect(mask)
 
     def throw(self, error: BaseException) -> None:
         self.conn.throw(error)
@@ -98,7 +98,7 @@ class FastPath:
             up = conn.upstream = asked[1]
             up.task = conn
             if came:
-                up.put_back(came)
+                up.unread(came)
         if mine is None:
             return
         top, _, body = self._piece.partition(_BLANK)
@@ -130,10 +130,12 @@ class FastPath:
         except OSError:
             piece = b""  # whoever reads again finds the end
         if piece is None:
-            self.awaits = client
-            if client.hot or door.draining:  # what was late may have left, and nothing stays then
+            self.waiting_on = client
+            if (
+                client.readable or door.draining
+            ):  # what was late may have left, and nothing stays then
                 self._miss(b"")
-        elif client.hot or self.usual.source is not door.usuals or not self._goes(piece):
+        elif client.readable or self.usual.source is not door.usuals or not self._goes(piece):
             self._miss(piece)
 
     def _goes(self, piece: bytes) -> bool:
@@ -167,15 +169,15 @@ class FastPath:
         if way is not None:
             lane, up = way
             parts += lane.host_line, length, body
-            up.put(b"".join(parts))
+            up.write_soon(b"".join(parts))
             mine.own_secs = monotonic() - mine.started_at
-            if up.hot:
+            if up.readable:
                 self.hand_over()
         return True
 
     def _accounts(self, need: Requirements, size: int) -> Exchange:
         usual, mine = self.usual, self._mine
-        now = self.conn.pump.now
+        now = self.conn.loop.now
         if mine is None:
             mine = self._mine = Exchange(now, self.conn.peer)
             mine.method, mine.target, _ = usual.head.words
@@ -206,10 +208,10 @@ class FastPath:
             self.hand_over()
             return None
         limits, now = door.limits, mine.started_at
-        self.awaits = up
+        self.waiting_on = up
         mine.dialled_at = now
         conn.phase = "wait"
-        conn.due = now + (limits.response_head if mine.stream else limits.whole_head)
+        conn.phase_deadline = now + (limits.response_head if mine.stream else limits.whole_head)
         way = self._way = (lane, up)
         return way
 
@@ -222,9 +224,9 @@ class FastPath:
             piece = up.read(PIECE_BYTES)
         except OSError:
             piece = b""  # whoever reads again finds the end
-        if piece is None and not up.hot:
-            self.awaits = up
-        elif not piece or up.hot or up.late or not self._comes(mine, piece, way):
+        if piece is None and not up.readable:
+            self.waiting_on = up
+        elif not piece or up.readable or up.pending or not self._comes(mine, piece, way):
             self.hand_over(piece or b"")
 
     def _comes(self, mine: Exchange, piece: bytes, way: Asked) -> bool:
@@ -247,14 +249,14 @@ class FastPath:
             told != digits
             or not body
             or not usual.plain
-            or client.late
+            or client.pending
             or conn.closing
             or mine.trial
             or worker.version is not mine.version
             or worker.machine.failed_tries
         ):
             return False
-        client.put(
+        client.write_soon(
             b"".join((
                 usual.lines, worker.route_line, REQUEST_ID, mine.request_id, FIRST_TRY,
                 mine.version.lines, length, body,
@@ -263,21 +265,21 @@ class FastPath:
         mine.status = usual.status
         mine.bytes_out = size
         mine.tail = body if door.keeps_tail else b""
-        mine.wait_at = mine.first_at = now = conn.pump.now
+        mine.wait_at = mine.first_at = now = conn.loop.now
         self.asked = None
-        self.awaits = client
+        self.waiting_on = client
         self._piece = b""
         door.held_bytes -= conn.held_bytes
         conn.held_bytes = 0
         conn.phase = "idle"
-        conn.due = now + door.limits.client_idle
+        conn.phase_deadline = now + door.limits.client_idle
         try:
             lane.give_back(way[1])
             self._way = None
         finally:
             settle_whole(door, mine, worker)
         mine.need = mine.last_worker = None
-        if client.hot:  # more has come, or its end
+        if client.readable:  # more has come, or its end
             client.task = conn
             conn.step()
         return True

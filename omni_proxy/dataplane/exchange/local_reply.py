@@ -66,7 +66,7 @@ async def refuse(conn: Connection, mine: Exchange, error: HttpError | PhaseTimeo
     mine.bytes_out += len(body)
     if not keep:
         await linger(conn)
-    elif conn.turn_is_over():  # the next may have come along, and be refused as quickly
+    elif conn.count_read():  # the next may have come along, and be refused as quickly
         await pause
     return keep
 
@@ -82,7 +82,7 @@ def _id_line(conn: Connection, mine: Exchange) -> bytes:
 
 async def linger(conn: Connection) -> None:
     """Read on for a moment: closing on unread bytes would reset the answer away."""
-    conn.client.end_sending()
+    conn.client.send_eof()
     conn.clock("linger", LINGER_SECS)
     left = LINGER_BYTES
     try:

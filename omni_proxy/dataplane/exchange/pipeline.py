@@ -54,11 +54,11 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     Both this and that raise HttpError, that also Expired and ClientDisconnected. No coroutine itself: this frame
     would be resumed through at every event.
     """
-    mine.head_at = conn.pump.now
+    mine.head_at = conn.loop.now
     mine.method, mine.target, path = head.words
     if conn.door.stamps is not None:
         mine.request_id = head.request_id  # for a refusal, too
-    if conn.front_only:
+    if conn.admin_only:
         return _by_front(conn, mine, head)
     if head.origin:
         mine.cors = conn.door.cors.lines(head.origin)
@@ -131,14 +131,14 @@ async def _walked(
     assert route is not None
     if not is_json(route, head):
         return None
-    conn.due = conn.deadline  # all of it has come
+    conn.phase_deadline = conn.deadline  # all of it has come
     walk = walk_top(upload.held_whole())
     while True:
         try:
             next(walk)
         except StopIteration as found:
             return by_top(route, found.value, head)
-        conn.pump.resume(conn)
+        conn.loop.wake(conn)
         await pause
 
 
@@ -195,13 +195,13 @@ def _inspected(
     mine.request_id = head.request_id or id_for(need)
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
-    if conn.client.ended and conn.door.half_close_aborts:
+    if conn.client.peer_closed and conn.door.half_close_aborts:
         raise ClientDisconnected
     if need.stream:
         if conn.door.limits.sse_keepalive:
             conn.comments = SseKeepAlive(conn, mine, head)
     elif conn.door.limits.total < inf:
-        conn.deadline = conn.pump.now + conn.door.limits.total
+        conn.deadline = conn.loop.now + conn.door.limits.total
     return _by_worker(conn, mine, head, body)
 
 
@@ -274,7 +274,7 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     limit = door.config.admin.max_body_bytes
     body = conn.body_at_hand(mine, head, limit)
     if body is None:
-        if head.expects_continue and not conn.front_only:
+        if head.expects_continue and not conn.admin_only:
             _refuse_unknown(head)
         upload = await _begun(conn, mine, head, limit)
         await upload.hold_all()
@@ -284,16 +284,16 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
     if door.stamps is not None:
         mine.request_id = head.request_id or new_id()
         stamp(door.stamps, mine, head)
-    conn.pump.front_exchanges += 1
+    conn.loop.admin_exchanges += 1
     hurries = True
     try:
-        lane = door.admin_front if conn.front_only else door.front
+        lane = door.admin_front if conn.admin_only else door.front
         first = await ask(conn, mine, head, (lane, _lines_for_front(conn, head), body))
         del body
         if conn.held_bytes:
             conn.let_go()
         if first.answer.sse:  # an event a second: others need not pay to have it sooner
-            conn.pump.front_exchanges -= 1
+            conn.loop.admin_exchanges -= 1
             hurries = False
         return await relay(conn, mine, head, first)
     except AttemptFailed as failed:
@@ -301,14 +301,14 @@ async def _by_front(conn: Connection, mine: Exchange, head: RequestHead) -> bool
             503, f"the control routes are not answering: {failed.error}", "front_unavailable"
         ) from None
     finally:
-        conn.pump.front_exchanges -= hurries
+        conn.loop.admin_exchanges -= hurries
 
 
 def _lines_for_front(conn: Connection, head: RequestHead) -> bytes:
     client = conn.client
     lines = head.lines + hint_lines(head.hints) + peer_field(conn.peer)
     local = client.sock.family == socket.AF_UNIX
-    return with_received(lines, head.host, secure=client.secure, local=local)
+    return with_received(lines, head.host, secure=client.is_tls, local=local)
 
 
 def _refuse_unknown(head: RequestHead) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import EITHER, ClientDisconnected, pause
+from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, pause
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES
 from omni_proxy.wire.chunked import LAST_CHUNK, ChunkedBody, as_chunk
 from omni_proxy.wire.errors import HttpError
@@ -125,7 +125,7 @@ class RequestBody:
         else:
             reader.feed(came)
             chunks = len(reader.payload)
-            conn.reads += chunks // CHUNKS_PER_READ
+            conn.reads_since_pause += chunks // CHUNKS_PER_READ
             payload = b"".join(reader.payload)
             large = len(payload) >= max(chunks, 1) * LARGE_CHUNK_BYTES
             self._piece_bytes = LARGE_CHUNKS_PIECE_BYTES if large else CHUNKED_PIECE_BYTES
@@ -135,7 +135,7 @@ class RequestBody:
                 conn.rest = reader.rest
         self._mine.bytes_in += len(payload)
         if self.whole:
-            self._mine.body_at = conn.pump.now
+            self._mine.body_at = conn.loop.now
         return payload
 
     def _hold(self, payload: bytes) -> None:
@@ -173,10 +173,10 @@ class RequestBody:
         """As `_read`; None where the worker was first to say something."""
         conn, client = self._conn, self._conn.client
         conn.clock("body", conn.door.limits.client_body)
-        while not up.speaks():
-            if conn.waits_for(client):
-                if not client.hot:
-                    conn.awaits = EITHER
+        while not up.has_input():
+            if conn.must_wait_for(client):
+                if not client.readable:
+                    conn.waiting_on = ANY_STREAM
                 await pause
                 continue
             try:
@@ -195,15 +195,15 @@ class RequestBody:
         if self._out:
             conn.clock("send", conn.door.limits.response_head)
         while self._out:
-            if up.speaks():
+            if up.has_input():
                 return False
             try:
                 self._out = self._out[up.send(self._out) :]
             except BlockingIOError:
-                conn.awaits = up
+                conn.waiting_on = up
                 await pause
             except OSError:
-                up.hot = True  # its answer, or its end, is waiting to be read
+                up.readable = True  # its answer, or its end, is waiting to be read
                 return False
         return True
 

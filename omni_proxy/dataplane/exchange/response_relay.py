@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from omni_proxy.dataplane.exchange.exchange import Exchange, diagnostics
-from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, nested, pause
+from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
 from omni_proxy.dataplane.upstream.attempt import ResponseStart
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
 from omni_proxy.wire.chunked import LAST_CHUNK, as_chunk
@@ -46,7 +46,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Resp
     """
     answer, client, piece = first.answer, conn.client, first.piece
     mine.status = answer.status
-    mine.wait_at = conn.pump.now
+    mine.wait_at = conn.loop.now
     if answer.sse or mine.stream:
         mine.stream = True
         conn.deadline = inf
@@ -63,10 +63,10 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Resp
         if piece:
             _begin(conn, mine, piece)
             top += piece if shape is None else shape.wrap(piece)
-        if client.late or (answer.whole and not keep):
+        if client.pending or (answer.whole and not keep):
             await _send(conn, top)
         elif top:
-            client.put(top)
+            client.write_soon(top)
         if not answer.whole:
             # A stream may last for hours: what nobody reads any more shall not.
             top = piece = head.lines = b""
@@ -86,7 +86,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Resp
 
 def _begin(conn: Connection, mine: Exchange, piece: bytes) -> None:
     """The piece of the body that came along with the head."""
-    mine.first_at = conn.pump.now
+    mine.first_at = conn.loop.now
     if mine.trial:
         _hear(conn, mine)
     mine.pieces = 1
@@ -106,12 +106,12 @@ async def _go_on(
     if conn.comments is not None:
         await conn.comments.for_first(first.up, first.answer)
     first.answer.lines = b""
-    await nested(_pieces(conn, mine, first, shape))
+    await await_direct(_pieces(conn, mine, first, shape))
 
 
 def _hear(conn: Connection, mine: Exchange) -> None:
     """The body begins. A stream may last for minutes: its worker's trial is passed with that."""
-    mine.first_at = conn.pump.now
+    mine.first_at = conn.loop.now
     if mine.trial and mine.stream and mine.status < 500 and mine.worker is not None:
         conn.door.fleet.observe_good_answer(mine.worker, mine.trial)
 
@@ -125,14 +125,14 @@ def _pieces(
     What an event touches is in no cache when it comes: so sums are kept in this frame until the
     end, and a bare `yield` is what `await pause` is elsewhere.
     """
-    answer, up, client, pump = first.answer, first.up, conn.client, conn.pump
+    answer, up, client, loop = first.answer, first.up, conn.client, conn.loop
     idle, deadline, keeps_tail = conn.door.limits.idle, conn.deadline, conn.door.keeps_tail
     gaps = _gaps(conn, mine)
     late, before, longest = gaps.late, mine.first_at, 0.0
     count, size, tail, piece = mine.pieces, mine.bytes_out, mine.tail, first.piece
     try:
         while not answer.whole:
-            if conn.waits_for(up):
+            if conn.must_wait_for(up):
                 yield
             try:
                 came = up.read(PIECE_BYTES)
@@ -144,7 +144,7 @@ def _pieces(
                 yield from _say_end(conn, answer, shape)
                 return
             piece = answer.feed(came)
-            now = pump.now
+            now = loop.now
             if before:
                 gap = now - before
                 longest = gap if gap > longest else longest  # noqa: FURB136
@@ -157,14 +157,14 @@ def _pieces(
             before = now
             tail = piece if keeps_tail and len(piece) > END_BYTES else tail
             due = now + idle
-            conn.due = due if due < deadline else deadline  # noqa: FURB136
+            conn.phase_deadline = due if due < deadline else deadline  # noqa: FURB136
             count += 1
             size += len(piece)
             piece = piece if shape is None else shape.wrap(piece)
-            if client.late or answer.whole:  # late: of this turn, or the client reads slowly
+            if client.pending or answer.whole:  # late: of this turn, or the client reads slowly
                 yield from _send(conn, piece)
             else:
-                client.put(piece)
+                client.write_soon(piece)
     finally:
         mine.longest_gap, mine.pieces, mine.bytes_out, mine.tail = longest, count, size, tail
         first.piece = piece  # where it broke, the last one that went on
@@ -201,16 +201,16 @@ async def _say_end(conn: Connection, answer: UpstreamResponse, shape: Shape | No
 async def _send(conn: Connection, piece: bytes) -> None:
     """All of it, now, behind what is late. Raises ClientDisconnected."""
     client = conn.client
-    client.send_late()
+    client.flush()
     sent = 0
-    if not client.late:
+    if not client.pending:
         try:
             sent = client.send(piece)
         except BlockingIOError:
             pass
         except OSError:
             raise ClientDisconnected from None
-    if client.late or sent < len(piece):
+    if client.pending or sent < len(piece):
         await _rest(conn, memoryview(piece)[sent:])
 
 
@@ -219,7 +219,7 @@ async def _rest(conn: Connection, view: memoryview) -> None:
     phase, client = conn.phase, conn.client
     conn.clock("client", conn.door.limits.idle)
     while True:
-        if not client.late:
+        if not client.pending:
             try:
                 view = view[client.send(view) :]
             except BlockingIOError:
@@ -230,9 +230,9 @@ async def _rest(conn: Connection, view: memoryview) -> None:
                 conn.clock("client", conn.door.limits.idle)
             if not view:
                 break
-        conn.awaits = client
+        conn.waiting_on = client
         await pause
-        if client.ended and conn.door.half_close_aborts:
+        if client.peer_closed and conn.door.half_close_aborts:
             raise ClientDisconnected
     conn.phase = phase
 
@@ -249,7 +249,7 @@ async def _cut_late(
 
 def _overdue(conn: Connection, mine: Exchange, phase: str) -> str:
     """Why it is cut. A worker that has been sending all the time is not blamed."""
-    if conn.pump.now < conn.deadline:
+    if conn.loop.now < conn.deadline:
         return f"ReadTimeout: the worker fell silent (phase {phase})"
     mine.end("timed_out", "proxy", "the exchange took longer than request_timeout_secs")
     return mine.error
@@ -267,8 +267,8 @@ async def _break(
     has_place = shape is not None or (
         answer.framing is CHUNKED and answer.stands_between_chunks(first.piece)
     )
-    conn.client.send_late()
-    if answer.sse and has_place and not conn.client.late:
+    conn.client.flush()
+    if answer.sse and has_place and not conn.client.pending:
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         raw = shape is not None and not shape.ends
         with contextlib.suppress(OSError):

@@ -60,29 +60,29 @@ class SseKeepAlive:
             and not field_of(answer.lines, b"content-encoding")
         )
         if plain and (self.begun or answer.framing is not Framing.LENGTH):
-            while not up.hot:
-                self._conn.awaits = up
+            while not up.readable:
+                self._conn.waiting_on = up
                 await self._pause(up)
 
     async def _pause(self, up: Stream) -> None:
         """Raises PhaseTimeout when the time of the phase is over."""
         conn = self._conn
-        due = conn.due
+        due = conn.phase_deadline
         try:
             while True:
-                conn.due = min(due, conn.pump.now + self._secs)
+                conn.phase_deadline = min(due, conn.loop.now + self._secs)
                 try:
                     await pause
                 except PhaseTimeout:
-                    if conn.pump.now > due:
+                    if conn.loop.now > due:
                         raise
                     await self._say()
-                    if not up.hot:
-                        conn.awaits = up
+                    if not up.readable:
+                        conn.waiting_on = up
                         continue
                 return
         finally:
-            conn.due = due
+            conn.phase_deadline = due
 
     async def _say(self) -> None:
         piece = self._framed(COMMENT)
@@ -90,7 +90,7 @@ class SseKeepAlive:
             self.begun = True
             piece = self._head() + piece
         conn = self._conn
-        conn.due = conn.pump.now + conn.door.limits.idle
+        conn.phase_deadline = conn.loop.now + conn.door.limits.idle
         try:
             await conn.write(conn.client, piece)
         except PhaseTimeout:

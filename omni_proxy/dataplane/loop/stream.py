@@ -1,7 +1,7 @@
 """A socket of the door in the pump's epoll set: a client's or a worker's; and how to dial one.
 
 Contract: nothing but a `Stream` touches its socket. It is registered once, edge triggered, so an edge
-that nobody awaits is remembered in `hot`; it leaves the set at `close`, and the descriptor itself
+that nobody awaits is remembered in `readable`; it leaves the set at `close`, and the descriptor itself
 is given back by the pump after the batch.
 """
 
@@ -17,7 +17,7 @@ from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
 from typing import TYPE_CHECKING, Final
 
 from omni_proxy.dataplane.loop.task import (
-    EITHER,
+    ANY_STREAM,
     ClientDisconnected,
     ConnectionTask,
     EventHandler,
@@ -27,98 +27,110 @@ from omni_proxy.dataplane.loop.task import (
 if TYPE_CHECKING:
     from omni_proxy.dataplane.loop.event_loop import EventLoop
 
-LEFT: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
-CUT: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
-NEWS: Final = EPOLLIN | LEFT
-READABLE: Final = EPOLLIN | EPOLLOUT  # what most events say; to compare is cheaper than to mask
-LATE_AT_MOST: Final = 32  # then they leave at once: a millisecond is what anybody waits for others
+PEER_CLOSED: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
+HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
+INPUT_EVENTS: Final = EPOLLIN | PEER_CLOSED
+READ_WRITE: Final = EPOLLIN | EPOLLOUT  # what most events say; to compare is cheaper than to mask
+MAX_PENDING_WRITERS: Final = (
+    32  # then they leave at once: a millisecond is what anybody waits for others
+)
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
 class Stream:
     """A socket in the epoll set, a client's or a worker's; nothing else touches its socket.
 
-    `hot`: there may be bytes to read. `ended`: the peer has closed or broken its side. `late`: what
+    `readable`: there may be bytes to read. `peer_closed`: the peer has closed or broken its side. `pending`: what
     `put` has taken and nobody has sent yet; `send` itself must not be used before that has left.
     """
 
     __slots__ = (
-        "closed", "ended", "fd", "hot", "idle_since", "late", "on_idle_news", "pump", "recv",
-        "send", "sock", "task",
+        "closed",
+        "fd",
+        "idle_since",
+        "loop",
+        "on_idle_event",
+        "peer_closed",
+        "pending",
+        "readable",
+        "recv",
+        "send",
+        "sock",
+        "task",
     )  # fmt: skip
 
-    secure = False  # its bytes are sealed on the wire
+    is_tls = False  # its bytes are sealed on the wire
 
-    def __init__(self, pump: EventLoop, sock: socket.socket, task: EventHandler | None) -> None:
-        self.pump = pump
+    def __init__(self, loop: EventLoop, sock: socket.socket, task: EventHandler | None) -> None:
+        self.loop = loop
         self.sock = sock
         self.fd = sock.fileno()
         self.recv = sock.recv
         self.send = sock.send
-        self.hot = False
-        self.ended = False
+        self.readable = False
+        self.peer_closed = False
         self.closed = False
-        self.late = b""
+        self.pending = b""
         self.task = task
         self.idle_since = 0.0
-        self.on_idle_news: Callable[[Stream], None] | None = None
-        pump.register(self.fd, self)
+        self.on_idle_event: Callable[[Stream], None] | None = None
+        loop.register(self.fd, self)
 
     def on_event(self, mask: int) -> None:
-        if mask == READABLE:
-            self.hot = True
-        elif mask & NEWS:
-            self.hot = True
-            if mask & LEFT:
-                self.ended = True
-        if self.late:
-            self.send_late()
+        if mask == READ_WRITE:
+            self.readable = True
+        elif mask & INPUT_EVENTS:
+            self.readable = True
+            if mask & PEER_CLOSED:
+                self.peer_closed = True
+        if self.pending:
+            self.flush()
         task = self.task
         if task is None:
-            if mask & NEWS and self.on_idle_news is not None:
-                self.on_idle_news(self)
-        elif task.awaits is self or task.awaits is EITHER:
+            if mask & INPUT_EVENTS and self.on_idle_event is not None:
+                self.on_idle_event(self)
+        elif task.waiting_on is self or task.waiting_on is ANY_STREAM:
             task.step()
-        elif mask & LEFT and self is task.client and task.counts_as_gone(mask):
+        elif mask & PEER_CLOSED and self is task.client and task.is_disconnect(mask):
             task.throw(ClientDisconnected())
 
-    def put(self, piece: bytes) -> None:
+    def write_soon(self, piece: bytes) -> None:
         """Have it leave with the end of this turn of the pump, together with everybody else's.
 
         A peer that is woken finds all that there is for it, and is woken once: 15 us less for each
         request. What it does not take then stays here.
         """
-        if self.late:
-            self.late += piece
+        if self.pending:
+            self.pending += piece
             return
-        self.late = piece
-        waiting = self.pump.late
+        self.pending = piece
+        waiting = self.loop.pending_writers
         waiting.append(self)
-        if len(waiting) >= LATE_AT_MOST:
-            self.pump.send_late()
+        if len(waiting) >= MAX_PENDING_WRITERS:
+            self.loop.flush_writes()
 
-    def send_late(self) -> None:
+    def flush(self) -> None:
         """As much of it as the peer takes now. A broken peer is told of by the next read."""
-        if not self.late:
+        if not self.pending:
             return
-        late = self.late
+        late = self.pending
         try:
             sent = self.send(late)
-            self.late = b"" if sent == len(late) else late[sent:]
+            self.pending = b"" if sent == len(late) else late[sent:]
         except BlockingIOError:
             pass
         except OSError:
-            self.late = b""
-            self.hot = self.ended = True
+            self.pending = b""
+            self.readable = self.peer_closed = True
             task = self.task
-            if task is not None and (task.awaits is self or task.awaits is EITHER):
-                self.pump.resume(task)
+            if task is not None and (task.waiting_on is self or task.waiting_on is ANY_STREAM):
+                self.loop.wake(task)
 
     def send_from(self, out: bytearray) -> int:
         """What the peer takes now, behind what is late; it is gone from `out` then. Raises
         OSError."""
-        self.send_late()
-        if self.late or not out:
+        self.flush()
+        if self.pending or not out:
             return 0
         try:
             sent = self.send(out)
@@ -132,13 +144,13 @@ class Stream:
         try:
             piece = self.recv(size)
         except BlockingIOError:
-            self.hot = False
+            self.readable = False
             return None
         # A short read has emptied the socket; an end that was seen gives no new edge.
-        self.hot = len(piece) == size or self.ended
+        self.readable = len(piece) == size or self.peer_closed
         return piece
 
-    def put_back(self, piece: bytes) -> None:
+    def unread(self, piece: bytes) -> None:
         """What the last read gave; the next one, of the same size, gives it again."""
         read = self.recv
 
@@ -147,17 +159,17 @@ class Stream:
             return piece
 
         self.recv = give
-        self.hot = True
+        self.readable = True
 
     def sendmsg(self, pieces: list[bytes]) -> int:
         """As one `send` of all of them."""
         return self.sock.sendmsg(pieces)
 
-    def speaks(self) -> bool:
+    def has_input(self) -> bool:
         """Whether its peer has said something, or has left, that is still to be read."""
-        return self.hot
+        return self.readable
 
-    def end_sending(self) -> None:
+    def send_eof(self) -> None:
         """Say that nothing more will come from us; what comes may still be read. Raises OSError."""
         self.sock.shutdown(socket.SHUT_WR)
 
@@ -166,19 +178,19 @@ class Stream:
         try:
             return self.recv(size, socket.MSG_PEEK)
         except BlockingIOError:
-            self.hot = False
+            self.readable = False
             return None
 
     def close(self, *, reset: bool = False) -> None:
         """Leave the set now; the socket itself is closed after the batch."""
         if not self.closed:
             self.closed = True
-            if self.late and not reset:
-                self.send_late()
+            if self.pending and not reset:
+                self.flush()
             if reset:
                 with contextlib.suppress(OSError):
                     self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-            self.pump.forget(self.fd, self.sock)
+            self.loop.unregister(self.fd, self.sock)
 
 
 async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Stream:
@@ -194,10 +206,10 @@ async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Strea
     if code not in (0, errno.EINPROGRESS):
         sock.close()
         raise OSError(code, os.strerror(code))
-    conn = Stream(task.pump, sock, task)
+    conn = Stream(task.loop, sock, task)
     try:
         if code:
-            task.awaits = conn
+            task.waiting_on = conn
             await pause
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:

@@ -1,4 +1,4 @@
-"""The door's clocks: every 250 ms, whoever is past its `due` gets Expired thrown in.
+"""The door's clocks: every 250 ms, whoever is past its `phase_deadline` gets Expired thrown in.
 
 One float per connection and one sweep instead of a cancel scope per phase: 30 us less per request,
 and 0.3 % of a core at 10,000 connections. So every deadline here is kept to within 250 ms.
@@ -20,22 +20,22 @@ from omni_proxy.dataplane.loop.task import ConnectionTask, pause
 SWEEP_SECS: Final = 0.25
 
 
-def sweep(pump: EventLoop) -> None:
+def expire_tasks(loop: EventLoop) -> None:
     """One round; reads the clock itself, since the pump's may be as old as its last batch."""
-    pump.now = now = monotonic()
-    for task in [task for task in pump.tasks if task.due < now]:
-        task.expire()
-    pump.settle()
+    loop.now = now = monotonic()
+    for task in [task for task in loop.tasks if task.phase_deadline < now]:
+        task.on_phase_timeout()
+    loop.flush()
 
 
-async def run(pump: EventLoop, *chores: Callable[[], None]) -> None:
+async def run(loop: EventLoop, *chores: Callable[[], None]) -> None:
     """`chores` are the door's own sweeps (idle pools, stalled listeners)."""
     while True:
         await trio.sleep(SWEEP_SECS)
-        sweep(pump)
+        expire_tasks(loop)
         for chore in chores:
             chore()
-        pump.settle()
+        loop.flush()
 
 
 # Pauses of the door's coroutines that are shorter than a sweep: the back-off between two tries.
@@ -62,8 +62,8 @@ class _Entry:
 class Timers:
     """Times are trio's, since the one who wakes up is a task of trio."""
 
-    def __init__(self, pump: EventLoop) -> None:
-        self._pump = pump
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
         self._heap: list[_Entry] = []
         self._made = 0
         self._sleep = trio.CancelScope()
@@ -75,10 +75,10 @@ class Timers:
         heappush(self._heap, entry)
         if entry.at < self._sleep.deadline:
             self._sleep.deadline = entry.at
-            self._pump.give_turn()
+            self._loop.request_host_turn()
         try:
             while entry.task is not None:
-                task.awaits = entry
+                task.waiting_on = entry
                 await pause
         finally:
             entry.task = None
@@ -99,6 +99,6 @@ class Timers:
             entry = heappop(heap)
             task, entry.task = entry.task, None
             if task is not None:
-                self._pump.now = monotonic()
+                self._loop.now = monotonic()
                 task.step()
-        self._pump.settle()
+        self._loop.flush()

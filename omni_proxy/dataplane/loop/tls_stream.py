@@ -24,7 +24,7 @@ PORTION_BYTES: Final = 65536  # sealed at once, and waiting when the socket is f
 RECORD: Final = b"\x16"  # what a handshake begins with
 
 
-class Handshake:
+class TlsHandshake:
     """OpenSSL's side of one connection, with the memory that it reads from and writes to."""
 
     __slots__ = ("incoming", "outgoing", "tls")
@@ -55,7 +55,7 @@ class Handshake:
                 await _send_all(task, plain, self.outgoing.read())
             if done:
                 return TlsStream(plain, self)
-            self.incoming.write(await more(task, plain))
+            self.incoming.write(await read_handshake_bytes(task, plain))
 
     def _advance(self, plain: Stream) -> bool:
         try:
@@ -69,10 +69,10 @@ class Handshake:
         return True
 
 
-async def more(task: ConnectionTask, plain: Stream) -> bytes:
+async def read_handshake_bytes(task: ConnectionTask, plain: Stream) -> bytes:
     """What comes next. Raises OSError, also at the end."""
     while True:
-        if task.waits_for(plain):
+        if task.must_wait_for(plain):
             await pause
         piece = plain.read(SEALED_BYTES)
         if piece:
@@ -86,7 +86,7 @@ async def _send_all(task: ConnectionTask, plain: Stream, piece: bytes) -> None:
         try:
             piece = piece[plain.send(piece) :]
         except BlockingIOError:
-            task.awaits = plain
+            task.waiting_on = plain
             await pause
 
 
@@ -105,21 +105,21 @@ class TlsStream(Stream):
         "_unsent",
     )  # fmt: skip
 
-    secure = True
+    is_tls = True
 
-    def __init__(self, plain: Stream, shaken: Handshake) -> None:
+    def __init__(self, plain: Stream, shaken: TlsHandshake) -> None:
         # Not that of `Stream`, which registers the socket: it is in the set, and keeps its events.
-        self.pump = plain.pump
+        self.loop = plain.loop
         self.sock = plain.sock
         self.fd = plain.fd
         self.recv = plain.recv
-        self.hot = True  # the first request may have come along with the handshake
-        self.ended = plain.ended
+        self.readable = True  # the first request may have come along with the handshake
+        self.peer_closed = plain.peer_closed
         self.closed = plain.closed
-        self.late = b""
+        self.pending = b""
         self.task = plain.task
         self.idle_since = 0.0
-        self.on_idle_news = None
+        self.on_idle_event = None
         self._tls = shaken.tls
         self._incoming = shaken.incoming
         self._outgoing = shaken.outgoing
@@ -131,7 +131,7 @@ class TlsStream(Stream):
         self._ahead = b""  # opened before anybody asked for it
         self._owed = 0  # how many bytes of a caller's those are
         plain.closed = True
-        self.pump.replace(self.fd, self)
+        self.loop.replace_handler(self.fd, self)
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -149,17 +149,17 @@ class TlsStream(Stream):
             try:
                 sealed = self.recv(SEALED_BYTES)
             except BlockingIOError:
-                self.hot = False
+                self.readable = False
                 return None
             if not sealed:
                 raise _reset("the connection was cut, and TLS was not told")
             self._incoming.write(sealed)
-            drained = len(sealed) < SEALED_BYTES and not self.ended
+            drained = len(sealed) < SEALED_BYTES and not self.peer_closed
         try:
             piece = self._open(size)
         except ssl.SSLWantReadError:
             self._inside = False
-            self.hot = not drained
+            self.readable = not drained
             if self._outgoing.pending:
                 self._reply()
             return None
@@ -169,12 +169,12 @@ class TlsStream(Stream):
             raise
         # An end is given again, too.
         self._inside = inside = len(piece) == size or self._incoming.pending > 0 or not piece
-        self.hot = inside or not drained
+        self.readable = inside or not drained
         return piece
 
-    def speaks(self) -> bool:
+    def has_input(self) -> bool:
         """What came may have been for TLS alone: looks into it, and keeps what it finds."""
-        while self.hot and not self._ahead:
+        while self.readable and not self._ahead:
             try:
                 found = self.read(RECORD_BYTES)
             except OSError:
@@ -182,12 +182,12 @@ class TlsStream(Stream):
             if found == b"":
                 return True
             if found:
-                self.put_back(found)
-        return self.hot
+                self.unread(found)
+        return self.readable
 
-    def put_back(self, piece: bytes) -> None:
+    def unread(self, piece: bytes) -> None:
         self._ahead = piece
-        self._open, self._inside, self.hot = self._give, True, True
+        self._open, self._inside, self.readable = self._give, True, True
 
     def _give(self, size: int) -> bytes:
         """Instead of OpenSSL: what was found by looking ahead."""
@@ -253,16 +253,16 @@ class TlsStream(Stream):
             raise BlockingIOError
         return self._owed
 
-    def end_sending(self) -> None:
+    def send_eof(self) -> None:
         """From here on `read` gives what comes as it comes: it is only to be drained."""
         self._say_goodbye()
         self._open = self._incoming.read
         self._inside = self._incoming.pending > 0  # what OpenSSL itself holds is lost
-        super().end_sending()
+        super().send_eof()
 
     def close(self, *, reset: bool = False) -> None:
         if not self.closed and not reset:
-            self.send_late()
+            self.flush()
             self._say_goodbye()
         super().close(reset=reset)
 

@@ -106,9 +106,9 @@ async def ask(
         up = asked[1] if asked is not None else _kept(conn, lane, may_redial=may_redial)
         reused = up is not None
         if up is None:
-            before = conn.pump.now
+            before = conn.loop.now
             up = await _dial(conn, lane)
-            mine.connect_secs = conn.pump.now - before
+            mine.connect_secs = conn.loop.now - before
         conn.upstream = up
         try:
             if asked is None:
@@ -190,14 +190,14 @@ async def _ask_on(
     lane, lines, body = way
     up = conn.upstream
     assert up is not None
-    mine.dialled_at = conn.pump.now
+    mine.dialled_at = conn.loop.now
     request = _framed(conn, lane, lines, head, body)
     # What it took until now, within its batch, was our own time.
-    mine.own_secs += monotonic() - conn.pump.now
+    mine.own_secs += monotonic() - conn.loop.now
     limit = inf if lane.to_front else conn.door.limits.response_head
     conn.clock("wait", limit)
     if conn.upload is None and len(request) == 1:
-        up.put(request[0])
+        up.write_soon(request[0])
         return await _answer_of(conn, head, lane, up)
     all_sent = await _send(conn, up, request)
     conn.clock("wait", limit)
@@ -216,9 +216,9 @@ async def _answer_of(
     """Behind a request that was sent, but for the `upload` that still streams."""
     buffer, interim = b"", 0
     while True:
-        if upload is not None and not up.speaks():  # not even where all that came was interim
+        if upload is not None and not up.has_input():  # not even where all that came was interim
             upload = None if await _pour(conn, upload, up) else upload
-        if conn.waits_for(up):
+        if conn.must_wait_for(up):
             if conn.comments is None:
                 await pause
             else:
@@ -234,7 +234,7 @@ async def _answer_of(
         came = buffer + piece
         found = _first_in(conn, head, lane, up, came)
         if isinstance(found, ResponseStart):
-            found.all_sent = upload is None and not up.late
+            found.all_sent = upload is None and not up.pending
             return found
         interim += came.count(_BLANK, 0, len(came) - len(found))
         check_interim(interim)
@@ -278,7 +278,7 @@ async def _send(conn: Connection, up: Stream, request: list[bytes]) -> bool:
     except BlockingIOError:
         sent = 0
     except OSError:
-        up.hot = True  # its answer, or its end, is waiting to be read
+        up.readable = True  # its answer, or its end, is waiting to be read
         return False
     whole = sum(map(len, request))
     return sent == whole or await _send_rest(conn, up, request, sent)
@@ -286,7 +286,7 @@ async def _send(conn: Connection, up: Stream, request: list[bytes]) -> bool:
 
 async def _send_rest(conn: Connection, up: Stream, request: list[bytes], sent: int) -> bool:
     """Behind the first `sent` bytes. Each piece for itself: to join them would copy the body."""
-    secs = conn.due - conn.pump.now
+    secs = conn.phase_deadline - conn.loop.now
     for piece in request:
         if sent < len(piece) and not await _send_piece(conn, up, memoryview(piece)[sent:], secs):
             return False
@@ -298,9 +298,9 @@ async def _send_piece(conn: Connection, up: Stream, view: memoryview, secs: floa
     """False where the worker answered (413, say) or broke before it had read everything."""
     while view:
         conn.clock("send", secs)
-        if up.speaks():
+        if up.has_input():
             return False
-        conn.awaits = up
+        conn.waiting_on = up
         await pause
         try:
             view = view[up.send(view) :]

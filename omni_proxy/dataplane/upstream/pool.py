@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream, connect
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
-from omni_proxy.dataplane.loop.tls_stream import Handshake, TlsStream
+from omni_proxy.dataplane.loop.tls_stream import TlsHandshake, TlsStream
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context, tls_error_text
 from omni_proxy.wire.request import with_bearer
@@ -30,12 +30,12 @@ PIECE_BYTES: Final = 16384
 class UpstreamPool:
     """The way to one upstream: a worker, or the front on its Unix socket."""
 
-    __slots__ = ("_address", "closed", "hop_line", "host_line", "idle", "pump", "usual", "worker")
+    __slots__ = ("_address", "closed", "hop_line", "host_line", "idle", "loop", "usual", "worker")
 
     to_front = False
 
-    def __init__(self, pump: EventLoop, address: tuple[str, int] | str, host: str) -> None:
-        self.pump = pump
+    def __init__(self, loop: EventLoop, address: tuple[str, int] | str, host: str) -> None:
+        self.loop = loop
         self._address = address
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
@@ -67,13 +67,13 @@ class UpstreamPool:
 
     def give_back(self, conn: Stream) -> None:
         """Keep a connection whose last answer has ended cleanly."""
-        if self.closed or conn.ended or (conn.hot and not _drained(conn)):
+        if self.closed or conn.peer_closed or (conn.readable and not _drained(conn)):
             conn.close()
             return
         conn.task = None
-        if conn.on_idle_news is None:  # it is of this lane for good
-            conn.on_idle_news = self._drop
-        conn.idle_since = self.pump.now
+        if conn.on_idle_event is None:  # it is of this lane for good
+            conn.on_idle_event = self._drop
+        conn.idle_since = self.loop.now
         self.idle.append(conn)
 
     def _drop(self, conn: Stream) -> None:
@@ -82,7 +82,7 @@ class UpstreamPool:
 
     def sweep(self) -> None:
         """Close what has been idle for too long; the oldest stand first."""
-        limit = self.pump.now - IDLE_SECS
+        limit = self.loop.now - IDLE_SECS
         old = 0
         while old < len(self.idle) and self.idle[old].idle_since < limit:
             self.idle[old].close()
@@ -119,9 +119,9 @@ class TlsUpstreamPool(UpstreamPool):
     __slots__ = ("_context", "_name", "_session", "ca", "verify")
 
     def __init__(
-        self, pump: EventLoop, address: tuple[str, int] | str, host: str, *, ca: str, verify: bool
+        self, loop: EventLoop, address: tuple[str, int] | str, host: str, *, ca: str, verify: bool
     ) -> None:
-        super().__init__(pump, address, host)
+        super().__init__(loop, address, host)
         self.ca = ca
         self.verify = verify
         # As its URL has it, without the port: an address may have been resolved from it.
@@ -139,7 +139,7 @@ class TlsUpstreamPool(UpstreamPool):
         if context is not self._context:
             self._context, self._session = context, None
         plain = await connect(task, self.address)
-        shake = Handshake(context, server_name=self._name, session=self._session)
+        shake = TlsHandshake(context, server_name=self._name, session=self._session)
         try:
             return await shake.run(task, plain)
         except OSError as error:
@@ -150,7 +150,7 @@ class TlsUpstreamPool(UpstreamPool):
             raise
 
     def give_back(self, conn: Stream) -> None:
-        if isinstance(conn, TlsStream) and conn.on_idle_news is None:  # its first answer
+        if isinstance(conn, TlsStream) and conn.on_idle_event is None:  # its first answer
             session = conn.session
             if session is not None and conn.context is self._context:
                 self._session = session
@@ -159,27 +159,27 @@ class TlsUpstreamPool(UpstreamPool):
     def _drop(self, conn: Stream) -> None:
         """Unless it was TLS that spoke: servers send tickets for later whenever they like."""
         with contextlib.suppress(OSError):
-            if not conn.ended and conn.read(1) is None:
+            if not conn.peer_closed and conn.read(1) is None:
                 return
         super()._drop(conn)
 
 
-def lane_to(pump: EventLoop, worker: Worker) -> UpstreamPool:
+def lane_to(loop: EventLoop, worker: Worker) -> UpstreamPool:
     """A new one, for what its URL says."""
-    lane = _lane_to(pump, worker)
+    lane = _lane_to(loop, worker)
     lane.worker = worker
     lane.hop_line = worker.hop_line
     lane.host_line += worker.hop_line
     return lane
 
 
-def _lane_to(pump: EventLoop, worker: Worker) -> UpstreamPool:
+def _lane_to(loop: EventLoop, worker: Worker) -> UpstreamPool:
     if worker.url.startswith("https://"):
         return TlsUpstreamPool(
-            pump, worker.address, worker.display_id, ca=worker.tls_ca, verify=worker.tls_verify
+            loop, worker.address, worker.display_id, ca=worker.tls_ca, verify=worker.tls_verify
         )
     host = "localhost" if isinstance(worker.address, str) else worker.display_id
-    return UpstreamPool(pump, worker.address, host)
+    return UpstreamPool(loop, worker.address, host)
 
 
 def with_key(worker: Worker, lines: bytes) -> bytes:

@@ -118,9 +118,9 @@ class RetryState:
         left = eligible(door.fleet, need, door.voice_owner)
         if not left or not self._workers.issuperset(left):
             return
-        if conn.client.ended and door.half_close_aborts:
+        if conn.client.peer_closed and door.half_close_aborts:
             raise ClientDisconnected
-        conn.phase, conn.due = "backoff", conn.deadline
+        conn.phase, conn.phase_deadline = "backoff", conn.deadline
         await door.timers.sleep(conn, pause_secs(self._pauses, door.below(CHANCES) / CHANCES))
         self._pauses += 1
 

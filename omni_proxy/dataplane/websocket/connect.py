@@ -74,7 +74,7 @@ async def _open(
     conn.clock("dial", conn.door.config.health.timeout_secs)
     try:
         up = conn.upstream = await lane.dial(conn)
-        mine.dialled_at = conn.pump.now
+        mine.dialled_at = conn.loop.now
         conn.phase = "wait"
         await conn.write(up, offer(with_key(worker, head.lines), lane.host_line, nonce))
         status, rest = await _status(conn, up, nonce)
@@ -93,7 +93,7 @@ async def _open(
         raise AttemptFailed("response_timeout", late, 504) from None
     if status != 101:
         raise AttemptFailed("503" if status == 503 else "status", f"status={status}", status)
-    mine.wait_at = conn.pump.now
+    mine.wait_at = conn.loop.now
     return up, rest
 
 

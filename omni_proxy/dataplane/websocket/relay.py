@@ -15,7 +15,7 @@ from wsproto.events import CloseConnection, Message
 
 from omni_proxy.dataplane.exchange.exchange import Exchange, new_id, report, stamp
 from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import EITHER, ClientDisconnected, PhaseTimeout, pause
+from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
 from omni_proxy.dataplane.websocket.connect import reach_worker
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
@@ -85,7 +85,7 @@ class _Session:
         conn, mine = self.conn, self.mine
         await conn.door.queue.for_slot(conn, mine, unread=False)
         first = await self._first_message()
-        mine.body_at = conn.pump.now
+        mine.body_at = conn.loop.now
         route = mine.route
         assert route is not None
         need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
@@ -117,7 +117,7 @@ class _Session:
                 if not piece:
                     raise ClientDisconnected
                 self.mine.bytes_in += len(piece)
-                conn.reads += len(piece) // BYTES_PER_READ
+                conn.reads_since_pause += len(piece) // BYTES_PER_READ
         except PhaseTimeout:
             message = "session.config was not received before timeout"
             raise HttpError(400, message, 400) from None
@@ -137,14 +137,14 @@ class _Session:
                 moved |= self._read_worker(worker)
             if not up.out:
                 moved |= self._read_client(client)
-            elif client.ended:
+            elif client.peer_closed:
                 raise ClientDisconnected  # what it sent last is not worth waiting for a worker that takes nothing
             if moved:
                 conn.clock("relay", idle)
-                if conn.turn_is_over():
+                if conn.count_read():
                     await pause
             else:
-                conn.awaits = EITHER
+                conn.waiting_on = ANY_STREAM
                 await pause
 
     def _flush_client(self) -> bool:
@@ -164,9 +164,9 @@ class _Session:
 
     def _read(self, sock: Stream) -> bytes | None:
         """What is there: None for nothing yet, b"" at the end. Raises OSError."""
-        piece = sock.read(PIECE_BYTES) if sock.hot else None
+        piece = sock.read(PIECE_BYTES) if sock.readable else None
         if piece:
-            self.conn.reads += len(piece) // BYTES_PER_READ
+            self.conn.reads_since_pause += len(piece) // BYTES_PER_READ
         return piece
 
     def _read_client(self, client: Stream) -> bool:
@@ -222,7 +222,7 @@ class _Session:
             if not isinstance(event, Message) or not (event.data or event.message_finished):
                 continue
             self.down.send(event.data, finished=event.message_finished)
-            mine.first_at = mine.first_at or self.conn.pump.now
+            mine.first_at = mine.first_at or self.conn.loop.now
             mine.pieces += 1
             if isinstance(event.data, str):
                 heard.hear(event.data, finished=event.message_finished)

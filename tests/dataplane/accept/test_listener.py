@@ -53,8 +53,8 @@ def call(sock):
         caller.close()
 
 
-async def test_each_connection_is_welcomed_with_its_peer(pump, sock, guests, call):
-    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+async def test_each_connection_is_welcomed_with_its_peer(loop, sock, guests, call):
+    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
     caller = call()
     await until(lambda: guests)
     (guest, peer), = guests  # fmt: skip
@@ -68,10 +68,10 @@ async def test_each_connection_is_welcomed_with_its_peer(pump, sock, guests, cal
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 async def test_at_its_limit_it_pauses_says_so_once_and_goes_on_at_the_next_sweep(
-    pump, sock, guests, call, caplog, number
+    loop, sock, guests, call, caplog, number
 ):
     reluctant = Reluctant(sock, number, number)
-    listener = Listener(pump, reluctant, lambda *guest: guests.append(guest))
+    listener = Listener(loop, reluctant, lambda *guest: guests.append(guest))
     call()
     await until(lambda: len(reluctant.numbers) == 1)
     listener.sweep()
@@ -84,15 +84,15 @@ async def test_at_its_limit_it_pauses_says_so_once_and_goes_on_at_the_next_sweep
     listener.close()
 
 
-async def test_a_caller_that_left_before_its_turn_stops_nobody(pump, sock, guests, call):
+async def test_a_caller_that_left_before_its_turn_stops_nobody(loop, sock, guests, call):
     reluctant = Reluctant(sock, errno.ECONNABORTED)
-    listener = Listener(pump, reluctant, lambda *guest: guests.append(guest))
+    listener = Listener(loop, reluctant, lambda *guest: guests.append(guest))
     call()
     await until(lambda: guests)
     listener.close()
 
 
-async def test_a_crowd_is_let_in_by_portions_one_right_after_the_other(pump, sock, guests, call):
+async def test_a_crowd_is_let_in_by_portions_one_right_after_the_other(loop, sock, guests, call):
     crowd = 3 * ACCEPTS_PER_EVENT + 3
     for _ in range(crowd):
         call()
@@ -100,28 +100,28 @@ async def test_a_crowd_is_let_in_by_portions_one_right_after_the_other(pump, soc
 
     def welcome(*guest):
         guests.append(guest)
-        batches.append(pump.now)
+        batches.append(loop.now)
 
-    listener = Listener(pump, sock, welcome)
+    listener = Listener(loop, sock, welcome)
     await until(lambda: len(guests) == crowd)
     assert list(Counter(batches).values()) == [ACCEPTS_PER_EVENT] * 3 + [3]
     listener.close()
 
 
-async def test_a_closed_listener_lets_nobody_in(pump, sock, guests, call):
-    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+async def test_a_closed_listener_lets_nobody_in(loop, sock, guests, call):
+    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
     listener.close()
-    pump.settle()
+    loop.flush()
     listener.sweep()
     with pytest.raises(OSError):
         call()
     assert guests == []
 
 
-async def test_one_that_rests_lets_nobody_in_until_it_works_again(pump, sock, guests, call):
-    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+async def test_one_that_rests_lets_nobody_in_until_it_works_again(loop, sock, guests, call):
+    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
     listener.rest()
-    pump.settle()
+    loop.flush()
     call()
     listener.sweep()
     shared = listener.shared()
@@ -155,20 +155,20 @@ def ipv6():
     ("host", "called", "shown"),
     [("::1", "::1", "[::1]"), ("::", "::1", "[::1]"), ("::", "127.0.0.1", "127.0.0.1")],
 )
-async def test_an_ipv6_address_is_shown_in_brackets(pump, guests, ipv6, host, called, shown):
-    listener = Listener(pump, ipv6(host), lambda *guest: guests.append(guest))
+async def test_an_ipv6_address_is_shown_in_brackets(loop, guests, ipv6, host, called, shown):
+    listener = Listener(loop, ipv6(host), lambda *guest: guests.append(guest))
     place, _, port = listener.address.rpartition(":")
     assert place == f"[{host}]"
     with socket.create_connection((called, int(port))) as caller:
         await until(lambda: guests)
         assert guests[0][1] == f"{shown}:{caller.getsockname()[1]}"
     listener.close()
-    pump.settle()
+    loop.flush()
 
 
-async def test_one_that_is_only_bound_holds_its_port_and_lets_nobody_in_yet(pump, guests):
+async def test_one_that_is_only_bound_holds_its_port_and_lets_nobody_in_yet(loop, guests):
     sock = open_socket("127.0.0.1", 0, listening=False)
-    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(sock.getsockname())
     with pytest.raises(OSError, match="in use"):
@@ -177,14 +177,14 @@ async def test_one_that_is_only_bound_holds_its_port_and_lets_nobody_in_yet(pump
     with socket.create_connection(sock.getsockname()):
         await until(lambda: guests)
     listener.close()
-    pump.settle()
+    loop.flush()
     assert sock.fileno() < 0
 
 
-async def test_one_that_never_listened_closes_as_any_other(pump):
+async def test_one_that_never_listened_closes_as_any_other(loop):
     sock = open_socket("127.0.0.1", 0, listening=False)
-    Listener(pump, sock, lambda *guest: None).close()
-    pump.settle()
+    Listener(loop, sock, lambda *guest: None).close()
+    loop.flush()
     assert sock.fileno() < 0
 
 
@@ -193,9 +193,9 @@ def file(tmp_path):
     return tmp_path / "door.sock"
 
 
-async def test_a_socket_file_lets_in_who_may_and_goes_with_its_listener(pump, guests, file):
+async def test_a_socket_file_lets_in_who_may_and_goes_with_its_listener(loop, guests, file):
     listener = Listener(
-        pump, open_socket(f"unix:{file}", 0, mode=0o600), lambda *guest: guests.append(guest)
+        loop, open_socket(f"unix:{file}", 0, mode=0o600), lambda *guest: guests.append(guest)
     )
     assert (listener.address, stat.S_IMODE(file.stat().st_mode)) == (f"unix:{file}", 0o600)
     listener.permit(0o640)
@@ -208,13 +208,13 @@ async def test_a_socket_file_lets_in_who_may_and_goes_with_its_listener(pump, gu
     assert not file.exists()
 
 
-async def test_a_file_that_is_another_programs_by_now_stays(pump, file):
-    listener = Listener(pump, open_socket(f"unix:{file}", 0), lambda *_: None)
+async def test_a_file_that_is_another_programs_by_now_stays(loop, file):
+    listener = Listener(loop, open_socket(f"unix:{file}", 0), lambda *_: None)
     file.unlink()
     with open_socket(f"unix:{file}", 0):
         listener.close()
         assert file.exists()
-    given = Listener(pump, open_socket(f"unix:{file}", 0), lambda *_: None, keeps_file=True)
+    given = Listener(loop, open_socket(f"unix:{file}", 0), lambda *_: None, keeps_file=True)
     given.close()
     assert file.exists()
 
@@ -231,9 +231,9 @@ def test_a_file_that_nobody_listens_on_is_replaced_and_any_other_is_not(file):
     assert file.read_text() == "precious"
 
 
-async def test_a_socket_file_may_be_taken_before_it_is_open(pump, guests, file):
+async def test_a_socket_file_may_be_taken_before_it_is_open(loop, guests, file):
     sock = open_socket(f"unix:{file}", 0, listening=False)
-    listener = Listener(pump, sock, lambda *guest: guests.append(guest))
+    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
     with socket.socket(socket.AF_UNIX) as caller:
         with pytest.raises(ConnectionRefusedError):
             caller.connect(str(file))
@@ -243,7 +243,7 @@ async def test_a_socket_file_may_be_taken_before_it_is_open(pump, guests, file):
     listener.close()
 
 
-async def test_a_connection_that_cannot_be_watched_ends_alone(pump, sock, guests, call):
+async def test_a_connection_that_cannot_be_watched_ends_alone(loop, sock, guests, call):
     faults = [OSError(errno.ENOSPC, "No space left on device")]
 
     def welcome(guest, peer):
@@ -251,7 +251,7 @@ async def test_a_connection_that_cannot_be_watched_ends_alone(pump, sock, guests
             raise faults.pop()
         guests.append((guest, peer))
 
-    listener = Listener(pump, sock, welcome)
+    listener = Listener(loop, sock, welcome)
     first = call()
     await until(lambda: not faults)
     assert first.recv(1) == b""
@@ -259,4 +259,4 @@ async def test_a_connection_that_cannot_be_watched_ends_alone(pump, sock, guests
     listener.sweep()
     await until(lambda: guests)
     listener.close()
-    pump.settle()
+    loop.flush()

@@ -155,8 +155,8 @@ def test_whose_time_is_over_is_told_what_it_waited_for(room_of, entries, config,
     room = room_of(*entries, config=f"queue_timeout_secs = 7\n{QUEUED}{config}")
     room.come()
     late = room.come()
-    assert late.due == room.door.pump.now + 7
-    late.expire()
+    assert late.phase_deadline == room.door.loop.now + 7
+    late.on_phase_timeout()
     assert (late.refusal.status, late.refusal.extra["reason"]) == (503, reason)
     assert "waited 7 s in the queue" in late.refusal.message
     assert (room.queue.waiting, room.door.rejected) == (0, 1)
@@ -177,7 +177,7 @@ def test_with_429_a_wait_that_was_too_long_ends_with_408(room_of, entries, confi
     room = room_of(*entries, config=f"{OVERLOAD_429}{QUEUED}{config}")
     room.come()
     late = room.come()
-    late.expire()
+    late.on_phase_timeout()
     assert (late.refusal.status, late.refusal.code) == (status, status)
     assert late.refusal.headers == (("retry-after", "1"),)
 
@@ -206,19 +206,19 @@ def test_the_time_in_the_queue_is_bounded_in_all(room_of):
         entry("a", max_inflight=1), config=f"queue_timeout_secs = 7\n{QUEUED}max_inflight = 1"
     )
     first, second = room.come(), room.come()
-    room.door.pump.now += 5
+    room.door.loop.now += 5
     room.fleet.apply([], NOW)
     first.finish()  # a slot is free, but there is no worker any more
     room.turn()
     assert (room.queue.waiting, second.mine.queued_secs) == (1, 5)
-    assert second.due == pytest.approx(room.door.pump.now + 2)
+    assert second.phase_deadline == pytest.approx(room.door.loop.now + 2)
 
 
 def test_one_that_was_let_go_can_not_run_out_of_time_before_it_runs(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.come(), room.come()
     first.finish()
-    assert waiting.due == float("inf")
+    assert waiting.phase_deadline == float("inf")
 
 
 def test_who_leaves_gives_back_what_it_was_just_given(room_of):
@@ -335,7 +335,7 @@ class QueueLife(RuleBasedStateMachine):
         waiter = data.draw(st.sampled_from(self.waiting()))
         self.drop(waiter)
         if late:
-            waiter.expire()
+            waiter.on_phase_timeout()
             waiter.finish()
         else:
             waiter.leave()

@@ -100,10 +100,10 @@ def test_it_tells_for_how_long_that_has_been(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     a, b = room.fleet.workers
     room.fleet.hold(a, "updating")
-    room.door.pump.now += 5
+    room.door.loop.now += 5
     room.fleet.hold(b, "updating")
     room.fleet.hold(a, "paused")
-    room.door.pump.now += 2.4
+    room.door.loop.now += 2.4
     refusal = room.come().refusal
     assert refusal.message.endswith(
         "every worker that could take it is being updated or paused by a trainer, for 7 s so far"

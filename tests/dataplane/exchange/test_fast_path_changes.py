@@ -121,7 +121,7 @@ def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monke
         with monkeypatch.context() as patch:
             patch.setattr(type(lane), "give_back", lambda lane, conn: 1 / 0)
             world.answer(WHOLE)
-        assert (world.door.in_flight, world.door.pump.failures) == (0, 1)
+        assert (world.door.in_flight, world.door.loop.failures) == (0, 1)
         assert not any(worker.in_flight for worker in world.fleet.workers)
         assert len(world.log) == 7
         answered(world, world.come())

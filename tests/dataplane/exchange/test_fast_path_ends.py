@@ -71,8 +71,8 @@ def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
 def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
     def script(world, client):
         asked(world, client)
-        for task in list(world.door.pump.tasks):
-            task.abandon()
+        for task in list(world.door.loop.tasks):
+            task.close_coroutine()
         world.turn()
 
     world = both(listeners, script)
@@ -98,7 +98,7 @@ def test_a_fault_of_ours_ends_its_connection_and_no_other(world, place, monkeypa
         world.ask(client, spelled())
     monkeypatch.undo()
     world.turn()
-    assert (client.end, other.end, world.door.pump.failures) == ("closed", "open", 1)
+    assert (client.end, other.end, world.door.loop.failures) == ("closed", "open", 1)
     assert [each["outcome"] for each in world.log[before:]] == ["cut_by_proxy"]
     assert (world.door.in_flight, [each.in_flight for each in world.fleet.workers]) == (0, [0, 0])
     answered(world, other)
@@ -112,7 +112,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
     listeners, monkeypatch, at_once, speaks
 ):
     """Its end comes with the same events as the request, behind it."""
-    monkeypatch.setattr(stream, "LATE_AT_MOST", 1 if at_once else stream.LATE_AT_MOST)
+    monkeypatch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
 
     def script(world, client):
         client.sock.sendall(spelled())
@@ -135,16 +135,16 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
 def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypatch):
     """What was to be sent at once could not be, and the next request has come before the turn's
     end."""
-    monkeypatch.setattr(stream, "LATE_AT_MOST", 1)
+    monkeypatch.setattr(stream, "MAX_PENDING_WRITERS", 1)
 
     def script(world, client):
-        pump = world.door.pump
+        loop = world.door.loop
         client.sock.sendall(spelled())
         for end in world.idle_ends():
             end.close()
-        for fd, mask in pump._set.poll(0):
-            if pump._slots[fd] is not None:
-                pump._slots[fd].on_event(mask)
+        for fd, mask in loop._epoll.poll(0):
+            if loop._handlers[fd] is not None:
+                loop._handlers[fd].on_event(mask)
         client.sock.sendall(spelled())
         world.turn()
         world.answer(WHOLE)
@@ -170,7 +170,7 @@ def reads_late(world, client):
     client.conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     client.slow = True
     long = WHOLE.replace(b": 2", b": 4000").removesuffix(b"{}") + bytes(4000)
-    while not client.conn.client.late:
+    while not client.conn.client.pending:
         world.ask(client, spelled())
         world.answer(long)
     return long

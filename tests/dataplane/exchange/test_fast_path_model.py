@@ -273,13 +273,13 @@ def listeners(tmp_path):
 def course(listeners, told, *, short):
     (server, routing), (slow, at_once, ids, traced), steps = told
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "LATE_AT_MOST", 1 if at_once else stream.LATE_AT_MOST)
+        patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
         patch.setenv("KEY_OF_A_WORKER", "secret")
         made = World(patch, listeners, configured(server, routing), short=short)
         with made.at_work() as world:
             made = Course(world, server, routing, ids=ids, traced=traced)
             made.go(slow, steps)
-            assert not world.door.pump.tasks
+            assert not world.door.loop.tasks
             assert world.door.in_flight == 0
             assert len(world.log) == sum(world.door.ended.values())
     return made

@@ -27,7 +27,7 @@ def front(tmp_path):
 
 def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_hand, front):
     door = by_hand()
-    door.door.front = AdminApiPool(door.door.pump, front.getsockname(), "front")
+    door.door.front = AdminApiPool(door.door.loop, front.getsockname(), "front")
     client = door.client(b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc")
     assert door.door.held_bytes == 3
     door.tell(client, b"def")
@@ -43,12 +43,12 @@ def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_han
 def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_hand):
     door = by_hand("[server]\nmax_inflight = 1\nqueue_size = 1\n")
     stuck = door.client()
-    (task,) = door.door.pump.tasks
+    (task,) = door.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     door.tell(stuck, chat())
     worker = door.worker()
     door.tell(worker, LONG)
-    assert task.client.late  # which it does not read either
+    assert task.client.pending  # which it does not read either
     door.client(chat())
     door.tell(stuck, EXPECTING)
     assert sorted(door.phases) == ["queue", "wait"]
@@ -82,7 +82,7 @@ def test_for_a_path_of_the_control_routes_he_may_go_on(by_hand, path):
 
 def test_the_control_routes_hear_how_a_request_came_from_us_alone(by_hand, front):
     door = by_hand()
-    door.door.front = AdminApiPool(door.door.pump, front.getsockname(), "front")
+    door.door.front = AdminApiPool(door.door.loop, front.getsockname(), "front")
     door.client(
         b"GET /config HTTP/1.1\r\nhost: evil.example:1\r\n"
         b"X-Omni-Received: unix http localhost\r\nx-omni-received: tcp http localhost\r\n\r\n"

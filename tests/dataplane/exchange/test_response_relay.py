@@ -26,7 +26,7 @@ def by_hand(monkeypatch):
 
 def narrow(by_hand):
     """The client's socket takes little at a time."""
-    (task,) = by_hand.door.pump.tasks
+    (task,) = by_hand.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return task.client
 
@@ -49,12 +49,12 @@ def test_streams_that_move_in_one_turn_are_sent_at_its_end(by_hand):
         by_hand.tell(worker, SSE + EVENT)
     for worker in workers:
         worker.sendall(EVENT)
-    pump = by_hand.door.pump
-    for fd, mask in pump._set.poll(1):
-        pump._slots[fd].on_event(mask)
+    loop = by_hand.door.loop
+    for fd, mask in loop._epoll.poll(1):
+        loop._handlers[fd].on_event(mask)
     before = [heard(client)[0] for client in clients]
     assert all(came.endswith(b"\r\n\r\n" + EVENT) for came in before)
-    pump.settle()
+    loop.flush()
     assert [heard(client)[0] for client in clients] == [EVENT] * 3
 
 
@@ -164,7 +164,7 @@ def test_no_error_event_is_put_into_what_a_client_has_not_read(by_hand):
     worker = by_hand.worker()
     near = narrow(by_hand)
     by_hand.tell(worker, SSE + LARGE)
-    assert near.late
+    assert near.pending
     worker.close()
     by_hand.turn()
     came, end = drained(by_hand, client)
@@ -181,7 +181,7 @@ def test_an_answer_that_ends_with_its_connection_comes_whole_to_a_slow_reader(by
     near = narrow(by_hand)
     payload = bytes(range(256)) * 40
     by_hand.tell(worker, UNTIL_CLOSE + payload)
-    assert near.late
+    assert near.pending
     worker.shutdown(socket.SHUT_WR)
     by_hand.turn()
     assert by_hand.phases == ["client"]
@@ -201,9 +201,9 @@ def test_a_worker_is_not_read_while_its_client_does_not_read(by_hand):
     by_hand.tell(worker, SSE + LARGE)
     by_hand.tell(worker, LARGE)
     assert by_hand.phases == ["client"]
-    held = len(near.late)
+    held = len(near.pending)
     by_hand.tell(worker, LARGE)
-    assert (len(near.late), by_hand.phases) == (held, ["client"])
+    assert (len(near.pending), by_hand.phases) == (held, ["client"])
     by_hand.tell(worker, b"0\r\n\r\n")
     came, _ = drained(by_hand, client)
     assert came.partition(b"\r\n\r\n")[2] == LARGE * 3 + b"0\r\n\r\n"

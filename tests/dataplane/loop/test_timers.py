@@ -13,7 +13,7 @@ async def timers(nursery):
     made = Timers(EventLoop())
     nursery.start_soon(made.run)
     yield made
-    made._pump._set.close()
+    made._loop._epoll.close()
 
 
 def sleeping(timers, secs, woken):
@@ -26,7 +26,7 @@ def sleeping(timers, secs, woken):
         else:
             woken.append(round(trio.current_time() - begun, 6))
 
-    task = Scripted(timers._pump, script)
+    task = Scripted(timers._loop, script)
     task.start()
     return task
 
@@ -62,7 +62,7 @@ async def test_one_that_is_thrown_out_is_not_resumed_by_its_timer(autojump_clock
             woken.append(round(trio.current_time() - begun, 6))
 
     begun = trio.current_time()
-    task = Scripted(timers._pump, script)
+    task = Scripted(timers._loop, script)
     task.start()
     await trio.sleep(0.5)
     task.throw(thrown())
@@ -77,7 +77,7 @@ async def test_an_end_of_its_own_leaves_nothing_behind(autojump_clock, timers):
     task = sleeping(timers, 1.0, woken)
     task.throw(ClientDisconnected())
     await trio.sleep(2)
-    assert (woken, timers._heap, timers._pump.tasks) == ([ClientDisconnected], [], set())
+    assert (woken, timers._heap, timers._loop.tasks) == ([ClientDisconnected], [], set())
 
 
 async def test_a_step_that_nobody_asked_for_does_not_end_a_pause(autojump_clock, timers):
@@ -95,8 +95,8 @@ async def test_whoever_fails_on_waking_harms_no_other(autojump_clock, timers, ca
         raise ValueError("mine")
 
     woken = []
-    Scripted(timers._pump, script).start()
+    Scripted(timers._loop, script).start()
     sleeping(timers, 1.0, woken)
     await trio.sleep(2)
-    assert (woken, timers._pump.failures) == ([1.0], 1)
+    assert (woken, timers._loop.failures) == ([1.0], 1)
     assert "mine" in caplog.text

@@ -16,7 +16,7 @@ from omni_proxy.dataplane.loop.tls_stream import (
     PORTION_BYTES,
     RECORD_BYTES,
     SEALED_BYTES,
-    Handshake,
+    TlsHandshake,
     TlsStream,
 )
 from tests.promises.secure import believing, showing
@@ -63,17 +63,17 @@ class Far:
 
 
 class Both:
-    """A shaken pair; `pump` never runs: what an event would say, the test says."""
+    """A shaken pair; `loop` never runs: what an event would say, the test says."""
 
     def __init__(self, *, small: bool = False) -> None:
-        self.pump = EventLoop()
+        self.loop = EventLoop()
         near, far = socket.socketpair()
         near.setblocking(False)
         if small:
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        plain = Stream(self.pump, near, None)
+        plain = Stream(self.loop, near, None)
         self.far = Far(far)
-        shake = Handshake(showing())
+        shake = TlsHandshake(showing())
         done = mine = False
         while not (done and mine):
             done = self.far.shake()
@@ -87,13 +87,13 @@ class Both:
 
     def arrive(self, sealed: bytes) -> None:
         self.far.sock.sendall(sealed)
-        self.conn.hot = True
+        self.conn.readable = True
 
     def close(self) -> None:
         self.conn.close()
         self.far.sock.close()
-        self.pump.settle()
-        self.pump._set.close()
+        self.loop.flush()
+        self.loop._epoll.close()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def both():
 def read_all(conn: Stream, size: int = 16384) -> list[bytes]:
     """As a coroutine of the pump does: while it is hot."""
     pieces = []
-    while conn.hot:
+    while conn.readable:
         piece = conn.read(size)
         if piece is not None:
             pieces.append(piece)
@@ -118,7 +118,7 @@ def read_all(conn: Stream, size: int = 16384) -> list[bytes]:
 def test_a_record_that_is_read_leaves_the_connection_cold(both):
     both.arrive(both.far.sealed(b"one"))
     assert both.conn.read(16384) == b"one"
-    assert not both.conn.hot
+    assert not both.conn.readable
 
 
 def test_several_records_of_one_read_are_all_given(both):
@@ -130,7 +130,7 @@ def test_half_a_record_is_nothing_yet(both):
     sealed = both.far.sealed(b"one")
     both.arrive(sealed[:-1])
     assert both.conn.read(16384) is None
-    assert not both.conn.hot
+    assert not both.conn.readable
     both.arrive(sealed[-1:])
     assert read_all(both.conn) == [b"one"]
 
@@ -145,13 +145,13 @@ def test_more_than_one_read_of_the_socket_is_read_on(both):
     both.arrive(both.far.sealed(data))
     assert len(data) > 3 * SEALED_BYTES
     assert b"".join(read_all(both.conn)) == data
-    assert not both.conn.hot
+    assert not both.conn.readable
 
 
 def test_an_event_without_bytes_is_no_end(both):
-    both.conn.hot = True
+    both.conn.readable = True
     assert both.conn.read(16384) is None
-    assert not both.conn.hot
+    assert not both.conn.readable
 
 
 def test_an_end_that_was_said_is_an_end(both):
@@ -163,7 +163,7 @@ def test_an_end_that_was_said_is_an_end(both):
 
 def test_an_end_that_was_not_said_is_an_error(both):
     both.far.sock.shutdown(socket.SHUT_WR)
-    both.conn.hot = both.conn.ended = True
+    both.conn.readable = both.conn.peer_closed = True
     with pytest.raises(ConnectionResetError, match="TLS was not told"):
         both.conn.read(16384)
 
@@ -171,7 +171,7 @@ def test_an_end_that_was_not_said_is_an_error(both):
 def test_what_came_before_a_cut_is_still_read(both):
     both.arrive(both.far.sealed(b"last words"))
     both.far.sock.close()
-    both.conn.ended = True
+    both.conn.peer_closed = True
     assert both.conn.read(16384) == b"last words"
     with pytest.raises(ConnectionResetError):
         both.conn.read(16384)
@@ -190,12 +190,12 @@ def test_bytes_that_were_changed_on_the_way_are_an_error_and_the_peer_is_told(bo
 
 def test_closing_says_so_and_a_reset_does_not(both):
     both.conn.close()
-    both.pump.settle()
+    both.loop.flush()
     both.far.pull()
     assert both.far.tls.read(1) == b""
     other = Both()
     other.conn.close(reset=True)
-    other.pump.settle()
+    other.loop.flush()
     other.far.incoming.write_eof()
     with pytest.raises(ssl.SSLError, match=r"(?i)eof"):  # as each Python has it
         other.far.tls.read(1)
@@ -203,7 +203,7 @@ def test_closing_says_so_and_a_reset_does_not(both):
 
 
 def test_the_end_of_sending_is_said_and_what_still_comes_is_drained(both):
-    both.conn.end_sending()
+    both.conn.send_eof()
     both.far.pull()
     assert both.far.tls.read(1) == b""
     both.arrive(both.far.sealed(b"late") * 2)
@@ -211,47 +211,47 @@ def test_the_end_of_sending_is_said_and_what_still_comes_is_drained(both):
 
 
 def test_words_of_tls_alone_are_no_answer(both):
-    both.conn.hot = True
-    assert not both.conn.speaks()
+    both.conn.readable = True
+    assert not both.conn.has_input()
     sealed = both.far.sealed(b"answer")
     both.arrive(sealed[:7])
-    assert not both.conn.speaks()
+    assert not both.conn.has_input()
     both.arrive(sealed[7:])
-    assert both.conn.speaks()
-    assert both.conn.speaks()
+    assert both.conn.has_input()
+    assert both.conn.has_input()
     assert read_all(both.conn, 4) == [b"answ", b"er"]
-    assert not both.conn.speaks()
+    assert not both.conn.has_input()
 
 
 @pytest.mark.parametrize("first", [b"", b"x" * 16384, b"y" * 40_000])
 def test_looking_ahead_loses_nothing_of_what_follows(both, first):
     both.arrive(both.far.sealed(*([first] if first else []), b"second"))
-    assert both.conn.speaks()
+    assert both.conn.has_input()
     assert b"".join(read_all(both.conn)) == first + b"second"
-    assert not both.conn.hot
+    assert not both.conn.readable
 
 
 def test_what_is_put_back_is_read_once_more(both):
     both.arrive(both.far.sealed(b"first"))
-    both.conn.put_back(both.conn.read(16384))
-    assert both.conn.hot
+    both.conn.unread(both.conn.read(16384))
+    assert both.conn.readable
     both.arrive(both.far.sealed(b"second"))
     assert read_all(both.conn) == [b"first", b"second"]
-    assert not both.conn.hot
+    assert not both.conn.readable
 
 
 def test_an_end_or_a_fault_found_ahead_is_met_again(both):
     with pytest.raises(ssl.SSLWantReadError):
         both.far.tls.unwrap()
     both.arrive(both.far.outgoing.read())
-    assert both.conn.speaks()
+    assert both.conn.has_input()
     assert both.conn.read(16384) == b""
     other = Both()
     sealed = bytearray(other.far.sealed(b"one"))
     sealed[-1] ^= 1
     other.arrive(bytes(sealed))
     for _ in range(2):
-        assert other.conn.speaks()
+        assert other.conn.has_input()
         with pytest.raises(ssl.SSLError):
             other.conn.read(16384)
     other.close()
@@ -259,8 +259,8 @@ def test_an_end_or_a_fault_found_ahead_is_met_again(both):
 
 def test_its_session_is_there_to_be_resumed(both):
     assert both.conn.session is not None
-    assert both.conn.secure
-    assert not Stream.secure
+    assert both.conn.is_tls
+    assert not Stream.is_tls
 
 
 def test_several_pieces_go_as_one(both):
@@ -352,7 +352,7 @@ def test_however_records_are_cut_on_the_way_their_bytes_come_in_order(records, c
     for start, end in pairwise(edges):
         both.arrive(sealed[start:end])
         got += b"".join(read_all(both.conn, size))
-        assert not both.conn.hot
+        assert not both.conn.readable
     assert got == b"".join(records)
     both.close()
 
@@ -366,9 +366,9 @@ def test_a_broken_socket_is_an_error(both):
 
 def test_what_comes_behind_our_goodbye_is_drained_to_its_end(both):
     both.far.sock.sendall(both.far.sealed(bytes(RECORD_BYTES)))
-    both.conn.hot = True
+    both.conn.readable = True
     assert both.conn.read(RECORD_BYTES) == bytes(RECORD_BYTES)
-    both.conn.end_sending()
+    both.conn.send_eof()
     assert both.conn.read(SEALED_BYTES) is None  # nothing more is there, and that is no end
     sealed = both.far.sealed(bytes(100))
     both.far.sock.sendall(sealed)

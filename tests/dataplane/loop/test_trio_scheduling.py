@@ -67,15 +67,15 @@ async def test_a_deadline_is_kept(busy):
     assert busy.batches > before
 
 
-async def test_a_pause_that_a_connection_begins_ends_in_its_time(busy, pump, nursery):
-    timers = Timers(pump)
+async def test_a_pause_that_a_connection_begins_ends_in_its_time(busy, loop, nursery):
+    timers = Timers(loop)
     nursery.start_soon(timers.run)
 
     async def script(task):
         await timers.sleep(task, 0.02)
 
     await trio.lowlevel.checkpoint()
-    pausing = Scripted(pump, script)
+    pausing = Scripted(loop, script)
     pausing.start()
     with trio.fail_after(30):
         await pausing.ended.wait()
@@ -86,4 +86,4 @@ async def test_where_trio_keeps_its_sockets_elsewhere_it_has_its_turns_blindly(m
         patched.setattr(trio_scheduling.select, "epoll", type("NotTheOne", (), {}))
         unknown = HostLoop()
     known = HostLoop()
-    assert (unknown.news(), known.news()) == (True, False)
+    assert (unknown.has_events(), known.has_events()) == (True, False)

@@ -5,8 +5,8 @@ from tests.dataplane.pumping import Scripted, until
 
 
 @pytest.fixture
-def lane(pump):
-    return UpstreamPool(pump, ("127.0.0.1", 1), "worker:1")
+def lane(loop):
+    return UpstreamPool(loop, ("127.0.0.1", 1), "worker:1")
 
 
 async def nothing(task):
@@ -14,15 +14,15 @@ async def nothing(task):
 
 
 @pytest.fixture
-def task(pump):
-    return Scripted(pump, nothing)
+def task(loop):
+    return Scripted(loop, nothing)
 
 
-async def test_what_is_given_back_last_is_taken_first(pump, wires, lane, task):
+async def test_what_is_given_back_last_is_taken_first(loop, wires, lane, task):
     first, second = (wires.conn(task)[0] for _ in range(2))
     lane.give_back(first)
     lane.give_back(second)
-    other = Scripted(pump, nothing)
+    other = Scripted(loop, nothing)
     assert [lane.take(other), lane.take(other), lane.take(other)] == [second, first, None]
     assert first.task is second.task is other
 
@@ -48,11 +48,11 @@ async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kep
 ):
     ended, far = wires.conn(task)
     far.close()
-    await until(lambda: ended.ended)
+    await until(lambda: ended.peer_closed)
     lane.give_back(ended)
     unread, far = wires.conn(task)
     far.send(b"more")
-    await until(lambda: unread.hot)
+    await until(lambda: unread.readable)
     lane.give_back(unread)
     assert (ended.closed, unread.closed, lane.idle) == (True, True, [])
 
@@ -60,18 +60,18 @@ async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kep
 async def test_one_that_was_read_to_the_brim_but_is_empty_is_kept(wires, lane, task):
     conn, far = wires.conn(task)
     far.send(b"full")
-    await until(lambda: conn.hot)
-    assert (conn.read(4), conn.hot) == (b"full", True)
+    await until(lambda: conn.readable)
+    assert (conn.read(4), conn.readable) == (b"full", True)
     lane.give_back(conn)
-    assert (lane.take(task), conn.hot) == (conn, False)
+    assert (lane.take(task), conn.readable) == (conn, False)
 
 
-async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(pump, wires, lane, task):
+async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(loop, wires, lane, task):
     old, young = (wires.conn(task)[0] for _ in range(2))
     lane.give_back(old)
     lane.give_back(young)
     old.idle_since, young.idle_since = 100.0, 100.0 + IDLE_SECS
-    pump.now = 100.0 + IDLE_SECS + 1
+    loop.now = 100.0 + IDLE_SECS + 1
     lane.sweep()
     assert (old.closed, young.closed, lane.idle) == (True, False, [young])
 
