@@ -23,28 +23,28 @@ def read_head(data: bytes) -> None:
     """A whole head means one thing, however it came, and what goes on means the same again."""
     from omni_proxy.wire.errors import HttpError
     from omni_proxy.wire.forwarded import ForwardedHeaders
-    from omni_proxy.wire.head_cache import RequestHeadCache
-    from omni_proxy.wire.request import find_end, judge
+    from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
+    from omni_proxy.wire.request import find_head_end, parse_request_head
 
     cut = data[0] if data else 0
     raw = data[1:]
     try:
-        end = find_end(raw[:cut]) or find_end(raw, min(cut, len(raw)))
+        end = find_head_end(raw[:cut]) or find_head_end(raw, min(cut, len(raw)))
         if not end:
             return
-        head = judge(raw[:end])
+        head = parse_request_head(raw[:end])
     except HttpError:
         return
     framing = b"content-length: %d\r\n" % max(head.length, 0)
-    again = judge(head.lines + b"host: worker\r\n" + framing + b"\r\n")
+    again = parse_request_head(head.lines + b"host: worker\r\n" + framing + b"\r\n")
     _same(again.lines, head.lines)
     templates = RequestHeadCache()
     for _ in range(3):  # the second time it is learnt
-        known = templates.judge(raw[:end])
+        known = templates.parse(raw[:end])
         _same(known.lines, head.lines)
         _same((known.length, known.target), (head.length, head.target))
-    stamped = RequestHeadCache(ForwardedHeaders("replace", b"x-request-id")).judge(raw[:end])
-    judge(stamped.lines + b"host: worker\r\n\r\n")
+    stamped = RequestHeadCache(ForwardedHeaders("replace", b"x-request-id")).parse(raw[:end])
+    parse_request_head(stamped.lines + b"host: worker\r\n\r\n")
 
 
 def read_chunks(data: bytes) -> None:
@@ -72,13 +72,13 @@ def read_answer(data: bytes) -> None:
         Framing,
         UpstreamProtocolError,
         UpstreamResponse,
-        find_answer_end,
+        find_response_head_end,
     )
 
     cut = data[0] if data else 0
     raw = data[1:]
     try:
-        end = find_answer_end(raw)
+        end = find_response_head_end(raw)
         if not end:
             return
         answer = UpstreamResponse()
@@ -96,20 +96,20 @@ def read_answer(data: bytes) -> None:
 
 def read_introduction(data: bytes) -> None:
     """The PROXY protocol: the same from its beginnings as from the whole."""
-    from omni_proxy.wire.proxy_protocol import Malformed, read
+    from omni_proxy.wire.proxy_protocol import ProxyHeaderError, parse_proxy_header
 
     try:
-        found = read(data)
-    except Malformed:
+        found = parse_proxy_header(data)
+    except ProxyHeaderError:
         return
     if found is not None:
-        _same(read(data[: found.length]), found)
-        _same(read(data[: found.length - 1]), None)
+        _same(parse_proxy_header(data[: found.length]), found)
+        _same(parse_proxy_header(data[: found.length - 1]), None)
 
 
 def read_form(data: bytes) -> None:
     """The fields of a form: whatever comes, there is an answer."""
-    from omni_proxy.routing.inspect.multipart import form_fields
+    from omni_proxy.routing.inspect.body_fields import form_fields
 
     _same(set(form_fields(data, b"multipart/form-data; boundary=x")) <= {"model", "stream"}, True)
 

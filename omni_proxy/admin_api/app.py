@@ -32,7 +32,7 @@ from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
-from omni_proxy.wire.hops import HOP_FIELD, PROXY_FIELD
+from omni_proxy.wire.proxy_headers import HOP_FIELD, PROXY_FIELD
 
 
 def create_app(rooms: Services) -> QuartTrio:

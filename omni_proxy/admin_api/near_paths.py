@@ -10,12 +10,12 @@ import difflib
 from typing import Final
 
 from omni_proxy.admin_ops.routes import paths
-from omni_proxy.routing.routes import PATHS
+from omni_proxy.routing.routes import MODEL_PATHS
 
 # As long as a path of ours with a few letters more.
 LONGEST: Final = 64
 CUTOFF: Final = 0.8  # the share of letters in common
-_KNOWN: Final = sorted({*PATHS, *paths()})
+_KNOWN: Final = sorted({*MODEL_PATHS, *paths()})
 
 
 def near_path(path: str) -> str:

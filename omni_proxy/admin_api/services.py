@@ -60,7 +60,7 @@ class Services:
     dialect: Dialect = "omni"
     # URLs of the workers that the command line names.
     given: tuple[str, ...] = ()
-    proxy_id: str = ""  # see `wire.hops`
+    proxy_id: str = ""  # see `wire.proxy_headers`
     # The program's, not the front's: that one may be restarted.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started: float = field(default_factory=time.monotonic)

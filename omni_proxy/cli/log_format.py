@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.cli.text_table import millis, moment, plain
-from omni_proxy.wire.log_text import masked_text
+from omni_proxy.wire.log_text import mask_secrets_in_text
 
 # Of the access log; of the route log where its name for the same thing differs.
 _NAMES: Final = {
@@ -35,7 +35,7 @@ _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\
 
 def as_it_is(line: bytes) -> str:
     """But for secrets in queries, which older versions wrote."""
-    return masked_text(line.decode(errors="replace"))
+    return mask_secrets_in_text(line.decode(errors="replace"))
 
 
 def pretty(line: bytes) -> str:

@@ -33,11 +33,11 @@ from omni_proxy.dataplane.upstream.pool import PIECE_BYTES, AdminApiPool, Upstre
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.policies import Below, Policy, build
+from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
 from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.forwarded import ForwardedHeaders
-from omni_proxy.wire.head_cache import RequestHeadCache
-from omni_proxy.wire.response_head_cache import ResponseHeadCache
+from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
+from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +51,16 @@ class DataPlane:
     """What every connection shares. `admin_api` is the lane to the control routes."""
 
     def __init__(
-        self, fleet: Fleet, config: Config, *, front_socket: str, below: Below, proxy_id: str = ""
+        self,
+        fleet: Fleet,
+        config: Config,
+        *,
+        front_socket: str,
+        below: RandomBelow,
+        proxy_id: str = "",
     ) -> None:
         self.loop = EventLoop()
-        self.proxy_id = proxy_id.encode()  # see `wire.hops`
+        self.proxy_id = proxy_id.encode()  # see `wire.proxy_headers`
         self.fleet = fleet
         # The front tells them apart by the Host, which nobody but we can write.
         self.front: AdminApiPool = AdminApiPool(self.loop, front_socket, "front")
@@ -83,11 +89,11 @@ class DataPlane:
         self.answers = ResponseHeadCache()
         self._lanes: dict[Worker, UpstreamPool] = {}
         self.listeners = Listeners(self)
-        self.policy: Policy = build(config.routing, below, self.loop.now)
+        self.policy: Policy = build_policy(config.routing, below, self.loop.now)
         self._take(config)
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
-        fleet.watch_forgotten(lambda worker: self.policy.forget(worker))
+        fleet.watch_forgotten(lambda worker: self.policy.forget_worker(worker))
 
     @property
     def voice_owner(self) -> str:
@@ -117,7 +123,7 @@ class DataPlane:
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         """What of the present one still serves lives on in it."""
-        return build(routing, self.below, self.loop.now, self.policy)
+        return build_policy(routing, self.below, self.loop.now, self.policy)
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,
@@ -275,7 +281,7 @@ class DataPlane:
             "phases": dict(Counter(task.phase for task in tasks)),
             **self.admission(),
             "voice_owner": self.voice_owner or None,
-            "policy": {"name": self.policy.name, **self.policy.facts()},
+            "policy": {"name": self.policy.name, **self.policy.stats()},
             "oldest_connections": [
                 self.shown(task) for task in oldest if isinstance(task, Connection)
             ],
@@ -317,7 +323,7 @@ class DataPlane:
         self.queue.serve(changed=True)
 
     def _sweep(self) -> None:
-        self.policy.tend(self.loop.now)
+        self.policy.maintain(self.loop.now)
         self.front.sweep()
         self.admin_front.sweep()
         for lane in self._lanes.values():

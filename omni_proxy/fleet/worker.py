@@ -78,7 +78,7 @@ class Worker(_Hot):
         self.holds: set[str] = set()
         self.health_body: object = None
         self.instance = ""  # what its last good probe said of the process that answers
-        self.hop_line = b""  # in requests to one that is a proxy itself, see `wire.hops`
+        self.hop_line = b""  # in requests to one that is a proxy itself, see `wire.proxy_headers`
         self.version: WeightVersion = UNKNOWN  # of its weights
         self.counts = none_yet()  # see `fleet.request_counters`
         self.configure(entry)

@@ -29,7 +29,7 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.client import Call, WorkerClient, build_request, read_bounded
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
-from omni_proxy.wire.hops import PROXY_FIELD, hop_line
+from omni_proxy.wire.proxy_headers import PROXY_FIELD, hop_line
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Prober:
         self._loops: dict[Worker, _Loop] = {}
         self._slots = trio.CapacityLimiter(PROBES_AT_ONCE)
         self._pace = StartThrottle()
-        self.proxy_id = ""  # ours, see `wire.hops`
+        self.proxy_id = ""  # ours, see `wire.proxy_headers`
         # Who may be slow, or say that it is busy, and is well all the same: its weights change.
         self.tolerates_failures: Callable[[Worker], bool] = lambda _: False
         fleet.watch_members(self._follow_fleet)

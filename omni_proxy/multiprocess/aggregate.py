@@ -112,7 +112,7 @@ class AggregateView:
         oldest.sort(key=lambda row: -row["age_secs"])
         told["phases"] = dict(phases)
         told["oldest_connections"] = oldest[:SHOWN_CONNECTIONS]
-        told["policy"] = {"name": self.policy.name, **self.policy.facts()}
+        told["policy"] = {"name": self.policy.name, **self.policy.stats()}
         told["doors"] = self.rows()
         return told
 
@@ -155,25 +155,25 @@ class AggregateView:
 class AllPolicies(Policy):
     """Control's own policy for questions, and what all doors say of theirs."""
 
-    __slots__ = ("_policy", "_stands", "name", "wants_key")
+    __slots__ = ("_policy", "_stands", "name", "needs_affinity_key")
 
     def __init__(self, policy: Policy, stands: Sequence[ProcessStats]) -> None:
         self._policy = policy
         self._stands = stands
         self.name = policy.name
-        self.wants_key = policy.wants_key
+        self.needs_affinity_key = policy.needs_affinity_key
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         return self._policy.pick(candidates, need)
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        return self._policy.preview(candidates, need)
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        return self._policy.preview_pick(candidates, need)
 
-    def details(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
-        return self._policy.details(candidates, need)
+    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+        return self._policy.explain_pick(candidates, need)
 
-    def facts(self) -> dict[str, object]:
-        return summed([self._policy.facts(), *(stand.policy for stand in self._stands)])
+    def stats(self) -> dict[str, object]:
+        return summed([self._policy.stats(), *(stand.policy for stand in self._stands)])
 
 
 def summed(many: Iterable[Mapping[str, Any]]) -> dict[str, object]:

@@ -138,7 +138,7 @@ class DataPlaneProcess:
         row = board.row(begin.index)
         self.fleet = fleet
         self.door = SharedDataPlane(begin, fleet, first.config, row, self._tell)
-        self.door.remember_in(sessions)
+        self.door.use_sessions(sessions)
         self._meters = MetricsDelta(fleet)
         self._access, self._route = _Lines(), _Lines()
         self._late_secs = 0.0
@@ -285,7 +285,7 @@ class DataPlaneProcess:
             held_bytes=door.held_bytes,
             phases=dict(Counter(task.phase for task in tasks)),
             oldest=[door.shown(task) for task in oldest if isinstance(task, Connection)],
-            policy=door.policy.facts(),
+            policy=door.policy.stats(),
             lag_ms=round(self._late_secs * 1000, 2),
             longest_turn_ms=round(self._watchdog.longest_turn_secs * 1000, 2),
         )

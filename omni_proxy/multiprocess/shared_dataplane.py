@@ -70,16 +70,16 @@ class SharedDataPlane(DataPlane):
         """All of it is in force from here on, but how clients are received."""
         self._take(config)
 
-    def remember_in(self, sessions: Sessions) -> None:
+    def use_sessions(self, sessions: Sessions) -> None:
         """Sticky sessions, where there are any."""
         self._sessions = sessions
         if isinstance(self.policy, Sticky):
-            self.policy.remember_in(sessions, self.config.routing)
+            self.policy.use_sessions(sessions, self.config.routing)
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         policy = super().build_policy(routing)
         if isinstance(policy, Sticky) and self._sessions is not None:
-            policy.remember_in(self._sessions, routing)
+            policy.use_sessions(self._sessions, routing)
         return policy
 
     def follow_voices(self, voices: VoiceListMessage, changes: int) -> None:

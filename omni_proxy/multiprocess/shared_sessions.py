@@ -69,7 +69,7 @@ class SharedSessions:
         words[oldest + 1] = int(now * 1000)
         words[oldest] = mark << SERIAL_BITS | worker.serial & SERIALS
 
-    def tend(self, now: float) -> None:
+    def maintain(self, now: float) -> None:
         """Nothing: whoever is idle is passed over, and gives way first."""
 
     def __len__(self) -> int:

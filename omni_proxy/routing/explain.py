@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import pick_worker, reasons_against
+from omni_proxy.routing.pick import ineligibility_reasons, pick_worker
 from omni_proxy.routing.policies import Policy
 from omni_proxy.wire.errors import HttpError
 
@@ -27,11 +27,11 @@ class _Asking(Policy):
         self._asked = asked
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        return self.preview(candidates, need)[0]
+        return self.preview_pick(candidates, need)[0]
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        chosen, self.reason = self._asked.preview(candidates, need)
-        self.told = self._asked.details(candidates, need)
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        chosen, self.reason = self._asked.preview_pick(candidates, need)
+        self.told = self._asked.explain_pick(candidates, need)
         return chosen, self.reason
 
 
@@ -39,7 +39,7 @@ def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -
     """JSON-able: need, verdict per worker in registration order, pick or refusal."""
     verdicts = []
     for worker in fleet.workers:
-        reasons = reasons_against(fleet, worker, need, owner)
+        reasons = ineligibility_reasons(fleet, worker, need, owner)
         verdicts.append(
             {
                 "worker_id": worker.id,
@@ -57,7 +57,7 @@ def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -
             "model": need.model,
             "stream": need.stream,
             "capabilities": need.capabilities,
-            "weights": str(need.version) if need.version else None,
+            "weights": str(need.version_constraint) if need.version_constraint else None,
         },
         "policy": policy.name,
         "workers": verdicts,

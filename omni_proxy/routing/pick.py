@@ -1,6 +1,6 @@
 """The pick: routable, capable, of the model, with room, not tried yet; then the policy.
 
-Invariant: what `pick` can choose and what `reasons_against` says agree: a worker has no reason
+Invariant: what `pick` can choose and what `ineligibility_reasons` says agree: a worker has no reason
 against it exactly when it can be picked.
 """
 
@@ -22,12 +22,12 @@ def has_room(worker: Worker) -> bool:
     return not worker.max_inflight or worker.in_flight < worker.max_inflight
 
 
-def eligible(fleet: Fleet, need: Requirements, owner: str = "") -> Sequence[Worker]:
+def eligible_workers(fleet: Fleet, need: Requirements, owner: str = "") -> Sequence[Worker]:
     """Who could take it now, in registration order. Raises HttpError 404 for an unknown name."""
     candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
-    if need.version is not None:
-        candidates = satisfying(need, candidates)
-    if need.place is not UNPINNED:
+    if need.version_constraint is not None:
+        candidates = filter_by_version(need, candidates)
+    if need.pinning is not UNPINNED:
         candidates = _placed(fleet, need, candidates, owner)
     if fleet.limited:
         candidates = [worker for worker in candidates if has_room(worker)]
@@ -46,7 +46,7 @@ def pick_worker(
     `owner` is the URL of the worker that keeps the voices, "" while none does.
     Raises HttpError 503 that says why nobody can take it.
     """
-    candidates = eligible(fleet, need, owner)
+    candidates = eligible_workers(fleet, need, owner)
     if tried and len(candidates) > 1:
         candidates = [worker for worker in candidates if worker not in tried] or candidates
     if not candidates:
@@ -54,17 +54,17 @@ def pick_worker(
     return policy.pick(candidates, need)
 
 
-def satisfying(need: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
+def filter_by_version(need: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
     """Those whose weights it accepts."""
-    wanted = need.version
-    return workers if wanted is None else [w for w in workers if wanted.met_by(w.version)]
+    wanted = need.version_constraint
+    return workers if wanted is None else [w for w in workers if wanted.is_met_by(w.version)]
 
 
 def _placed(
     fleet: Fleet, need: Requirements, candidates: Sequence[Worker], owner: str
 ) -> Sequence[Worker]:
-    if need.place is NAMED:
-        named = fleet.get(need.worker)
+    if need.pinning is NAMED:
+        named = fleet.get(need.named_worker)
         if named is None:
             raise HttpError(404, "unknown route worker", "unknown_worker")
         return [named] if named in candidates else []
@@ -74,7 +74,9 @@ def _placed(
     return [worker for worker in candidates if "audio_input" in worker.capabilities][:1]
 
 
-def reasons_against(fleet: Fleet, worker: Worker, need: Requirements, owner: str = "") -> list[str]:
+def ineligibility_reasons(
+    fleet: Fleet, worker: Worker, need: Requirements, owner: str = ""
+) -> list[str]:
     """Why this worker can't take it, in the order an operator would ask; empty when it can."""
     reasons = []
     if worker.disabled:
@@ -91,13 +93,15 @@ def reasons_against(fleet: Fleet, worker: Worker, need: Requirements, owner: str
     if need.model and worker.model != need.model and _model_counts(fleet, need):
         serves = f"serves the model {worker.model!r}" if worker.model else "names no model"
         reasons.append(f"{serves}, not {need.model!r}")
-    if need.version is not None and not need.version.met_by(worker.version):
-        reasons.append(need.version.against(worker.version))
+    if need.version_constraint is not None and not need.version_constraint.is_met_by(
+        worker.version
+    ):
+        reasons.append(need.version_constraint.reason_against(worker.version))
     if not has_room(worker):
         reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
-    if need.place is NAMED and fleet.get(need.worker) is not worker:
+    if need.pinning is NAMED and fleet.get(need.named_worker) is not worker:
         reasons.append("is not the worker that the request names")
-    if need.place is VOICE_OWNER:
+    if need.pinning is VOICE_OWNER:
         reasons += _against_as_keeper(fleet, worker, need, owner)
     return reasons
 
@@ -107,7 +111,7 @@ def _against_as_keeper(fleet: Fleet, worker: Worker, need: Requirements, owner: 
         return [] if worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
         return ["lacks audio_input, which keeping voices needs"]
-    candidates = satisfying(need, fleet.candidates(need.model, need.mask))
+    candidates = filter_by_version(need, fleet.candidates(need.model, need.mask))
     first = _placed(fleet, need, candidates, owner)
     return ["is not the first that could keep voices"] if first and worker not in first else []
 
@@ -123,12 +127,12 @@ def _model_counts(fleet: Fleet, need: Requirements) -> bool:
 
 def no_worker_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpError:
     """The 503 for a request that no worker can take, with the first reason that explains it."""
-    held = held_for_update(fleet, need, owner)
+    held = workers_held_for_update(fleet, need, owner)
     code, why = _by_weights(held) if held else _first_cause(fleet, need, owner)
     return HttpError(503, f"no eligible upstream: {why}", code).with_headers(("retry-after", "1"))
 
 
-def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[Worker]:
+def workers_held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[Worker]:
     """Those that could take it but for an operation on weights; none where somebody else could, or
     where that is not what is in the way."""
     left = _meant(fleet, need, owner)
@@ -142,10 +146,10 @@ def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[W
 
 def _meant(fleet: Fleet, need: Requirements, owner: str) -> list[Worker]:
     """Whom its place leaves: one worker, where it names one or the voices are kept."""
-    if need.place is NAMED:
-        named = fleet.get(need.worker)
+    if need.pinning is NAMED:
+        named = fleet.get(need.named_worker)
         return [named] if named else []
-    if need.place is VOICE_OWNER:
+    if need.pinning is VOICE_OWNER:
         if owner:
             return [worker for worker in fleet.workers if worker.url == owner]
         return [worker for worker in fleet.workers if "audio_input" in worker.capabilities]
@@ -174,11 +178,11 @@ def _first_cause(fleet: Fleet, need: Requirements, owner: str) -> tuple[str, str
         if not passed:
             return code, why(left)
         left = passed
-    if need.place is VOICE_OWNER:
+    if need.pinning is VOICE_OWNER:
         keeper = owner or "none has speech and audio_input"
         return "voice_owner_unavailable", f"the worker that keeps the voices is out ({keeper})"
-    if need.place is NAMED:
-        return "worker_unavailable", f"the worker {need.worker} is not routable"
+    if need.pinning is NAMED:
+        return "worker_unavailable", f"the worker {need.named_worker} is not routable"
     if need.model and all(worker.model != need.model for worker in left):
         return "model_not_found", f"no routable worker serves the model {need.model!r}"
     # Of the steps only this one can look otherwise than a moment ago: others take and give back.
@@ -214,8 +218,8 @@ def _steps(need: Requirements) -> Iterator[_Step]:
     )
     yield (
         "weight_version_unavailable",
-        lambda _: f"no worker that could take it has weights {need.version}",
-        lambda left: list(satisfying(need, left)),
+        lambda _: f"no worker that could take it has weights {need.version_constraint}",
+        lambda left: list(filter_by_version(need, left)),
     )
     yield (
         "all_held",

@@ -191,7 +191,7 @@ class PrefixTree(Generic[Holder]):
         for holder in self.holders():
             self.forget(holder)
 
-    def tend(self, *, evict: bool) -> bool:
+    def maintain(self, *, evict: bool) -> bool:
         """One slice of upkeep; whether more is to do. `evict` cuts back to `max_size`."""
         if self._dead:
             self._sweep(SWEPT_PER_SLICE)

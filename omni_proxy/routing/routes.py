@@ -39,20 +39,20 @@ UNPINNED, VOICE_OWNER, NAMED = Pinning
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counts_at`
+    """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counter_index`
     where they begin."""
 
     path: str
     methods: frozenset[str]
     traffic: str
     mask: int
-    body: BodyKind
-    place: Pinning = Pinning.ANY
+    body_kind: BodyKind
+    pinning: Pinning = Pinning.ANY
     websocket: bool = False
-    counts_at: int = field(init=False)
+    counter_index: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counts_at", place_of(self.traffic))
+        object.__setattr__(self, "counter_index", place_of(self.traffic))
 
 
 def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) -> Route:
@@ -78,7 +78,7 @@ _ROWS = (
     _row("/v1/audio/translations", "transcription", "audio_input", BodyKind.FORM),
     _row(
         "/v1/audio/voices", "voice_control", "speech", BodyKind.OPAQUE,
-        methods="GET POST", place=Pinning.VOICE_OWNER,
+        methods="GET POST", pinning=Pinning.VOICE_OWNER,
     ),
 )  # fmt: skip
 _EXACT = {row.path: row for row in _ROWS}
@@ -95,10 +95,10 @@ _VOICE = Route(
     mask_of(["speech"]), BodyKind.OPAQUE, Pinning.VOICE_OWNER,
 )  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
-PATHS = tuple(_EXACT)  # those that are spelled out
+MODEL_PATHS = tuple(_EXACT)  # those that are spelled out
 
 
-class WrongMethod(Exception):
+class MethodNotAllowed(Exception):
     """The path is model traffic, the method isn't one of its own."""
 
     def __init__(self, allowed: frozenset[str]) -> None:
@@ -106,8 +106,8 @@ class WrongMethod(Exception):
         self.allowed = allowed
 
 
-def match(method: str, path: str) -> Route | None:
-    """The row of a model route, None for what the front answers. Raises WrongMethod."""
+def match_route(method: str, path: str) -> Route | None:
+    """The row of a model route, None for what the front answers. Raises MethodNotAllowed."""
     row = _EXACT.get(path)
     if row is None:
         row = _one_segment_below(path, "/v1/audio/speech/", _OUTCOME) or _one_segment_below(
@@ -116,7 +116,7 @@ def match(method: str, path: str) -> Route | None:
     if row is None:
         return None
     if method not in row.methods:
-        raise WrongMethod(row.methods)
+        raise MethodNotAllowed(row.methods)
     return row
 
 

@@ -1,6 +1,6 @@
 """Which weights a request accepts: a label of theirs, a least epoch, or both.
 
-Invariant: a version is refused by `against` exactly when `met_by` says no. A condition that can't
+Invariant: a version is refused by `reason_against` exactly when `is_met_by` says no. A condition that can't
 be read is refused, never dropped: whoever asks for weights must not get others.
 """
 
@@ -14,8 +14,8 @@ from typing import Final
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.errors import HttpError
 
-LABEL: Final = b"weight-version"  # as hints are keyed
-EPOCH: Final = b"min-weight-epoch"
+LABEL_HINT: Final = b"weight-version"  # as hints are keyed
+EPOCH_HINT: Final = b"min-weight-epoch"
 _EPOCH: Final = re.compile(rb"[0-9]{1,18}\Z")
 
 
@@ -26,13 +26,13 @@ class VersionConstraint:
     label: str | None = None
     min_epoch: int = 0
 
-    def met_by(self, version: WeightVersion) -> bool:
+    def is_met_by(self, version: WeightVersion) -> bool:
         label = self.label is None or self.label in (version.label, version.shown)
         return label and version.epoch >= self.min_epoch
 
-    def against(self, version: WeightVersion) -> str:
+    def reason_against(self, version: WeightVersion) -> str:
         """Why these weights won't do; "" where they do."""
-        return "" if self.met_by(version) else f"has weights {version}, not {self}"
+        return "" if self.is_met_by(version) else f"has weights {version}, not {self}"
 
     def __str__(self) -> str:
         label = [] if self.label is None else [repr(self.label)]
@@ -40,9 +40,9 @@ class VersionConstraint:
         return " ".join(label + epoch)
 
 
-def wanted_by(hints: Mapping[bytes, bytes]) -> VersionConstraint | None:
+def parse_version_constraint(hints: Mapping[bytes, bytes]) -> VersionConstraint | None:
     """None where the hints ask for no weights. Raises HttpError 400 for what can't be read."""
-    label, epoch = hints.get(LABEL), hints.get(EPOCH)
+    label, epoch = hints.get(LABEL_HINT), hints.get(EPOCH_HINT)
     if label is None and epoch is None:
         return None
     name = None

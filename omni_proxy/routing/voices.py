@@ -11,17 +11,17 @@ from collections.abc import Iterator
 import msgspec
 
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.inspect.payload import (
-    UNSAID,
+from omni_proxy.routing.inspect.body_fields import (
+    ABSENT,
     BodyFields,
-    ObjectsIn,
+    ObjectListReader,
     is_list,
-    present,
-    starts,
-    text_in,
-    value_in,
+    is_truthy,
+    read_text,
+    read_value,
+    starts_with,
 )
-from omni_proxy.routing.inspect.requirements import AUDIO, Requirements, has_reference
+from omni_proxy.routing.inspect.requirements import AUDIO, Requirements, has_voice_reference
 from omni_proxy.routing.routes import VOICE_OWNER
 
 SPEECH_TRAFFIC = frozenset(("speech_http", "speech_batch", "tts_websocket"))
@@ -30,30 +30,30 @@ SPEECH_TRAFFIC = frozenset(("speech_http", "speech_batch", "tts_websocket"))
 class _Item(msgspec.Struct, gc=False):
     """Of a batch."""
 
-    voice: msgspec.Raw = UNSAID
-    speaker: msgspec.Raw = UNSAID
-    ref_audio: msgspec.Raw = UNSAID
-    references: msgspec.Raw = UNSAID
+    voice: msgspec.Raw = ABSENT
+    speaker: msgspec.Raw = ABSENT
+    ref_audio: msgspec.Raw = ABSENT
+    references: msgspec.Raw = ABSENT
 
 
-_items_in = ObjectsIn(_Item, least=len('{"voice":"v"}'))
+_items_in = ObjectListReader(_Item, least=len('{"voice":"v"}'))
 
 
-def bind_to_owner(registry: VoiceRegistry, traffic: str, need: Requirements) -> None:
+def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, need: Requirements) -> None:
     """Bind `need` to the owner where a voice of its own asks for that."""
     if not registry.owner or traffic not in SPEECH_TRAFFIC:
         return
-    payload = need.body
+    payload = need.body_fields
     # A session whose first message tells nothing is for any worker to refuse.
-    unread = (payload is None or bool(need.large)) and traffic != "tts_websocket"
-    if unread or (payload is not None and registry.pins(named_voices(payload))):
-        need.place = VOICE_OWNER
+    unread = (payload is None or bool(need.large_body_class)) and traffic != "tts_websocket"
+    if unread or (payload is not None and registry.pins(voice_names(payload))):
+        need.pinning = VOICE_OWNER
         need.mask |= AUDIO
 
 
-def named_voices(payload: BodyFields) -> Iterator[str]:
+def voice_names(payload: BodyFields) -> Iterator[str]:
     """Lower-case names of voices that may be uploaded ones, those of a batch's items too."""
-    if not (is_list(payload.items) and present(payload.items)):
+    if not (is_list(payload.items) and is_truthy(payload.items)):
         yield from _named(payload, payload)
     for item in _items_in(payload.items):
         yield from _named(item, payload)
@@ -61,13 +61,13 @@ def named_voices(payload: BodyFields) -> Iterator[str]:
 
 def _named(item: _Item | BodyFields, default: BodyFields) -> Iterator[str]:
     """An item's fields win over the defaults of its batch."""
-    if has_reference(item) or (item is not default and has_reference(default)):
+    if has_voice_reference(item) or (item is not default and has_voice_reference(default)):
         return
     for voice in (item.voice, item.speaker, default.voice, default.speaker):
-        if not present(voice):
+        if not is_truthy(voice):
             continue
-        name = text_in(voice)
-        if name is None and (is_list(voice) or starts(voice, b"{") or value_in(voice)):
+        name = read_text(voice)
+        if name is None and (is_list(voice) or starts_with(voice, b"{") or read_value(voice)):
             return  # the first that says something says nothing of use
         if name is not None:
             if name.lower() != "default":

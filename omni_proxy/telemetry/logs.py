@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from omni_proxy.system.nonblocking_stderr import NonBlockingHandler
-from omni_proxy.wire.log_text import ascii_json, masked_text, shown
+from omni_proxy.wire.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
 
 # They tell each request, or each touch of a watched folder, at level info.
 CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
@@ -30,10 +30,10 @@ class _Json(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": masked_text(record.getMessage()),
+            "message": mask_secrets_in_text(record.getMessage()),
         }
         if record.exc_info:
-            told["traceback"] = masked_text(self.formatException(record.exc_info))
+            told["traceback"] = mask_secrets_in_text(self.formatException(record.exc_info))
         return ascii_json(msgspec.json.encode(told)).decode()
 
 
@@ -42,7 +42,7 @@ class _Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        return shown(masked_text(super().format(record)))
+        return escape_unprintable(mask_secrets_in_text(super().format(record)))
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")

@@ -26,7 +26,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
 from omni_proxy.upstream_http.buffered_reads import BufferedTransport
 from omni_proxy.wire.bounded_json import read_json
-from omni_proxy.wire.hops import HOP_FIELD
+from omni_proxy.wire.proxy_headers import HOP_FIELD
 
 # Statuses of a worker that does not have the route, or not this method of it.
 ROUTE_ABSENT: Final = (404, 405, 501)
@@ -200,7 +200,7 @@ def build_request(
 
 def _hop_headers(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
     """The hop marks of the proxies before this one, then its own; only for a worker that is a
-    proxy itself (`wire.hops`)."""
+    proxy itself (`wire.proxy_headers`)."""
     previous = headers.get(HOP_FIELD) or incoming_hops.get()
     own = worker.hop_line.decode("ascii").partition(": ")[2].strip()
     marks = ", ".join(mark for mark in (previous, own) if mark)

@@ -18,14 +18,14 @@ class TooManyValues(ValueError):
     """It was not read."""
 
 
-def values_at_most(raw: bytes) -> int:
+def max_value_count(raw: bytes) -> int:
     """Never fewer than `raw` has: each but the first stands behind one of these."""
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b":")
 
 
 def read_json(raw: bytes, max_values: int = MAX_VALUES) -> object:
     """Raises ValueError for what is no JSON, TooManyValues past the bound."""
-    if values_at_most(raw) > max_values:
+    if max_value_count(raw) > max_values:
         raise TooManyValues(f"more than {max_values} values")
     try:
         return _loads(raw, SPARE_LEVELS)

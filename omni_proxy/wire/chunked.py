@@ -19,7 +19,7 @@ _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\Z")
 _FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\Z")
 
 
-def as_chunk(payload: bytes) -> bytes:
+def encode_chunk(payload: bytes) -> bytes:
     """Never of an empty one: that is what ends a body."""
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 

@@ -32,7 +32,7 @@ class Cors:
         self._any = ANY in origins
         self._origins = frozenset(origins)
         self._exposed = ", ".join(dict.fromkeys((*EXPOSED, *(name.lower() for name in more))))
-        self._lines = lines_of(self.fields("")) if self._any else b""
+        self._lines = encode_fields(self.fields("")) if self._any else b""
 
     def __bool__(self) -> bool:
         """Whether any page of another origin is allowed."""
@@ -49,7 +49,7 @@ class Cors:
 
     def lines(self, origin: bytes) -> bytes:
         """The same as field lines of a head."""
-        return self._lines or lines_of(self.fields(origin.decode("latin-1")))
+        return self._lines or encode_fields(self.fields(origin.decode("latin-1")))
 
     def preflight(self, origin: str, methods: Iterable[str], asked: str | None) -> Fields:
         """For the answer to a preflight that asks for the fields `asked`; () for a refused one."""
@@ -70,10 +70,10 @@ class Cors:
         return (("access-control-allow-origin", origin), ("vary", "Origin"))
 
 
-def lines_of(fields: Fields) -> bytes:
+def encode_fields(fields: Fields) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in fields).encode("latin-1")
 
 
-def without_cors(lines: bytes) -> bytes:
+def drop_cors_fields(lines: bytes) -> bytes:
     """A worker's field lines without its own policy: to browsers this proxy is the server."""
     return _OF_WORKERS.sub(b"", lines)

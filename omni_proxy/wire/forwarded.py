@@ -44,37 +44,37 @@ class ForwardedHeaders:
     def prepare(self, head: RequestHead, *, secure: bool) -> None:
         """The part that does not vary, written into `head`."""
         if self.id_name:
-            head.request_id = field_of(head.lines, self.id_name) or head.request_id
+            head.request_id = field_value(head.lines, self.id_name) or head.request_id
         if self.forwarded == "off":
             return
         if self.forwarded == "replace":
             claims = {found[0].lower() for found in _CLAIMS.finditer(head.lines)}
             if claims:
                 head.lines = drop_fields(head.lines, frozenset(claims))
-        if not field_of(head.lines, _PROTO):
+        if not field_value(head.lines, _PROTO):
             head.lines += b"x-forwarded-proto: %b\r\n" % (b"https" if secure else b"http")
-        if head.host and not field_of(head.lines, _HOST):
+        if head.host and not field_value(head.lines, _HOST):
             head.lines += b"x-forwarded-host: %b\r\n" % head.host
         head.lines += b"via: %b %b\r\n" % (b"1.0" if head.http_1_0 else b"1.1", VIA_NAME)
 
-    def peer_line(self, peer: str) -> bytes:
+    def forwarded_for_line(self, peer: str) -> bytes:
         """X-Forwarded-For, a line of its own behind those that came; empty without an address."""
         address = peer.rpartition(":")[0].strip("[]")
         if self.forwarded == "off" or not address:
             return b""
         return b"x-forwarded-for: %b\r\n" % address.encode("latin-1", "replace")
 
-    def id_line(self, request_id: bytes) -> bytes:
+    def request_id_line(self, request_id: bytes) -> bytes:
         return b"%b: %b\r\n" % (self.id_name, request_id)
 
-    def with_id(self, lines: bytes, request_id: bytes) -> bytes:
+    def set_request_id(self, lines: bytes, request_id: bytes) -> bytes:
         """Field lines that carry the id: the client's own field stays as it is."""
-        if field_of(lines, self.id_name):
+        if field_value(lines, self.id_name):
             return lines
-        return drop_fields(lines, frozenset((self.id_name,))) + self.id_line(request_id)
+        return drop_fields(lines, frozenset((self.id_name,))) + self.request_id_line(request_id)
 
 
-def field_of(lines: bytes, name: bytes) -> bytes:
+def field_value(lines: bytes, name: bytes) -> bytes:
     """The value of a field in the lines of a head, empty where it is not there; `name` is lower
     case."""
     if name not in lines.lower():

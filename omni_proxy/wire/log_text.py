@@ -28,12 +28,12 @@ _NOT_ASCII: Final = re.compile(r"[^\x00-\x7e]")
 _ODD: Final = re.compile(r"[^\n\t\x20-\x7e]")
 
 
-def masked(target: str) -> str:
+def mask_secrets(target: str) -> str:
     """A request target (RFC 9112 3.2) without the secrets of its query."""
     return _IN_TARGET.sub(rf"\1{MASK}", target) if "?" in target else target
 
 
-def masked_text(text: str) -> str:
+def mask_secrets_in_text(text: str) -> str:
     """The same for all targets and URLs in a text; a value ends at a blank or a quote."""
     return _IN_TEXT.sub(rf"\1{MASK}", text) if "?" in text else text
 
@@ -45,12 +45,12 @@ def ascii_json(record: bytes) -> bytes:
     return _NOT_ASCII.sub(_as_json, record.decode()).encode()
 
 
-def shown(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Lines of text with all else that is not printable escaped as in Python."""
-    return text if text.isascii() and text.isprintable() else _ODD.sub(escaped, text)
+    return text if text.isascii() and text.isprintable() else _ODD.sub(escape_match, text)
 
 
-def escaped(found: re.Match[str]) -> str:
+def escape_match(found: re.Match[str]) -> str:
     """For `re.sub`: what is printable stays, but for spaces and what separates lines."""
     char = found[0]
     if char.isprintable() and not char.isascii():

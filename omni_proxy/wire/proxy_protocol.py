@@ -1,7 +1,7 @@
 """The PROXY protocol, versions 1 and 2: who a balancer in front of us says the client is.
 
-Contract: `read` takes what has come so far and never looks past the introduction's end; everything
-that is no such introduction, or longer than `MAX_BYTES`, is Malformed. Extensions are skipped.
+Contract: `parse_proxy_header` takes what has come so far and never looks past the introduction's end; everything
+that is no such introduction, or longer than `MAX_BYTES`, is ProxyHeaderError. Extensions are skipped.
 Source: haproxy.org, proxy-protocol.txt.
 """
 
@@ -25,19 +25,19 @@ _V2_OTHERS: Final = (0x00, 0x12, 0x22, 0x31, 0x32)  # unknown, datagrams, Unix s
 _LOCAL, _PROXY = 0x20, 0x21
 
 
-class Malformed(Exception):
+class ProxyHeaderError(Exception):
     """The bytes are no introduction."""
 
 
-class Introduction(NamedTuple):
+class ProxyHeader(NamedTuple):
     """`length`: bytes that it took. `peer`: HOST:PORT of the client, "" where it is not told."""
 
     length: int
     peer: str
 
 
-def read(came: bytes) -> Introduction | None:
-    """None while more must come. Raises Malformed."""
+def parse_proxy_header(came: bytes) -> ProxyHeader | None:
+    """None while more must come. Raises ProxyHeaderError."""
     if came.startswith(_SIGNATURE):
         return _read_v2(came)
     if _SIGNATURE.startswith(came):
@@ -45,54 +45,54 @@ def read(came: bytes) -> Introduction | None:
     return _read_v1(came)
 
 
-def _read_v1(came: bytes) -> Introduction | None:
+def _read_v1(came: bytes) -> ProxyHeader | None:
     if not (came.startswith(b"PROXY ") or b"PROXY ".startswith(came)):
-        raise Malformed("neither version of the PROXY protocol begins like this")
+        raise ProxyHeaderError("neither version of the PROXY protocol begins like this")
     end = came.find(b"\r\n", 0, _V1_BYTES)
     if end < 0:
         if len(came) >= _V1_BYTES or b"\n" in came or b"\r" in came[:-1]:
-            raise Malformed("the line of version 1 does not end")
+            raise ProxyHeaderError("the line of version 1 does not end")
         return None
     line = came[:end]
     if _UNKNOWN.match(line):
-        return Introduction(end + 2, "")
+        return ProxyHeader(end + 2, "")
     found = _LINE.match(line)
     if found is None:
-        raise Malformed("the line of version 1 is not as it should be")
+        raise ProxyHeaderError("the line of version 1 is not as it should be")
     kind = IPv4Address if found[1] == b"TCP4" else IPv6Address
     try:
         source, _ = (kind(text.decode()) for text in found.group(2, 3))
     except AddressValueError as error:
-        raise Malformed(str(error)) from None
+        raise ProxyHeaderError(str(error)) from None
     if max(int(found[4]), int(found[5])) > 65535:
-        raise Malformed("a port above 65535")
-    return Introduction(end + 2, _place(source, int(found[4])))
+        raise ProxyHeaderError("a port above 65535")
+    return ProxyHeader(end + 2, _place(source, int(found[4])))
 
 
-def _read_v2(came: bytes) -> Introduction | None:
+def _read_v2(came: bytes) -> ProxyHeader | None:
     if len(came) < _V2_HEAD_BYTES:
         return None
     command, family = came[12], came[13]
     length = _V2_HEAD_BYTES + int.from_bytes(came[14:16], "big")
     if command not in (_LOCAL, _PROXY):
-        raise Malformed(f"version and command {command:#04x}")
+        raise ProxyHeaderError(f"version and command {command:#04x}")
     if length > MAX_BYTES:
-        raise Malformed(f"an introduction of {length} bytes")
+        raise ProxyHeaderError(f"an introduction of {length} bytes")
     if len(came) < length:
         return None
     if command == _LOCAL or family in _V2_OTHERS:
-        return Introduction(length, "")
+        return ProxyHeader(length, "")
     layout = _V2_ADDRESSES.get(family)
     if layout is None or length < _V2_HEAD_BYTES + layout.size:
-        raise Malformed(f"address family {family:#04x}, {length - _V2_HEAD_BYTES} bytes")
+        raise ProxyHeaderError(f"address family {family:#04x}, {length - _V2_HEAD_BYTES} bytes")
     source, _, port, _ = layout.unpack_from(came, _V2_HEAD_BYTES)
     address = IPv4Address(source) if len(source) == 4 else IPv6Address(source)
-    return Introduction(length, _place(address, port))
+    return ProxyHeader(length, _place(address, port))
 
 
 def _place(address: IPv4Address | IPv6Address, port: int) -> str:
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return place_of(str(mapped or address), port)
+    return format_peer(str(mapped or address), port)
 
 
 # A client's place as text, `1.2.3.4:567` or `[::1]:567`, and the field that tells the front of it.
@@ -104,7 +104,7 @@ FIELD: Final = b"x-omni-peer"  # in a control request; the last one is ours
 _MAPPED: Final = "::ffff:"
 
 
-def place_of(host: str, port: int) -> str:
+def format_peer(host: str, port: int) -> str:
     """`host` as the kernel writes it."""
     address = host.removeprefix(_MAPPED)
     if ":" not in address:
@@ -117,6 +117,6 @@ def peer_field(place: str) -> bytes:
     return b"%b: %b\r\n" % (FIELD, place.encode("latin-1", "replace")) if place else b""
 
 
-def host_of(place: str) -> str:
+def peer_host(place: str) -> str:
     """The address without its port."""
     return place.rpartition(":")[0].strip("[]")

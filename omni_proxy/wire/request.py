@@ -14,8 +14,8 @@ import httptools
 import msgspec
 
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.head_template import HeadTemplate
-from omni_proxy.wire.log_text import masked
+from omni_proxy.wire.head_caching.template import HeadTemplate
+from omni_proxy.wire.log_text import mask_secrets
 
 MAX_HEAD_BYTES = 65536
 MAX_TARGET_BYTES = 16384
@@ -76,15 +76,15 @@ class RequestHead(msgspec.Struct, gc=False):
     idempotency_key: bool = False
     hints: dict[bytes, bytes] = {}
     origin: bytes = b""
-    words: tuple[str, str, str] = ("", "", "")  # method, target without secrets, path: as text
-    spelling: HeadTemplate | None = None  # how it was written, where that is remembered
+    log_words: tuple[str, str, str] = ("", "", "")  # method, target without secrets, path: as text
+    template: HeadTemplate | None = None  # how it was written, where that is remembered
 
 
 def _bad(message: str, code: str = "malformed_request") -> HttpError:
     return HttpError(400, message, code, close=True)
 
 
-def past_empty_lines(buffer: bytes) -> bytes:
+def skip_empty_lines(buffer: bytes) -> bytes:
     """What follows the empty lines before a request (RFC 9112 2.2); half a line end is none."""
     if buffer[:2] != b"\r\n":
         return buffer
@@ -94,7 +94,7 @@ def past_empty_lines(buffer: bytes) -> bytes:
     return buffer[at:]
 
 
-def find_end(buffer: bytes | bytearray, searched: int = 0) -> int:
+def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     """Where the head ends (past its blank line), 0 while it isn't whole.
 
     `searched` bytes were looked at before. Raises HttpError 414 or 431 when no end can come any more,
@@ -121,7 +121,7 @@ def _too_long() -> HttpError:
     return HttpError(414, "the request target is too long", "target_too_long", close=True)
 
 
-def judge(head: bytes) -> RequestHead:
+def parse_request_head(head: bytes) -> RequestHead:
     """Read one whole head (ends with its blank line). Raises HttpError for what must not pass."""
     parser = _parsed(head)
     version, method = parser.get_http_version(), parser.get_method()
@@ -138,7 +138,7 @@ def judge(head: bytes) -> RequestHead:
     lines, fields = _split(head)
     host = _host(fields, optional=version == "1.0")
     target = _origin_form(line[1], method, host)
-    nominated = nominated_by(fields.get(b"connection", ()))
+    nominated = connection_options(fields.get(b"connection", ()))
     if not PLAIN_OPTIONS.issuperset(nominated):
         lines = drop_fields(lines, nominated)
     expected = {value.lower() for value in fields.get(b"expect", ())}
@@ -148,7 +148,7 @@ def judge(head: bytes) -> RequestHead:
         method=method,
         target=target,
         lines=b"%b %b HTTP/1.1\r\n%b" % (method, target, lines),
-        keep_alive=stays_open(nominated, http_1_0=version == "1.0"),
+        keep_alive=is_persistent(nominated, http_1_0=version == "1.0"),
         http_1_0=version == "1.0",
         length=_length(fields, version),
         host=host,
@@ -160,13 +160,13 @@ def judge(head: bytes) -> RequestHead:
         idempotency_key=b"idempotency-key" in fields,
         hints=_hints(fields),
         origin=_first(fields, b"origin"),
-        words=_words(method, target),
+        log_words=_words(method, target),
     )
 
 
 def _words(method: bytes, target: bytes) -> tuple[str, str, str]:
     text = target.decode("latin-1")
-    return method.decode("latin-1"), masked(text), text.partition("?")[0]
+    return method.decode("latin-1"), mask_secrets(text), text.partition("?")[0]
 
 
 def _parsed(head: bytes) -> httptools.HttpRequestParser:
@@ -221,12 +221,12 @@ def _first(fields: _Fields, name: bytes) -> bytes:
     return values[0] if values else b""
 
 
-def stays_open(options: frozenset[bytes], *, http_1_0: bool) -> bool:
+def is_persistent(options: frozenset[bytes], *, http_1_0: bool) -> bool:
     """RFC 9112 9.3. llhttp can't be asked: it forgets the options once a message is complete."""
     return b"close" not in options and (not http_1_0 or b"keep-alive" in options)
 
 
-def nominated_by(connection: Iterable[bytes]) -> frozenset[bytes]:
+def connection_options(connection: Iterable[bytes]) -> frozenset[bytes]:
     """The field names and options in values of `connection`, lower case."""
     tokens = (token.strip().lower() for value in connection for token in value.split(b","))
     return frozenset(token for token in tokens if token)
@@ -290,7 +290,7 @@ def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
     return b"".join(kept)
 
 
-def with_bearer(lines: bytes, key: bytes) -> bytes:
+def set_bearer(lines: bytes, key: bytes) -> bytes:
     """Field lines with this key as their one authorization."""
     kept = drop_fields(lines, frozenset((b"authorization",)))
     return b"%bauthorization: Bearer %b\r\n" % (kept, key)

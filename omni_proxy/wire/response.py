@@ -17,9 +17,9 @@ from omni_proxy.wire.chunked import LAST_CHUNK
 from omni_proxy.wire.request import (
     MAX_HEAD_BYTES,
     PLAIN_OPTIONS,
+    connection_options,
     drop_fields,
-    nominated_by,
-    stays_open,
+    is_persistent,
 )
 
 # Interim (1xx) heads before one answer: there is use for two or three, and each costs a turn.
@@ -129,8 +129,8 @@ class UpstreamResponse:
                 self.sse = value[:17].lower() == b"text/event-stream"
         kept.append(head[at:-2])
         lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may speak HTTP/1.0, we do not
-        nominated = nominated_by(connection)
-        self.keep_alive = stays_open(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
+        nominated = connection_options(connection)
+        self.keep_alive = is_persistent(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
         names = nominated - _STAYING
         self.lines = drop_fields(lines, names) if names else lines
         if codings:
@@ -179,7 +179,7 @@ class UpstreamResponse:
             return piece[:end]
         return piece
 
-    def stands_between_chunks(self, last: bytes) -> bool:
+    def is_between_chunks(self, last: bytes) -> bool:
         """Whether what was accepted so far, whose last piece is `last`, ends with a chunk. Asked
         once: nothing can be fed after it.
 
@@ -246,7 +246,7 @@ def _is_refused_behind_a_chunk(piece: bytes) -> bool:
     return False
 
 
-def find_answer_end(buffer: bytes | bytearray) -> int:
+def find_response_head_end(buffer: bytes | bytearray) -> int:
     """Where the head ends (past its blank line), 0 while it isn't whole. Raises UpstreamProtocolError."""
     end = buffer.find(b"\r\n\r\n")
     if end >= 0:
@@ -279,7 +279,7 @@ class Unchunker:
         return payload
 
 
-def with_reason(answer: UpstreamResponse) -> bytes:
+def add_reason_phrase(answer: UpstreamResponse) -> bytes:
     """Its lines with the usual reason phrase where a server (Hypercorn) sends an empty one."""
     bare = b"HTTP/1.1 %d \r\n" % answer.status
     if not answer.lines.startswith(bare):

@@ -38,7 +38,7 @@ class SpeechEvents:
         self._parts: list[str] = []
         self._size = 0
 
-    def hear(self, piece: str, *, finished: bool) -> None:
+    def feed(self, piece: str, *, finished: bool) -> None:
         """The next piece of a text message."""
         self._size += len(piece)
         if self._size <= MAX_EVENT_BYTES:

@@ -29,7 +29,7 @@ _FIELD_LINE = re.compile(rb"(?im)^sec-websocket-[^:\r\n]*:[^\r\n]*\r\n")
 _encode = msgspec.json.encode
 
 
-def accept(head: RequestHead, lines: bytes = b"") -> bytes:
+def accept_handshake(head: RequestHead, lines: bytes = b"") -> bytes:
     """The 101 that takes a client's offer, with `lines` of ours. Raises HttpError 426 and 400."""
     if head.upgrade != b"websocket" or head.http_1_0:
         raise _only_websocket("this path speaks WebSocket only", close=bool(head.length))
@@ -54,7 +54,7 @@ def _only_websocket(message: str, *, close: bool) -> HttpError:
     )
 
 
-def offer(lines: bytes, host_line: bytes, key: bytes) -> bytes:
+def encode_handshake(lines: bytes, host_line: bytes, key: bytes) -> bytes:
     """The handshake for a worker, with a client's own lines. `key` is base64 of 16 random bytes."""
     return (
         b"%b%bupgrade: websocket\r\nconnection: upgrade\r\n"
@@ -63,7 +63,7 @@ def offer(lines: bytes, host_line: bytes, key: bytes) -> bytes:
     )
 
 
-def offer_status(raw: bytes, key: bytes) -> int:
+def parse_handshake_response(raw: bytes, key: bytes) -> int:
     """What a worker said to our offer. Raises UpstreamProtocolError, also for a 101 that is none."""
     answer = UpstreamResponse()
     answer.read_head(raw, to_head=False)
@@ -86,10 +86,10 @@ class WebSocketFrames:
     """One side of a session: `feed` what it sent and take `events`; what it shall get is in `out`.
 
     `left`: its closing frame has come, or bytes that are no frames, and nothing it sends counts.
-    `mid_message`: it has the beginning of a message whose end is still to come.
+    `in_message`: it has the beginning of a message whose end is still to come.
     """
 
-    __slots__ = ("_parts", "_size", "_ws", "broken", "left", "mid_message", "out")
+    __slots__ = ("_parts", "_size", "_ws", "broken", "in_message", "left", "out")
 
     def __init__(self, kind: ConnectionType) -> None:
         self._ws = Connection(kind)
@@ -98,7 +98,7 @@ class WebSocketFrames:
         self.out = bytearray()
         self.left = False
         self.broken = False
-        self.mid_message = False
+        self.in_message = False
 
     def feed(self, piece: bytes) -> None:
         if not self.left:
@@ -143,7 +143,7 @@ class WebSocketFrames:
         else:
             event = BytesMessage(data=data, message_finished=finished)
         self.out += self._ws.send(event)
-        self.mid_message = not finished
+        self.in_message = not finished
 
     def close(self, code: int, reason: str) -> None:
         """Our closing frame, or our answer to its own; only the first one goes out."""
@@ -160,7 +160,7 @@ def error_event(refusal: HttpError) -> str:
     return _encode({**event, **{key: value for key, value in more.items() if value}}).decode()
 
 
-def closing_code(status: int) -> int:
+def close_code(status: int) -> int:
     """The closing code that goes with a router-made error (omni-router.md 12)."""
     special = {413: 1009, 429: 1013, 503: 1013}
     return special.get(status, 1008 if status < 500 else 1011)

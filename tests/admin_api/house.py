@@ -18,7 +18,7 @@ from omni_proxy.config.schema import CAPABILITIES, AdminConfig, Config, RoutingC
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.policies import build
+from omni_proxy.routing.policies import build_policy
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments
@@ -100,7 +100,7 @@ class ProberStandIn:
 
 class DoorStandIn:
     def __init__(self):
-        self.policy = build(RoutingConfig(), lambda _: 0, 0.0)
+        self.policy = build_policy(RoutingConfig(), lambda _: 0, 0.0)
         self.draining = False
         self.voices = VoiceRegistry()
         self.door_rows = []

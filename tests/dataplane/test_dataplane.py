@@ -31,13 +31,13 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
     heard = []
 
     class Listening(type(door.policy)):
-        def forget(self, worker):
+        def forget_worker(self, worker):
             heard.append(worker.url)
 
-        def tend(self, now):
+        def maintain(self, now):
             heard.append(now)
 
-        def facts(self):
+        def stats(self):
             return {"picks": 7}
 
     door.policy = Listening()

@@ -25,7 +25,7 @@ class Waiter(ConnectionTask):
         self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
         self.mine = Exchange(self.loop.now, "test")
-        self.mine.need = Requirements(BIT["chat"], model, version=version)
+        self.mine.need = Requirements(BIT["chat"], model, version_constraint=version)
         self.refusal = None
         self.wants = ""  # what it waits for, and since when
         self.joined = 0
@@ -56,7 +56,7 @@ class Waiter(ConnectionTask):
         self.wants = "slot"
         if not door.count_in(mine):
             await door.queue.for_slot(self, mine, unread=False)
-        self.phase, self.wants = "pick", (self.model, mine.need.version)
+        self.phase, self.wants = "pick", (self.model, mine.need.version_constraint)
         try:
             take(door, mine)
         except HttpError as nobody:

@@ -16,7 +16,7 @@ from omni_proxy.fleet.request_counters import (
     place_of,
     told,
 )
-from omni_proxy.routing.routes import match
+from omni_proxy.routing.routes import match_route
 
 NAMES = ("generation", "speech_http", "transcription")
 STEPS = st.lists(
@@ -35,8 +35,12 @@ def test_each_class_has_its_own_counts(steps):
 
 
 def test_a_route_counts_where_its_class_has_its_place():
-    route = match("POST", "/v1/audio/speech")
-    assert route.counts_at == place_of("speech_http") != match("POST", "/generate").counts_at
+    route = match_route("POST", "/v1/audio/speech")
+    assert (
+        route.counter_index
+        == place_of("speech_http")
+        != match_route("POST", "/generate").counter_index
+    )
 
 
 def test_there_are_no_more_classes_than_places(monkeypatch):

@@ -16,7 +16,7 @@ async def test_the_key_is_read_where_the_policy_wants_it(wants, told):
             wants_key = wants
 
             def pick(self, candidates, need):
-                keys.append(need.key)
+                keys.append(need.affinity_key)
                 return super().pick(candidates, need)
 
         opened.door.policy = Keyed()

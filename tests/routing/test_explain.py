@@ -40,7 +40,7 @@ def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
 def test_it_shows_which_weights_are_there_and_which_were_asked_for():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.versioned(fleet.workers[0], "v1", 1)
-    need = Requirements(CHAT, version=VersionConstraint("v1", 1))
+    need = Requirements(CHAT, version_constraint=VersionConstraint("v1", 1))
     told = explain(fleet, need, build("round_robin"))
     rows = [(row["weight_version"], row["weight_epoch"], row["reasons"]) for row in told["workers"]]
     wanted = "'v1' of epoch 1 or later"
@@ -51,6 +51,6 @@ def test_it_shows_which_weights_are_there_and_which_were_asked_for():
 
 def test_asking_teaches_the_policy_nothing():
     fleet, policy = fleet_of(entry("a"), entry("b")), build("cache_aware")
-    before = policy.facts()
+    before = policy.stats()
     explain(fleet, asked("x" * 100), policy)
-    assert policy.facts() == before
+    assert policy.stats() == before

@@ -11,16 +11,16 @@ from omni_proxy.fleet.capabilities import BIT, mask_of
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import WEIGHT_HOLDS
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect.payload import payload_of
+from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (
-    eligible,
-    held_for_update,
+    eligible_workers,
+    ineligibility_reasons,
     no_worker_error,
     pick_worker,
-    reasons_against,
+    workers_held_for_update,
 )
-from omni_proxy.routing.policies import build
+from omni_proxy.routing.policies import build_policy
 from omni_proxy.routing.routes import Pinning
 from omni_proxy.routing.version_constraint import VersionConstraint
 from omni_proxy.wire.errors import HttpError
@@ -31,7 +31,7 @@ SOUND = ("speech", "audio_input")
 
 
 def policy():
-    return build(RoutingConfig(), random.randrange, 0.0)
+    return build_policy(RoutingConfig(), random.randrange, 0.0)
 
 
 def chosen(fleet, need, **more) -> str:
@@ -63,9 +63,9 @@ needs = st.builds(
     Requirements,
     mask=st.sets(st.sampled_from(["chat", *SOUND])).map(mask_of),
     model=st.sampled_from([None, "m", "n", "other"]),
-    place=st.sampled_from(Pinning),
-    worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
-    version=st.none()
+    pinning=st.sampled_from(Pinning),
+    named_worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
+    version_constraint=st.none()
     | st.builds(VersionConstraint, st.sampled_from([None, "v1", "v3"]), st.integers(0, 2)),
 )
 
@@ -91,15 +91,15 @@ def world(rows):
 @given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
 def test_whom_only_an_operation_on_weights_keeps_back_could_take_it_without(rows, need, owner):
     fleet = world(rows)
-    held = held_for_update(fleet, need, owner)
-    routable = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
+    held = workers_held_for_update(fleet, need, owner)
+    routable = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need, owner)]
     assert not (held and routable)
     for worker in held:
         for hold in list(worker.holds):
             assert hold in WEIGHT_HOLDS
             fleet.release(worker, hold)
     for worker in held if any(w.machine.state is Health.HEALTHY for w in held) else ():
-        against = reasons_against(fleet, worker, need, owner)
+        against = ineligibility_reasons(fleet, worker, need, owner)
         # Beside it, what is told of a pick that leaves the first of several, or is short of room.
         assert all(word.startswith(("full", "is not the", "serves")) for word in against)
 
@@ -107,7 +107,7 @@ def test_whom_only_an_operation_on_weights_keeps_back_could_take_it_without(rows
 @given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
 def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, need, owner):
     fleet, turns = world(rows), policy()
-    expected = [w for w in fleet.workers if not reasons_against(fleet, w, need, owner)]
+    expected = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need, owner)]
     seen = set()
     for _ in range(len(rows) * 2 + 1):
         try:
@@ -122,32 +122,34 @@ def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need)
     fleet, turns = world(rows), policy()
     before = copy.copy(turns)
     told = explain(fleet, need, turns)
-    eligible = [row["url"] for row in told["workers"] if row["eligible"]]
+    eligible_workers = [row["url"] for row in told["workers"] if row["eligible"]]
     if told["pick"] is None:
-        assert eligible == []
+        assert eligible_workers == []
         assert told["refusal"]["message"]
     else:
         assert told["pick"]["url"] == pick_worker(fleet, need, before).url
         assert told["pick"]["url"] == pick_worker(fleet, need, turns).url
-        assert told["pick"]["url"] in eligible
+        assert told["pick"]["url"] in eligible_workers
 
 
 @given(worlds, needs, st.sets(st.integers(0, 3)))
 def test_a_tried_worker_is_taken_again_only_when_nobody_else_is_left(rows, need, tried):
     fleet = world(rows)
     spent = [worker for number, worker in enumerate(fleet.workers) if number in tried]
-    eligible = [w for w in fleet.workers if not reasons_against(fleet, w, need)]
-    if eligible:
+    eligible_workers = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need)]
+    if eligible_workers:
         worker = pick_worker(fleet, need, policy(), tried=spent)
-        assert worker in eligible
-        assert worker not in spent or all(each in spent for each in eligible)
+        assert worker in eligible_workers
+        assert worker not in spent or all(each in spent for each in eligible_workers)
 
 
 @pytest.mark.parametrize("name", get_args(get_type_hints(RoutingConfig)["policy"]))
 def test_under_every_policy_the_next_try_is_at_another_worker(name):
     fleet = fleet_of(entry("a"), entry("b"), entry("c"))
-    made = build(RoutingConfig(policy=name), random.randrange, 0.0)
-    need = Requirements(CHAT, body=payload_of({"prompt": "the same beginning " * 9}), key="k")
+    made = build_policy(RoutingConfig(policy=name), random.randrange, 0.0)
+    need = Requirements(
+        CHAT, body_fields=body_fields_of({"prompt": "the same beginning " * 9}), affinity_key="k"
+    )
     for spare in fleet.workers * 2:
         tried = {worker for worker in fleet.workers if worker is not spare}
         assert pick_worker(fleet, need, made, tried=tried) is spare
@@ -238,24 +240,26 @@ def test_who_could_not_take_it_anyway_does_not_hide_that_the_others_are_being_up
 def test_the_owner_of_the_voices_or_a_named_worker_is_being_updated_alone():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.hold(fleet.workers[0], "updating")
-    voices = Requirements(BIT["speech"], place=Pinning.VOICE_OWNER)
+    voices = Requirements(BIT["speech"], pinning=Pinning.VOICE_OWNER)
     assert refusal(fleet, voices, owner="http://a:1").code == "weights_updating"
-    named = Requirements(BIT["speech"], place=Pinning.NAMED, worker="http://a:1")
+    named = Requirements(BIT["speech"], pinning=Pinning.NAMED, named_worker="http://a:1")
     assert refusal(fleet, named).code == "weights_updating"
 
 
 def test_only_workers_with_the_wanted_weights_are_chosen():
     fleet = fleet_of(entry("a"), entry("b"))
     a, b = fleet.workers
-    need = Requirements(CHAT, version=VersionConstraint("v2"))
+    need = Requirements(CHAT, version_constraint=VersionConstraint("v2"))
     refused = refusal(fleet, need)
     assert (refused.status, refused.code) == (503, "weight_version_unavailable")
     assert refused.message.endswith("no worker that could take it has weights 'v2'")
     fleet.versioned(a, "v1", 1)
     fleet.versioned(b, "v2", 2)
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
-    assert list(eligible(fleet, Requirements(CHAT, version=VersionConstraint(None, 1)))) == [a, b]
-    assert reasons_against(fleet, a, need) == ["has weights 'v1' (epoch 1), not 'v2'"]
+    assert list(
+        eligible_workers(fleet, Requirements(CHAT, version_constraint=VersionConstraint(None, 1)))
+    ) == [a, b]
+    assert ineligibility_reasons(fleet, a, need) == ["has weights 'v1' (epoch 1), not 'v2'"]
     fleet.hold(b, "updating")
     assert refusal(fleet, need).code == "weights_updating"
 
@@ -285,9 +289,9 @@ def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
         entry("b", capabilities=frozenset(SOUND)),
         entry("c", capabilities=frozenset(SOUND)),
     )
-    need = Requirements(BIT["speech"], place=Pinning.VOICE_OWNER)
+    need = Requirements(BIT["speech"], pinning=Pinning.VOICE_OWNER)
     assert chosen(fleet, need) == "b:1"
-    against = [reasons_against(fleet, worker, need) for worker in fleet.workers]
+    against = [ineligibility_reasons(fleet, worker, need) for worker in fleet.workers]
     assert [bool(reasons) for reasons in against] == [True, False, True]
     assert chosen(fleet, need, owner="http://c:1") == "c:1"
     fleet.mark_dead(fleet.workers[2], NOW)
@@ -297,11 +301,11 @@ def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
 
 def test_a_named_worker_alone_may_answer():
     fleet = fleet_of(entry("a"), entry("b"))
-    need = Requirements(BIT["speech"], place=Pinning.NAMED, worker=fleet.workers[1].id)
+    need = Requirements(BIT["speech"], pinning=Pinning.NAMED, named_worker=fleet.workers[1].id)
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
     fleet.mark_dead(fleet.workers[1], NOW)
     assert refusal(fleet, need).code == "worker_unavailable"
-    need.worker = "http://nobody:1"
+    need.named_worker = "http://nobody:1"
     assert refusal(fleet, need).status == 404
 
 
@@ -310,7 +314,7 @@ def test_reasons_come_in_the_order_an_operator_would_ask():
     (worker,) = fleet.workers
     worker.in_flight = 1
     fleet.hold(worker, "updating")
-    assert reasons_against(fleet, worker, Requirements(CHAT)) == [
+    assert ineligibility_reasons(fleet, worker, Requirements(CHAT)) == [
         "disabled",
         "unknown",
         "held: updating",
@@ -331,7 +335,7 @@ def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
     heal(fleet, worker)
     assert chosen(fleet, Requirements(CHAT)) == "a:1"
     fleet.begin_trial(worker)
-    assert reasons_against(fleet, worker, Requirements(CHAT)) == [
+    assert ineligibility_reasons(fleet, worker, Requirements(CHAT)) == [
         "on trial: one request at a time until one succeeds"
     ]
     refused = refusal(fleet, Requirements(CHAT))
@@ -344,7 +348,7 @@ def test_without_a_model_in_question_no_refusal_speaks_of_one():
     fleet = fleet_of(entry("a"))
     found = no_worker_error(fleet, Requirements(mask=CHAT))
     assert (found.code, "None" in found.message) == ("all_full", False)
-    (reason,) = reasons_against(
+    (reason,) = ineligibility_reasons(
         made := fleet_of(entry("a"), entry("b", model="m")),
         made.workers[0],
         Requirements(CHAT, "m"),

@@ -15,7 +15,7 @@ NEED = Requirements(0)
 
 
 def build(name, below, **more):
-    return policies.build(RoutingConfig(policy=name, **more), below, 0.0)
+    return policies.build_policy(RoutingConfig(policy=name, **more), below, 0.0)
 
 
 NAMES = ("round_robin", "random", "least_request", "power_of_two")
@@ -65,7 +65,7 @@ def test_least_request_takes_turns_among_ties_whoever_else_is_busy(counts, befor
     ties = [worker for worker in candidates if worker.in_flight == min(counts)]
     picked = []
     for _ in range(rounds * len(ties)):
-        shown, _ = policy.preview(candidates, NEED)
+        shown, _ = policy.preview_pick(candidates, NEED)
         picked.append(policy.pick(candidates, NEED))
         assert picked[-1] is shown
     first = ties.index(picked[0])

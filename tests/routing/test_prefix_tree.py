@@ -109,11 +109,11 @@ class AgainstStrings(SlowSweep):
 
     @rule()
     def sweep_a_little(self):
-        self.tree.tend(evict=False)
+        self.tree.maintain(evict=False)
 
     @rule()
     def sweep_to_the_end(self):
-        while self.tree.tend(evict=False):
+        while self.tree.maintain(evict=False):
             pass
         assert self.tree.size == len(prefixes(set().union(*self.held.values())))
 
@@ -171,8 +171,8 @@ class UnderPressure(SlowSweep):
         self.held.pop(holder, None)
 
     @rule()
-    def tend(self):
-        while self.tree.tend(evict=True):
+    def maintain(self):
+        while self.tree.maintain(evict=True):
             pass
         assert self.tree.size <= self.MAX
 
@@ -206,7 +206,7 @@ def test_the_least_recently_used_leaf_goes_first():
         tree.insert(text, "a")
     tree.insert(b"shared-one", "b")
     tree.max_size = 22
-    assert not tree.tend(evict=True)
+    assert not tree.maintain(evict=True)
     assert tree.match(b"shared-two")[0] == len(b"shared-")
     assert tree.match(b"shared-one")[0] == len(b"shared-one")
     assert tree.match(b"other-text")[0] == len(b"other-text")
@@ -218,7 +218,7 @@ def test_a_match_is_no_use():
     tree.insert(b"second", "a")
     assert tree.match(b"first")[0] == 5
     tree.max_size = 6
-    tree.tend(evict=True)
+    tree.maintain(evict=True)
     assert (tree.match(b"first")[0], tree.match(b"second")[0]) == (0, 6)
 
 
@@ -239,7 +239,7 @@ def test_a_forgotten_holder_is_gone_at_once_and_its_memory_in_pieces():
     assert (tree.size_of("a"), tree.match(b"8-of-many")) == (0, (0, 0))
     assert tree.match(b"7-of-b")[0] == 6
     steps = [tree.size]
-    while tree.tend(evict=False):
+    while tree.maintain(evict=False):
         steps.append(tree.size)
     assert len(steps) > 2
     assert all(later < sooner for sooner, later in pairwise(steps))
@@ -252,10 +252,10 @@ def test_a_holder_that_comes_back_while_it_is_wiped_starts_empty():
     for number in range(2000):
         tree.insert(b"%d-of-many" % number, "a")
     tree.forget("a")
-    tree.tend(evict=False)
+    tree.maintain(evict=False)
     tree.insert(b"9-of-many", "a")
     assert tree.size_of("a") == 9
-    while tree.tend(evict=False):
+    while tree.maintain(evict=False):
         pass
     assert (tree.size, tree.size_of("a"), tree.match(b"9-of-others")[0]) == (9, 9, 5)
     audit(tree)
@@ -278,9 +278,9 @@ def test_who_comes_later_holds_nothing_of_who_was_forgotten():
     tree.insert(b"late-one", "a")
     tree.insert(b"late-one", "b")
     tree.forget("a")
-    assert tree.tend(evict=False)
+    assert tree.maintain(evict=False)
     tree.insert(b"late-two", "b")  # a new node with a number that the sweep has passed
-    while tree.tend(evict=False):
+    while tree.maintain(evict=False):
         pass
     tree.insert(b"else", "c")
     assert tree.depths(b"late-one") == {"b": 8}
@@ -293,7 +293,7 @@ def test_one_slice_of_eviction_is_bounded():
         tree.insert(b"%05d" % number, "a")
     before = tree.nodes
     tree.max_size = 1
-    assert tree.tend(evict=True)
+    assert tree.maintain(evict=True)
     assert before - tree.nodes == EVICTED_PER_SLICE
 
 
@@ -314,7 +314,7 @@ def test_a_flood_that_eviction_cannot_follow_is_not_learnt():
         tree.insert(bytes([number]) * 60_000, "a")
         assert tree.size <= 800_000 * 5 // 4 + 60_000
     assert tree.match(bytes([39]) * 60_000)[0] == 0
-    while tree.tend(evict=True):
+    while tree.maintain(evict=True):
         pass
     tree.insert(b"\xff" * 60_000, "a")
     assert tree.match(b"\xff" * 60_000)[0] == 60_000
@@ -347,7 +347,7 @@ def test_more_holders_than_a_word_has_bits():
     assert sorted(tree.named(mask)) == list(range(200))
     for number in range(0, 200, 2):
         tree.forget(number)
-    while tree.tend(evict=False):
+    while tree.maintain(evict=False):
         pass
     assert sorted(tree.named(tree.match(b"shared")[1])) == list(range(1, 200, 2))
     audit(tree)
@@ -359,7 +359,7 @@ def test_a_cleared_tree_is_empty_and_grows_again():
         tree.insert(b"%d" % number, number % 3)
     tree.clear()
     assert tree.match(b"12")[0] == 0
-    while tree.tend(evict=False):
+    while tree.maintain(evict=False):
         pass
     assert (tree.size, tree.nodes, len(tree._labels)) == (0, 0, 1)
     tree.insert(b"12", 0)

@@ -41,13 +41,13 @@ def test_what_a_cleared_tree_had_grown_to_is_dropped_in_pieces():
         tree.insert(b"%d" % number, "a")
     tree.clear()
     while not tree._waste:
-        assert tree.tend(evict=False)
+        assert tree.maintain(evict=False)
     left = len(tree._waste)
-    assert tree.tend(evict=False)
+    assert tree.maintain(evict=False)
     assert left - len(tree._waste) == DROPPED_PER_SLICE
     tree.insert(b"the first after it", "a")
     assert left - len(tree._waste) == DROPPED_PER_SLICE + 1
-    while tree.tend(evict=False):
+    while tree.maintain(evict=False):
         pass
     assert not tree._waste
     assert tree.match(b"the first")[0] == 9

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.fleet.capabilities import mask_of
-from omni_proxy.routing.routes import BodyKind, Pinning, WrongMethod, match
+from omni_proxy.routing.routes import BodyKind, MethodNotAllowed, Pinning, match_route
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 ROWS = [
@@ -25,9 +25,9 @@ ROWS = [
 
 @pytest.mark.parametrize(("method", "path", "traffic", "needs", "place"), ROWS)
 def test_a_model_route_has_its_class_its_need_and_its_place(method, path, traffic, needs, place):
-    route = match(method, path)
+    route = match_route(method, path)
     assert route is not None
-    assert (route.traffic, route.mask, route.place) == (traffic, mask_of(needs), place)
+    assert (route.traffic, route.mask, route.pinning) == (traffic, mask_of(needs), place)
     assert route.websocket == (traffic == "tts_websocket")
 
 
@@ -36,10 +36,10 @@ def test_another_method_is_told_what_is_allowed(path):
     own = {row[0] for row in ROWS if row[1] == path}
     for method in METHODS:
         if method in own:
-            assert match(method, path) is not None
+            assert match_route(method, path) is not None
         else:
-            with pytest.raises(WrongMethod) as wrong:
-                match(method, path)
+            with pytest.raises(MethodNotAllowed) as wrong:
+                match_route(method, path)
             assert wrong.value.allowed == own
 
 
@@ -62,18 +62,18 @@ def test_another_method_is_told_what_is_allowed(path):
 )
 def test_what_stands_in_no_row_is_the_fronts(path):
     for method in METHODS:
-        assert match(method, path) is None
+        assert match_route(method, path) is None
 
 
 @given(st.text())
 def test_no_path_is_caught_that_no_row_names(path):
-    route = match("GET", path) if path not in {row[1] for row in ROWS} else None
+    route = match_route("GET", path) if path not in {row[1] for row in ROWS} else None
     if route is not None:
         assert route.path.endswith(("{request_id}", "{name}"))
 
 
 def test_speech_is_json_whatever_its_content_type_says():
     for path in ("/v1/audio/speech", "/v1/audio/speech/batch"):
-        route = match("POST", path)
+        route = match_route("POST", path)
         assert route is not None
-        assert route.body is BodyKind.ALWAYS_JSON
+        assert route.body_kind is BodyKind.ALWAYS_JSON

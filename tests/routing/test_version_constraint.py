@@ -3,9 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.fleet.weight_version import UNKNOWN, WeightVersion
-from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
-from omni_proxy.routing.routes import match
-from omni_proxy.routing.version_constraint import EPOCH, LABEL, VersionConstraint, wanted_by
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request
+from omni_proxy.routing.routes import match_route
+from omni_proxy.routing.version_constraint import (
+    EPOCH_HINT,
+    LABEL_HINT,
+    VersionConstraint,
+    parse_version_constraint,
+)
 from omni_proxy.wire.errors import HttpError
 
 LABELS = st.sampled_from(["v1", "v2", "é", "a b"])
@@ -17,29 +22,29 @@ ODD = "a\nb"
     [
         ({}, None),
         ({b"model": b"m"}, None),
-        ({LABEL: b"=v1"}, VersionConstraint("v1")),
-        ({LABEL: b"= v1 "}, VersionConstraint("v1")),
-        ({LABEL: b"==v1"}, VersionConstraint("=v1")),
-        ({EPOCH: b"7"}, VersionConstraint(None, 7)),
-        ({EPOCH: b"0"}, VersionConstraint(None, 0)),
-        ({LABEL: b"=v1", EPOCH: b"007"}, VersionConstraint("v1", 7)),
+        ({LABEL_HINT: b"=v1"}, VersionConstraint("v1")),
+        ({LABEL_HINT: b"= v1 "}, VersionConstraint("v1")),
+        ({LABEL_HINT: b"==v1"}, VersionConstraint("=v1")),
+        ({EPOCH_HINT: b"7"}, VersionConstraint(None, 7)),
+        ({EPOCH_HINT: b"0"}, VersionConstraint(None, 0)),
+        ({LABEL_HINT: b"=v1", EPOCH_HINT: b"007"}, VersionConstraint("v1", 7)),
     ],
 )
 def test_conditions_are_read(hints, wanted):
-    assert wanted_by(hints) == wanted
+    assert parse_version_constraint(hints) == wanted
 
 
 @pytest.mark.parametrize(
     "hints",
     [
-        {LABEL: b"v1"}, {LABEL: b""}, {LABEL: b"="}, {LABEL: b"=  "}, {LABEL: b">=v1"},
-        {EPOCH: b""}, {EPOCH: b"-1"}, {EPOCH: b"1.5"}, {EPOCH: b"v1"}, {EPOCH: b"9" * 19},
-        {EPOCH: b"\xb2"}, {LABEL: b"=v1", EPOCH: b"x"},
+        {LABEL_HINT: b"v1"}, {LABEL_HINT: b""}, {LABEL_HINT: b"="}, {LABEL_HINT: b"=  "}, {LABEL_HINT: b">=v1"},
+        {EPOCH_HINT: b""}, {EPOCH_HINT: b"-1"}, {EPOCH_HINT: b"1.5"}, {EPOCH_HINT: b"v1"}, {EPOCH_HINT: b"9" * 19},
+        {EPOCH_HINT: b"\xb2"}, {LABEL_HINT: b"=v1", EPOCH_HINT: b"x"},
     ],
 )  # fmt: skip
 def test_a_condition_that_can_not_be_read_is_refused(hints):
     with pytest.raises(HttpError) as caught:
-        wanted_by(hints)
+        parse_version_constraint(hints)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
     assert "x-omni-" in caught.value.message
 
@@ -59,7 +64,7 @@ def test_a_condition_that_can_not_be_read_is_refused(hints):
     ],
 )
 def test_weights_meet_a_condition_or_not(wanted, version, met):
-    assert wanted.met_by(version) is met
+    assert wanted.is_met_by(version) is met
 
 
 @given(
@@ -67,11 +72,11 @@ def test_weights_meet_a_condition_or_not(wanted, version, met):
     st.builds(WeightVersion, st.none() | LABELS, st.integers(0, 3)),
 )
 def test_there_is_a_word_against_weights_exactly_where_they_do_not_do(wanted, version):
-    assert (wanted.against(version) == "") == wanted.met_by(version)
+    assert (wanted.reason_against(version) == "") == wanted.is_met_by(version)
 
 
 def test_the_word_names_both():
-    against = VersionConstraint("v2", 7).against(WeightVersion("v1", 3))
+    against = VersionConstraint("v2", 7).reason_against(WeightVersion("v1", 3))
     assert against == "has weights 'v1' (epoch 3), not 'v2' of epoch 7 or later"
 
 
@@ -85,5 +90,7 @@ def test_the_word_names_both():
     ],
 )
 def test_every_kind_of_request_may_have_one(method, path, body):
-    facts = RequestFacts(b"application/json", {LABEL: b"=v1"})
-    assert inspect(match(method, path), body, facts).version == VersionConstraint("v1")
+    facts = RequestFacts(b"application/json", {LABEL_HINT: b"=v1"})
+    assert inspect_request(
+        match_route(method, path), body, facts
+    ).version_constraint == VersionConstraint("v1")

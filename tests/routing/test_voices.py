@@ -3,10 +3,15 @@ import json
 import pytest
 
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.routing.inspect.payload import decode
-from omni_proxy.routing.inspect.requirements import AUDIO, RequestFacts, Requirements, inspect
-from omni_proxy.routing.routes import UNPINNED, VOICE_OWNER, match
-from omni_proxy.routing.voices import bind_to_owner, named_voices
+from omni_proxy.routing.inspect.body_fields import decode_body
+from omni_proxy.routing.inspect.requirements import (
+    AUDIO,
+    RequestFacts,
+    Requirements,
+    inspect_request,
+)
+from omni_proxy.routing.routes import UNPINNED, VOICE_OWNER, match_route
+from omni_proxy.routing.voices import pin_to_voice_owner, voice_names
 
 OWNER = "http://a:1"
 
@@ -15,9 +20,9 @@ def bound(path, fields, *names):
     registry = VoiceRegistry()
     registry.changed_at(OWNER)
     registry.learn(registry.generation, names)
-    route = match("POST", path)
-    need = inspect(route, json.dumps(fields).encode(), RequestFacts(b"application/json"))
-    bind_to_owner(registry, route.traffic, need)
+    route = match_route("POST", path)
+    need = inspect_request(route, json.dumps(fields).encode(), RequestFacts(b"application/json"))
+    pin_to_voice_owner(registry, route.traffic, need)
     return need
 
 
@@ -44,38 +49,38 @@ def bound(path, fields, *names):
     ],
 )
 def test_the_voices_that_a_body_names(fields, names):
-    assert list(named_voices(decode(json.dumps(fields).encode()))) == names
+    assert list(voice_names(decode_body(json.dumps(fields).encode()))) == names
 
 
 @pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/audio/speech/batch"])
 def test_an_uploaded_voice_binds_its_request_to_the_owner(path):
     need = bound(path, {"input": "x", "voice": "Bob", "items": [{"input": "x"}]}, "bob")
-    assert need.place is VOICE_OWNER
+    assert need.pinning is VOICE_OWNER
     assert need.mask & AUDIO
 
 
 @pytest.mark.parametrize("fields", [{"voice": "ann"}, {}, {"voice": "default"}])
 def test_any_other_goes_to_all(fields):
-    assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").place is UNPINNED
+    assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").pinning is UNPINNED
 
 
 def test_a_chat_names_no_voice_that_counts():
-    assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").place is UNPINNED
+    assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").pinning is UNPINNED
 
 
 def test_a_body_that_was_not_read_whole_goes_to_the_owner():
     registry = VoiceRegistry()
     need = Requirements(0)
-    bind_to_owner(registry, "speech_http", need)
-    assert need.place is UNPINNED
+    pin_to_voice_owner(registry, "speech_http", need)
+    assert need.pinning is UNPINNED
     registry.changed_at(OWNER)
-    bind_to_owner(registry, "speech_http", need)
-    assert need.place is VOICE_OWNER
+    pin_to_voice_owner(registry, "speech_http", need)
+    assert need.pinning is VOICE_OWNER
 
 
 def test_a_session_that_tells_nothing_goes_to_any_worker():
     registry = VoiceRegistry()
     registry.changed_at(OWNER)
     need = Requirements(0)
-    bind_to_owner(registry, "tts_websocket", need)
-    assert need.place is UNPINNED
+    pin_to_voice_owner(registry, "tts_websocket", need)
+    assert need.pinning is UNPINNED

@@ -7,9 +7,9 @@ from typing import Any
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.routes import match
+from omni_proxy.routing.routes import match_route
 
-CHAT = match("POST", "/v1/chat/completions")
+CHAT = match_route("POST", "/v1/chat/completions")
 
 
 def ended(worker: Worker | None = None, **told: Any) -> Exchange:

@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.routing.routes import match
+from omni_proxy.routing.routes import match_route
 from omni_proxy.telemetry.stall_detector import (
     LEAST_SECS,
     PARTS,
@@ -108,7 +108,7 @@ def test_speech_sessions_may_be_silent(fleet, meters, silences):
 
 
 def test_the_traffic_of_sessions_is_that_of_the_route_table():
-    assert match("GET", "/v1/audio/speech/stream").traffic == SESSIONS
+    assert match_route("GET", "/v1/audio/speech/stream").traffic == SESSIONS
 
 
 def test_who_left_the_fleet_is_forgotten(fleet, meters, silences):

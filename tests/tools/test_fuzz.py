@@ -21,7 +21,7 @@ def test_what_reaches_nothing_new_is_not_kept(tmp_path, monkeypatch):
 
 
 def test_a_reading_that_differs_is_a_finding(monkeypatch):
-    always = proxy_protocol.Introduction(3, "")
-    monkeypatch.setattr(proxy_protocol, "read", lambda came: always)
+    always = proxy_protocol.ProxyHeader(3, "")
+    monkeypatch.setattr(proxy_protocol, "parse_proxy_header", lambda came: always)
     with pytest.raises(fuzz.Finding):
         fuzz.read_introduction(FIRST)

@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import (
     MAX_TARGET_BYTES,
-    judge,
+    parse_request_head,
 )
 
 LINE = b"GET / HTTP/1.1\r\n"
@@ -18,7 +18,7 @@ def request(*fields, line=LINE, host=HOST):
 
 def refusal(raw):
     with pytest.raises(HttpError) as caught:
-        judge(raw)
+        parse_request_head(raw)
     return caught.value
 
 

@@ -8,8 +8,8 @@ from omni_proxy.wire.bounded_json import (
     MAX_VALUES,
     SPARE_LEVELS,
     TooManyValues,
+    max_value_count,
     read_json,
-    values_at_most,
 )
 from omni_proxy.wire.errors import to_json
 
@@ -30,7 +30,7 @@ def values_in(value) -> int:
 def test_it_reads_what_json_reads_and_never_counts_too_few_values(value):
     raw = json.dumps(value).encode()
     assert read_json(raw) == value
-    assert values_at_most(raw) >= values_in(value)
+    assert max_value_count(raw) >= values_in(value)
 
 
 @pytest.mark.parametrize("piece", [b"{},", b"[],", b"0,", b'{"a":', b"[", b'"a":0,'])

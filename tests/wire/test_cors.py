@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.wire.cors import Cors, lines_of, without_cors
+from omni_proxy.wire.cors import Cors, drop_cors_fields, encode_fields
 
 PAGE = "https://app.example"
 
@@ -38,7 +38,7 @@ def test_a_preflight_allows_the_methods_and_what_was_asked_for():
 
 def test_lines_are_the_fields():
     for cors in (Cors(["*"]), Cors([PAGE])):
-        assert cors.lines(PAGE.encode()) == lines_of(cors.fields(PAGE))
+        assert cors.lines(PAGE.encode()) == encode_fields(cors.fields(PAGE))
 
 
 def test_a_workers_own_policy_goes_and_nothing_else():
@@ -47,4 +47,4 @@ def test_a_workers_own_policy_goes_and_nothing_else():
         b"access-control-allow-credentials: true\r\nvary: Origin\r\n"
     )
     kept = b"HTTP/1.1 200 OK\r\na: access-control-b: c\r\nvary: Origin\r\n"
-    assert without_cors(lines) == kept
+    assert drop_cors_fields(lines) == kept

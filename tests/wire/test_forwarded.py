@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.forwarded import ForwardedHeaders, field_of
-from omni_proxy.wire.head_cache import RequestHeadCache
-from omni_proxy.wire.request import judge
+from omni_proxy.wire.forwarded import ForwardedHeaders, field_value
+from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
+from omni_proxy.wire.request import parse_request_head
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 CLAIMS = (b"X-Forwarded-For: 1.1.1.1", b"x-forwarded-proto: https", b"Forwarded: for=1.1.1.1",
@@ -16,7 +16,7 @@ def request(*fields, line=LINE, host=b"Host: here\r\n"):
 
 
 def prepared(stamps, raw, *, secure=False):
-    head = judge(raw)
+    head = parse_request_head(raw)
     stamps.prepare(head, secure=secure)
     return head
 
@@ -31,7 +31,7 @@ def test_off_is_nothing_at_all():
         prepared(ForwardedHeaders(), request(*CLAIMS)).lines
         == LINE + b"\r\n".join(CLAIMS) + b"\r\n"
     )
-    assert ForwardedHeaders().peer_line("1.2.3.4:5") == b""
+    assert ForwardedHeaders().forwarded_for_line("1.2.3.4:5") == b""
 
 
 def test_append_says_how_it_came_to_us_where_nobody_did_before():
@@ -77,7 +77,7 @@ def test_an_http_1_0_request_without_a_host_is_told_as_such():
     ],
 )
 def test_the_client_is_named_by_its_address(peer, line):
-    assert ForwardedHeaders("append").peer_line(peer) == line
+    assert ForwardedHeaders("append").forwarded_for_line(peer) == line
 
 
 def test_the_field_of_the_id_comes_before_the_usual_ones():
@@ -91,9 +91,12 @@ def test_the_field_of_the_id_comes_before_the_usual_ones():
 def test_an_id_is_written_where_there_is_none():
     stamps = ForwardedHeaders(id_name=b"x-trace")
     kept = LINE + b"X-Trace: b\r\n"
-    assert stamps.with_id(kept, b"b") == kept
-    assert stamps.with_id(LINE + b"x-trace:\r\na: 1\r\n", b"b") == LINE + b"a: 1\r\nx-trace: b\r\n"
-    assert field_of(LINE + b"a: x-trace\r\n", b"x-trace") == b""
+    assert stamps.set_request_id(kept, b"b") == kept
+    assert (
+        stamps.set_request_id(LINE + b"x-trace:\r\na: 1\r\n", b"b")
+        == LINE + b"a: 1\r\nx-trace: b\r\n"
+    )
+    assert field_value(LINE + b"a: x-trace\r\n", b"x-trace") == b""
 
 
 SEEN = [
@@ -121,4 +124,4 @@ def test_a_remembered_head_is_stamped_as_a_fresh_one(stamps, heads):
     for fields in [*heads, *heads]:
         lengths = [field for field in fields if field.startswith(b"Content-Length")]
         raw = request(*(field for field in fields if field not in lengths), *lengths[:1])
-        assert told(templates.judge(raw)) == told(prepared(stamps, raw))
+        assert told(templates.parse(raw)) == told(prepared(stamps, raw))

@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.log_text import MASK, SECRETS, ascii_json, masked, masked_text, shown
-from omni_proxy.wire.request import judge
+from omni_proxy.wire.log_text import (
+    MASK,
+    SECRETS,
+    ascii_json,
+    escape_unprintable,
+    mask_secrets,
+    mask_secrets_in_text,
+)
+from omni_proxy.wire.request import parse_request_head
 
 VALUE = "S3CRET"
 
@@ -37,7 +44,7 @@ def test_no_value_of_a_secret_stands_in_a_target_and_all_else_stays(parts):
         plain.append(name)
         wanted.append((is_secret, value))
     hidden = any(is_secret for is_secret, _ in wanted)
-    told = masked(f"/path?{query}")
+    told = mask_secrets(f"/path?{query}")
     assert VALUE not in told
     assert (MASK in told) == hidden
     if not hidden:
@@ -58,19 +65,19 @@ def test_no_value_of_a_secret_stands_in_a_target_and_all_else_stays(parts):
     ],
 )  # fmt: skip
 def test_what_is_logged_of_a_target(target, told):
-    assert masked(target) == told
+    assert mask_secrets(target) == told
 
 
 def test_a_head_keeps_its_target_for_the_worker_and_loses_the_secret_for_all_logs():
-    head = judge(b"GET /a?access_token=abc HTTP/1.1\r\nhost: a\r\n\r\n")
+    head = parse_request_head(b"GET /a?access_token=abc HTTP/1.1\r\nhost: a\r\n\r\n")
     assert head.target == b"/a?access_token=abc"
-    assert head.words == ("GET", "/a?access_token=***", "/a")
+    assert head.log_words == ("GET", "/a?access_token=***", "/a")
 
 
 def test_a_text_loses_secrets_of_every_url_in_it():
     line = '{"target":"/a?key=abc","error":"GET http://w/b?x=1&token=def failed; key=kept"}'
     told = '{"target":"/a?key=***","error":"GET http://w/b?x=1&token=*** failed; key=kept"}'
-    assert masked_text(line) == told
+    assert mask_secrets_in_text(line) == told
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
@@ -82,7 +89,7 @@ def test_json_in_ascii_is_the_same_json(value):
 
 @given(st.text())
 def test_what_is_shown_is_printable_but_for_line_ends_and_tabs(text):
-    told = shown(text)
+    told = escape_unprintable(text)
     assert told.replace("\n", "").replace("\t", "").isprintable()
     if text.isprintable():
         assert told == text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.wire.chunked import ChunkedBody
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import CHUNKED, MAX_HEAD_BYTES, find_end, judge
+from omni_proxy.wire.request import CHUNKED, MAX_HEAD_BYTES, find_head_end, parse_request_head
 
 LIMIT = 1 << 20
 UNFINISHED = "unfinished"
@@ -133,10 +133,10 @@ def ours(raw):
     """Method, target, payload and what follows; or UNFINISHED, or the words of a refusal."""
     buffer = raw.lstrip(b"\r\n")
     try:
-        end = find_end(buffer)
+        end = find_head_end(buffer)
         if not end:
             return UNFINISHED
-        head, rest = judge(buffer[:end]), buffer[end:]
+        head, rest = parse_request_head(buffer[:end]), buffer[end:]
         if head.length == CHUNKED:
             body = ChunkedBody(LIMIT)
             body.feed(rest)

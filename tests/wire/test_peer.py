@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.wire.proxy_protocol import place_of
+from omni_proxy.wire.proxy_protocol import format_peer
 
 
 @pytest.mark.parametrize(
@@ -14,4 +14,4 @@ from omni_proxy.wire.proxy_protocol import place_of
     ],
 )
 def test_an_ipv6_client_is_written_in_brackets_and_a_mapped_one_as_ipv4(host, place):
-    assert place_of(host, 567) == place
+    assert format_peer(host, 567) == place

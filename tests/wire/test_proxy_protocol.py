@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.proxy_protocol import MAX_BYTES, Introduction, Malformed, read
+from omni_proxy.wire.proxy_protocol import (
+    MAX_BYTES,
+    ProxyHeader,
+    ProxyHeaderError,
+    parse_proxy_header,
+)
 
 SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
 V4 = bytes((10, 1, 2, 3, 10, 0, 0, 1)) + struct.pack("!HH", 5555, 80)
@@ -34,8 +39,12 @@ GOOD = {
 
 @pytest.mark.parametrize(("raw", "peer"), GOOD.values(), ids=GOOD)
 def test_an_introduction_is_read_however_it_arrives_and_what_follows_is_left(raw, peer):
-    assert [read(raw[:at]) for at in range(len(raw))] == [None] * len(raw)
-    assert read(raw) == read(raw + b"GET / HTTP/1.1\r\n") == Introduction(len(raw), peer)
+    assert [parse_proxy_header(raw[:at]) for at in range(len(raw))] == [None] * len(raw)
+    assert (
+        parse_proxy_header(raw)
+        == parse_proxy_header(raw + b"GET / HTTP/1.1\r\n")
+        == ProxyHeader(len(raw), peer)
+    )
 
 
 GARBAGE = {
@@ -67,8 +76,8 @@ GARBAGE = {
 
 @pytest.mark.parametrize("raw", GARBAGE.values(), ids=GARBAGE)
 def test_anything_else_is_refused(raw):
-    with pytest.raises(Malformed):
-        read(raw)
+    with pytest.raises(ProxyHeaderError):
+        parse_proxy_header(raw)
 
 
 @given(
@@ -76,7 +85,7 @@ def test_anything_else_is_refused(raw):
 )
 def test_no_bytes_make_it_fail_in_another_way(raw, at, junk):
     try:
-        found = read(raw[:at] + junk + raw[at + len(junk) :])
-    except Malformed:
+        found = parse_proxy_header(raw[:at] + junk + raw[at + len(junk) :])
+    except ProxyHeaderError:
         return
     assert found is None or 0 < found.length <= MAX_BYTES

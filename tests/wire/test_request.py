@@ -8,10 +8,10 @@ from omni_proxy.wire.request import (
     MAX_HEAD_BYTES,
     MAX_TARGET_BYTES,
     drop_fields,
-    find_end,
+    find_head_end,
     hint_lines,
-    judge,
-    with_bearer,
+    parse_request_head,
+    set_bearer,
 )
 from tests.wire.heads import HOSTILE, LINE, refusal, request
 
@@ -39,16 +39,16 @@ def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
         buffer, searched, ends = b"", 0, []
         for piece in pieces:
             buffer += piece
-            ends.append(find_end(buffer, searched))
+            ends.append(find_head_end(buffer, searched))
             searched = len(buffer)
         assert not any(ends[:-1])
         assert buffer[ends[-1] :] == rest
-        assert judge(buffer[: ends[-1]]) == judge(raw)
+        assert parse_request_head(buffer[: ends[-1]]) == parse_request_head(raw)
 
 
 @pytest.mark.parametrize(("raw", "status"), HOSTILE.values(), ids=HOSTILE)
 def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(raw, status):
-    assert find_end(raw) == len(raw)
+    assert find_head_end(raw) == len(raw)
     refused = refusal(raw)
     assert (refused.status, refused.close) == (status, True)
 
@@ -69,7 +69,7 @@ UNFINISHED = {
 @pytest.mark.parametrize(("raw", "status", "code"), UNFINISHED.values(), ids=UNFINISHED)
 def test_what_can_not_become_a_head_is_refused_without_waiting_for_its_end(raw, status, code):
     with pytest.raises(HttpError) as caught:
-        find_end(raw)
+        find_head_end(raw)
     assert (caught.value.status, caught.value.code, caught.value.close) == (status, code, True)
 
 
@@ -77,11 +77,11 @@ def test_heads_and_targets_up_to_the_limits_pass():
     frame = request(line=b"GET / HTTP/1.1\r\n")
     field = b"a: " + b"b" * (MAX_HEAD_BYTES - len(frame) - 5)
     full = request(field)
-    assert len(full) == find_end(full) == MAX_HEAD_BYTES
+    assert len(full) == find_head_end(full) == MAX_HEAD_BYTES
     longest = b"/" * MAX_TARGET_BYTES
     raw = request(line=b"GET %b HTTP/1.1\r\n" % longest)
-    assert find_end(raw[:-4]) == 0
-    assert judge(raw).target == longest
+    assert find_head_end(raw[:-4]) == 0
+    assert parse_request_head(raw).target == longest
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_heads_and_targets_up_to_the_limits_pass():
     ],
 )
 def test_a_target_goes_on_in_origin_form(target, sent):
-    head = judge(request(line=b"GET %b HTTP/1.1\r\n" % target))
+    head = parse_request_head(request(line=b"GET %b HTTP/1.1\r\n" % target))
     assert head.target == sent
     assert head.lines.startswith(b"GET %b HTTP/1.1\r\n" % sent)
 
 
 def test_the_asterisk_is_for_options():
-    assert judge(request(line=b"OPTIONS * HTTP/1.1\r\n")).target == b"*"
+    assert parse_request_head(request(line=b"OPTIONS * HTTP/1.1\r\n")).target == b"*"
 
 
 def test_the_clients_fields_keep_their_order_their_case_and_their_repetitions():
     fields = (b"Cookie: a=1", b"X-B: 2", b"cookie:  b=2 ", b"X-Empty:", b"X-High: \xe4")
-    lines = judge(request(*fields)).lines
+    lines = parse_request_head(request(*fields)).lines
     assert lines == LINE + b"".join(field + b"\r\n" for field in fields)
 
 
@@ -122,43 +122,49 @@ ENDS_HERE = (
 
 @pytest.mark.parametrize("field", ENDS_HERE)
 def test_fields_that_end_here_are_not_sent_on(field):
-    lines = judge(request(b"a: 1", field, b"b: 2")).lines
+    lines = parse_request_head(request(b"a: 1", field, b"b: 2")).lines
     assert lines == LINE + b"a: 1\r\nb: 2\r\n"
 
 
 def test_fields_that_look_like_ours_are_sent_on():
     fields = (b"te-x: 1", b"connections: 2", b"x-host: 3", b"x-sglang-omni-route-attempt: 4")
-    assert judge(request(*fields)).lines == LINE + b"".join(field + b"\r\n" for field in fields)
+    assert parse_request_head(request(*fields)).lines == LINE + b"".join(
+        field + b"\r\n" for field in fields
+    )
 
 
 def test_fields_that_the_connection_nominates_are_not_sent_on():
     raw = request(b"X-A: 1", b"Connection: close, x-a", b"b: 2", b"connection: X-C", b"x-c: 3")
-    assert judge(raw).lines == LINE + b"b: 2\r\n"
+    assert parse_request_head(raw).lines == LINE + b"b: 2\r\n"
 
 
 def test_an_empty_option_of_the_connection_nominates_nothing():
     raw = request(b"a: 1", b"connection: , x-a,", b"x-a: 2", b"b:")
-    assert judge(raw).lines == LINE + b"a: 1\r\nb:\r\n"
+    assert parse_request_head(raw).lines == LINE + b"a: 1\r\nb:\r\n"
 
 
 def test_hints_are_read_and_stripped():
-    head = judge(request(b"X-SGLang-Omni-Route-Model:  m ", b"x-sglang-omni-route-stream: true"))
+    head = parse_request_head(
+        request(b"X-SGLang-Omni-Route-Model:  m ", b"x-sglang-omni-route-stream: true")
+    )
     assert head.hints == {b"model": b"m", b"stream": b"true"}
     assert head.lines == LINE
 
 
 def test_conditions_on_weights_are_read_and_stripped_and_may_be_written_again():
-    head = judge(request(b"X-Omni-Weight-Version: =v 1", b"x-omni-min-weight-epoch:7", b"a: 1"))
+    head = parse_request_head(
+        request(b"X-Omni-Weight-Version: =v 1", b"x-omni-min-weight-epoch:7", b"a: 1")
+    )
     assert head.hints == {b"weight-version": b"=v 1", b"min-weight-epoch": b"7"}
     assert head.lines == LINE + b"a: 1\r\n"
-    assert judge(request(hint_lines(head.hints)[:-2])).hints == head.hints
-    assert judge(request(b"x-omni-weight-version-end: v")).lines.count(b"version-end")
+    assert parse_request_head(request(hint_lines(head.hints)[:-2])).hints == head.hints
+    assert parse_request_head(request(b"x-omni-weight-version-end: v")).lines.count(b"version-end")
 
 
 @pytest.mark.parametrize("name", [b"x-omni-weight-version", b"x-omni-min-weight-epoch"])
 def test_a_condition_on_weights_is_said_once(name):
     with pytest.raises(HttpError) as caught:
-        judge(request(name + b": =1", name + b": =1"))
+        parse_request_head(request(name + b": =1", name + b": =1"))
     assert caught.value.status == 400
 
 
@@ -173,7 +179,7 @@ def test_a_condition_on_weights_is_said_once(name):
     ],
 )
 def test_the_connection_is_kept_as_the_client_asks(line, fields, kept):
-    assert judge(request(*fields, line=line)).keep_alive is kept
+    assert parse_request_head(request(*fields, line=line)).keep_alive is kept
 
 
 @pytest.mark.parametrize(
@@ -187,31 +193,34 @@ def test_the_connection_is_kept_as_the_client_asks(line, fields, kept):
     ],
 )
 def test_the_length_of_the_body_is_told_once(field, length):
-    assert judge(request(field)).length == length
+    assert parse_request_head(request(field)).length == length
 
 
 def test_an_expectation_of_http_1_0_means_nothing():
     field = b"Expect: 100-Continue"
-    assert judge(request(field)).expects_continue
-    assert not judge(request(field, line=b"GET / HTTP/1.0\r\n")).expects_continue
+    assert parse_request_head(request(field)).expects_continue
+    assert not parse_request_head(request(field, line=b"GET / HTTP/1.0\r\n")).expects_continue
 
 
 def test_an_upgrade_counts_only_where_the_connection_names_it():
-    assert judge(request(b"upgrade: WebSocket", b"connection: Upgrade")).upgrade == b"websocket"
-    assert judge(request(b"upgrade: websocket")).upgrade == b""
+    assert (
+        parse_request_head(request(b"upgrade: WebSocket", b"connection: Upgrade")).upgrade
+        == b"websocket"
+    )
+    assert parse_request_head(request(b"upgrade: websocket")).upgrade == b""
 
 
 def test_the_request_id_is_taken_from_the_first_field_of_the_contract():
     ours, usual, other = b"x-sglang-omni-request-id: a", b"X-Request-ID: b", b"x-correlation-id: c"
-    assert judge(request(other, usual, ours)).request_id == b"a"
-    assert judge(request(other, usual)).request_id == b"b"
-    assert judge(request(other, b"x-request-id:")).request_id == b"c"
-    assert judge(request()).request_id == b""
+    assert parse_request_head(request(other, usual, ours)).request_id == b"a"
+    assert parse_request_head(request(other, usual)).request_id == b"b"
+    assert parse_request_head(request(other, b"x-request-id:")).request_id == b"c"
+    assert parse_request_head(request()).request_id == b""
 
 
 def test_a_key_of_ours_replaces_whatever_the_client_presented():
     lines = b"GET / HTTP/1.1\r\nAuthorization: Bearer theirs\r\na: b\r\n"
-    assert with_bearer(lines, b"ours") == LINE + b"a: b\r\nauthorization: Bearer ours\r\n"
+    assert set_bearer(lines, b"ours") == LINE + b"a: b\r\nauthorization: Bearer ours\r\n"
 
 
 def test_dropping_fields_leaves_the_request_line_alone():
@@ -223,6 +232,6 @@ def test_dropping_fields_leaves_the_request_line_alone():
 def test_a_host_may_have_any_port_that_there_is(port, host):
     raw = request(host=f"host: {host}:{port}\r\n".encode())
     if port <= 65535:
-        assert judge(raw).host == f"{host}:{port}".encode()
+        assert parse_request_head(raw).host == f"{host}:{port}".encode()
     else:
         assert refusal(raw).status == 400

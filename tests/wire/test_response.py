@@ -12,7 +12,7 @@ from omni_proxy.wire.response import (
     Unchunker,
     UpstreamProtocolError,
     UpstreamResponse,
-    find_answer_end,
+    find_response_head_end,
 )
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -31,8 +31,8 @@ def head(*fields, line=OK):
 
 @pytest.mark.parametrize("raw", [head(b"a: b"), CHUNKED, b"HTTP/1.0 404 Not Found\r\n\r\n"])
 def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
-    assert find_answer_end(raw) == find_answer_end(raw + b"body") == len(raw)
-    assert not any(find_answer_end(raw[:length]) for length in range(len(raw)))
+    assert find_response_head_end(raw) == find_response_head_end(raw + b"body") == len(raw)
+    assert not any(find_response_head_end(raw[:length]) for length in range(len(raw)))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
 )
 def test_what_can_not_become_an_answer_is_garbage_at_once(raw):
     with pytest.raises(UpstreamProtocolError):
-        find_answer_end(raw)
+        find_response_head_end(raw)
 
 
 GARBAGE = {
@@ -211,7 +211,7 @@ def test_it_is_known_whether_an_event_can_follow(fed, between):
     answer = read(CHUNKED)
     if fed:
         answer.feed(fed)
-    assert answer.stands_between_chunks(fed) is between
+    assert answer.is_between_chunks(fed) is between
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_behind_a_piece_that_was_refused_an_event_can_follow_a_whole_chunk(
         answer.feed(piece)
     with pytest.raises(UpstreamProtocolError):
         answer.feed(refused)
-    assert answer.stands_between_chunks(before[-1] if before else b"") is between
+    assert answer.is_between_chunks(before[-1] if before else b"") is between
 
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=20), max_size=5)
@@ -282,7 +282,7 @@ def test_chunks_arrive_unchanged_and_unchunk_to_what_h11_reads(payloads, cuts):
 
 
 def test_a_head_of_just_the_limit_is_still_waited_for():
-    assert find_answer_end(OK.ljust(MAX_HEAD_BYTES, b"a")) == 0
+    assert find_response_head_end(OK.ljust(MAX_HEAD_BYTES, b"a")) == 0
 
 
 def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():

@@ -8,7 +8,7 @@ from omni_proxy.wire.speech_events import MAX_EVENT_BYTES, SpeechEvents, is_appl
 def heard(*messages):
     events = SpeechEvents()
     for message in messages:
-        events.hear(message, finished=True)
+        events.feed(message, finished=True)
     return events.done, events.error, events.failed_audio
 
 
@@ -34,18 +34,18 @@ def test_what_an_event_means(message, expected):
 def test_an_event_in_parts_is_heard_at_its_end():
     events = SpeechEvents()
     for letter in '{"type":"session.done"}':
-        events.hear(letter, finished=False)
+        events.feed(letter, finished=False)
     assert not events.done
-    events.hear("", finished=True)
+    events.feed("", finished=True)
     assert events.done
 
 
 def test_a_message_longer_than_any_event_is_passed_over_and_the_next_is_heard():
     events = SpeechEvents()
-    events.hear('{"type":"error","x":"' + "a" * MAX_EVENT_BYTES, finished=False)
-    events.hear('"}', finished=True)
+    events.feed('{"type":"error","x":"' + "a" * MAX_EVENT_BYTES, finished=False)
+    events.feed('"}', finished=True)
     assert not events.error
-    events.hear('{"type":"error"}', finished=True)
+    events.feed('{"type":"error"}', finished=True)
     assert events.error
 
 

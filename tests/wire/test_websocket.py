@@ -8,15 +8,15 @@ from wsproto.events import BytesMessage, CloseConnection, Message, TextMessage
 from wsproto.frame_protocol import CloseReason
 
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import judge
+from omni_proxy.wire.request import parse_request_head
 from omni_proxy.wire.response import UpstreamProtocolError
 from omni_proxy.wire.websocket import (
     WebSocketFrames,
-    accept,
-    closing_code,
+    accept_handshake,
+    close_code,
+    encode_handshake,
     error_event,
-    offer,
-    offer_status,
+    parse_handshake_response,
 )
 
 # The example of RFC 6455 1.3.
@@ -26,14 +26,14 @@ TOKEN = b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
 
 def opening(*fields, line=b"GET /s HTTP/1.1"):
     usual = (b"host: x", b"connection: Upgrade", b"upgrade: WebSocket")
-    return judge(b"\r\n".join((line, *usual, *fields, b"", b"")))
+    return parse_request_head(b"\r\n".join((line, *usual, *fields, b"", b"")))
 
 
 VERSION, KEYED = b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: " + KEY
 
 
 def test_an_offer_is_taken_with_the_token_of_its_key():
-    top = accept(opening(VERSION, KEYED), b"x: y\r\n")
+    top = accept_handshake(opening(VERSION, KEYED), b"x: y\r\n")
     assert top.startswith(b"HTTP/1.1 101 Switching Protocols\r\n")
     assert b"\r\nsec-websocket-accept: " + TOKEN + b"\r\n" in top
     assert top.endswith(b"\r\nx: y\r\n\r\n")
@@ -53,7 +53,7 @@ def test_an_offer_is_taken_with_the_token_of_its_key():
 )
 def test_what_is_no_offer_is_refused(fields, line, status):
     with pytest.raises(HttpError) as caught:
-        accept(opening(*fields, line=line))
+        accept_handshake(opening(*fields, line=line))
     assert caught.value.status == status
     if status == 426:
         assert ("upgrade", "websocket") in caught.value.headers
@@ -61,7 +61,7 @@ def test_what_is_no_offer_is_refused(fields, line, status):
 
 def test_the_offer_to_a_worker_is_ours_with_the_clients_other_fields():
     head = opening(VERSION, KEYED, b"A: b", b"sec-websocket-protocol: c", b"a: d")
-    assert offer(head.lines, b"host: w\r\n", KEY) == (
+    assert encode_handshake(head.lines, b"host: w\r\n", KEY) == (
         b"GET /s HTTP/1.1\r\nA: b\r\na: d\r\nhost: w\r\n"
         b"upgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: " + KEY + b"\r\n\r\n"
@@ -76,8 +76,8 @@ TAKEN = (b"Upgrade: WebSocket", b"Connection: upgrade", b"Sec-WebSocket-Accept: 
 
 
 def test_a_worker_that_takes_the_offer_says_101():
-    assert offer_status(reply(*TAKEN), KEY) == 101
-    assert offer_status(reply(b"content-length: 0", status=b"503 No"), KEY) == 503
+    assert parse_handshake_response(reply(*TAKEN), KEY) == 101
+    assert parse_handshake_response(reply(b"content-length: 0", status=b"503 No"), KEY) == 503
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_worker_that_takes_the_offer_says_101():
 )
 def test_a_101_that_does_not_fit_the_offer_is_garbage(fields):
     with pytest.raises(UpstreamProtocolError):
-        offer_status(reply(*fields), KEY)
+        parse_handshake_response(reply(*fields), KEY)
 
 
 def pair():
@@ -122,9 +122,9 @@ def test_messages_are_joined_again_however_they_arrive(messages, size):
 def test_a_message_may_be_sent_in_parts():
     client, server = pair()
     client.send("one ", finished=False)
-    assert client.mid_message
+    assert client.in_message
     client.send("two")
-    assert not client.mid_message
+    assert not client.in_message
     assert [server.join(event, 100) for event in carry(client, server)] == [None, "one two"]
 
 
@@ -219,4 +219,4 @@ def test_an_error_event_tells_the_number_and_the_reason_beside_it():
     [(400, 1008), (404, 1008), (413, 1009), (429, 1013), (502, 1011), (503, 1013), (504, 1011)],
 )
 def test_each_status_has_its_closing_code(status, code):
-    assert closing_code(status) == code
+    assert close_code(status) == code

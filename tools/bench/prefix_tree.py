@@ -19,7 +19,7 @@ from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import CAPABILITIES, RoutingConfig
 from omni_proxy.config.schema import CacheAwareConfig as Rules
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.payload import payload_of
+from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.cache_aware import CacheAware
 from omni_proxy.routing.prefix_tree import PrefixTree
@@ -108,7 +108,7 @@ def need(text: str) -> Requirements:
     messages = [
         {"role": "system", "content": text[:half]}, {"role": "user", "content": text[half:]},
     ]  # fmt: skip
-    return Requirements(0, body=payload_of({"messages": messages}))
+    return Requirements(0, body_fields=body_fields_of({"messages": messages}))
 
 
 def report_policy(characters: int) -> None:
@@ -121,9 +121,9 @@ def report_policy(characters: int) -> None:
     while held < characters:
         text = next(source).decode()
         held += len(text) - SYSTEM_CHARS  # nearly all of what is new in the tree
-        policy.took(chance.choice(workers), need(text))
+        policy.record_pick(chance.choice(workers), need(text))
     known = words(chance, LONG_CHARS - 300)
-    policy.took(workers[0], need(known))
+    policy.record_pick(workers[0], need(known))
     grown = [need(known + words(chance, 300)) for _ in range(PICKS // 4)]
     alone = [need(words(chance, LONG_CHARS)) for _ in range(PICKS // 4)]
     for what, needs in (("beginning known", grown), ("nothing known", alone)):
@@ -145,7 +145,7 @@ def slices(tree: PrefixTree[str], *, evict: bool) -> list[float]:
     more = True
     while more:
         begun = perf_counter()
-        more = tree.tend(evict=evict)
+        more = tree.maintain(evict=evict)
         spent.append(perf_counter() - begun)
     return spent
 

@@ -14,7 +14,7 @@ from quart import Request, request
 
 from omni_proxy.admin_api.access.browser_origin import SAFE_METHODS, Caller
 from omni_proxy.config.schema import AdminConfig
-from omni_proxy.routing.routes import WrongMethod, match
+from omni_proxy.routing.routes import MethodNotAllowed, match_route
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
@@ -104,8 +104,8 @@ def _tell_model_traffic(of: Request) -> None:
     if of.host != ADMIN_HOST:
         return
     try:
-        served = match(of.method, of.path) is not None
-    except WrongMethod:
+        served = match_route(of.method, of.path) is not None
+    except MethodNotAllowed:
         served = True
     if served:
         elsewhere = "the [admin] listener takes control requests only, no model traffic"

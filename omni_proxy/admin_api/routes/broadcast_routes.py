@@ -28,7 +28,7 @@ from omni_proxy.admin_ops.routes import (
     AdminRoute,
 )
 from omni_proxy.weight_sync.operations.runner import AdminCall
-from omni_proxy.wire.proxy_protocol import FIELD, host_of
+from omni_proxy.wire.proxy_protocol import FIELD, peer_host
 
 PEER = FIELD.decode()
 NO_TENSORS = {
@@ -161,4 +161,4 @@ def caller() -> str:
     """How to name who asks: what it calls itself, and its address."""
     told = request.headers.get("User-Agent", "")[:120]
     places = request.headers.getlist(PEER)
-    return f"{told} from {host_of(places[-1])}".strip() if places else told
+    return f"{told} from {peer_host(places[-1])}".strip() if places else told

@@ -11,20 +11,19 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad, body_bytes, reply
 from omni_proxy.admin_api.services import Services
-from omni_proxy.routing.affinity_key import routing_key
 from omni_proxy.routing.explain import explain
-from omni_proxy.routing.inspect.json_walk import walk_top
-from omni_proxy.routing.inspect.large_json import AT_ONCE_BYTES, Top
-from omni_proxy.routing.inspect.large_json import settle as settle_large
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
+from omni_proxy.routing.inspect.large_json import settle_unread as settle_large
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
-    by_top,
-    inspect,
-    is_json,
+    affinity_key_of,
+    has_json_body,
+    inspect_request,
+    requirements_of_large_json,
 )
-from omni_proxy.routing.routes import Route, WrongMethod, match
-from omni_proxy.routing.voices import bind_to_owner
+from omni_proxy.routing.routes import MethodNotAllowed, Route, match_route
+from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.request import HINTS
 
 DEFAULT_PATH = "/v1/chat/completions"
@@ -40,36 +39,36 @@ class ExplainRoutes:
     async def show(self) -> Response:
         path = request.args.get("path", DEFAULT_PATH)
         try:
-            route = match("POST", path)
-        except WrongMethod:
+            route = match_route("POST", path)
+        except MethodNotAllowed:
             route = None
         if route is None:
             raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
         need = await _need_of(route, await body_bytes(), _facts())
-        if need.large:
+        if need.large_body_class:
             settle_large(self._rooms.fleet, need)
         door = self._rooms.door
-        bind_to_owner(door.voices, route.traffic, need)
-        if door.policy.wants_key:
-            need.key = routing_key(_lines())
+        pin_to_voice_owner(door.voices, route.traffic, need)
+        if door.policy.needs_affinity_key:
+            need.affinity_key = affinity_key_of(_lines())
         return reply(explain(self._rooms.fleet, need, door.policy, door.voices.owner))
 
 
 async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Requirements:
     """Raises Refusal 400, as for a request of this body."""
-    if len(body) > AT_ONCE_BYTES and is_json(route, facts):
-        return by_top(route, await top_of(body), facts)
-    return inspect(route, body, facts)
+    if len(body) > ONE_PASS_BYTES and has_json_body(route, facts):
+        return requirements_of_large_json(route, await top_of(body), facts)
+    return inspect_request(route, body, facts)
 
 
-async def top_of(body: bytes) -> Top:
+async def top_of(body: bytes) -> LargeJsonFields:
     """Other tasks have a turn between two slices. Raises Refusal 400."""
-    walk = walk_top(body)
+    walk = walk_large_json(body)
     while True:
         try:
             next(walk)
         except StopIteration as found:
-            top: Top = found.value
+            top: LargeJsonFields = found.value
             return top
         await trio.lowlevel.checkpoint()
 

@@ -71,7 +71,7 @@ class Snapshots:
             "config_file": str(config_store.file) if config_store.file else None,
             "admission": door.admission(),
             "door": {**door.counts(), "loop_lag_ms": round(instruments.pulse.worst_secs * 1000, 2)},
-            "policy": {"name": door.policy.name, **door.policy.facts()},
+            "policy": {"name": door.policy.name, **door.policy.stats()},
             "fleet": [
                 {
                     **self._row(worker, now, why),

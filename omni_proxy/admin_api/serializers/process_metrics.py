@@ -22,7 +22,7 @@ def of_program(rooms: Services) -> Iterator[Metric]:
     yield one("leaving", "1 from the first sign of shutdown on", leaving)
     yield from _door(rooms)
     yield from _config(rooms)
-    yield from _policy(rooms.door.policy.name, rooms.door.policy.facts())
+    yield from _policy(rooms.door.policy.name, rooms.door.policy.stats())
     yield from _weights(rooms)
     yield from _itself(rooms)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()

@@ -18,7 +18,7 @@ from typing import Final
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.system.fd_limit import EXHAUSTION_ERRNOS, accept_fd_limit, lowest_free_fd
-from omni_proxy.wire.proxy_protocol import place_of
+from omni_proxy.wire.proxy_protocol import format_peer
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Listener:
             self.on_accept(sock, "unix")
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.on_accept(sock, place_of(peer[0], peer[1]))
+        self.on_accept(sock, format_peer(peer[0], peer[1]))
 
     def sweep(self) -> None:
         """Go on where accepting had to stop."""

@@ -11,7 +11,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from omni_proxy.dataplane.loop.task import ClientDisconnected, pause
-from omni_proxy.wire.proxy_protocol import MAX_BYTES, Introduction, Malformed, read
+from omni_proxy.wire.proxy_protocol import (
+    MAX_BYTES,
+    ProxyHeader,
+    ProxyHeaderError,
+    parse_proxy_header,
+)
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.downstream.connection import Connection
@@ -39,11 +44,11 @@ async def read_proxy_header(conn: Connection) -> None:
     conn.peer = found.peer or conn.peer
 
 
-def _read(conn: Connection, came: bytes) -> Introduction | None:
+def _read(conn: Connection, came: bytes) -> ProxyHeader | None:
     door = conn.door
     try:
-        return read(came)
-    except Malformed as error:
+        return parse_proxy_header(came)
+    except ProxyHeaderError as error:
         door.failed_introductions += 1
         level = logging.WARNING if door.failed_introductions == 1 else logging.DEBUG
         _log.log(level, "%s does not speak the PROXY protocol: %s", conn.peer, error)

@@ -21,7 +21,7 @@ from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pau
 from omni_proxy.dataplane.upstream.acquire import take
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import eligible, satisfying
+from omni_proxy.routing.pick import eligible_workers, filter_by_version
 from omni_proxy.routing.routes import UNPINNED
 from omni_proxy.wire.errors import HttpError
 
@@ -183,7 +183,7 @@ class Queue:
     def _grant(self, ticket: _Ticket) -> bool:
         door, mine, need = self._door, ticket.mine, ticket.need
         try:
-            if need is not None and not eligible(door.fleet, need, door.voice_owner):
+            if need is not None and not eligible_workers(door.fleet, need, door.voice_owner):
                 return False
             if not door.count_in(mine):
                 return False
@@ -205,7 +205,7 @@ class Queue:
         need = ticket.need
         if need is None:
             return True
-        return bool(satisfying(need, self._door.fleet.candidates(need.model, need.mask)))
+        return bool(filter_by_version(need, self._door.fleet.candidates(need.model, need.mask)))
 
     async def _wait(self, ticket: _Ticket, why: HttpError) -> None:
         """`why` it can't go now. Raises HttpError where there is no place or its time is over."""
@@ -280,8 +280,8 @@ def _key_of(need: Requirements | None, *, names_models: bool) -> Hashable:
     if need is None:
         return None
     model = need.model if names_models else None
-    place = need.place if need.place is not UNPINNED else ""
-    return model, need.mask, place, need.worker, need.version
+    place = need.pinning if need.pinning is not UNPINNED else ""
+    return model, need.mask, place, need.named_worker, need.version_constraint
 
 
 def _late_status(why: HttpError, server: ServerConfig) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import held_for_update
+from omni_proxy.routing.pick import workers_held_for_update
 from omni_proxy.wire.errors import HttpError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class UpdateGate:
     def judge(self, need: Requirements, nobody: HttpError) -> None:
         """Raises `nobody` where the request may not wait; says in it for how long that has been."""
         door = self._door
-        held = held_for_update(door.fleet, need, door.voice_owner)
+        held = workers_held_for_update(door.fleet, need, door.voice_owner)
         since = [self._since[worker] for worker in held if worker in self._since]
         if since:
             nobody.message += f", for {door.loop.now - min(since):.0f} s so far"

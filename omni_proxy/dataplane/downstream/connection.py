@@ -23,7 +23,7 @@ from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask, P
 from omni_proxy.dataplane.upstream.attempt import FastPathHandoff
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import RequestHead, find_end, past_empty_lines
+from omni_proxy.wire.request import RequestHead, find_head_end, skip_empty_lines
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.dataplane import DataPlane
@@ -156,7 +156,7 @@ class Connection(ConnectionTask):
     def _judged(self, raw: bytes) -> RequestHead:
         """Raises HttpError. From here on what is spelled like it may go the short way."""
         self.head_bytes = len(raw)
-        head = self.door.requests[self.client.is_tls].judge(raw)
+        head = self.door.requests[self.client.is_tls].parse(raw)
         usuals = None if self.admin_only else self.door.usuals
         usual = usuals.of(head) if usuals is not None else None
         if usual is not None and (self.short is None or self.short.usual is not usual):
@@ -170,12 +170,12 @@ class Connection(ConnectionTask):
         """
         limits, client = self.door.limits, self.client
         self.clock("idle", limits.client_idle)
-        buffer, self.rest = past_empty_lines(self.rest), b""
+        buffer, self.rest = skip_empty_lines(self.rest), b""
         self.turn_at = self.loop.now
         searched = 0
         while buffer or client.pending or not self.door.draining:
             if buffer and buffer != b"\r":  # which may be half of an empty line
-                end = find_end(buffer, searched)
+                end = find_head_end(buffer, searched)
                 if end:
                     self.rest = buffer[end:]
                     return buffer[:end]
@@ -196,7 +196,7 @@ class Connection(ConnectionTask):
                 break
             if not buffer:
                 self.turn_at = self.loop.now
-            buffer = past_empty_lines(buffer + piece if buffer else piece)
+            buffer = skip_empty_lines(buffer + piece if buffer else piece)
         return None
 
     def _rest(self, buffer: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.wire.log_text import ascii_json, escaped
+from omni_proxy.wire.log_text import ascii_json, escape_match
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.dataplane import DataPlane
@@ -102,7 +102,7 @@ def access_text(line: bytes) -> bytes:
 
 def _escaped(found: re.Match[str]) -> str:
     """A client names its model: no line and no field of the log may be of its making."""
-    return "\\x20" if found[0] == " " else escaped(found)
+    return "\\x20" if found[0] == " " else escape_match(found)
 
 
 def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.local_reply import linger
 from omni_proxy.dataplane.loop.task import pause
-from omni_proxy.wire.cors import lines_of
+from omni_proxy.wire.cors import encode_fields
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.forwarded import field_of
+from omni_proxy.wire.forwarded import field_value
 from omni_proxy.wire.request import RequestHead
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_preflight(head: RequestHead) -> bool:
-    wants = field_of(head.lines, b"access-control-request-method")
+    wants = field_value(head.lines, b"access-control-request-method")
     return head.method == b"OPTIONS" and bool(head.origin and wants)
 
 
@@ -30,7 +30,7 @@ async def answer_preflight(
     conn: Connection, mine: Exchange, head: RequestHead, methods: Iterable[str]
 ) -> bool:
     """`methods` are the route's. Raises HttpError 403 for an origin that is not allowed."""
-    asked = field_of(head.lines, b"access-control-request-headers").decode("latin-1")
+    asked = field_value(head.lines, b"access-control-request-headers").decode("latin-1")
     fields = conn.door.cors.preflight(head.origin.decode("latin-1"), methods, asked)
     if not fields:
         raise _refused(head)
@@ -40,7 +40,7 @@ async def answer_preflight(
     mine.end("completed", "")
     conn.deadline = inf
     conn.clock("refuse", conn.door.limits.idle)
-    reply = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n%b%b" % (lines_of(fields), end)
+    reply = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n%b%b" % (encode_fields(fields), end)
     await conn.write(conn.client, reply)
     if not keep:
         await linger(conn)

@@ -43,11 +43,45 @@ class Exchange:
     """One request with its answer. Times are of the pump's clock, 0.0 for a phase not reached."""
 
     __slots__ = (
-        "admitted", "attempts", "body_at", "bytes_in", "bytes_out", "client", "connect_secs",
-        "cors", "dialled_at", "ended_at", "ended_by", "error", "first_at", "head_at", "id_line",
-        "idempotency_key", "last_worker", "longest_gap", "method", "need", "outcome", "own_secs",
-        "phase", "pieces", "policy", "queued_secs", "relayed", "request_id", "route", "started_at",
-        "status", "stream", "tail", "target", "trial", "tried", "version", "wait_at", "worker",
+        "admitted",
+        "attempts",
+        "body_at",
+        "bytes_in",
+        "bytes_out",
+        "client",
+        "connect_secs",
+        "cors",
+        "dialled_at",
+        "ended_at",
+        "ended_by",
+        "error",
+        "first_at",
+        "head_at",
+        "idempotency_key",
+        "last_worker",
+        "longest_gap",
+        "method",
+        "need",
+        "outcome",
+        "own_secs",
+        "phase",
+        "pieces",
+        "policy",
+        "queued_secs",
+        "relayed",
+        "request_id",
+        "request_id_line",
+        "route",
+        "started_at",
+        "status",
+        "stream",
+        "tail",
+        "target",
+        "trial",
+        "tried",
+        "version",
+        "wait_at",
+        "worker",
         "worker_seen",
     )  # fmt: skip
 
@@ -60,7 +94,7 @@ class Exchange:
         self.target = "-"
         self.request_id = b""  # as in a head: text costs two conversions
         self.cors = b""  # fields that let a page of another origin read the answer
-        self.id_line = b""  # the field that carries it in heads, where one was asked for
+        self.request_id_line = b""  # the field that carries it in heads, where one was asked for
         self.idempotency_key = False
         self.route: Route | None = None
         self.need: Requirements | None = None
@@ -129,10 +163,10 @@ def id_for(need: Requirements) -> bytes:
 
 def stamp(stamps: ForwardedHeaders, mine: Exchange, head: RequestHead) -> None:
     """The client's address and the request's id into the lines that go on, as configured."""
-    head.lines += stamps.peer_line(mine.client)
+    head.lines += stamps.forwarded_for_line(mine.client)
     if stamps.id_name:
-        head.lines = stamps.with_id(head.lines, mine.request_id)
-        mine.id_line = stamps.id_line(mine.request_id)
+        head.lines = stamps.set_request_id(head.lines, mine.request_id)
+        mine.request_id_line = stamps.request_id_line(mine.request_id)
 
 
 def settle_whole(door: DataPlane, exchange: Exchange, worker: Worker) -> None:
@@ -143,7 +177,7 @@ def settle_whole(door: DataPlane, exchange: Exchange, worker: Worker) -> None:
     worker.in_flight -= 1
     route = exchange.route
     assert route is not None
-    worker.counts[route.counts_at + (SUCCEEDED if exchange.status < 400 else FAILED)] += 1
+    worker.counts[route.counter_index + (SUCCEEDED if exchange.status < 400 else FAILED)] += 1
     door.in_flight -= 1
     if door.queue.waiting:
         door.queue.serve()

@@ -32,16 +32,20 @@ from omni_proxy.dataplane.upstream.attempt import (
     told_length,
 )
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
-from omni_proxy.routing.affinity_key import routing_key
-from omni_proxy.routing.inspect.requirements import Requirements, is_json, need_of
-from omni_proxy.routing.routes import UNPINNED, Route, WrongMethod, match
+from omni_proxy.routing.inspect.requirements import (
+    Requirements,
+    affinity_key_of,
+    has_json_body,
+    requirements_of_json,
+)
+from omni_proxy.routing.routes import UNPINNED, MethodNotAllowed, Route, match_route
 from omni_proxy.routing.voices import SPEECH_TRAFFIC
-from omni_proxy.wire.bounded_cache import LruCache
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.head_cache import TEMPLATES
-from omni_proxy.wire.head_template import HeadTemplate
+from omni_proxy.wire.head_caching.lru import LruCache
+from omni_proxy.wire.head_caching.request_heads import TEMPLATES
+from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
+from omni_proxy.wire.head_caching.template import HeadTemplate
 from omni_proxy.wire.request import RequestHead
-from omni_proxy.wire.response_head_cache import NO_ANSWER
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.downstream.connection import Connection
@@ -102,7 +106,7 @@ class FastPath:
         if mine is None:
             return
         top, _, body = self._piece.partition(_BLANK)
-        parts = self.usual.spelling.filled(top, told_length(len(body))[0])
+        parts = self.usual.template.match(top, told_length(len(body))[0])
         assert parts is not None
         head = msgspec.structs.replace(
             self.usual.head, lines=b"".join(parts), length=len(body),
@@ -141,27 +145,27 @@ class FastPath:
     def _goes(self, piece: bytes) -> bool:
         """Whether it is as usual, and there is a slot for it; then it was begun."""
         usual, door = self.usual, self.conn.door
-        spelling = usual.spelling
+        template = usual.template
         head, blank, body = piece.partition(_BLANK)
         size = len(body)
         # As `told_length`, which is worth a frame to us.
         digits, length = LENGTHS[size] if size < LENGTHS_TOLD else told_length(size)
-        parts = spelling.filled(head, digits)
+        parts = template.match(head, digits)
         if parts is None or not blank:
             return False
         try:
-            need = need_of(usual.route, body)
+            need = requirements_of_json(usual.route, body)
         except HttpError:
             return False
-        if door.policy.wants_key:
-            need.key = routing_key(b"".join(parts))
+        if door.policy.needs_affinity_key:
+            need.affinity_key = affinity_key_of(b"".join(parts))
         mine = self._accounts(need, size)
         held = door.held_bytes + len(piece)
         if held > door.limits.held or not door.count_in(mine):
             return False
         door.held_bytes = held
         self.conn.held_bytes = len(piece)
-        request_id = parts[spelling.id_at] if spelling.id_at > 0 else usual.head.request_id
+        request_id = parts[template.id_index] if template.id_index > 0 else usual.head.request_id
         mine.request_id = request_id or id_for(need)
         self.asked = mine
         self._piece = piece
@@ -180,7 +184,7 @@ class FastPath:
         now = self.conn.loop.now
         if mine is None:
             mine = self._mine = Exchange(now, self.conn.peer)
-            mine.method, mine.target, _ = usual.head.words
+            mine.method, mine.target, _ = usual.head.log_words
             mine.route = usual.route
             mine.idempotency_key = usual.head.idempotency_key
             mine.pieces = 1
@@ -240,7 +244,7 @@ class FastPath:
         told, _, after = after.partition(_CRLF)
         if before != usual.before or after != usual.after:
             known = door.answers.usual(head)
-            if known is not NO_ANSWER:
+            if known is not NOT_CACHED:
                 lane.usual = known  # for the next one
             return False
         size = len(body)
@@ -294,14 +298,14 @@ class FastPath:
 class CachedRequest:
     """`head` is such a request's, without the fields that vary; `source` is who knows it."""
 
-    __slots__ = ("head", "route", "source", "spelling")
+    __slots__ = ("head", "route", "source", "template")
 
     def __init__(
-        self, head: RequestHead, spelling: HeadTemplate, route: Route, source: FastPathCache
+        self, head: RequestHead, template: HeadTemplate, route: Route, source: FastPathCache
     ) -> None:
-        own_id = head.request_id if spelling.id_at < 0 else b""
-        self.head = msgspec.structs.replace(head, lines=spelling.first, length=0, request_id=own_id)
-        self.spelling = spelling
+        own_id = head.request_id if template.id_index < 0 else b""
+        self.head = msgspec.structs.replace(head, lines=template.first, length=0, request_id=own_id)
+        self.template = template
         self.route = route
         self.source = source
 
@@ -322,30 +326,30 @@ class FastPathCache:
     def of(self, head: RequestHead) -> CachedRequest | None:
         """For the requests that are spelled like this one; None where they can't go the short
         way."""
-        spelling = head.spelling
-        if spelling is None:
+        template = head.template
+        if template is None:
             return None
-        known = self._known.get(spelling)
+        known = self._known.get(template)
         if known is None:
-            known = self._made(head, spelling) or _NEVER
-            self._known.put(spelling, known)
+            known = self._made(head, template) or _NEVER
+            self._known.put(template, known)
         return known if isinstance(known, CachedRequest) else None
 
-    def _made(self, head: RequestHead, spelling: HeadTemplate) -> CachedRequest | None:
-        if not spelling.counted:
+    def _made(self, head: RequestHead, template: HeadTemplate) -> CachedRequest | None:
+        if not template.counted:
             return None
-        method, _, path = head.words
+        method, _, path = head.log_words
         try:
-            route = match(method, path)
-        except WrongMethod:
+            route = match_route(method, path)
+        except MethodNotAllowed:
             return None
-        if route is None or route.websocket or route.place is not UNPINNED:
+        if route is None or route.websocket or route.pinning is not UNPINNED:
             return None
         if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
             return None
         special = (
             head.hints or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         )
-        if special or not head.keep_alive or not is_json(route, head):
+        if special or not head.keep_alive or not has_json_body(route, head):
             return None
-        return CachedRequest(head, spelling, route, self)
+        return CachedRequest(head, template, route, self)

@@ -77,7 +77,7 @@ def _id_line(conn: Connection, mine: Exchange) -> bytes:
     if stamps is None or not stamps.id_name:
         return b""
     mine.request_id = mine.request_id or new_id()
-    return stamps.id_line(mine.request_id)
+    return stamps.request_id_line(mine.request_id)
 
 
 async def linger(conn: Connection) -> None:

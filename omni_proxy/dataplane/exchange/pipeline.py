@@ -31,17 +31,21 @@ from omni_proxy.dataplane.upstream.pool import with_key
 from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.dataplane.websocket import relay as websocket_relay
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.affinity_key import routing_key
-from omni_proxy.routing.inspect.json_walk import walk_top
-from omni_proxy.routing.inspect.large_json import AT_ONCE_BYTES, LARGE_BYTES
-from omni_proxy.routing.inspect.large_json import settle as settle_large
-from omni_proxy.routing.inspect.requirements import Requirements, by_top, inspect, is_json
-from omni_proxy.routing.inspect.streamed import known_early
-from omni_proxy.routing.routes import UNPINNED, VOICE_OWNER, WrongMethod, match
-from omni_proxy.routing.voices import bind_to_owner
+from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
+from omni_proxy.routing.inspect.large_json import settle_unread as settle_large
+from omni_proxy.routing.inspect.requirements import (
+    Requirements,
+    affinity_key_of,
+    has_json_body,
+    inspect_request,
+    requirements_of_beginning,
+    requirements_of_large_json,
+)
+from omni_proxy.routing.routes import UNPINNED, VOICE_OWNER, MethodNotAllowed, match_route
+from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.proxy_headers import with_received
 from omni_proxy.wire.proxy_protocol import peer_field
-from omni_proxy.wire.received import with_received
 from omni_proxy.wire.request import RequestHead, hint_lines
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     would be resumed through at every event.
     """
     mine.head_at = conn.loop.now
-    mine.method, mine.target, path = head.words
+    mine.method, mine.target, path = head.log_words
     if conn.door.stamps is not None:
         mine.request_id = head.request_id  # for a refusal, too
     if conn.admin_only:
@@ -63,8 +67,8 @@ def answer(conn: Connection, mine: Exchange, head: RequestHead) -> Coroutine[Any
     if head.origin:
         mine.cors = conn.door.cors.lines(head.origin)
     try:
-        route = match(mine.method, path)
-    except WrongMethod as wrong:
+        route = match_route(mine.method, path)
+    except MethodNotAllowed as wrong:
         if is_preflight(head) and conn.door.cors:
             return answer_preflight(conn, mine, head, wrong.allowed)
         allowed = ", ".join(sorted(wrong.allowed))
@@ -118,7 +122,7 @@ async def _when_read(conn: Connection, mine: Exchange, head: RequestHead) -> boo
     if need is not None:
         return await _streamed(conn, mine, head, need)
     await upload.hold_all()
-    need = await _walked(conn, mine, head, upload) if upload.held_bytes > AT_ONCE_BYTES else None
+    need = await _walked(conn, mine, head, upload) if upload.held_bytes > ONE_PASS_BYTES else None
     # No name for the body: this frame lives as long as the answer, and would keep it.
     return await _inspected(conn, mine, head, upload.take(), need)
 
@@ -129,15 +133,15 @@ async def _walked(
     """What a body says that is too large to be read in one turn; None where it is no JSON."""
     route = mine.route
     assert route is not None
-    if not is_json(route, head):
+    if not has_json_body(route, head):
         return None
     conn.phase_deadline = conn.deadline  # all of it has come
-    walk = walk_top(upload.held_whole())
+    walk = walk_large_json(upload.held_whole())
     while True:
         try:
             next(walk)
         except StopIteration as found:
-            return by_top(route, found.value, head)
+            return requirements_of_large_json(route, found.value, head)
         conn.loop.wake(conn)
         await pause
 
@@ -157,7 +161,7 @@ def _known(
     if upload.whole:
         return None
     conn.upload = upload  # whatever refuses it now leaves the rest of it unread
-    need = known_early(conn.door.fleet, mine.route, upload.beginning, head)
+    need = requirements_of_beginning(conn.door.fleet, mine.route, upload.beginning, head)
     if need is None:
         conn.upload = None
     return need
@@ -184,14 +188,14 @@ def _inspected(
 ) -> Coroutine[Any, Any, bool]:
     route = mine.route
     assert route is not None
-    need = mine.need = known or inspect(route, body, head)
-    if need.large:
+    need = mine.need = known or inspect_request(route, body, head)
+    if need.large_body_class:
         settle_large(conn.door.fleet, need)
     if route.traffic != "generation":
-        bind_to_owner(conn.door.voices, route.traffic, need)
+        pin_to_voice_owner(conn.door.voices, route.traffic, need)
     mine.stream = need.stream
-    if conn.door.policy.wants_key:
-        need.key = routing_key(head.lines)
+    if conn.door.policy.needs_affinity_key:
+        need.affinity_key = affinity_key_of(head.lines)
     mine.request_id = head.request_id or id_for(need)
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
@@ -245,9 +249,9 @@ async def _by_worker(
     del body, way
     if conn.held_bytes:
         conn.let_go()
-    need.body = None  # which holds it, too; nobody is picked any more
+    need.body_fields = None  # which holds it, too; nobody is picked any more
     keep = await relay(conn, mine, head, first)
-    if mine.outcome != "completed" or worker.machine.failed_tries or route.place is not UNPINNED:
+    if mine.outcome != "completed" or worker.machine.failed_tries or route.pinning is not UNPINNED:
         _learn(conn, mine, worker)
     return keep
 
@@ -259,7 +263,7 @@ def _learn(conn: Connection, mine: Exchange, worker: Worker) -> None:
         report(conn, mine, worker, mine.error)
     elif mine.outcome == "completed" and mine.status < 500 and worker.machine.failed_tries:
         door.fleet.observe_good_answer(worker, mine.trial)
-    if route is not None and route.place is VOICE_OWNER and _changed_voices(mine):
+    if route is not None and route.pinning is VOICE_OWNER and _changed_voices(mine):
         door.keep_voices_at(worker)
 
 
@@ -316,7 +320,7 @@ def _refuse_unknown(head: RequestHead) -> None:
 
     Raises HttpError 404.
     """
-    method, _, path = head.words
+    method, _, path = head.log_words
     if not is_known(unquote(path)):
         raise HttpError(
             404, f"Not Found: {method} {path}", "not_found", close=True, detail="Not Found"

@@ -14,7 +14,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, pause
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES
-from omni_proxy.wire.chunked import LAST_CHUNK, ChunkedBody, as_chunk
+from omni_proxy.wire.chunked import LAST_CHUNK, ChunkedBody, encode_chunk
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import CHUNKED, RequestHead
 
@@ -111,7 +111,7 @@ class RequestBody:
         return False
 
     def _chunked(self, payload: bytes) -> bytes:
-        framed = as_chunk(payload) if payload else b""
+        framed = encode_chunk(payload) if payload else b""
         return framed + LAST_CHUNK if self.whole else framed
 
     def _payload_in(self, came: bytes) -> bytes:

@@ -17,8 +17,8 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, diagnostics
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
 from omni_proxy.dataplane.upstream.attempt import ResponseStart
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
-from omni_proxy.wire.chunked import LAST_CHUNK, as_chunk
-from omni_proxy.wire.cors import without_cors
+from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
+from omni_proxy.wire.cors import drop_cors_fields
 from omni_proxy.wire.errors import stream_error_event
 from omni_proxy.wire.request import RequestHead, drop_fields
 from omni_proxy.wire.response import (
@@ -28,7 +28,7 @@ from omni_proxy.wire.response import (
     Unchunker,
     UpstreamProtocolError,
     UpstreamResponse,
-    with_reason,
+    add_reason_phrase,
 )
 
 if TYPE_CHECKING:
@@ -265,14 +265,14 @@ async def _break(
     answer = first.answer
     mine.end("stream_error" if mine.stream else "upstream_error", "worker", why)
     has_place = shape is not None or (
-        answer.framing is CHUNKED and answer.stands_between_chunks(first.piece)
+        answer.framing is CHUNKED and answer.is_between_chunks(first.piece)
     )
     conn.client.flush()
     if answer.sse and has_place and not conn.client.pending:
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         raw = shape is not None and not shape.ends
         with contextlib.suppress(OSError):
-            conn.client.send(event if raw else as_chunk(event))
+            conn.client.send(event if raw else encode_chunk(event))
     # Where only closing would tell the end, a plain close would look like one.
     conn.client.close(reset=shape is not None and not shape.ends)
     return False
@@ -306,29 +306,31 @@ def shape_of(first: ResponseStart, head: RequestHead, *, begun: bool) -> Shape |
         return Shape(bytes, b"", ends=False)
     if answer.framing is LENGTH:
         return Shape(lambda piece: _as_last_chunk(piece, answer), b"", ends=True)
-    return Shape(as_chunk, LAST_CHUNK, ends=True)
+    return Shape(encode_chunk, LAST_CHUNK, ends=True)
 
 
 def _as_last_chunk(piece: bytes, answer: UpstreamResponse) -> bytes:
     """Of a counted body, which tells of its end by its count."""
-    return as_chunk(piece) + LAST_CHUNK if answer.whole else as_chunk(piece)
+    return encode_chunk(piece) + LAST_CHUNK if answer.whole else encode_chunk(piece)
 
 
 def head_bytes(mine: Exchange, first: ResponseStart, head: RequestHead, *, keep: bool) -> bytes:
     """The answer's head as the client gets it; `keep`: its connection may go on."""
     answer = first.answer
-    parts = [answer.lines if mine.route is not None else with_reason(answer)]
+    parts = [answer.lines if mine.route is not None else add_reason_phrase(answer)]
     if mine.route is not None:
         parts.append(diagnostics(mine))
         parts.append(mine.version.lines)
         if mine.worker is not None and mine.worker.version is not mine.version:
             parts.append(mine.worker.version.end_lines(mine.version))
         if head.origin:
-            parts[0] = without_cors(parts[0])
+            parts[0] = drop_cors_fields(parts[0])
             parts.append(mine.cors)
-    if mine.id_line:
-        parts[0] = drop_fields(parts[0], frozenset((mine.id_line.partition(b":")[0].lower(),)))
-        parts.append(mine.id_line)
+    if mine.request_id_line:
+        parts[0] = drop_fields(
+            parts[0], frozenset((mine.request_id_line.partition(b":")[0].lower(),))
+        )
+        parts.append(mine.request_id_line)
     if not first.bodiless and not head.http_1_0 and answer.framing is not LENGTH:
         parts.append(b"transfer-encoding: chunked\r\n")
     if not keep:

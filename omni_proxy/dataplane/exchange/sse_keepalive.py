@@ -17,9 +17,9 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.attempt import ResponseStart
-from omni_proxy.wire.chunked import as_chunk
+from omni_proxy.wire.chunked import encode_chunk
 from omni_proxy.wire.errors import HttpError, error_body
-from omni_proxy.wire.forwarded import field_of
+from omni_proxy.wire.forwarded import field_value
 from omni_proxy.wire.request import RequestHead, drop_fields
 from omni_proxy.wire.response import Framing, Unchunker, UpstreamProtocolError, UpstreamResponse
 
@@ -57,7 +57,7 @@ class SseKeepAlive:
         plain = (
             not self._mine.first_at
             and answer.sse
-            and not field_of(answer.lines, b"content-encoding")
+            and not field_value(answer.lines, b"content-encoding")
         )
         if plain and (self.begun or answer.framing is not Framing.LENGTH):
             while not up.readable:
@@ -101,21 +101,21 @@ class SseKeepAlive:
             raise ClientDisconnected from None
 
     def _framed(self, piece: bytes) -> bytes:
-        return as_chunk(piece) if self._chunked else piece
+        return encode_chunk(piece) if self._chunked else piece
 
     def _head(self) -> bytes:
         told = b"X-SGLang-Omni-Request-ID: %b\r\n" % self._mine.request_id
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
         return (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n"
-            b"%b%b%b%b\r\n" % (told, self._mine.id_line, self._mine.cors, framing)
+            b"%b%b%b%b\r\n" % (told, self._mine.request_id_line, self._mine.cors, framing)
         )
 
     def goes_on_with(self, first: ResponseStart) -> bool:
         """Whether its body can follow on what we have begun."""
         answer = first.answer
         plain = answer.status == 200 and answer.sse and not first.bodiless
-        return plain and not field_of(answer.lines, b"content-encoding")
+        return plain and not field_value(answer.lines, b"content-encoding")
 
     async def tell_instead(self, first: ResponseStart) -> bool:
         """A worker's answer that is no stream, as an error event; False, as we cut it then."""

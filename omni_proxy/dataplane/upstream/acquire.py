@@ -39,7 +39,7 @@ def take(door: DataPlane, mine: Exchange, tried: Collection[Worker] = ()) -> Wor
     if worker.machine.trial_owed:
         mine.trial = fleet.begin_trial(worker)
     if mine.route is not None:
-        worker.counts[mine.route.counts_at] += 1
+        worker.counts[mine.route.counter_index] += 1
     return worker
 
 
@@ -68,4 +68,4 @@ def leave(door: DataPlane, mine: Exchange, end: int) -> None:
             door.fleet.end_trial(worker, mine.trial)
             mine.trial = 0
         if mine.route is not None:
-            worker.counts[mine.route.counts_at + end] += 1
+            worker.counts[mine.route.counter_index + end] += 1

@@ -23,7 +23,7 @@ from omni_proxy.wire.response import (
     UpstreamProtocolError,
     UpstreamResponse,
     check_interim,
-    find_answer_end,
+    find_response_head_end,
 )
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _first_in(
 ) -> ResponseStart | bytes:
     """The final answer in what came, or what is left of it behind the heads of interim ones."""
     interim = 0
-    while end := find_answer_end(came):
+    while end := find_response_head_end(came):
         answer = conn.door.answers.read(came[:end], to_head=head.method == b"HEAD")
         came = came[end:]
         if answer.status >= 200:

@@ -20,8 +20,8 @@ from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.loop.tls_stream import TlsHandshake, TlsStream
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context, tls_error_text
-from omni_proxy.wire.request import with_bearer
-from omni_proxy.wire.response_head_cache import NO_ANSWER
+from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
+from omni_proxy.wire.request import set_bearer
 
 IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
 PIECE_BYTES: Final = 16384
@@ -39,10 +39,10 @@ class UpstreamPool:
         self._address = address
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
-        self.hop_line = b""  # the part of it that says that we were here, see `wire.hops`
+        self.hop_line = b""  # the part of it that says that we were here, see `wire.proxy_headers`
         self.idle: list[Stream] = []  # last in, first out: the rest may grow old and go
         self.closed = False
-        self.usual = NO_ANSWER  # how the worker writes its answers
+        self.usual = NOT_CACHED  # how the worker writes its answers
 
     def take(self, task: EventHandler) -> Stream | None:
         """An idle connection, now owned by `task`."""
@@ -185,4 +185,4 @@ def _lane_to(loop: EventLoop, worker: Worker) -> UpstreamPool:
 def with_key(worker: Worker, lines: bytes) -> bytes:
     """Field lines of a head with the worker's own key, where it has one that is set."""
     key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
-    return with_bearer(lines, key.encode("latin-1", "replace")) if key else lines
+    return set_bearer(lines, key.encode("latin-1", "replace")) if key else lines

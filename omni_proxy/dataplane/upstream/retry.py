@@ -18,7 +18,7 @@ from omni_proxy.dataplane.upstream.acquire import leave, take
 from omni_proxy.dataplane.upstream.attempt import ResponseStart
 from omni_proxy.fleet.request_counters import FAILED
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.pick import eligible
+from omni_proxy.routing.pick import eligible_workers
 from omni_proxy.wire.errors import HttpError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class RetryState:
         conn, need = self._conn, self._mine.need
         door = conn.door
         assert need is not None
-        left = eligible(door.fleet, need, door.voice_owner)
+        left = eligible_workers(door.fleet, need, door.voice_owner)
         if not left or not self._workers.issuperset(left):
             return
         if conn.client.peer_closed and door.half_close_aborts:

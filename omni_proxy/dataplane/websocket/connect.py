@@ -21,8 +21,8 @@ from omni_proxy.dataplane.upstream.retry import RetryState, counts_as_failed
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
-from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_answer_end
-from omni_proxy.wire.websocket import offer, offer_status
+from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
+from omni_proxy.wire.websocket import encode_handshake, parse_handshake_response
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.downstream.connection import Connection
@@ -76,7 +76,7 @@ async def _open(
         up = conn.upstream = await lane.dial(conn)
         mine.dialled_at = conn.loop.now
         conn.phase = "wait"
-        await conn.write(up, offer(with_key(worker, head.lines), lane.host_line, nonce))
+        await conn.write(up, encode_handshake(with_key(worker, head.lines), lane.host_line, nonce))
         status, rest = await _status(conn, up, nonce)
     except OSError as error:
         dialled = conn.upstream is not None
@@ -101,8 +101,8 @@ async def _status(conn: Connection, up: Stream, nonce: bytes) -> tuple[int, byte
     """What it answers, other 1xx skipped, and the bytes after that head."""
     buffer, heads = b"", 0
     while True:
-        while end := find_answer_end(buffer):
-            status = offer_status(buffer[:end], nonce)
+        while end := find_response_head_end(buffer):
+            status = parse_handshake_response(buffer[:end], nonce)
             buffer = buffer[end:]
             if status == 101 or status >= 200:
                 return status, buffer

@@ -19,11 +19,11 @@ from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, Phase
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
 from omni_proxy.dataplane.websocket.connect import reach_worker
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
-from omni_proxy.routing.voices import bind_to_owner
+from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.speech_events import SpeechEvents, is_application_code
-from omni_proxy.wire.websocket import WebSocketFrames, accept, closing_code, error_event
+from omni_proxy.wire.websocket import WebSocketFrames, accept_handshake, close_code, error_event
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.downstream.connection import Connection
@@ -55,7 +55,7 @@ async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
     told = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id
-    top = accept(head, told + mine.id_line)
+    top = accept_handshake(head, told + mine.request_id_line)
     mine.status, mine.stream, mine.relayed = 101, True, True
     here = _Session(conn, mine)
     here.down.out += top
@@ -64,7 +64,7 @@ async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
             await here.run(head)
         except HttpError as refusal:
             mine.end("refused", "proxy", str(refusal.code))
-            raise _Over(closing_code(refusal.status), refusal.message, refusal) from None
+            raise _Over(close_code(refusal.status), refusal.message, refusal) from None
     except _Over as over:
         await here.part(over)
     return False
@@ -89,11 +89,11 @@ class _Session:
         route = mine.route
         assert route is not None
         need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
-        bind_to_owner(conn.door.voices, route.traffic, need)
+        pin_to_voice_owner(conn.door.voices, route.traffic, need)
         conn.hold(len(first))
         worker, piece = await reach_worker(conn, mine, head)
         conn.let_go()
-        need.body = None
+        need.body_fields = None
         self.up.send(first)
         self.up.feed(piece)
         try:
@@ -225,7 +225,7 @@ class _Session:
             mine.first_at = mine.first_at or self.conn.loop.now
             mine.pieces += 1
             if isinstance(event.data, str):
-                heard.hear(event.data, finished=event.message_finished)
+                heard.feed(event.data, finished=event.message_finished)
                 if heard.done and heard.failed_audio:
                     mine.end("stream_error", "worker", "audio.done with error")
                 elif heard.done:
@@ -243,7 +243,7 @@ class _Session:
             return _Over(code, reason)
         self._blame(why)
         error = HttpError(502, message, 502, type="upstream_error")
-        return _Over(1011 if self.down.mid_message else code, reason, error)
+        return _Over(1011 if self.down.in_message else code, reason, error)
 
     def _blame(self, error: str) -> None:
         worker = self.mine.worker
@@ -265,7 +265,7 @@ class _Session:
     async def part(self, over: _Over) -> None:
         """Tell both ends and hear them out: closing on unread bytes would reset our words away."""
         conn, down, worker = self.conn, self.down, self.conn.upstream
-        if over.error is not None and not down.mid_message:
+        if over.error is not None and not down.in_message:
             down.send(error_event(over.error))
         down.close(over.code, over.reason)
         self.up.close(over.code, over.reason)

@@ -7,23 +7,27 @@ Invariant: the time is that of one walk over the bytes, the memory does not grow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Generator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.inspect.body_fields import invalid_json
 from omni_proxy.wire.errors import HttpError
 
 if TYPE_CHECKING:
     from omni_proxy.routing.inspect.requirements import Requirements
 
 LARGE_BYTES = 1024 * 1024
-AT_ONCE_BYTES = 8 * 1024 * 1024  # a walk over more would keep everybody else waiting
+ONE_PASS_BYTES = 8 * 1024 * 1024  # a walk over more would keep everybody else waiting
 PREFIX_BYTES = 64 * 1024
 _UNSAID = msgspec.Raw()
 
 
-class Top(msgspec.Struct):
+class LargeJsonFields(msgspec.Struct):
     """The fields that are read; texts stay as they are spelled, which does for a prefix."""
 
     model: msgspec.Raw = _UNSAID
@@ -44,10 +48,10 @@ class Top(msgspec.Struct):
         return b""
 
 
-_decode = msgspec.json.Decoder(Top).decode
+_decode = msgspec.json.Decoder(LargeJsonFields).decode
 
 
-def read_top(body: bytes) -> Top:
+def read_large_json(body: bytes) -> LargeJsonFields:
     """Raises HttpError 400 for what is no JSON object; other spellings than UTF-8 are none here."""
     try:
         return _decode(body)
@@ -55,20 +59,20 @@ def read_top(body: bytes) -> Top:
         raise HttpError(400, "invalid JSON body", "invalid_json") from None
 
 
-def settle(fleet: Fleet, need: Requirements) -> None:
+def settle_unread(fleet: Fleet, need: Requirements) -> None:
     """What was not read must make no difference, or be hinted. Raises HttpError 400."""
-    hinted = need.hinted
+    given_hints = need.given_hints
     candidates = fleet.candidates(None, need.mask)
-    batch = need.large == "speech_batch"  # its items may name other models than it does
+    batch = need.large_body_class == "speech_batch"  # its items may name other models than it does
     mixed = len({worker.model for worker in candidates}) > 1
-    if mixed and b"model" not in hinted and (batch or need.model is None):
+    if mixed and b"model" not in given_hints and (batch or need.model is None):
         kind = "large speech batch requests" if batch else "large JSON requests"
         raise HttpError(
             400,
             f"{kind} across mixed-model workers require x-sglang-omni-route-model",
             "model_hint_required",
         )
-    if b"capabilities" in hinted or not candidates:
+    if b"capabilities" in given_hints or not candidates:
         return
     widest = max((worker.mask for worker in candidates), key=int.bit_count)
     if any(worker.mask & ~widest for worker in candidates):
@@ -80,3 +84,166 @@ def settle(fleet: Fleet, need: Requirements) -> None:
         )
     if any(worker.mask != widest for worker in candidates):
         need.mask |= widest
+
+
+# A walk over the top of a JSON object in slices, for bodies that one walk would take too long for.
+#
+# Contract (omni-router.md 7): the fields on top are found, and the end of the object is reached; what
+# is nested is stepped over by its brackets and strings and not judged further. Invariant: between two
+# `yield`s at most some `SLICE_BYTES` are walked, whatever they spell; memory does not grow with them.
+
+SLICE_BYTES: Final = 256 * 1024
+FIRST_BYTES: Final = 512  # of what is nested; most of it is short
+KEYS_PER_SLICE: Final = 500
+MAX_KEYS: Final = 10_000
+MAX_SCALAR_BYTES: Final = 4096
+MAX_KEY_BYTES: Final = 128
+_BLANKS: Final = re.compile(rb"[ \t\r\n]*+")
+_SCALAR: Final = re.compile(
+    rb"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null)(?=[\s,}]|\Z)"
+)
+_IN_STRING: Final = re.compile(
+    rb'[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+'
+)
+_ESCAPE_BYTES: Final = len(rb"\u0000")
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+_STRING_OR_BRACKET: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = b'",:{}'
+_NESTS: Final = b"[{"
+_FIELDS: Final = frozenset(name.encode() for name in LargeJsonFields.__struct_fields__)
+
+Walk = Generator[None, None, int]
+
+
+def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
+    """Raises HttpError 400 for what is no JSON object."""
+    found: dict[str, msgspec.Raw] = {}
+    keys, at = 0, (yield from _blanks(body, 0))
+    at = yield from _blanks(body, _past(body, at, _OPEN))
+    more = _byte(body, at) != _CLOSE
+    while more:
+        if _byte(body, at) != _QUOTE:
+            raise invalid_json()
+        start = at
+        at = yield from _string(body, at)
+        name = bytes(body[start + 1 : min(at - 1, start + MAX_KEY_BYTES)])
+        at = yield from _blanks(body, at)
+        at = yield from _blanks(body, _past(body, at, _COLON))
+        start = at
+        at = yield from _value(body, at)
+        if name in _FIELDS:
+            found[name.decode()] = msgspec.Raw(bytes(body[start : min(at, start + PREFIX_BYTES)]))
+        at = yield from _blanks(body, at)
+        more = _byte(body, at) == _COMMA
+        if more:
+            at = yield from _blanks(body, at + 1)
+        keys += 1
+        if keys > MAX_KEYS:
+            told = f"a large JSON request body may have {MAX_KEYS} fields and no more"
+            raise HttpError(400, told, "invalid_json")
+        if not keys % KEYS_PER_SLICE:
+            yield
+    at = yield from _blanks(body, _past(body, at, _CLOSE))
+    if at != len(body):
+        raise invalid_json()
+    return LargeJsonFields(**found)
+
+
+def _byte(body: bytes, at: int) -> int:
+    if at >= len(body):
+        raise invalid_json()
+    return body[at]
+
+
+def _past(body: bytes, at: int, mark: int) -> int:
+    if _byte(body, at) != mark:
+        raise invalid_json()
+    return at + 1
+
+
+def _end(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
+    found = pattern.match(body, at, at + SLICE_BYTES)
+    return found.end() if found is not None else at
+
+
+def _blanks(body: bytes, at: int) -> Walk:
+    while (end := _end(_BLANKS, body, at)) - at == SLICE_BYTES:
+        at = end
+        yield
+    return end
+
+
+def _value(body: bytes, at: int) -> Walk:
+    first = _byte(body, at)
+    if first == _QUOTE:
+        return (yield from _string(body, at))
+    if first in _NESTS:
+        return (yield from _nested(body, at))
+    found = _SCALAR.match(body, at, at + MAX_SCALAR_BYTES)
+    if found is None:
+        raise invalid_json()
+    return found.end()
+
+
+def _string(body: bytes, at: int) -> Walk:
+    """Behind the string whose first quote is at `at`."""
+    at += 1
+    while True:
+        end = _end(_IN_STRING, body, at)
+        if _byte(body, end) == _QUOTE:
+            return end + 1
+        if end - at < SLICE_BYTES - _ESCAPE_BYTES:  # it was not the slice that ended
+            raise invalid_json()
+        at = end
+        yield
+
+
+def _nested(body: bytes, at: int) -> Walk:
+    """Behind the list or object that begins at `at`."""
+    depth, size, walked = 0, FIRST_BYTES, 0
+    while at < len(body):
+        cut = min(len(body), at + size)
+        found = _WHOLE_STRINGS.match(body, at, cut)
+        assert found is not None
+        end = found.end()  # or the beginning of a string that goes on behind the slice
+        after = _depth_after(body[at:end], depth)
+        if after is None and size > FIRST_BYTES:
+            size //= 2
+            continue
+        if after is None:
+            return at + _length_of(body[at:end], depth)
+        depth, walked = after, walked + end - at
+        at = end
+        if end < cut:
+            at = yield from _string(body, end)
+        else:
+            size = min(size * 2, SLICE_BYTES)
+        if walked >= SLICE_BYTES:
+            walked = 0
+            yield
+    raise invalid_json()
+
+
+def _depth_after(piece: bytes, depth: int) -> int | None:
+    """None where the outermost bracket closes in it. `piece` has no half of a string."""
+    brackets = _STRING.sub(b"", piece).translate(None, _NO_BRACKETS)
+    if depth:  # what opens and closes at once matters to nobody outside
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    closing = brackets.count(b"]") + brackets.count(b"}")
+    if closing >= depth and brackets:
+        lowest = min(accumulate(map(_STEP.__getitem__, brackets)))
+        if depth + lowest <= 0:
+            return None
+    return depth + len(brackets) - 2 * closing
+
+
+def _length_of(piece: bytes, depth: int) -> int:
+    """Up to the bracket that closes the outermost one."""
+    for found in _STRING_OR_BRACKET.finditer(piece):
+        depth += _STEP.get(found[0][0], 0)
+        if not depth:
+            return found.end()
+    raise AssertionError("the brackets were counted")

@@ -12,17 +12,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from omni_proxy.routing.inspect.payload import (
+from omni_proxy.routing.inspect.body_fields import (
+    ABSENT,
     CONSTANT_GROWTH,
-    UNSAID,
     BodyFields,
-    OddPayload,
-    elements_in,
+    NonStandardBodyFields,
+    is_given,
     is_list,
-    restored,
-    said,
-    starts,
-    value_in,
+    read_elements,
+    read_value,
+    restore_constants,
+    starts_with,
 )
 
 LIMIT = 64 * 1024  # bytes; what comes later hardly changes where a prefix is cached
@@ -50,10 +50,10 @@ class _Said(msgspec.Struct, gc=False):
 class _Piece(msgspec.Struct, gc=False):
     """A message, or a part of one."""
 
-    role: msgspec.Raw = UNSAID
-    content: msgspec.Raw = UNSAID
-    text: msgspec.Raw = UNSAID
-    type: msgspec.Raw = UNSAID
+    role: msgspec.Raw = ABSENT
+    content: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    type: msgspec.Raw = ABSENT
 
 
 _decode_talk = msgspec.json.Decoder(list[_Said]).decode
@@ -66,8 +66,8 @@ def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
     `prompt`, `text` and `input_ids`."""
     if payload is None:
         return b""
-    if type(payload) is OddPayload:
-        return restored(_gathered(payload, limit * CONSTANT_GROWTH))[:limit]
+    if type(payload) is NonStandardBodyFields:
+        return restore_constants(_gathered(payload, limit * CONSTANT_GROWTH))[:limit]
     if not (len(payload.prompt) or len(payload.text) or len(payload.input_ids)):
         plain = _plain_talk(payload.messages, limit)
         if plain is not None:
@@ -104,8 +104,10 @@ def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
 
 
 def _plain_parts(parts: list[_SaidPart], limit: int) -> bytes:
-    said = [_name(each.type) if each.text is None else _utf8(each.text, limit) for each in parts]
-    return PART + PART.join(said) if said else b""
+    is_given = [
+        _name(each.type) if each.text is None else _utf8(each.text, limit) for each in parts
+    ]
+    return PART + PART.join(is_given) if is_given else b""
 
 
 def _gathered(payload: BodyFields, limit: int) -> bytes:
@@ -135,18 +137,18 @@ class _Gathered:
 
 
 def _pieces(payload: BodyFields, limit: int) -> Iterator[bytes]:
-    for message in elements_in(payload.messages):
+    for message in read_elements(payload.messages):
         yield from _message(message, limit)
     for value in (payload.prompt, payload.text):
-        if said(value):
+        if is_given(value):
             yield from _script(value, limit)
-    if said(payload.input_ids):  # as it is spelled: that does for a prefix
+    if is_given(payload.input_ids):  # as it is spelled: that does for a prefix
         yield TOKENS + bytes(memoryview(payload.input_ids)[:limit])
 
 
 def _read(raw: msgspec.Raw) -> _Piece | None:
     """None for what is no object."""
-    if not starts(raw, b"{"):
+    if not starts_with(raw, b"{"):
         return None
     try:
         return _decode_piece(raw)
@@ -156,7 +158,7 @@ def _read(raw: msgspec.Raw) -> _Piece | None:
 
 def _text(raw: msgspec.Raw) -> str | None:
     """None for what is no string."""
-    value = value_in(raw) if starts(raw, b'"') else None
+    value = read_value(raw) if starts_with(raw, b'"') else None
     return value if isinstance(value, str) else None
 
 
@@ -170,7 +172,7 @@ def _message(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
     content = _text(message.content)
     if content is not None:
         yield _utf8(content, limit)
-    for part in elements_in(message.content):
+    for part in read_elements(message.content):
         yield from _part(part, limit)
 
 
@@ -192,7 +194,7 @@ def _script(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
     if text is not None:
         yield SCRIPT + _utf8(text, limit)
         return
-    elements = elements_in(raw)
+    elements = read_elements(raw)
     if elements and _is_number(elements[0]):
         yield TOKENS + _tokens(raw, limit)
         return
@@ -208,7 +210,11 @@ def _script(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
 
 def _is_number(raw: msgspec.Raw) -> bool:
     """Whether it is what Python has for an integer, true and false included."""
-    return not starts(raw, b"[") and not starts(raw, b"{") and isinstance(value_in(raw), int)
+    return (
+        not starts_with(raw, b"[")
+        and not starts_with(raw, b"{")
+        and isinstance(read_value(raw), int)
+    )
 
 
 def _name(name: str | None) -> bytes:
@@ -222,7 +228,7 @@ def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
     try:
         ids = _decode_ids(raw)[: limit // 4]
     except (msgspec.DecodeError, RecursionError):
-        ids = [value_in(one) for one in elements_in(raw)[: limit // 4] if _is_number(one)]
+        ids = [read_value(one) for one in read_elements(raw)[: limit // 4] if _is_number(one)]
     return array("I", (number & 0xFFFFFFFF for number in ids)).tobytes()
 
 

@@ -7,30 +7,33 @@ Source: omni-router.md 7.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
-from omni_proxy.routing.inspect.large_json import LARGE_BYTES, Top, read_top
-from omni_proxy.routing.inspect.multipart import form_fields
-from omni_proxy.routing.inspect.payload import (
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.inspect.body_fields import (
+    ABSENT,
     MAX_REQUEST_ID_CHARS,
-    UNSAID,
     BodyFields,
-    ObjectsIn,
-    decode,
-    elements_in,
-    payload_of,
-    present,
-    starts,
-    text_in,
+    ObjectListReader,
+    body_fields_of,
+    decode_body,
+    form_fields,
+    is_truthy,
+    read_elements,
+    read_text,
+    starts_with,
 )
+from omni_proxy.routing.inspect.large_json import LARGE_BYTES, LargeJsonFields, read_large_json
 from omni_proxy.routing.routes import ALWAYS_JSON, FORM, JSON, NAMED, UNPINNED, Pinning, Route
-from omni_proxy.routing.version_constraint import VersionConstraint, wanted_by
+from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.wire.errors import HttpError
 
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
@@ -53,7 +56,7 @@ class HeadFacts(Protocol):
     def hints(self) -> dict[bytes, bytes]: ...
 
 
-class Referring(Protocol):
+class VoiceReferenceFields(Protocol):
     """A body of speech, or an item of one."""
 
     ref_audio: msgspec.Raw
@@ -75,13 +78,13 @@ class Requirements(msgspec.Struct, gc=False):
     model: str | None = None
     stream: bool = False
     request_id: str = ""
-    place: Pinning = UNPINNED
-    worker: str = ""  # id or URL, for Pinning.NAMED
-    body: BodyFields | None = None  # its fields, for policies that read the prompt
-    key: str = ""  # what keeps a client with its worker, for policies that want it
-    version: VersionConstraint | None = None  # which weights it accepts; None: any
-    large: str = ""  # the traffic class of a body that was too large to be read whole
-    hinted: frozenset[bytes] = frozenset()  # of such a one: which hints came with it
+    pinning: Pinning = UNPINNED
+    named_worker: str = ""  # id or URL, for Pinning.NAMED
+    body_fields: BodyFields | None = None  # its fields, for policies that read the prompt
+    affinity_key: str = ""  # what keeps a client with its worker, for policies that want it
+    version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
+    large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
+    given_hints: frozenset[bytes] = frozenset()  # of such a one: which hints came with it
 
     @property
     def capabilities(self) -> list[str]:
@@ -94,7 +97,7 @@ _MEDIA = {
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
 }  # fmt: skip
 _media_values = attrgetter(*_MEDIA)
-_NO_MEDIA = (UNSAID,) * len(_MEDIA)
+_NO_MEDIA = (ABSENT,) * len(_MEDIA)
 
 
 class _UsualPart(msgspec.Struct, gc=False):
@@ -110,57 +113,57 @@ class _UsualMessage(msgspec.Struct, gc=False):
 class _Part(msgspec.Struct, gc=False):
     """Of any message's content; and a message, which is read alike."""
 
-    type: msgspec.Raw = UNSAID
-    content: msgspec.Raw = UNSAID
+    type: msgspec.Raw = ABSENT
+    content: msgspec.Raw = ABSENT
 
 
 class _Reference(msgspec.Struct, gc=False):
-    audio_path: msgspec.Raw = UNSAID
-    ref_audio: msgspec.Raw = UNSAID
-    audio: msgspec.Raw = UNSAID
-    data: msgspec.Raw = UNSAID
+    audio_path: msgspec.Raw = ABSENT
+    ref_audio: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    data: msgspec.Raw = ABSENT
 
 
 class _Item(msgspec.Struct, gc=False):
-    model: msgspec.Raw = UNSAID
+    model: msgspec.Raw = ABSENT
 
 
 _decode_messages = msgspec.json.Decoder(list[_UsualMessage]).decode
-_parts_in = ObjectsIn(_Part, least=len('{"type":"image"}'))
-_references_in = ObjectsIn(_Reference, least=len('{"data":1}'))
-_items_in = ObjectsIn(_Item, least=len('{"model":"m"}'))
+_parts_in = ObjectListReader(_Part, least=len('{"type":"image"}'))
+_references_in = ObjectListReader(_Reference, least=len('{"data":1}'))
+_items_in = ObjectListReader(_Item, least=len('{"model":"m"}'))
 
 
-def inspect(route: Route, body: bytes, facts: HeadFacts) -> Requirements:
+def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements:
     """Raises HttpError 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
-    if body and is_json(route, facts):
+    if body and has_json_body(route, facts):
         if len(body) > LARGE_BYTES:
-            return by_top(route, read_top(body), facts)
-        need = need_of(route, body)
+            return requirements_of_large_json(route, read_large_json(body), facts)
+        need = requirements_of_json(route, body)
         if facts.hints:
             _apply_hints(need, facts.hints, source="JSON body")
         return need
-    need = Requirements(route.mask, place=route.place)
-    if route.place is NAMED:
+    need = Requirements(route.mask, pinning=route.pinning)
+    if route.pinning is NAMED:
         named = facts.hints.get(b"worker", b"")
         if not named:
             raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
-        need.worker = named.decode("latin-1")
-    told = route.body is FORM and _read_form(body, facts.content_type, need)
+        need.named_worker = named.decode("latin-1")
+    told = route.body_kind is FORM and _read_form(body, facts.content_type, need)
     if facts.hints:
         _apply_hints(need, facts.hints, source="multipart form" if told else None)
     return need
 
 
-def need_of(route: Route, body: bytes) -> Requirements:
+def requirements_of_json(route: Route, body: bytes) -> Requirements:
     """What a JSON body says that is small enough to be read whole. Raises HttpError 400."""
-    return _read(route, decode(body))
+    return _read(route, decode_body(body))
 
 
-def by_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
+def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
     """What the hints alone say, beside a `model` that the body has told. Raises HttpError 400."""
-    need = Requirements(route.mask, model, place=route.place)
-    if route.traffic.startswith("speech") and is_json(route, facts):
+    need = Requirements(route.mask, model, pinning=route.pinning)
+    if route.traffic.startswith("speech") and has_json_body(route, facts):
         need.mask |= AUDIO  # as for any large body of speech
     _apply_hints(need, facts.hints, source=None)
     if model is not None and need.model != model:
@@ -168,17 +171,19 @@ def by_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requir
     return need
 
 
-def by_top(route: Route, top: Top, facts: HeadFacts) -> Requirements:
+def requirements_of_large_json(
+    route: Route, top: LargeJsonFields, facts: HeadFacts
+) -> Requirements:
     """What a large JSON body says. Raises HttpError 400."""
     need = _read(route, BodyFields(
-        model=text_in(top.model), stream=bytes(top.stream) == b"true",
+        model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
-        request_id=text_in(top.request_id), input_ids=msgspec.Raw(top.beginning),
+        request_id=read_text(top.request_id), input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
         need.mask |= AUDIO  # a voice reference is what makes such a body large
-    need.large = route.traffic
-    need.hinted = frozenset(facts.hints)
+    need.large_body_class = route.traffic
+    need.given_hints = frozenset(facts.hints)
     if facts.hints:
         _apply_hints(need, facts.hints, source="JSON body")
     return need
@@ -191,9 +196,9 @@ def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requi
     if fields is None:
         need = Requirements(route.mask)
     else:
-        payload = payload_of(fields)
+        payload = body_fields_of(fields)
         need = _read(route, payload)
-        if has_reference(payload):
+        if has_voice_reference(payload):
             need.mask |= AUDIO
     need.stream = True
     if facts.hints:
@@ -216,9 +221,9 @@ def _bad(message: str, code: str = "invalid_request") -> HttpError:
     return HttpError(400, message, code)
 
 
-def is_json(route: Route, facts: HeadFacts) -> bool:
-    if route.body is not JSON:
-        return route.body is ALWAYS_JSON
+def has_json_body(route: Route, facts: HeadFacts) -> bool:
+    if route.body_kind is not JSON:
+        return route.body_kind is ALWAYS_JSON
     told = facts.content_type
     return told == b"application/json" or b"json" in told.lower()
 
@@ -237,7 +242,7 @@ def _read(route: Route, payload: BodyFields) -> Requirements:
     spelled = bytes(payload.messages)
     if spelled.rfind(b"[") > 0:  # else there is no list of parts
         mask |= _parts(payload.messages, spelled)
-    need = Requirements(mask, model, stream, request_id, route.place, "", payload)
+    need = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
     if route.traffic != "generation":
         _read_speech(route, payload, need)
     return need
@@ -246,9 +251,9 @@ def _read(route: Route, payload: BodyFields) -> Requirements:
 def _read_speech(route: Route, payload: BodyFields, need: Requirements) -> None:
     if route.traffic == "speech_batch":
         _read_batch(payload, need)
-    if route.traffic == "speech_http" and text_in(payload.stream_format) == "sse":
+    if route.traffic == "speech_http" and read_text(payload.stream_format) == "sse":
         need.mask |= STREAMING
-    if route.traffic.startswith("speech") and has_reference(payload):
+    if route.traffic.startswith("speech") and has_voice_reference(payload):
         need.mask |= AUDIO
 
 
@@ -266,10 +271,10 @@ def _named(model: str | None) -> str | None:
 def _media(payload: BodyFields) -> int:
     mask = 0
     for bit, value in zip(_MEDIA.values(), _media_values(payload), strict=True):
-        if bit and present(value):
+        if bit and is_truthy(value):
             mask |= bit
     for wanted in (payload.modalities, payload.output_modalities):
-        if any(text_in(kind) == "audio" for kind in elements_in(wanted)):
+        if any(read_text(kind) == "audio" for kind in read_elements(wanted)):
             mask |= AUDIO_OUT
     return mask
 
@@ -292,20 +297,20 @@ def _parts(messages: msgspec.Raw, spelled: bytes) -> int:
 def _odd_parts(messages: msgspec.Raw) -> int:
     mask = 0
     for message in _parts_in(messages):
-        if starts(message.content, b"["):
+        if starts_with(message.content, b"["):
             for part in _parts_in(message.content):
                 kind = bytes(part.type)
                 mask |= _SPELLED.get(kind, 0)
                 if b"\\" in kind:
-                    mask |= _KINDS.get(text_in(part.type), 0)
+                    mask |= _KINDS.get(read_text(part.type), 0)
     return mask
 
 
-def has_reference(payload: Referring) -> bool:
+def has_voice_reference(payload: VoiceReferenceFields) -> bool:
     """Whether it brings a voice to imitate with it."""
-    return present(payload.ref_audio) or any(
-        present(each.audio_path) or present(each.ref_audio)
-        or present(each.audio) or present(each.data)
+    return is_truthy(payload.ref_audio) or any(
+        is_truthy(each.audio_path) or is_truthy(each.ref_audio)
+        or is_truthy(each.audio) or is_truthy(each.data)
         for each in _references_in(payload.references)
     )  # fmt: skip
 
@@ -313,7 +318,7 @@ def has_reference(payload: Referring) -> bool:
 def _read_batch(payload: BodyFields, need: Requirements) -> None:
     if need.stream:
         raise _bad("stream is not supported for batch speech requests")
-    models = {_named(text_in(item.model)) or need.model for item in _items_in(payload.items)}
+    models = {_named(read_text(item.model)) or need.model for item in _items_in(payload.items)}
     if len(models) > 1:
         raise _bad("speech batch items must resolve to one model for router forwarding")
     if models:
@@ -332,7 +337,7 @@ def _read_form(body: bytes, content_type: bytes, need: Requirements) -> bool:
 
 def _apply_hints(need: Requirements, hints: dict[bytes, bytes], *, source: str | None) -> None:
     """Hints complete what the body left open; against a body that spoke they are refused."""
-    need.version = wanted_by(hints)
+    need.version_constraint = parse_version_constraint(hints)
     prefix = "x-sglang-omni-route-"
     if b"model" in hints:
         model = hints[b"model"].decode("latin-1").strip()
@@ -351,7 +356,7 @@ def _apply_hints(need: Requirements, hints: dict[bytes, bytes], *, source: str |
         need.mask |= STREAMING if need.stream else 0
     if b"capabilities" in hints:
         mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
-        if source == "JSON body" and not need.large and mask & ~need.mask:
+        if source == "JSON body" and not need.large_body_class and mask & ~need.mask:
             raise _bad(f"{prefix}capabilities conflicts with JSON body")
         need.mask |= mask
 
@@ -368,3 +373,67 @@ def _hinted_mask(text: str, prefix: str) -> int:
         if name not in BIT:
             raise _bad(f"{prefix}capabilities contains unsupported capability {name!r}")
     return mask_of(names)
+
+
+# What a client is known by, for policies that keep a client with its worker.
+#
+# A key that was set for the purpose wins over what happens to be there: the credentials, the address
+# that a balancer passed on, the cookie. Same head, same key; long values are hashed, so that a key
+# is short and a credential of any length is safe to keep. Source: routers.md 1.1.
+
+MAX_KEY_BYTES = 256
+# In the order of preference.
+NAMES = (b"x-smg-routing-key", b"x-session-id", b"authorization", b"x-forwarded-for", b"cookie")
+_LINE = re.compile(rb"(?:^|\n)(" + b"|".join(NAMES) + rb"):[ \t]*([^\r\n]*)", re.IGNORECASE)
+
+
+def affinity_key_of(lines: bytes) -> str:
+    """Of header lines `name: value` with CRLF; "" where nothing tells clients apart."""
+    found: dict[bytes, bytes] = {}
+    for line in _LINE.finditer(lines):
+        value = line[2].rstrip(b" \t")
+        if value:
+            found.setdefault(line[1].lower(), value)
+    for name in NAMES:
+        if name in found:
+            return _short(found[name])
+    return ""
+
+
+def _short(value: bytes) -> str:
+    if len(value) > MAX_KEY_BYTES:
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    return value.decode("latin-1")
+
+
+# What a large body needs, told by its head and its beginning, so that the rest can stream.
+#
+# Contract: an answer here is the same that `inspect_request` would give the whole body, or the client's word
+# for it (hints); in any doubt None, and the body is read whole. The body is told nothing else of.
+
+_ENOUGH_FOR_JSON: Final = frozenset((b"model", b"capabilities"))
+
+
+def requirements_of_beginning(
+    fleet: Fleet, route: Route, beginning: bytes, facts: HeadFacts
+) -> Requirements | None:
+    """None where the whole body must be seen. Raises Refusal 400 for a bad hint."""
+    if has_json_body(route, facts):
+        return (
+            requirements_of_hints(route, facts) if facts.hints.keys() >= _ENOUGH_FOR_JSON else None
+        )
+    if route.body_kind is not FORM:
+        return inspect_request(route, b"", facts)
+    found, hints = form_fields(beginning, facts.content_type), facts.hints
+    if fleet.names_models and "model" not in found and b"model" not in hints:
+        return None
+    if "stream" in found:
+        return inspect_request(route, beginning, facts)
+    if b"stream" in hints:
+        return requirements_of_hints(route, facts, found.get("model") or None)
+    return inspect_request(route, beginning, facts) if _all_stream(fleet, route.mask) else None
+
+
+def _all_stream(fleet: Fleet, mask: int) -> bool:
+    """Whether nobody would be left out if the rest of the form asked for a stream."""
+    return len(fleet.candidates(None, mask)) == len(fleet.candidates(None, mask | STREAMING))

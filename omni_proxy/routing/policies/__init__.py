@@ -1,4 +1,4 @@
-"""The policies by name. `build` is the one place that knows the names; `contract` says what a
+"""The policies by name. `build_policy` is the one place that knows the names; `contract` says what a
 policy promises.
 """
 
@@ -10,14 +10,16 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.policies.cache_aware import CacheAware
 from omni_proxy.routing.policies.hashing import ConsistentHashing, PrefixHash
 from omni_proxy.routing.policies.least_request import LeastRequest, PowerOfTwo
-from omni_proxy.routing.policies.policy import Below, Policy
+from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.round_robin import Random, RoundRobin
 from omni_proxy.routing.policies.sticky import Sticky
 
-__all__ = ["Below", "Policy", "build"]
+__all__ = ["Policy", "RandomBelow", "build_policy"]
 
 
-def build(routing: RoutingConfig, below: Below, now: float, before: Policy | None = None) -> Policy:
+def build_policy(
+    routing: RoutingConfig, below: RandomBelow, now: float, before: Policy | None = None
+) -> Policy:
     """The policy that `routing` asks for; `now` is monotonic seconds.
 
     What of the policy `before` still serves lives on: a tree when sessions are switched, sessions
@@ -26,17 +28,17 @@ def build(routing: RoutingConfig, below: Below, now: float, before: Policy | Non
     """
     sessions = before if isinstance(before, Sticky) else None
     kept = sessions.inner if sessions else before
-    policy = kept if kept is not None and kept.adopt(routing) else _make(routing, below, now)
+    policy = kept if kept is not None and kept.reconfigure(routing) else _make(routing, below, now)
     if not routing.sticky_sessions:
         return policy
     if sessions is None:
         return Sticky(policy, routing, now)
-    sessions.move_onto(policy)
-    sessions.adopt(routing)
+    sessions.replace_inner(policy)
+    sessions.reconfigure(routing)
     return sessions
 
 
-def _make(routing: RoutingConfig, below: Below, now: float) -> Policy:
+def _make(routing: RoutingConfig, below: RandomBelow, now: float) -> Policy:
     makers: dict[str, Callable[[], Policy]] = {
         "round_robin": RoundRobin,
         "random": lambda: Random(below),

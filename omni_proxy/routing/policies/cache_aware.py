@@ -22,9 +22,8 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.candidate_weights import CandidateWeights, least, load_word
 from omni_proxy.routing.policies.policy import Policy
-from omni_proxy.routing.policies.slow_start import SlowStart
+from omni_proxy.routing.policies.weighted_load import CandidateWeights, least, load_word
 from omni_proxy.routing.prefix_tree import PrefixTree
 
 EXACT = 64
@@ -64,7 +63,7 @@ _NO_TEXT = _Text(b"", 0)
 
 
 class CacheAware(Policy):
-    """`now` is monotonic seconds, as in `tend`."""
+    """`now` is monotonic seconds, as in `maintain`."""
 
     __slots__ = (
         "_among", "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules",
@@ -104,48 +103,48 @@ class CacheAware(Policy):
             self._tree.insert(text.whole, choice.worker)
         return choice.worker
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         text = _text(candidates, need)
         judged = self._judged
         choice = self._choose(candidates, text)
         self._judged = judged  # else the next pick could go by another verdict
         return choice.worker, self._words(choice, text)
 
-    def details(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
         text = _text(candidates, need)
         depths = self._tree.depths(text.whole)
         matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
         return {"text_bytes": text.length, "matched_bytes": matched}
 
-    def took(self, worker: Worker, need: Requirements) -> None:
+    def record_pick(self, worker: Worker, need: Requirements) -> None:
         text = _text((worker,), need)
         if text.whole:
             self._tree.insert(text.whole, worker)
 
-    def adopt(self, routing: RoutingConfig) -> bool:
+    def reconfigure(self, routing: RoutingConfig) -> bool:
         rules = self._rules = routing.cache_aware
         self._tree.max_size = rules.max_tree_size
         self._warmth.share = rules.warmup_share
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
         self._evicting |= self._tree.oversized
         self._judged, self._small = ((), False, 0), ((), [])  # they went by the old ones
-        return super().adopt(routing)
+        return super().reconfigure(routing)
 
-    def forget(self, worker: Worker) -> None:
+    def forget_worker(self, worker: Worker) -> None:
         self._small = ((), [])
         self._among = ((), -1, 0)
         self._tree.forget(worker)
-        self._warmth.forget(worker)
+        self._warmth.forget_worker(worker)
 
-    def tend(self, now: float) -> None:
+    def maintain(self, now: float) -> None:
         self._now = now
         if now >= self._evict_at:
             self._evict_at = now + self._rules.eviction_interval_secs
             self._evicting = True
-        more = self._tree.tend(evict=self._evicting)
+        more = self._tree.maintain(evict=self._evicting)
         self._evicting &= more
 
-    def facts(self) -> dict[str, object]:
+    def stats(self) -> dict[str, object]:
         tree = self._tree
         return {
             "tree_size": tree.size,
@@ -206,7 +205,7 @@ class CacheAware(Policy):
         if not choice.ranked:
             self._small[1].pop()
             return
-        self._warmth.chose(choice.worker, candidates, choice.sizes)
+        self._warmth.record_choice(choice.worker, candidates, choice.sizes)
         if good_for := _good_for(candidates, SIZES_FOR):
             ranked = nsmallest(good_for + 1, choice.ranked)
             next_ones = [candidates[index] for _, _, index in reversed(ranked)]
@@ -306,7 +305,7 @@ def _small_alike(
 
 
 def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
-    text = prefix_text(need.body)
+    text = prefix_text(need.body_fields)
     if not text:
         return _NO_TEXT
     # Where workers name models, the candidates for a model are those that name it.
@@ -314,3 +313,57 @@ def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
     name = (model or "").encode("utf-8", "surrogatepass")
     # The mark does not count: all texts of a kind share it.
     return _Text(name + text, len(name) + 1)
+
+
+# How much of what matches nowhere a worker with a small tree may get.
+#
+# The smallest tree is that of a worker that has just come, and it stays the smallest for long: by the
+# plain rule it would get every such request until it caught up. Invariant: while its tree is below
+# half of the mean, a worker is chosen at most once per 1/share choices, yet never less often than its
+# fair turn.
+
+YOUNG = 0.5  # of the mean size
+_WHOLE = 1.0 - 1e-9  # 1/n summed n times
+
+
+class SlowStart:
+    """Young workers earn `share` of a turn per choice and save up one turn at most. 0 is off."""
+
+    __slots__ = ("_saved", "share")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._saved: dict[Worker, float] = {}
+
+    def spared(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
+        """Who can't be chosen now; never all of them."""
+        return [
+            worker
+            for worker in self._young(candidates, sizes)
+            if self._with_earned(worker, len(candidates)) < _WHOLE
+        ]
+
+    def record_choice(
+        self, chosen: Worker, candidates: Sequence[Worker], sizes: Sequence[float]
+    ) -> None:
+        """`sizes` are those that the choice was made by."""
+        young = self._young(candidates, sizes)
+        earned = {worker: self._with_earned(worker, len(candidates)) for worker in young}
+        if self._saved:
+            for worker in candidates:
+                self._saved.pop(worker, None)
+        self._saved |= earned
+        if chosen in earned:
+            self._saved[chosen] -= 1
+
+    def forget_worker(self, worker: Worker) -> None:
+        self._saved.pop(worker, None)
+
+    def _with_earned(self, worker: Worker, candidates: int) -> float:
+        return min(1.0, self._saved.get(worker, 1.0) + max(self.share, 1 / candidates))
+
+    def _young(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
+        if not self.share or self.share >= 1:
+            return []
+        bound = YOUNG * sum(sizes) / len(sizes)
+        return [worker for worker, size in zip(candidates, sizes, strict=True) if size < bound]

@@ -10,10 +10,10 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.candidate_weights import load_word
 from omni_proxy.routing.policies.least_request import LeastRequest
 from omni_proxy.routing.policies.policy import Policy
 from omni_proxy.routing.policies.ring import Rings
+from omni_proxy.routing.policies.weighted_load import load_word
 
 
 class ConsistentHashing(Policy):
@@ -23,7 +23,7 @@ class ConsistentHashing(Policy):
     """
 
     __slots__ = ("_keyless", "_rings", "name")
-    wants_key = True
+    needs_affinity_key = True
 
     def __init__(self) -> None:
         self.name = "consistent_hashing"
@@ -31,24 +31,26 @@ class ConsistentHashing(Policy):
         self._keyless = LeastRequest()
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        if not need.key:
+        if not need.affinity_key:
             return self._keyless.pick(candidates, need)
         return self._owner(candidates, need)
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        if not need.key:
-            chosen, why = self._keyless.preview(candidates, need)
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        if not need.affinity_key:
+            chosen, why = self._keyless.preview_pick(candidates, need)
             return chosen, f"the request has no key, so {why}"
         return self._owner(candidates, need), "the hash of its key belongs there"
 
-    def forget(self, worker: Worker) -> None:
-        self._rings.forget(worker)
+    def forget_worker(self, worker: Worker) -> None:
+        self._rings.forget_worker(worker)
 
-    def facts(self) -> dict[str, object]:
+    def stats(self) -> dict[str, object]:
         return {"rings": len(self._rings)}
 
     def _owner(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        return next(self._rings.walk(candidates, need.key.encode("utf-8", "surrogatepass")))
+        return next(
+            self._rings.walk(candidates, need.affinity_key.encode("utf-8", "surrogatepass"))
+        )
 
 
 class PrefixHash(Policy):
@@ -71,22 +73,22 @@ class PrefixHash(Policy):
         self._length = routing.prefix_hash.prefix_length
         self._factor = routing.prefix_hash.load_factor
 
-    def adopt(self, routing: RoutingConfig) -> bool:
+    def reconfigure(self, routing: RoutingConfig) -> bool:
         self._take(routing)
-        return super().adopt(routing)
+        return super().reconfigure(routing)
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        text = prefix_text(need.body, self._length)
+        text = prefix_text(need.body_fields, self._length)
         if not text:
             return self._textless.pick(candidates, need)
         chosen, skipped = self._below_bound(candidates, text)
         self._passed_over += bool(skipped)
         return chosen
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        text = prefix_text(need.body, self._length)
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        text = prefix_text(need.body_fields, self._length)
         if not text:
-            chosen, why = self._textless.preview(candidates, need)
+            chosen, why = self._textless.preview_pick(candidates, need)
             return chosen, f"the request has no text, so {why}"
         chosen, skipped = self._below_bound(candidates, text)
         if not skipped:
@@ -94,10 +96,10 @@ class PrefixHash(Policy):
         names = ", ".join(f"{worker.display_id} ({load_word(worker)})" for worker in skipped)
         return chosen, f"next on the ring after {names} above the bound"
 
-    def forget(self, worker: Worker) -> None:
-        self._rings.forget(worker)
+    def forget_worker(self, worker: Worker) -> None:
+        self._rings.forget_worker(worker)
 
-    def facts(self) -> dict[str, object]:
+    def stats(self) -> dict[str, object]:
         return {"rings": len(self._rings), "passed_over": self._passed_over}
 
     def _below_bound(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.candidate_weights import CandidateWeights, least, load_word
-from omni_proxy.routing.policies.policy import Below, Policy
+from omni_proxy.routing.policies.policy import Policy, RandomBelow
+from omni_proxy.routing.policies.weighted_load import CandidateWeights, least, load_word
 
 
 class LeastRequest(Policy):
@@ -33,7 +33,7 @@ class LeastRequest(Policy):
         self._turn += 1
         return chosen
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         turn = self._turn
         chosen = self._least(candidates)
         self._turn = turn
@@ -67,7 +67,7 @@ class PowerOfTwo(Policy):
 
     __slots__ = ("_below", "name")
 
-    def __init__(self, below: Below) -> None:
+    def __init__(self, below: RandomBelow) -> None:
         self.name = "power_of_two"
         self._below = below
 
@@ -76,7 +76,7 @@ class PowerOfTwo(Policy):
         less = (other.in_flight + 1) * one.weight < (one.in_flight + 1) * other.weight
         return other if less else one
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         chosen = self.pick(candidates, need)
         return chosen, (
             f"the less loaded of two drawn at random: {load_word(chosen)}; another draw may differ"

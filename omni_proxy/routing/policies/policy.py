@@ -14,7 +14,7 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 
-Below = Callable[[int], int]  # Below(n) draws from 0..n-1
+RandomBelow = Callable[[int], int]  # RandomBelow(n) draws from 0..n-1
 
 
 class Policy(ABC):
@@ -22,36 +22,36 @@ class Policy(ABC):
 
     __slots__ = ()
     name: str
-    wants_key = False  # whether `Requirements.key` must be filled in before a pick
+    needs_affinity_key = False  # whether `Requirements.key` must be filled in before a pick
 
     @abstractmethod
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker: ...
 
     @abstractmethod
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         """What `pick` would do now and why, in words; it spends no turn and records nothing."""
 
-    def details(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
         """JSON-able: what a preview is based on, beside health and loads."""
         return {}
 
     def tune(self, routing: RoutingConfig) -> bool:
         """Take new parameters and keep all state; False: `build` must make what is asked for."""
-        return self.adopt(routing) and not routing.sticky_sessions
+        return self.reconfigure(routing) and not routing.sticky_sessions
 
-    def adopt(self, routing: RoutingConfig) -> bool:
+    def reconfigure(self, routing: RoutingConfig) -> bool:
         """`tune`, with sessions left out of account."""
         return routing.policy == self.name
 
-    def took(self, worker: Worker, need: Requirements) -> None:  # noqa: B027
+    def record_pick(self, worker: Worker, need: Requirements) -> None:  # noqa: B027
         """Somebody else sent the request there: remember what `pick` would have remembered."""
 
-    def forget(self, worker: Worker) -> None:  # noqa: B027
+    def forget_worker(self, worker: Worker) -> None:  # noqa: B027
         """It is gone, was restarted or flushed: what it had in its cache is no more."""
 
-    def tend(self, now: float) -> None:  # noqa: B027
+    def maintain(self, now: float) -> None:  # noqa: B027
         """A short piece of upkeep, called a few times a second. `now` is monotonic seconds."""
 
-    def facts(self) -> dict[str, object]:
+    def stats(self) -> dict[str, object]:
         """JSON-able, for GET /status."""
         return {}

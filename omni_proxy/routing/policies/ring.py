@@ -82,7 +82,7 @@ class Rings:
         among = set(candidates)
         return (worker for worker in walk if worker in among)
 
-    def forget(self, worker: Worker) -> None:
+    def forget_worker(self, worker: Worker) -> None:
         for members in [members for members in self._rings if worker in members]:
             del self._rings[members]
         for key in [key for key in self._places if key[0] == worker.url]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.candidate_weights import CandidateWeights
-from omni_proxy.routing.policies.policy import Below, Policy
+from omni_proxy.routing.policies.policy import Policy, RandomBelow
+from omni_proxy.routing.policies.weighted_load import CandidateWeights
 
 
 class RoundRobin(Policy):
@@ -35,7 +35,7 @@ class RoundRobin(Policy):
         self._turn += 1
         return chosen
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         if self._weights.take(candidates):
             place = self._turn % len(candidates)
             return candidates[place], f"it is its turn: {place + 1} of {len(candidates)}"
@@ -43,7 +43,7 @@ class RoundRobin(Policy):
         share = f"{chosen.weight} of {self._weights.total}"
         return chosen, f"it is its turn: by weight it gets {share} requests"
 
-    def forget(self, worker: Worker) -> None:
+    def forget_worker(self, worker: Worker) -> None:
         self._earned.pop(worker, None)
 
     def _richest(self, candidates: Sequence[Worker]) -> Worker:
@@ -63,7 +63,7 @@ class Random(Policy):
 
     __slots__ = ("_below", "_weights", "name")
 
-    def __init__(self, below: Below) -> None:
+    def __init__(self, below: RandomBelow) -> None:
         self.name = "random"
         self._below = below
         self._weights = CandidateWeights()
@@ -78,6 +78,6 @@ class Random(Policy):
                 return worker
         raise AssertionError("a draw beyond the sum of the weights")
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
         how = "" if self._weights.take(candidates) else " by weight"
         return self.pick(candidates, need), f"drawn at random{how}; another draw may differ"

@@ -27,7 +27,7 @@ class Sessions(Protocol):
 
     def find(self, key: str, now: float) -> Worker | None: ...
     def keep(self, key: str, worker: Worker, now: float) -> None: ...
-    def tend(self, now: float) -> None: ...
+    def maintain(self, now: float) -> None: ...
     def __len__(self) -> int: ...
 
 
@@ -56,7 +56,7 @@ class OwnSessions:
         while len(self._sessions) > self._max and len(self._sessions) > 1:
             self._sessions.popitem(last=False)
 
-    def tend(self, now: float) -> None:
+    def maintain(self, now: float) -> None:
         for _ in range(DROPPED_PER_SLICE):
             oldest = next(iter(self._sessions.values()), None)
             full = len(self._sessions) > self._max
@@ -75,7 +75,7 @@ class Sticky(Policy):
     """Goes by the name of the policy below it."""
 
     __slots__ = ("_hits", "_misses", "_now", "_sessions", "inner", "name")
-    wants_key = True
+    needs_affinity_key = True
 
     def __init__(self, inner: Policy, routing: RoutingConfig, now: float) -> None:
         self.inner = inner
@@ -88,61 +88,61 @@ class Sticky(Policy):
     def _take(self, routing: RoutingConfig) -> None:
         self._sessions.tune(routing.sticky_max, routing.sticky_idle_secs)
 
-    def remember_in(self, sessions: Sessions, routing: RoutingConfig) -> None:
+    def use_sessions(self, sessions: Sessions, routing: RoutingConfig) -> None:
         """From now on; those that are known already stay behind."""
         self._sessions = sessions
         self._take(routing)
 
     def tune(self, routing: RoutingConfig) -> bool:
-        return self.adopt(routing) and routing.sticky_sessions
+        return self.reconfigure(routing) and routing.sticky_sessions
 
-    def adopt(self, routing: RoutingConfig) -> bool:
+    def reconfigure(self, routing: RoutingConfig) -> bool:
         self._take(routing)
-        return self.inner.adopt(routing)
+        return self.inner.reconfigure(routing)
 
-    def move_onto(self, inner: Policy) -> None:
+    def replace_inner(self, inner: Policy) -> None:
         """The sessions outlive the policy that began them."""
         self.inner = inner
         self.name = inner.name
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        key = need.key
+        key = need.affinity_key
         if not key:
             return self.inner.pick(candidates, need)
         worker = self._kept(candidates, key)
         if worker is not None:
             self._hits += 1
-            self.inner.took(worker, need)
+            self.inner.record_pick(worker, need)
         else:
             self._misses += 1
             worker = self.inner.pick(candidates, need)
         self._sessions.keep(key, worker, self._now)
         return worker
 
-    def preview(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        worker = self._kept(candidates, need.key) if need.key else None
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        worker = self._kept(candidates, need.affinity_key) if need.affinity_key else None
         if worker is not None:
             return worker, "its session stays there"
-        chosen, why = self.inner.preview(candidates, need)
-        return chosen, f"{'a new session' if need.key else 'without a session key'}: {why}"
+        chosen, why = self.inner.preview_pick(candidates, need)
+        return chosen, f"{'a new session' if need.affinity_key else 'without a session key'}: {why}"
 
-    def details(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
-        return self.inner.details(candidates, need)
+    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+        return self.inner.explain_pick(candidates, need)
 
-    def took(self, worker: Worker, need: Requirements) -> None:
-        self.inner.took(worker, need)
+    def record_pick(self, worker: Worker, need: Requirements) -> None:
+        self.inner.record_pick(worker, need)
 
-    def forget(self, worker: Worker) -> None:
-        self.inner.forget(worker)
+    def forget_worker(self, worker: Worker) -> None:
+        self.inner.forget_worker(worker)
 
-    def tend(self, now: float) -> None:
+    def maintain(self, now: float) -> None:
         self._now = now
-        self.inner.tend(now)
-        self._sessions.tend(now)
+        self.inner.maintain(now)
+        self._sessions.maintain(now)
 
-    def facts(self) -> dict[str, object]:
+    def stats(self) -> dict[str, object]:
         sessions = {"sessions": len(self._sessions), "kept": self._hits, "begun": self._misses}
-        return {**self.inner.facts(), "sticky": sessions}
+        return {**self.inner.stats(), "sticky": sessions}
 
     def _kept(self, candidates: Sequence[Worker], key: str) -> Worker | None:
         worker = self._sessions.find(key, self._now)

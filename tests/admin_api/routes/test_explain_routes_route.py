@@ -3,9 +3,8 @@ import trio
 
 from omni_proxy.admin_api.routes.explain_routes import top_of
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.routing.inspect.json_walk import SLICE_BYTES
-from omni_proxy.routing.inspect.large_json import AT_ONCE_BYTES
-from omni_proxy.routing.policies import build
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
+from omni_proxy.routing.policies import build_policy
 from tests.admin_api.house import A, B
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
@@ -53,7 +52,7 @@ async def test_what_curl_calls_a_form_is_read_as_json(house):
 
 async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house):
     house.healthy(A, B)
-    house.door.policy = build(RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0)
+    house.door.policy = build_policy(RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0)
     client = house.client()
 
     async def picked(key):
@@ -65,7 +64,7 @@ async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house)
     assert {key: await picked(key) for key in by_key} == by_key
 
 
-LARGE = b'{"messages": [' + b'{"role": "user"},' * (AT_ONCE_BYTES // 16) + b'{}], "model": "m"}'
+LARGE = b'{"messages": [' + b'{"role": "user"},' * (ONE_PASS_BYTES // 16) + b'{}], "model": "m"}'
 
 
 async def test_a_large_body_is_explained_as_a_small_one(house):

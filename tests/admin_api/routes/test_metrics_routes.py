@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from omni_proxy.admin_api.routes import metrics_routes
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
-from omni_proxy.routing.policies import build
+from omni_proxy.routing.policies import build_policy
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.otel import CELLS_AT_ONCE, standard
 from omni_proxy.telemetry.prometheus import PART, gauges
@@ -42,7 +42,7 @@ def busy():
         house.fleet.observe_request_failure(b, status=None, error="gone", at=NOW)
     house.fleet.hold(a, "updating")
     house.fleet.versioned(a, 'odd "label" \\ \u2028', 3)
-    house.door.policy = build(
+    house.door.policy = build_policy(
         RoutingConfig(policy="cache_aware", sticky_sessions=True), lambda _: 0, 0
     )
     house.door.policy.inner._branches["hit"] += 1

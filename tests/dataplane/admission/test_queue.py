@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from omni_proxy.fleet.health import Health
-from omni_proxy.routing.pick import eligible
+from omni_proxy.routing.pick import eligible_workers
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.dataplane.waiters import Room
 from tests.fleet.entries import NOW, entry, heal
@@ -269,8 +269,8 @@ def test_ten_thousand_waiters_cost_each_a_constant(room_of, monkeypatch):
     came = [room.come(f"model {number}") for number in range(10_001)]
     looked = []
     monkeypatch.setattr(
-        "omni_proxy.dataplane.admission.queue.eligible",
-        lambda *args: looked.append(1) or eligible(*args),
+        "omni_proxy.dataplane.admission.queue.eligible_workers",
+        lambda *args: looked.append(1) or eligible_workers(*args),
     )
     for number in range(10_000):
         came[number].finish()
@@ -376,7 +376,7 @@ class QueueLife(RuleBasedStateMachine):
         door = self.room.door
         for waiter in self.waiting() if door.has_slot() else []:
             assert waiter.wants != "slot"
-            assert not eligible(door.fleet, waiter.mine.need)
+            assert not eligible_workers(door.fleet, waiter.mine.need)
 
     @invariant()
     def nobody_overtakes_who_wants_the_same(self):

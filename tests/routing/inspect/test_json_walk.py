@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect import json_walk
-from omni_proxy.routing.inspect.json_walk import MAX_KEYS, SLICE_BYTES, walk_top
-from omni_proxy.routing.inspect.large_json import PREFIX_BYTES
+from omni_proxy.routing.inspect import large_json
+from omni_proxy.routing.inspect.large_json import (
+    MAX_KEYS,
+    PREFIX_BYTES,
+    SLICE_BYTES,
+    walk_large_json,
+)
 from omni_proxy.wire.errors import HttpError
 
 NAMES = (
@@ -32,7 +36,7 @@ bodies = st.dictionaries(st.sampled_from(NAMES) | texts, values, max_size=6)
 
 def walked(body: bytes):
     """The fields that were found, and how many turns it gave."""
-    steps, turns = walk_top(body), 0
+    steps, turns = walk_large_json(body), 0
     while True:
         try:
             next(steps)
@@ -44,8 +48,8 @@ def walked(body: bytes):
 @pytest.fixture(params=[SLICE_BYTES, 16], ids=["large slices", "small slices"])
 def slices(request, monkeypatch):
     """Small ones end anywhere: within a string, an escape, a list."""
-    monkeypatch.setattr(json_walk, "SLICE_BYTES", request.param)
-    monkeypatch.setattr(json_walk, "FIRST_BYTES", min(8, request.param))
+    monkeypatch.setattr(large_json, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(large_json, "FIRST_BYTES", min(8, request.param))
 
 
 @pytest.mark.usefixtures("slices")

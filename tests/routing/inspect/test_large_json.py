@@ -3,10 +3,10 @@ import json
 import pytest
 
 from omni_proxy.config.schema import CAPABILITIES
-from omni_proxy.routing.inspect.large_json import LARGE_BYTES, PREFIX_BYTES, settle
+from omni_proxy.routing.inspect.large_json import LARGE_BYTES, PREFIX_BYTES, settle_unread
 from omni_proxy.routing.inspect.prefix_text import prefix_text
-from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
-from omni_proxy.routing.routes import match
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request
+from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
 
@@ -18,7 +18,7 @@ PAD = "x" * LARGE_BYTES
 def look(body, path=CHAT, **hints):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {name.encode(): value.encode() for name, value in hints.items()}
-    return inspect(match("POST", path), raw, RequestFacts(b"application/json", sent))
+    return inspect_request(match_route("POST", path), raw, RequestFacts(b"application/json", sent))
 
 
 def large(path=CHAT, **fields):
@@ -36,18 +36,23 @@ def fleet(*rows):
 
 def refused(fleet, need):
     with pytest.raises(HttpError) as error:
-        settle(fleet, need)
+        settle_unread(fleet, need)
     assert error.value.status == 400
     return error.value.message
 
 
 def test_the_top_of_a_large_body_is_read_and_its_parts_are_not():
     image = {"type": "image_url", "image_url": {"url": PAD}}
-    body = {"messages": [{"content": [image]}], "model": "m", "stream": True, "request_id": "r"}
+    body = {
+        "messages": [{"content": [image]}],
+        "model": "m",
+        "stream": True,
+        "request_id": "r",
+    }
     need = look(body)
     assert (need.model, need.stream, need.request_id) == ("m", True, "r")
     assert need.capabilities == ["chat", "streaming"]
-    assert need.large
+    assert need.large_body_class
 
 
 def test_a_body_of_the_very_limit_is_still_read_whole():
@@ -75,10 +80,10 @@ def test_a_large_body_that_is_no_object_is_refused(body):
 
 def test_its_prefix_is_its_text_as_it_is_spelled_and_bounded():
     first, second = (look(large(model=name)) for name in "ab")
-    text = prefix_text(first.body)
-    assert text == prefix_text(second.body)
+    text = prefix_text(first.body_fields)
+    assert text == prefix_text(second.body_fields)
     assert PREFIX_BYTES <= len(text) <= PREFIX_BYTES + 8
-    assert prefix_text(look({"prompt": PAD + "1"}).body) != text
+    assert prefix_text(look({"prompt": PAD + "1"}).body_fields) != text
 
 
 def test_where_workers_serve_several_models_the_model_must_be_said():
@@ -88,24 +93,24 @@ def test_where_workers_serve_several_models_the_model_must_be_said():
         said == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
     )
     for need in (look(large(model="m")), look(large(), model="m")):
-        settle(mixed, need)
-    settle(fleet(("m", ALL), ("m", ALL)), look(large()))
+        settle_unread(mixed, need)
+    settle_unread(fleet(("m", ALL), ("m", ALL)), look(large()))
 
 
 def test_a_large_batch_needs_the_hint_even_if_it_names_a_model():
     mixed = fleet(("m", ALL), ("n", ALL))
     body = {"model": "m", "items": [{"input": PAD}]}
     assert refused(mixed, look(body, BATCH)).startswith("large speech batch requests")
-    settle(mixed, look(body, BATCH, model="m"))
+    settle_unread(mixed, look(body, BATCH, model="m"))
 
 
 def test_the_widest_set_of_capabilities_is_asked_for_where_there_is_one():
     narrow = ("chat", "streaming")
     need = look(large())
-    settle(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
+    settle_unread(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
     assert need.capabilities == ["chat", "image_input", "streaming"]
     same = look(large())
-    settle(fleet(("m", narrow), ("m", narrow)), same)
+    settle_unread(fleet(("m", narrow), ("m", narrow)), same)
     assert same.capabilities == ["chat"]
 
 
@@ -113,7 +118,7 @@ def test_sets_of_which_none_is_the_widest_need_the_hint():
     mixed = fleet(("m", ("chat", "image_input")), ("m", ("chat", "audio_input")))
     assert "x-sglang-omni-route-capabilities" in refused(mixed, look(large()))
     need = look(large(), capabilities="image_input")
-    settle(mixed, need)
+    settle_unread(mixed, need)
     assert need.capabilities == ["chat", "image_input"]
 
 
@@ -130,4 +135,4 @@ def test_large_speech_may_hold_a_reference():
 
 
 def test_with_nobody_routable_the_usual_refusal_comes_later():
-    settle(fleet(), look(large()))
+    settle_unread(fleet(), look(large()))

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.multipart import (
+from omni_proxy.routing.inspect.body_fields import (
     MAX_PART_HEAD_BYTES,
     MAX_PARTS,
     MAX_VALUE_BYTES,

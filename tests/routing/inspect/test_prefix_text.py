@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.payload import decode, payload_of
+from omni_proxy.routing.inspect.body_fields import body_fields_of, decode_body
 from omni_proxy.routing.inspect.prefix_text import LIMIT, prefix_text
 
 
 def text_of(**body) -> bytes:
-    return prefix_text(decode(json.dumps(body).encode()))
+    return prefix_text(decode_body(json.dumps(body).encode()))
 
 
 def test_messages_come_in_order_with_their_roles():
@@ -53,7 +53,7 @@ def test_token_ids_are_compared_token_by_token():
 
 def test_ids_are_found_in_a_body_that_only_the_slower_reader_takes():
     body = b'{"input_ids": [5, 6], "temperature": NaN}'
-    assert prefix_text(decode(body)) == b"\xfe[5, 6]"
+    assert prefix_text(decode_body(body)) == b"\xfe[5, 6]"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "odd"]), st.text(max_size=5))))
@@ -63,9 +63,9 @@ def test_plain_talk_is_read_as_its_parts_are(said):
     mixed = [*whole, {"role": "user", "content": []}]  # the same, but for one more role
     assert text_of(messages=mixed) == text_of(messages=whole) + b"\xf6"
     for limit in range(20):
-        short = prefix_text(payload_of({"messages": whole}), limit)
-        assert short == prefix_text(payload_of({"messages": mixed}), 100)[:limit][: len(short)]
-        assert short == prefix_text(payload_of({"messages": whole}), 100)[:limit]
+        short = prefix_text(body_fields_of({"messages": whole}), limit)
+        assert short == prefix_text(body_fields_of({"messages": mixed}), 100)[:limit][: len(short)]
+        assert short == prefix_text(body_fields_of({"messages": whole}), 100)[:limit]
 
 
 @pytest.mark.parametrize("body", [{}, {"input_ids": None}, {"messages": []}, {"prompt": None}])
@@ -88,7 +88,7 @@ def test_a_body_without_text_has_none(body):
     ],
 )
 def test_a_text_is_bounded(body):
-    payload = payload_of(body)
+    payload = body_fields_of(body)
     assert 0 < len(prefix_text(payload)) <= LIMIT
     assert len(prefix_text(payload, 10)) <= 10
 
@@ -106,13 +106,13 @@ odd = st.recursive(
 
 @given(odd, odd, odd, odd)
 def test_any_body_gives_bytes(messages, prompt, text, input_ids):
-    payload = payload_of(
+    payload = body_fields_of(
         {"messages": messages, "prompt": prompt, "text": text, "input_ids": input_ids}
     )
     assert isinstance(prefix_text(payload), bytes)
 
 
 def test_lone_surrogates_and_deep_nesting_are_text_like_any_other():
-    assert prefix_text(decode(rb'{"prompt": "\ud800"}')) == b"\xfd\xed\xa0\x80"
+    assert prefix_text(decode_body(rb'{"prompt": "\ud800"}')) == b"\xfd\xed\xa0\x80"
     deep = "[" * 500 + "]" * 500
-    assert prefix_text(decode(f'{{"prompt": {deep}, "messages": {deep}}}'.encode()))
+    assert prefix_text(decode_body(f'{{"prompt": {deep}, "messages": {deep}}}'.encode()))

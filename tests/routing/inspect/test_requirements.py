@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.schema import CAPABILITIES
-from omni_proxy.routing.inspect.requirements import MAX_MODEL_CHARS, RequestFacts, inspect
-from omni_proxy.routing.routes import Pinning, match
+from omni_proxy.routing.inspect.requirements import MAX_MODEL_CHARS, RequestFacts, inspect_request
+from omni_proxy.routing.routes import Pinning, match_route
 from omni_proxy.wire.errors import HttpError
 
 CHAT, SPEECH, BATCH = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/speech/batch"
@@ -15,11 +15,11 @@ MULTIPART = b"multipart/form-data; boundary=B"
 
 
 def look(path, body=b"", *, content_type=b"application/json", method="POST", **hints):
-    route = match(method, path)
+    route = match_route(method, path)
     assert route is not None
     told = {name.encode(): value.encode() for name, value in hints.items()}
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return inspect(route, raw, RequestFacts(content_type, told))
+    return inspect_request(route, raw, RequestFacts(content_type, told))
 
 
 def refused(*words, **more) -> str:
@@ -290,12 +290,12 @@ def test_a_batch_of_two_models_or_with_a_stream_is_refused():
 
 def test_an_outcome_is_asked_of_the_worker_that_the_request_names():
     need = look("/v1/audio/speech/r1", method="GET", worker="http://a:1")
-    assert (need.place, need.worker) == (Pinning.NAMED, "http://a:1")
+    assert (need.pinning, need.named_worker) == (Pinning.NAMED, "http://a:1")
     assert "route-worker is required" in refused("/v1/audio/speech/r1", method="GET")
 
 
 def test_voices_belong_to_their_owner():
-    assert look(VOICES, method="GET").place is Pinning.VOICE_OWNER
+    assert look(VOICES, method="GET").pinning is Pinning.VOICE_OWNER
 
 
 def test_no_request_names_a_capability_that_does_not_exist():

@@ -2,9 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
-from omni_proxy.routing.inspect.streamed import known_early
-from omni_proxy.routing.routes import match
+from omni_proxy.routing.inspect.requirements import (
+    RequestFacts,
+    inspect_request,
+    requirements_of_beginning,
+)
+from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
 
@@ -33,11 +36,15 @@ def facts(kind, **hints):
 
 def of_form(*fields, fleet=NAMED, **hints):
     told = facts(b"multipart/form-data; boundary=x", **hints)
-    return known_early(fleet, match("POST", SPOKEN), form(*fields, end=False), told)
+    return requirements_of_beginning(
+        fleet, match_route("POST", SPOKEN), form(*fields, end=False), told
+    )
 
 
 def of_json(path=CHAT, **hints):
-    return known_early(NAMED, match("POST", path), b'{"model": "other', facts(b"a/json", **hints))
+    return requirements_of_beginning(
+        NAMED, match_route("POST", path), b'{"model": "other', facts(b"a/json", **hints)
+    )
 
 
 def test_json_is_known_by_its_hints_alone():
@@ -61,7 +68,9 @@ def test_a_bad_hint_is_refused_before_anything_streams():
 
 
 def test_what_is_not_looked_into_is_known_at_once():
-    need = known_early(NAMED, match("POST", VOICES), b"", facts(b"multipart/form-data; boundary=x"))
+    need = requirements_of_beginning(
+        NAMED, match_route("POST", VOICES), b"", facts(b"multipart/form-data; boundary=x")
+    )
     assert need.capabilities == ["speech"]
 
 
@@ -97,12 +106,12 @@ FIELDS = st.lists(
 @given(FIELDS, st.integers(0, 400))
 def test_what_is_known_early_is_what_the_whole_form_says(fields, at):
     told = facts(b"multipart/form-data; boundary=x")
-    route, whole = match("POST", SPOKEN), form(*fields)
-    known = known_early(MIXED, route, whole[:at], told)
+    route, whole = match_route("POST", SPOKEN), form(*fields)
+    known = requirements_of_beginning(MIXED, route, whole[:at], told)
     if known is not None:
-        final = inspect(route, whole, told)
+        final = inspect_request(route, whole, told)
         assert (known.stream, known.mask) == (final.stream, final.mask)
         assert known.model in (None, final.model)
-    known = known_early(NAMED, route, whole[:at], told)
+    known = requirements_of_beginning(NAMED, route, whole[:at], told)
     if known is not None:
-        assert known.model == inspect(route, whole, told).model
+        assert known.model == inspect_request(route, whole, told).model

@@ -6,7 +6,7 @@ import string
 from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing import policies
-from omni_proxy.routing.inspect.payload import payload_of
+from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements
 from tests.fleet.entries import NOW, entry
 
@@ -27,8 +27,8 @@ def weighing(*weights):
 
 
 def chat(text, model=None, key=""):
-    body = payload_of({"messages": [{"role": "user", "content": text}]})
-    return Requirements(0, model=model, body=body, key=key)
+    body = body_fields_of({"messages": [{"role": "user", "content": text}]})
+    return Requirements(0, model=model, body_fields=body, affinity_key=key)
 
 
 def first(_):
@@ -36,7 +36,7 @@ def first(_):
 
 
 def build(policy, below=first, **more):
-    return policies.build(RoutingConfig(policy=policy, **more), below, 0.0)
+    return policies.build_policy(RoutingConfig(policy=policy, **more), below, 0.0)
 
 
 def cache_aware(**rules):
@@ -49,7 +49,7 @@ def unrelated(count, length=200, seed=1):
 
 
 def branch_of(policy):
-    return policy.facts()["picks"]
+    return policy.stats()["picks"]
 
 
 def holding(sizes, loads, **rules):
@@ -57,6 +57,6 @@ def holding(sizes, loads, **rules):
     policy, fleet = cache_aware(warmup_share=0.0, **rules), workers(*loads)
     for mark, worker, size in zip(string.ascii_letters, fleet, sizes, strict=False):
         if size:
-            policy.took(worker, chat(mark * (size - 1)))  # and the role's mark
-    assert [policy.facts()["tree_size_by_worker"].get(w.url, 0) for w in fleet] == list(sizes)
+            policy.record_pick(worker, chat(mark * (size - 1)))  # and the role's mark
+    assert [policy.stats()["tree_size_by_worker"].get(w.url, 0) for w in fleet] == list(sizes)
     return policy, fleet

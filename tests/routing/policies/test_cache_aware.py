@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.payload import BodyFields
+from omni_proxy.routing.inspect.body_fields import BodyFields
 from omni_proxy.routing.inspect.requirements import Requirements
 from tests.routing.policies.chats import (
     FALLBACKS,
@@ -36,7 +36,7 @@ def test_a_match_decides_above_the_threshold_and_not_at_it(known, same):
     policy, fleet = cache_aware(cache_threshold=0.5), workers(0, 0)
     home = policy.pick(fleet, chat("k" * known))
     asked = chat("k" * known + "n" * (100 - known))
-    assert (policy.preview(fleet, asked)[0] is home) is same
+    assert (policy.preview_pick(fleet, asked)[0] is home) is same
 
 
 @pytest.mark.parametrize("fallback", FALLBACKS)
@@ -58,19 +58,19 @@ def test_what_a_whole_large_fleet_holds_goes_to_all_of_it_in_turn():
     policy, fleet = cache_aware(), workers(*[0] * 300)
     (text,) = unrelated(1)
     for worker in fleet:
-        policy.took(worker, chat(text))
+        policy.record_pick(worker, chat(text))
     assert {policy.pick(fleet, chat(text)) for _ in range(300)} == set(fleet)
 
 
 def test_who_is_no_candidate_is_not_taken_for_what_it_holds():
     policy, fleet = cache_aware(), workers(0, 0, 0)
     (text,) = unrelated(1)
-    policy.took(fleet[0], chat(text))
-    policy.took(fleet[1], chat(text[: len(text) * 3 // 4]))
+    policy.record_pick(fleet[0], chat(text))
+    policy.record_pick(fleet[1], chat(text[: len(text) * 3 // 4]))
     others = fleet[1:]
     assert policy.pick(others, chat(text)) is fleet[1]
-    policy.forget(fleet[1])
-    policy.took(fleet[2], chat(text))
+    policy.forget_worker(fleet[1])
+    policy.record_pick(fleet[2], chat(text))
     assert policy.pick(others, chat(text)) is fleet[2]
 
 
@@ -155,13 +155,14 @@ def test_models_that_only_clients_name_make_no_trees():
     policy, fleet = cache_aware(), workers(0, 0)
     homes = {policy.pick(fleet, chat(LONG, f"model {number}")) for number in range(50)}
     assert len(homes) == 1
-    assert policy.facts()["tree_size"] < len(LONG) + 8
+    assert policy.stats()["tree_size"] < len(LONG) + 8
 
 
 def test_a_request_without_text_goes_to_the_shortest_queue_and_leaves_nothing():
     policy, fleet = cache_aware(), workers(2, 1, 1)
     picked = Counter(
-        policy.pick(fleet, need).url for need in [NEED, Requirements(0, body=BodyFields())] * 4
+        policy.pick(fleet, need).url
+        for need in [NEED, Requirements(0, body_fields=BodyFields())] * 4
     )
     assert picked == {fleet[1].url: 4, fleet[2].url: 4}
-    assert (branch_of(policy), policy.facts()["tree_size"]) == ({"no_text": 8}, 0)
+    assert (branch_of(policy), policy.stats()["tree_size"]) == ({"no_text": 8}, 0)

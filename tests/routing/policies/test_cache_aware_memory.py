@@ -3,7 +3,7 @@
 import random
 
 from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
-from omni_proxy.routing.policies import build
+from omni_proxy.routing.policies import build_policy
 from tests.routing.policies.chats import (
     LONG,
     branch_of,
@@ -44,14 +44,14 @@ def test_without_a_share_the_smallest_tree_alone_decides():
 def test_a_worker_that_has_grown_is_like_the_others():
     policy, fleet = settled(0.5)
     taken_by_the_new(policy, fleet, 400)
-    sizes = policy.facts()["tree_size_by_worker"].values()
+    sizes = policy.stats()["tree_size_by_worker"].values()
     assert max(sizes) - min(sizes) <= 400
 
 
 def test_what_a_forgotten_worker_held_matches_nobody():
     policy, fleet = cache_aware(), workers(0, 0)
     policy.pick(fleet[:1], chat(LONG))
-    policy.forget(fleet[0])
+    policy.forget_worker(fleet[0])
     policy.pick(fleet[:1], chat("a short one"))
     assert policy.pick(fleet, chat(LONG)) is fleet[1]
     assert branch_of(policy) == {"smallest_tree": 3}
@@ -60,9 +60,9 @@ def test_what_a_forgotten_worker_held_matches_nobody():
 def test_a_worker_that_was_flushed_may_begin_at_once():
     policy, fleet = settled(0.34)
     assert policy.pick(fleet, chat("something")) is fleet[-1]
-    assert policy.preview(fleet, chat("another"))[0] is not fleet[-1]
-    assert "warms up" in policy.preview(fleet, chat("another"))[1]
-    policy.forget(fleet[-1])
+    assert policy.preview_pick(fleet, chat("another"))[0] is not fleet[-1]
+    assert "warms up" in policy.preview_pick(fleet, chat("another"))[1]
+    policy.forget_worker(fleet[-1])
     assert policy.pick(fleet, chat("another")) is fleet[-1]
 
 
@@ -71,8 +71,8 @@ def test_new_parameters_leave_the_tree_alone():
     home = policy.pick(fleet, chat(LONG))
     rules = CacheAwareConfig(balance_abs_threshold=1, cache_threshold=0.9)
     assert policy.tune(RoutingConfig(policy="cache_aware", cache_aware=rules))
-    assert policy.preview(fleet, chat(LONG))[0] is home
-    assert policy.preview(fleet, chat(LONG * 2))[1].startswith("only ")
+    assert policy.preview_pick(fleet, chat(LONG))[0] is home
+    assert policy.preview_pick(fleet, chat(LONG * 2))[1].startswith("only ")
     home.in_flight = 2
     assert policy.pick(fleet, chat(LONG)) is not home
     assert not policy.tune(RoutingConfig(policy="round_robin"))
@@ -95,31 +95,31 @@ def test_a_smaller_tree_is_cut_back_without_waiting_for_the_interval():
     policy.tune(
         RoutingConfig(policy="cache_aware", cache_aware=CacheAwareConfig(max_tree_size=1000))
     )
-    policy.tend(1.0)
-    assert 0 < policy.facts()["tree_size"] <= 1000
+    policy.maintain(1.0)
+    assert 0 < policy.stats()["tree_size"] <= 1000
 
 
 def test_the_tree_is_cut_back_once_per_interval():
     policy, fleet = cache_aware(max_tree_size=1000, eviction_interval_secs=10), workers(0)
     for text in unrelated(5, length=210):
         policy.pick(fleet, chat(text))
-    policy.tend(9.9)
-    assert policy.facts()["tree_size"] > 1000
-    policy.tend(10.1)
-    assert policy.facts()["tree_size"] <= 1000
+    policy.maintain(9.9)
+    assert policy.stats()["tree_size"] > 1000
+    policy.maintain(10.1)
+    assert policy.stats()["tree_size"] <= 1000
 
 
 def test_a_shorter_interval_does_not_wait_for_the_end_of_the_longer_one():
     policy, fleet = cache_aware(max_tree_size=1000, eviction_interval_secs=1e6), workers(0)
     for text in unrelated(5, length=210):
         policy.pick(fleet, chat(text))
-    policy.tend(0.1)
+    policy.maintain(0.1)
     rules = CacheAwareConfig(max_tree_size=1100, eviction_interval_secs=5)
     policy.tune(RoutingConfig(policy="cache_aware", cache_aware=rules))
     policy.pick(fleet, chat("z" * 70))
-    assert policy.facts()["tree_size"] > 1100
-    policy.tend(5.2)
-    assert policy.facts()["tree_size"] <= 1100
+    assert policy.stats()["tree_size"] > 1100
+    policy.maintain(5.2)
+    assert policy.stats()["tree_size"] <= 1100
 
 
 def test_an_hour_of_tails_below_one_prompt_stays_bounded_and_keeps_the_prompt():
@@ -127,21 +127,21 @@ def test_an_hour_of_tails_below_one_prompt_stays_bounded_and_keeps_the_prompt():
     chance = random.Random(5)
     home = policy.pick(fleet, chat(LONG))
     for quarter in range(4 * 3600):
-        policy.tend(quarter / 4)
+        policy.maintain(quarter / 4)
         if quarter % 4 == 0:
             tail = "".join(chance.choices("etaoin ", k=150))
             assert policy.pick(fleet, chat(LONG + tail)) is home
             policy.pick(fleet, chat(tail))
-            assert policy.facts()["tree_size"] <= 125_000
-    assert policy.facts()["picks"]["matched"] >= 3600
-    while policy.facts()["tree_size"] > 100_000:
-        policy.tend(3661.0)
+            assert policy.stats()["tree_size"] <= 125_000
+    assert policy.stats()["picks"]["matched"] >= 3600
+    while policy.stats()["tree_size"] > 100_000:
+        policy.maintain(3661.0)
 
 
 def test_a_policy_made_anew_has_no_memory():
     fleet = workers(0, 0)
-    policy = build(RoutingConfig(policy="cache_aware"), first, 0.0)
-    assert policy.facts()["matched_ratio"] is None
-    policy.took(fleet[1], chat(LONG))
+    policy = build_policy(RoutingConfig(policy="cache_aware"), first, 0.0)
+    assert policy.stats()["matched_ratio"] is None
+    policy.record_pick(fleet[1], chat(LONG))
     assert policy.pick(fleet, chat(LONG)) is fleet[1]
-    assert policy.facts()["matched_ratio"] == 1.0
+    assert policy.stats()["matched_ratio"] == 1.0

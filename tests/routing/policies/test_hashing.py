@@ -17,7 +17,7 @@ KEYS = [f"user-{number}" for number in range(2000)]
 
 def owners(fleet, policy=None):
     policy = policy or build("consistent_hashing")
-    return {key: policy.pick(fleet, Requirements(0, key=key)).url for key in KEYS}
+    return {key: policy.pick(fleet, Requirements(0, affinity_key=key)).url for key in KEYS}
 
 
 def test_a_key_stays_with_its_worker_in_every_process_and_order():
@@ -84,23 +84,23 @@ def test_a_changed_weight_is_seen():
 def test_requests_without_a_key_go_to_the_least_loaded_in_turn():
     policy, fleet = build("consistent_hashing"), workers(1, 0, 0)
     assert {policy.pick(fleet, NEED) for _ in range(4)} == set(fleet[1:])
-    assert policy.wants_key
+    assert policy.needs_affinity_key
 
 
 def test_odd_keys_have_a_worker():
     policy, fleet = build("consistent_hashing"), workers(0, 0)
     for key in ("\udc80", "é" * 256, "\x00"):
-        assert policy.pick(fleet, Requirements(0, key=key)) in fleet
+        assert policy.pick(fleet, Requirements(0, affinity_key=key)) in fleet
 
 
 def test_rings_are_few_and_forgotten_with_their_workers():
     policy = build("consistent_hashing")
     for number in range(RINGS * 2):
         fleet = [Worker(entry(f"x{number}"), NOW), Worker(entry("same"), NOW)]
-        policy.pick(fleet, Requirements(0, key="k"))
-    assert policy.facts() == {"rings": RINGS}
-    policy.forget(fleet[0])
-    assert policy.facts() == {"rings": RINGS - 1}
+        policy.pick(fleet, Requirements(0, affinity_key="k"))
+    assert policy.stats() == {"rings": RINGS}
+    policy.forget_worker(fleet[0])
+    assert policy.stats() == {"rings": RINGS - 1}
 
 
 def test_a_part_of_a_ring_is_walked_and_not_built():
@@ -156,11 +156,11 @@ def test_a_prefix_stays_until_its_worker_is_above_the_bound():
     home.in_flight = 4  # of (13 + 1) / 4 * 1.25 = 4.375
     assert policy.pick(fleet, chat("x" * 2000)) is home
     home.in_flight = 5  # of (14 + 1) / 4 * 1.25 = 4.6875
-    away, why = policy.preview(fleet, chat("x" * 2000))
+    away, why = policy.preview_pick(fleet, chat("x" * 2000))
     assert away is not home
     assert home.display_id in why
     assert policy.pick(fleet, chat("x" * 2000)) is away
-    assert policy.facts() == {"rings": 1, "passed_over": 1}
+    assert policy.stats() == {"rings": 1, "passed_over": 1}
 
 
 def test_the_length_of_the_prefix_can_be_set():
@@ -180,7 +180,7 @@ def test_requests_without_text_take_turns():
 def test_previews_agree_with_picks(name):
     policy, fleet = build(name), workers(3, 0, 1)
     for need in (NEED, chat("hello there", key="me"), chat("x", key="you")):
-        chosen, why = policy.preview(fleet, need)
+        chosen, why = policy.preview_pick(fleet, need)
         assert why
-        assert policy.preview(fleet, need)[0] is chosen
+        assert policy.preview_pick(fleet, need)[0] is chosen
         assert policy.pick(fleet, need) is chosen

@@ -18,7 +18,7 @@ import msgspec
 
 from omni_proxy.wire.errors import HttpError
 
-UNSAID: Final = msgspec.Raw()
+ABSENT: Final = msgspec.Raw()
 NULL: Final = msgspec.Raw(b"null")
 MAX_REQUEST_ID_CHARS: Final = 256  # a longer one is not used
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -46,37 +46,39 @@ class BodyFields(msgspec.Struct, gc=False):
     model: str | None = None
     stream: bool | None = None
     request_id: str | None = None
-    stream_format: msgspec.Raw = UNSAID
-    messages: msgspec.Raw = UNSAID
-    prompt: msgspec.Raw = UNSAID
-    text: msgspec.Raw = UNSAID
-    input_ids: msgspec.Raw = UNSAID
-    modalities: msgspec.Raw = UNSAID
-    output_modalities: msgspec.Raw = UNSAID
-    audio: msgspec.Raw = UNSAID
-    image: msgspec.Raw = UNSAID
-    images: msgspec.Raw = UNSAID
-    audios: msgspec.Raw = UNSAID
-    audio_inputs: msgspec.Raw = UNSAID
-    video: msgspec.Raw = UNSAID
-    videos: msgspec.Raw = UNSAID
-    ref_audio: msgspec.Raw = UNSAID
-    references: msgspec.Raw = UNSAID
-    voice: msgspec.Raw = UNSAID
-    speaker: msgspec.Raw = UNSAID
-    items: msgspec.Raw = UNSAID
+    stream_format: msgspec.Raw = ABSENT
+    messages: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    output_modalities: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    image: msgspec.Raw = ABSENT
+    images: msgspec.Raw = ABSENT
+    audios: msgspec.Raw = ABSENT
+    audio_inputs: msgspec.Raw = ABSENT
+    video: msgspec.Raw = ABSENT
+    videos: msgspec.Raw = ABSENT
+    ref_audio: msgspec.Raw = ABSENT
+    references: msgspec.Raw = ABSENT
+    voice: msgspec.Raw = ABSENT
+    speaker: msgspec.Raw = ABSENT
+    items: msgspec.Raw = ABSENT
 
 
-class OddPayload(BodyFields, gc=False):
+class NonStandardBodyFields(BodyFields, gc=False):
     """Of a body with NaN or infinities: the fields that are spelled have others in their place."""
 
 
 _FIELDS: Final = BodyFields.__struct_fields__
 _TYPED: Final = ("model", "stream", "request_id")
 # The same with nothing decoded: takes any value for any field.
-Pieces = msgspec.defstruct("Pieces", [(name, msgspec.Raw, UNSAID) for name in _FIELDS], gc=False)
+RawBodyFields = msgspec.defstruct(
+    "Pieces", [(name, msgspec.Raw, ABSENT) for name in _FIELDS], gc=False
+)
 _decode: Callable[[bytes], BodyFields] = msgspec.json.Decoder(BodyFields).decode
-_decode_pieces: Callable[[bytes], Any] = msgspec.json.Decoder(Pieces).decode
+_decode_pieces: Callable[[bytes], Any] = msgspec.json.Decoder(RawBodyFields).decode
 _decode_any: Callable[[msgspec.Raw | bytes], Any] = msgspec.json.Decoder().decode
 _skip: Callable[[bytes], msgspec.Raw] = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_list: Callable[[msgspec.Raw], list[msgspec.Raw]] = msgspec.json.Decoder(
@@ -84,7 +86,7 @@ _decode_list: Callable[[msgspec.Raw], list[msgspec.Raw]] = msgspec.json.Decoder(
 ).decode
 
 
-def decode(body: bytes) -> BodyFields:
+def decode_body(body: bytes) -> BodyFields:
     """Raises HttpError 400."""
     try:
         payload = _decode(body)
@@ -111,10 +113,10 @@ def _decode_oddly(body: bytes) -> BodyFields:
     except _MALFORMED:
         raise _no_object(plain) from None
     spelled = {name: getattr(pieces, name) for name in _FIELDS if name not in _TYPED}
-    kind = BodyFields if plain is text else OddPayload
+    kind = BodyFields if plain is text else NonStandardBodyFields
     return kind(
-        model=text_in(pieces.model), stream=_flag_in(pieces.stream),
-        request_id=text_in(pieces.request_id), **spelled,
+        model=read_text(pieces.model), stream=_flag_in(pieces.stream),
+        request_id=read_text(pieces.request_id), **spelled,
     )  # fmt: skip
 
 
@@ -130,10 +132,10 @@ def invalid_json() -> HttpError:
     return HttpError(400, "invalid JSON body", "invalid_json")
 
 
-def payload_of(fields: dict[str, Any]) -> BodyFields:
+def body_fields_of(fields: dict[str, Any]) -> BodyFields:
     """The same of fields that were read already."""
     told = {name: fields[name] for name in _FIELDS if name in fields}
-    return decode(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    return decode_body(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
 def _as_utf8(body: bytes) -> bytes:
@@ -150,14 +152,14 @@ def _as_bytes(escape: re.Match[bytes]) -> bytes:
     return escape[1] + chr(int(escape[2], 16)).encode("utf-8", "surrogatepass")
 
 
-def restored(text: bytes) -> bytes:
-    """What an `OddPayload` spells, as the client spelled it."""
+def restore_constants(text: bytes) -> bytes:
+    """What an `NonStandardBodyFields` spells, as the client spelled it."""
     for constant, array in _CONSTANTS:
         text = text.replace(array, constant)
     return text
 
 
-def value_in(raw: msgspec.Raw) -> Any:
+def read_value(raw: msgspec.Raw) -> Any:
     """None where it can't be read, too: nested too deeply, say."""
     try:
         return _decode_any(raw)
@@ -169,11 +171,11 @@ def value_in(raw: msgspec.Raw) -> Any:
         return None
 
 
-def text_in(raw: msgspec.Raw) -> str | None:
+def read_text(raw: msgspec.Raw) -> str | None:
     """None for whatever is no string."""
-    if not starts(raw, b'"'):
+    if not starts_with(raw, b'"'):
         return None
-    value = value_in(msgspec.Raw(restored(bytes(raw))))
+    value = read_value(msgspec.Raw(restore_constants(bytes(raw))))
     return value if isinstance(value, str) else None
 
 
@@ -185,31 +187,31 @@ _TRUE: Final = msgspec.Raw(b"true")
 _FALSE: Final = msgspec.Raw(b"false")
 
 
-def starts(raw: msgspec.Raw, mark: bytes) -> bool:
+def starts_with(raw: msgspec.Raw, mark: bytes) -> bool:
     return len(raw) > 0 and memoryview(raw)[0] == mark[0]
 
 
-def said(raw: msgspec.Raw) -> bool:
+def is_given(raw: msgspec.Raw) -> bool:
     """Whether it is there, and not null."""
     return len(raw) > 0 and raw != NULL
 
 
-def present(raw: msgspec.Raw) -> bool:
+def is_truthy(raw: msgspec.Raw) -> bool:
     """Not null, not false, not empty; a number counts even when it is 0."""
-    if not said(raw) or raw == _FALSE:
+    if not is_given(raw) or raw == _FALSE:
         return False
-    if starts(raw, b'"'):
+    if starts_with(raw, b'"'):
         return len(raw) > len('""')
-    if starts(raw, b"[") or starts(raw, b"{"):
+    if starts_with(raw, b"[") or starts_with(raw, b"{"):
         return bool(bytes(memoryview(raw)[1:-1]).strip())
     return True
 
 
 def is_list(raw: msgspec.Raw) -> bool:
-    return starts(raw, b"[") and bytes(memoryview(raw)[:_MAX_ARRAY]) not in _ARRAYS
+    return starts_with(raw, b"[") and bytes(memoryview(raw)[:_MAX_ARRAY]) not in _ARRAYS
 
 
-def elements_in(raw: msgspec.Raw) -> list[msgspec.Raw]:
+def read_elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
     """Of a list; none of anything else."""
     try:
         return _decode_list(raw) if is_list(raw) else []
@@ -220,7 +222,7 @@ def elements_in(raw: msgspec.Raw) -> list[msgspec.Raw]:
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
-class ObjectsIn(Generic[Fields]):
+class ObjectListReader(Generic[Fields]):
     """Reads the objects of a list as structs of `kind`, whose fields are all Raw, and skips what
     else is in it. `least`: shorter ones than so many bytes have none of the fields."""
 
@@ -233,13 +235,13 @@ class ObjectsIn(Generic[Fields]):
         self._least = least
 
     def __call__(self, raw: msgspec.Raw) -> Iterator[Fields]:
-        if not starts(raw, b"["):
+        if not starts_with(raw, b"["):
             return
         try:
             found = self._all(raw)
         except _MALFORMED:
-            for one in elements_in(raw):
-                if not starts(one, b"{"):
+            for one in read_elements(raw):
+                if not starts_with(one, b"{"):
                     continue
                 if len(one) < self._least:
                     yield self._none
@@ -248,3 +250,54 @@ class ObjectsIn(Generic[Fields]):
                     yield self._one(one)
         else:
             yield from found
+
+
+# The two plain fields of a multipart form that routing may use: `model` and `stream`.
+#
+# A scan, no parser: any malformation means "no facts", never an error, for the worker is the judge of
+# its form. Bounded: values to 4 KiB, part heads to 8 KiB, the first 2000 parts. Source:
+# omni-router.md 7.
+
+MAX_VALUE_BYTES = 4096
+MAX_PART_HEAD_BYTES = 8192
+MAX_PARTS = 2000  # servers commonly refuse more; to look at each of millions would take seconds
+WANTED = ("model", "stream")
+_BOUNDARY = re.compile(rb'boundary="?([^";,\r\n]{1,70})"?', re.IGNORECASE)
+_NAME = re.compile(rb'[;\s]name="?([^";\r\n]+)"?', re.IGNORECASE)
+
+
+def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
+    """The wanted fields that are there; the first of each wins."""
+    if not content_type.lower().startswith(b"multipart/form-data"):
+        return {}
+    found = _BOUNDARY.search(content_type)
+    if not found:
+        return {}
+    mark = b"--" + found[1].strip()
+    fields: dict[str, str] = {}
+    at = body.find(mark)
+    for _ in range(MAX_PARTS):
+        if at < 0 or len(fields) == len(WANTED):
+            break
+        start = at + len(mark)
+        if body[start : start + 2] != b"\r\n":
+            break
+        at = body.find(b"\r\n" + mark, start)
+        head_end = body.find(b"\r\n\r\n", start, start + MAX_PART_HEAD_BYTES)
+        if at < 0 or head_end < 0:
+            break
+        name = _plain_name(body[start:head_end])
+        if name in WANTED and name not in fields and at - head_end - 4 <= MAX_VALUE_BYTES:
+            fields[name] = body[head_end + 4 : at].decode("utf-8", "replace")
+        at += 2
+    return fields
+
+
+def _plain_name(head: bytes) -> str:
+    """The name of a part that is no file."""
+    for line in head.split(b"\r\n"):
+        if line.lower().startswith(b"content-disposition:") and b"filename" not in line.lower():
+            found = _NAME.search(line)
+            if found:
+                return found[1].decode("utf-8", "replace")
+    return ""

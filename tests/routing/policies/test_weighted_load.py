@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.policies.candidate_weights import CandidateWeights, least
+from omni_proxy.routing.policies.weighted_load import CandidateWeights, least
 from tests.fleet.entries import entry, fleet_of
 from tests.routing.policies.chats import NEED, build, weighing, workers
 
@@ -34,7 +34,7 @@ def test_turns_by_weight_go_on_while_candidates_change():
     for _ in range(60):
         for out in fleet:
             assert policy.pick([w for w in fleet if w is not out], NEED) is not out
-    policy.forget(fleet[0])
+    policy.forget_worker(fleet[0])
     assert policy.pick(fleet, NEED) in fleet
 
 
@@ -91,15 +91,15 @@ def test_a_list_is_looked_at_once():
 def test_a_preview_is_the_next_pick_and_spends_no_turn(name, of_each):
     policy, fleet = build(name), weighing(*of_each)
     for _ in range(9):
-        chosen, why = policy.preview(fleet, NEED)
+        chosen, why = policy.preview_pick(fleet, NEED)
         assert why
-        assert policy.preview(fleet, NEED)[0] is chosen
+        assert policy.preview_pick(fleet, NEED)[0] is chosen
         assert policy.pick(fleet, NEED) is chosen
 
 
 @pytest.mark.parametrize("name", ["random", "power_of_two"])
 def test_a_preview_of_chance_says_that_it_is_chance(name):
     policy, fleet = build(name, random.Random(2).randrange), weighing(1, 2)
-    chosen, why = policy.preview(fleet, NEED)
+    chosen, why = policy.preview_pick(fleet, NEED)
     assert chosen in fleet
     assert "at random" in why

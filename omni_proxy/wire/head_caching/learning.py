@@ -12,20 +12,26 @@ from hashlib import blake2b
 from typing import Final
 
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.head_template import CONTROLS, CONTROLS_AND_SPACES, COUNT, HeadTemplate, Step
+from omni_proxy.wire.head_caching.template import (
+    CONTROLS,
+    CONTROLS_AND_SPACES,
+    COUNT,
+    HeadTemplate,
+    Step,
+)
 from omni_proxy.wire.request import RequestHead
 
 CRLF: Final = b"\r\n"
 LENGTH_NAME: Final = b"content-length"
 
 
-def learnt(
+def learn_template(
     sample: bytes,
     varying: Collection[int],
     ids: Collection[bytes],
     judge: Callable[[bytes], RequestHead],
 ) -> tuple[RequestHead, HeadTemplate] | None:
-    """What `judge` says of heads like the whole head `sample`, and how they are written.
+    """What `parse` says of heads like the whole head `sample`, and how they are written.
 
     `varying` are the numbers of its lines whose values vary, `ids` the lower-case names of fields
     of which one may be the request's id. None where it does not pass the values on as they are.
@@ -50,14 +56,14 @@ def learnt(
     id_of = next((at for at, mark in marks.items() if mark == head.request_id), None)
     if id_of not in behind and stem.encode() in head.request_id:
         return None
-    spelling = HeadTemplate(
+    template = HeadTemplate(
         head.lines.partition(stem.encode())[0],
         *_steps(lines, sorted(varying), behind, ids),
         counted=len(marks) < len(varying),
-        id_at=2 * list(behind).index(id_of) + 1 if id_of in behind else -1,
+        id_index=2 * list(behind).index(id_of) + 1 if id_of in behind else -1,
     )
     head.lines = b""
-    return head, spelling
+    return head, template
 
 
 def _steps(

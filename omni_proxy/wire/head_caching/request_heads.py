@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from omni_proxy.wire.bounded_cache import Doorkeeper, LruCache
 from omni_proxy.wire.forwarded import ForwardedHeaders
-from omni_proxy.wire.head_learning import CRLF, LENGTH_NAME, learnt, name_of
-from omni_proxy.wire.head_template import HeadTemplate
-from omni_proxy.wire.hops import refuse_loop
-from omni_proxy.wire.request import READ_FIELDS, REQUEST_ID_FIELDS, RequestHead, judge
+from omni_proxy.wire.head_caching.learning import CRLF, LENGTH_NAME, learn_template, name_of
+from omni_proxy.wire.head_caching.lru import Doorkeeper, LruCache
+from omni_proxy.wire.head_caching.template import HeadTemplate
+from omni_proxy.wire.proxy_headers import reject_loop
+from omni_proxy.wire.request import READ_FIELDS, REQUEST_ID_FIELDS, RequestHead, parse_request_head
 
 TEMPLATES: Final = 1024
 # A larger head, or one with more values that vary, meets the judge: to compare it costs no less.
@@ -35,7 +35,7 @@ Judge = Callable[[bytes], RequestHead]
 
 
 class RequestHeadCache:
-    """`judge` as `wire.request.judge`, remembered, and stamped for what came over TLS or not."""
+    """`parse` as `wire.request.judge`, remembered, and stamped for what came over TLS or not."""
 
     def __init__(
         self, stamps: ForwardedHeaders | None = None, *, secure: bool = False, proxy_id: bytes = b""
@@ -52,7 +52,7 @@ class RequestHeadCache:
         self._seen_once = Doorkeeper(TEMPLATES)
         self._last: _Template | None = None  # what was used last will most often do again
 
-    def judge(self, head: bytes) -> RequestHead:
+    def parse(self, head: bytes) -> RequestHead:
         """Raises Refusal for what must not pass."""
         told = _LENGTH.search(head)
         length = told[1] if told is not None else None
@@ -69,7 +69,7 @@ class RequestHeadCache:
             template = self._learn(key, template, head)
             if template is not None:
                 template.understand(found, length, self._judge, self._ids)
-        if template is not None and template.spelling is not None:
+        if template is not None and template.template is not None:
             self._use(template)
         return found
 
@@ -90,8 +90,8 @@ class RequestHeadCache:
         self._last = template
 
     def _judge(self, head: bytes) -> RequestHead:
-        refuse_loop(head, self._proxy_id)  # a hit has the same marks as a head that was let in
-        found = judge(head)
+        reject_loop(head, self._proxy_id)  # a hit has the same marks as a head that was let in
+        found = parse_request_head(head)
         if self._stamps is not None:
             self._stamps.prepare(found, secure=self._secure)
         return found
@@ -117,23 +117,23 @@ class RequestHeadCache:
 
 
 class _Template:
-    """The heads of one key. `spelling` is None where they are judged each time."""
+    """The heads of one key. `template` is None where they are judged each time."""
 
-    __slots__ = ("_head", "_sample", "_varying", "key", "spelling")
+    __slots__ = ("_head", "_sample", "_varying", "key", "template")
 
     def __init__(self, key: Key, sample: bytes, varying: frozenset[int]) -> None:
         self.key = key
-        self.spelling: HeadTemplate | None = None
+        self.template: HeadTemplate | None = None
         self._head: RequestHead | None = None
         self._sample = sample
         self._varying = varying  # which of its lines do
 
     def read(self, head: bytes, length: bytes | None) -> RequestHead | None:
         """None where the judge is to say it. `length`: the content-length of this head."""
-        known, spelling = self._head, self.spelling
-        if known is None or spelling is None:
+        known, template = self._head, self.template
+        if known is None or template is None:
             return None
-        parts = spelling.filled(head[:-4], length)
+        parts = template.match(head[:-4], length)
         if parts is None:
             return None
         return RequestHead(
@@ -142,18 +142,18 @@ class _Template:
             b"".join(parts),
             known.keep_alive,
             known.http_1_0,
-            int(length) if spelling.counted and length else known.length,
+            int(length) if template.counted and length else known.length,
             known.expects_continue,
             known.upgrade,
             known.host,
             known.content_type,
-            parts[spelling.id_at] if spelling.id_at > 0 else known.request_id,
+            parts[template.id_index] if template.id_index > 0 else known.request_id,
             known.websocket_key,
             known.idempotency_key,
             known.hints,
             known.origin,
-            known.words,
-            spelling,
+            known.log_words,
+            template,
         )
 
     def widen(self, head: bytes) -> bool:
@@ -167,16 +167,20 @@ class _Template:
         return True
 
     def understand(
-        self, seen: RequestHead, length: bytes | None, judge: Judge, ids: frozenset[bytes]
+        self,
+        seen: RequestHead,
+        length: bytes | None,
+        parse_request_head: Judge,
+        ids: frozenset[bytes],
     ) -> None:
         """Judge by comparing from now on, if that gives what was `seen` of the sample."""
-        self.spelling = None
+        self.template = None
         if len(self._varying) > MOST_VARYING:
             return
-        made = learnt(self._sample, self._varying, ids, judge)
+        made = learn_template(self._sample, self._varying, ids, parse_request_head)
         if made is None:
             return
-        self._head, self.spelling = made
-        seen.spelling = self.spelling
+        self._head, self.template = made
+        seen.template = self.template
         if self.read(self._sample, length) != seen:
-            self.spelling = seen.spelling = None
+            self.template = seen.template = None

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.wire.head_caching.response_heads import ANSWERS, NOT_CACHED, ResponseHeadCache
 from omni_proxy.wire.response import UpstreamProtocolError, UpstreamResponse
-from omni_proxy.wire.response_head_cache import ANSWERS, NO_ANSWER, ResponseHeadCache
 
 
 def answer(length, status="200 OK", more=()):
@@ -101,11 +101,11 @@ def agree(usual, found):
 def test_what_was_read_twice_is_usual(more):
     templates = ResponseHeadCache()
     templates.read(answer(5, more=more), to_head=False)
-    assert templates.usual(answer(5, more=more)[:-4]) is NO_ANSWER
+    assert templates.usual(answer(5, more=more)[:-4]) is NOT_CACHED
     templates.read(answer(6, more=more), to_head=False)
     assert templates.usual(answer(77, more=more)[:-4]).status == 200
-    assert templates.usual(answer(77, more=("B: 1",))[:-4]) is NO_ANSWER
-    assert templates.usual(b"") is NO_ANSWER
+    assert templates.usual(answer(77, more=("B: 1",))[:-4]) is NOT_CACHED
+    assert templates.usual(b"") is NOT_CACHED
 
 
 def test_an_answer_with_two_lengths_is_garbage_from_memory_too():
@@ -132,5 +132,5 @@ def test_no_more_answers_are_remembered_than_allowed():
     for n in range(2 * (ANSWERS + 10)):
         templates.read(answer(5, more=[f"Date: {n // 2}"]), to_head=False)
     assert len(templates._known) == ANSWERS
-    assert templates.usual(answer(5, more=[f"Date: {ANSWERS}"])[:-4]) is not NO_ANSWER
-    assert templates.usual(answer(5, more=["Date: 0"])[:-4]) is NO_ANSWER
+    assert templates.usual(answer(5, more=[f"Date: {ANSWERS}"])[:-4]) is not NOT_CACHED
+    assert templates.usual(answer(5, more=["Date: 0"])[:-4]) is NOT_CACHED

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import ForwardedHeaders
-from omni_proxy.wire.head_cache import (
+from omni_proxy.wire.head_caching.request_heads import (
     MOST_VARYING,
     TEMPLATE_BYTES,
     TEMPLATE_FIELDS,
     TEMPLATES,
     RequestHeadCache,
 )
-from omni_proxy.wire.request import READ_FIELDS, judge
+from omni_proxy.wire.request import READ_FIELDS, parse_request_head
 from tests.wire.heads import HOSTILE
 
 # Fields that nobody here reads, some of which are new in every request.
@@ -69,7 +69,7 @@ def is_one_head(raw):
 
 def by_judge(stamps):
     def read(raw):
-        found = judge(raw)
+        found = parse_request_head(raw)
         if stamps is not None:
             stamps.prepare(found, secure=False)
         return found
@@ -83,7 +83,7 @@ def verdict(read, head):
         found = read(head)
     except HttpError as refusal:
         return refusal.status, refusal.message, refusal.code
-    return msgspec.structs.replace(found, spelling=None)
+    return msgspec.structs.replace(found, template=None)
 
 
 @st.composite
@@ -109,7 +109,7 @@ def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
     for head in [*heads, *heads, *heads]:
         last = templates._last
         hits += last is not None and last.read(head, None) is not None
-        assert verdict(templates.judge, head) == verdict(by_judge(stamps), head)
+        assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
     event(f"{min(hits, 8)} hits without a length")
 
 
@@ -127,7 +127,7 @@ def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, stamp
         ]
         head = request([("Content-Length", ": ", "7"), *told, ("X-Request-Id", ": ", "me")])
         if is_one_head(head):
-            assert verdict(templates.judge, head) == verdict(by_judge(stamps), head)
+            assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -136,9 +136,9 @@ def test_no_hostile_head_passes_behind_one_that_was_learnt(name):
     good = b"POST / HTTP/1.1\r\nhost: x\r\na: b\r\ncontent-length: 5\r\n\r\n"
     templates = RequestHeadCache()
     for head in (good, good, good.replace(b"a: b", b"a: c"), hostile, hostile, hostile, good):
-        assert verdict(templates.judge, head) == verdict(judge, head)
+        assert verdict(templates.parse, head) == verdict(parse_request_head, head)
     with pytest.raises(HttpError) as caught:
-        templates.judge(hostile)
+        templates.parse(hostile)
     assert caught.value.status == status
 
 
@@ -156,10 +156,10 @@ def judged(monkeypatch, templates, heads):
         counted = []
         with monkeypatch.context() as patch:
             patch.setattr(
-                "omni_proxy.wire.head_cache.judge",
-                lambda raw, to=counted: to.append(1) or judge(raw),
+                "omni_proxy.wire.head_caching.request_heads.parse_request_head",
+                lambda raw, to=counted: to.append(1) or parse_request_head(raw),
             )
-            templates.judge(head)
+            templates.parse(head)
         asked.append(len(counted))
     return asked
 
@@ -216,8 +216,8 @@ def test_what_others_send_costs_nobody_what_is_remembered_of_him(monkeypatch):
     judged(monkeypatch, templates, [mine, mine])
     for n in range(2 * TEMPLATES):
         other = request([], f"GET /{n} HTTP/1.1")
-        templates.judge(other)
-        templates.judge(other)
+        templates.parse(other)
+        templates.parse(other)
         if n % 100 == 0:
             assert judged(monkeypatch, templates, [mine]) == [0]
     assert len(templates._known) == TEMPLATES
@@ -227,10 +227,10 @@ def test_what_was_used_without_being_looked_up_counts_as_used(monkeypatch):
     templates = RequestHeadCache()
     heads = [request([], f"GET /{n} HTTP/1.1") for n in range(TEMPLATES)]
     for head in heads:
-        templates.judge(head)
-        templates.judge(head)
+        templates.parse(head)
+        templates.parse(head)
     for _ in range(3):
-        templates.judge(heads[0])  # the first one by its key, later ones not
+        templates.parse(heads[0])  # the first one by its key, later ones not
     one_more = request([], "GET /one-more HTTP/1.1")
     judged(monkeypatch, templates, [one_more, one_more])
     assert judged(monkeypatch, templates, [heads[0], heads[1]]) == [0, 1]
@@ -264,7 +264,7 @@ def test_repeated_fields_keep_their_order():
             [("traceparent", ": ", f"{n}"), ("TRACEPARENT", ": ", f"{n + 1}"), ("a", ": ", "1"),
              ("Traceparent", ": ", f"{n + 2}")]
         )  # fmt: skip
-        assert templates.judge(head).lines == judge(head).lines
+        assert templates.parse(head).lines == parse_request_head(head).lines
 
 
 def test_two_fields_that_happen_to_be_equal_do_not_deceive():
@@ -272,16 +272,16 @@ def test_two_fields_that_happen_to_be_equal_do_not_deceive():
     templates = RequestHeadCache(stamps)
     for one, other in [("1", "1"), ("1", "1"), ("1", "1"), ("2", "3"), ("4", "5"), ("6", "6")]:
         head = request([("X-Request-ID", ": ", one), ("traceparent", ": ", other)])
-        assert templates.judge(head).request_id == other.encode()
-        assert verdict(templates.judge, head) == verdict(by_judge(stamps), head)
+        assert templates.parse(head).request_id == other.encode()
+        assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
 
 
 def test_a_field_that_the_client_nominates_ends_here_whatever_its_value():
     templates = RequestHeadCache()
     for n in range(6):
         head = request([("Connection", ": ", "x-unique"), ("X-Unique", ": ", f"{n}")])
-        assert b"unique" not in templates.judge(head).lines.lower()
-        assert verdict(templates.judge, head) == verdict(judge, head)
+        assert b"unique" not in templates.parse(head).lines.lower()
+        assert verdict(templates.parse, head) == verdict(parse_request_head, head)
 
 
 def test_the_third_head_is_answered_from_memory():
@@ -290,21 +290,21 @@ def test_the_third_head_is_answered_from_memory():
         request([("Content-Length", ": ", f"{n}"), ("X-Request-Id", ": ", f"id-{n}")])
         for n in range(3)
     ]
-    first, second, third = (templates.judge(head) for head in heads)
-    assert first.spelling is None
-    assert second.spelling is not None
-    assert third.spelling is second.spelling
+    first, second, third = (templates.parse(head) for head in heads)
+    assert first.template is None
+    assert second.template is not None
+    assert third.template is second.template
     assert (third.length, third.request_id) == (2, b"id-2")
-    assert third.words is templates.judge(heads[0]).words
+    assert third.log_words is templates.parse(heads[0]).log_words
 
 
 @pytest.mark.parametrize("value", ["+5", "5x", "0x5", "9" * 16, "", " ", "5 5"])
 def test_a_length_that_is_no_plain_number_is_refused_behind_a_remembered_head_too(value):
     templates = RequestHeadCache()
     for _ in range(3):
-        templates.judge(request([("Content-Length", ": ", "5")]))
+        templates.parse(request([("Content-Length", ": ", "5")]))
     head = request([("Content-Length", ": ", value)])
-    assert verdict(templates.judge, head) == verdict(judge, head)
+    assert verdict(templates.parse, head) == verdict(parse_request_head, head)
 
 
 LENGTHS = re.compile(rb"\r\nContent-Length: ?(.*?)(?:\r\n|\Z)", re.IGNORECASE | re.DOTALL)
@@ -320,21 +320,21 @@ def learnt(fields):
     try:
         for trace in ("1", "2", "3"):
             told = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
-            found = templates.judge(request(told))
+            found = templates.parse(request(told))
     except HttpError:
         return None
-    return found if found.spelling is not None else None
+    return found if found.template is not None else None
 
 
 def filled_in(head, second):
     """What `second`, a head without its blank line, says by the spelling of this one; None where
     that does not say."""
     told = LENGTHS.findall(second) or [b"0"]
-    parts = head.spelling.filled(second, told[0])
+    parts = head.template.match(second, told[0])
     if parts is None or not told[0].isdigit() or len(told[0]) > 15:
         return None
-    length = int(told[0]) if head.spelling.counted else head.length
-    request_id = parts[head.spelling.id_at] if head.spelling.id_at >= 0 else head.request_id
+    length = int(told[0]) if head.template.counted else head.length
+    request_id = parts[head.template.id_index] if head.template.id_index >= 0 else head.request_id
     lines = b"".join(parts)
     return msgspec.structs.replace(head, lines=lines, length=length, request_id=request_id)
 
@@ -365,8 +365,8 @@ def test_a_head_that_is_spelled_as_another_says_the_same_but_for_its_values(fiel
         return  # the head is over there
     found = filled_in(first, second[:-4])
     if found is not None:
-        event(f"{len(first.spelling.steps)} values")
-        assert verdict(judge, second) == verdict(lambda _: found, second)
+        event(f"{len(first.template.steps)} values")
+        assert verdict(parse_request_head, second) == verdict(lambda _: found, second)
 
 
 @given(PLAIN | FIELDS, PLAIN | FIELDS)
@@ -377,7 +377,7 @@ def test_a_head_with_other_fields_is_not_spelled_the_same(fields, others):
     second = request(others)
     found = filled_in(first, second[:-4])
     if found is not None:
-        assert verdict(judge, second) == verdict(lambda _: found, second)
+        assert verdict(parse_request_head, second) == verdict(lambda _: found, second)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +397,8 @@ def test_a_head_with_other_fields_is_not_spelled_the_same(fields, others):
 def test_whatever_stands_elsewhere_than_in_a_value_is_another_spelling(second):
     templates = RequestHeadCache()
     head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nx: 1"
-    templates.judge(head + b"\r\n\r\n")
-    spelling = templates.judge(head + b"\r\n\r\n").spelling
-    assert spelling.filled(head, b"5") == [spelling.first]
-    assert spelling.filled(head, b"7") is None
-    assert spelling.filled(second, b"7") is None
+    templates.parse(head + b"\r\n\r\n")
+    spelling = templates.parse(head + b"\r\n\r\n").template
+    assert spelling.match(head, b"5") == [spelling.first]
+    assert spelling.match(head, b"7") is None
+    assert spelling.match(second, b"7") is None

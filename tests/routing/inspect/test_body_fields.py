@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.payload import (
-    decode,
-    elements_in,
-    payload_of,
-    present,
-    restored,
-    text_in,
-    value_in,
+from omni_proxy.routing.inspect.body_fields import (
+    body_fields_of,
+    decode_body,
+    is_truthy,
+    read_elements,
+    read_text,
+    read_value,
+    restore_constants,
 )
-from omni_proxy.routing.inspect.requirements import RequestFacts, inspect
-from omni_proxy.routing.routes import match
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request
+from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 
 texts = st.text(max_size=8) | st.sampled_from(
@@ -36,7 +36,7 @@ def spelled(body, encoding="utf-8", **how) -> bytes:
 
 def refused(body: bytes) -> str:
     with pytest.raises(HttpError) as caught:
-        decode(body)
+        decode_body(body)
     return caught.value.message
 
 
@@ -52,15 +52,15 @@ def there(value) -> bool:
     st.sampled_from([None, 1]),
 )
 def test_the_fields_are_what_pythons_reader_finds(body, encoding, ascii_only, indent):
-    found = decode(spelled(body, encoding, ensure_ascii=ascii_only, indent=indent))
+    found = decode_body(spelled(body, encoding, ensure_ascii=ascii_only, indent=indent))
     for name in ("model", "request_id"):
         value = body.get(name)
         assert getattr(found, name) == (value if isinstance(value, str) else None)
     assert (found.stream is True) == (body.get("stream") is True)
     for name in ("stream_format", "voice"):
         value = body.get(name)
-        assert text_in(getattr(found, name)) == (value if isinstance(value, str) else None)
-    assert present(found.image) == there(body.get("image"))
+        assert read_text(getattr(found, name)) == (value if isinstance(value, str) else None)
+    assert is_truthy(found.image) == there(body.get("image"))
 
 
 @given(bodies, st.data())
@@ -74,7 +74,7 @@ def test_what_pythons_reader_refuses_is_refused(body, data):
         assert refused(bytes(raw)) == "invalid JSON body"
         return
     if isinstance(read, dict):
-        decode(bytes(raw))
+        decode_body(bytes(raw))
     else:
         assert refused(bytes(raw)) == "JSON request body must be an object"
 
@@ -94,21 +94,21 @@ def test_whatever_is_no_json_is_refused_where_routing_does_not_look_too(body):
 
 @given(values)
 def test_values_are_what_pythons_reader_finds(value):
-    found = value_in(payload_of({"messages": value}).messages)
+    found = read_value(body_fields_of({"messages": value}).messages)
     if "[1000000000000" not in repr(found):
         assert repr(found) == repr(json.loads(json.dumps(value)))
 
 
 def test_elements_are_those_of_lists_alone():
-    lists = payload_of({"messages": [1, "a", {}], "prompt": {"a": 1}, "text": "[1]"})
-    assert [bytes(one) for one in elements_in(lists.messages)] == [b"1", b'"a"', b"{}"]
-    assert elements_in(lists.prompt) == elements_in(lists.text) == []
-    assert elements_in(lists.audio) == []
+    lists = body_fields_of({"messages": [1, "a", {}], "prompt": {"a": 1}, "text": "[1]"})
+    assert [bytes(one) for one in read_elements(lists.messages)] == [b"1", b'"a"', b"{}"]
+    assert read_elements(lists.prompt) == read_elements(lists.text) == []
+    assert read_elements(lists.audio) == []
 
 
 def test_constants_come_back_as_they_were():
-    found = decode(b'{"text": [NaN, -Infinity, "NaN Infinity"], "model": "NaN-7B"}')
-    assert restored(bytes(found.text)) == b'[NaN, -Infinity, "NaN Infinity"]'
+    found = decode_body(b'{"text": [NaN, -Infinity, "NaN Infinity"], "model": "NaN-7B"}')
+    assert restore_constants(bytes(found.text)) == b'[NaN, -Infinity, "NaN Infinity"]'
     assert found.model == "NaN-7B"
 
 
@@ -122,14 +122,18 @@ def test_a_body_of_many_values_keeps_none_of_them(field, piece):
     body = b'{"%b":[%b1]}' % (field, (piece + b",") * 20_000)
     gc.collect()
     before = len(gc.get_objects())
-    route = match("POST", "/v1/audio/speech")
-    need = inspect(route, body, RequestFacts())
-    assert need.body is not None
+    route = match_route("POST", "/v1/audio/speech")
+    need = inspect_request(route, body, RequestFacts())
+    assert need.body_fields is not None
     assert len(gc.get_objects()) - before < 100
 
 
 def test_a_wide_id_or_name_is_not_kept():
     body = json.dumps({"model": "m" * 9000 + "😀", "request_id": "r" * 9000}).encode()
-    need = inspect(match("POST", "/v1/audio/speech"), body, RequestFacts())
-    assert (need.body.model, need.body.request_id, need.request_id) == (None, None, "")
+    need = inspect_request(match_route("POST", "/v1/audio/speech"), body, RequestFacts())
+    assert (need.body_fields.model, need.body_fields.request_id, need.request_id) == (
+        None,
+        None,
+        "",
+    )
     assert need.model == "m" * 1024

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.bounded_cache import Doorkeeper, LruCache
+from omni_proxy.wire.head_caching.lru import Doorkeeper, LruCache
 
 STEPS = st.lists(st.tuples(st.sampled_from(["get", "put"]), st.integers(0, 6)), max_size=60)
 

@@ -36,9 +36,9 @@ class HeadTemplate(msgspec.Struct, gc=False, eq=False):
     steps: tuple[Step, ...]
     last: bytes
     counted: bool  # the content-length is among them
-    id_at: int  # where the request's id is among the parts; -1: it is none of the values
+    id_index: int  # where the request's id is among the parts; -1: it is none of the values
 
-    def filled(self, head: bytes, length: bytes | None) -> list[bytes] | None:
+    def match(self, head: bytes, length: bytes | None) -> list[bytes] | None:
         """The lines, in parts, of a head without its blank line, as they go on. None where it is
         not written like this, its content-length is not `length`, or a value is empty or not
         plainly well-formed."""

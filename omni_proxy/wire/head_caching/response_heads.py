@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.wire.bounded_cache import Doorkeeper, LruCache
+from omni_proxy.wire.head_caching.lru import Doorkeeper, LruCache
 from omni_proxy.wire.response import LENGTH, UpstreamResponse
 
 ANSWERS: Final = 1024
@@ -23,7 +23,7 @@ _AS_OTHERS: Final = b"\r\nContent-Length: "
 
 
 @dataclass(frozen=True, slots=True)
-class UsualAnswer:
+class CachedResponseHead:
     """What stays the same of a worker's answers. `name` is how it writes the content-length, which
     stands between `before` and `after`; `lines` lack it."""
 
@@ -37,7 +37,7 @@ class UsualAnswer:
     plain: bool = False  # with a body, no stream, no status to judge, and more may follow
 
 
-NO_ANSWER: Final = UsualAnswer(b"", _AS_UVICORN, b"", 0, b"", keep_alive=False, sse=False)
+NOT_CACHED: Final = CachedResponseHead(b"", _AS_UVICORN, b"", 0, b"", keep_alive=False, sse=False)
 
 
 def _parted(head: bytes) -> tuple[bytes, bytes, bytes, bytes]:
@@ -54,13 +54,13 @@ class ResponseHeadCache:
     """`UpstreamResponse.read_head`, remembered for answers that are framed by a length."""
 
     def __init__(self) -> None:
-        self._known: LruCache[tuple[bytes, bytes], UsualAnswer] = LruCache(ANSWERS)
+        self._known: LruCache[tuple[bytes, bytes], CachedResponseHead] = LruCache(ANSWERS)
         self._seen_once = Doorkeeper(ANSWERS)
 
-    def usual(self, head: bytes) -> UsualAnswer:
-        """What is known of a head without its blank line; NO_ANSWER where nothing is."""
+    def usual(self, head: bytes) -> CachedResponseHead:
+        """What is known of a head without its blank line; NOT_CACHED where nothing is."""
         top, name, _, rest = _parted(head + b"\r\n\r\n")
-        return (self._known.get((top, rest)) or NO_ANSWER) if name else NO_ANSWER
+        return (self._known.get((top, rest)) or NOT_CACHED) if name else NOT_CACHED
 
     def read(self, head: bytes, *, to_head: bool) -> UpstreamResponse:
         """Raises UpstreamGarbage."""
@@ -91,7 +91,7 @@ class ResponseHeadCache:
             return
         lines = _LENGTH_FIELD.sub(b"", answer.lines, count=1)
         before, rest = key
-        usual = UsualAnswer(
+        usual = CachedResponseHead(
             before, name, rest.removesuffix(b"\r\n").removesuffix(b"\r\n"),
             answer.status, lines, answer.keep_alive, answer.sse,
             answer.keep_alive and not answer.sse and 200 <= answer.status < 500

@@ -1,8 +1,8 @@
 import pytest
 
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.head_cache import RequestHeadCache
-from omni_proxy.wire.hops import hop_line, refuse_loop
+from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
+from omni_proxy.wire.proxy_headers import hop_line, reject_loop
 from tests.wire.heads import request
 
 OWN, OTHER = "a" * 32, "b" * 32
@@ -10,26 +10,26 @@ OWN, OTHER = "a" * 32, "b" * 32
 
 def test_who_gets_its_own_mark_back_refuses():
     with pytest.raises(HttpError) as refused:
-        refuse_loop(request(hop_line(OWN)), OWN.encode())
+        reject_loop(request(hop_line(OWN)), OWN.encode())
     assert (refused.value.status, refused.value.code) == (508, "loop_detected")
     assert refused.value.close
 
 
 def test_marks_of_others_and_none_are_let_pass():
-    refuse_loop(request(hop_line(OTHER)), OWN.encode())
-    refuse_loop(request(), OWN.encode())
-    refuse_loop(request(hop_line(OTHER)), b"")
+    reject_loop(request(hop_line(OTHER)), OWN.encode())
+    reject_loop(request(), OWN.encode())
+    reject_loop(request(hop_line(OTHER)), b"")
 
 
 def test_a_head_that_is_known_but_for_the_mark_is_refused_as_well():
     templates = RequestHeadCache(proxy_id=OWN.encode())
     for mark in (OTHER, "c" * 32, "d" * 32) * 3:
-        lines = templates.judge(request(hop_line(mark))).lines
+        lines = templates.parse(request(hop_line(mark))).lines
         assert hop_line(mark) in lines
     for _ in range(3):
         with pytest.raises(HttpError):
-            templates.judge(request(hop_line(OWN)))
+            templates.parse(request(hop_line(OWN)))
         with pytest.raises(HttpError):
-            templates.judge(request(hop_line(OTHER) + hop_line(OWN)))
+            templates.parse(request(hop_line(OTHER) + hop_line(OWN)))
         with pytest.raises(HttpError):
-            templates.judge(request(f"x-omni-hop: {OTHER}, {OWN}\r\n".encode()))
+            templates.parse(request(f"x-omni-hop: {OTHER}, {OWN}\r\n".encode()))
