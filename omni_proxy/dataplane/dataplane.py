@@ -155,7 +155,7 @@ class DataPlane:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.loop.run)
                 nursery.start_soon(self.timers.run)
-                nursery.start_soon(timeouts.run, self.loop, self._sweep)
+                nursery.start_soon(timeouts.run_sweeps, self.loop, self._sweep)
                 nursery.start_soon(self.listeners.certificates.run)
                 task_status.started()
         finally:

@@ -1,1 +1,1 @@
-"""The event loop: streams, TLS, tasks, timeouts, and its place in trio's loop."""
+"""The event loop of the data plane: streams, TLS, tasks, timeouts, and sharing trio's thread."""

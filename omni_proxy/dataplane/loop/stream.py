@@ -1,8 +1,8 @@
-"""A socket of the door in the pump's epoll set: a client's or a worker's; and how to dial one.
+"""Sockets in the event loop's epoll set, of clients and of workers; and how to connect one.
 
-Contract: nothing but a `Stream` touches its socket. It is registered once, edge triggered, so an edge
-that nobody awaits is remembered in `readable`; it leaves the set at `close`, and the descriptor itself
-is given back by the pump after the batch.
+Invariant: nothing but a `Stream` touches its socket. It is registered once, edge-triggered, so an
+edge that no task waits for is kept in `readable`. `close` unregisters it at once; the event loop
+closes the descriptor after the iteration.
 """
 
 from __future__ import annotations
@@ -28,38 +28,27 @@ if TYPE_CHECKING:
     from omni_proxy.dataplane.loop.event_loop import EventLoop
 
 PEER_CLOSED: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
-HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are gone, not only its sending one
+HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are closed, not only the peer's sending side
 INPUT_EVENTS: Final = EPOLLIN | PEER_CLOSED
-READ_WRITE: Final = EPOLLIN | EPOLLOUT  # what most events say; to compare is cheaper than to mask
-MAX_PENDING_WRITERS: Final = (
-    32  # then they leave at once: a millisecond is what anybody waits for others
-)
+READ_WRITE: Final = EPOLLIN | EPOLLOUT  # what most events are; to compare is cheaper than to mask
+MAX_PENDING_WRITERS: Final = 32  # then all are flushed at once, so that the first waits not long
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
 class Stream:
-    """A socket in the epoll set, a client's or a worker's; nothing else touches its socket.
+    """A socket in the epoll set, of a client or a worker.
 
-    `readable`: there may be bytes to read. `peer_closed`: the peer has closed or broken its side. `pending`: what
-    `put` has taken and nobody has sent yet; `send` itself must not be used before that has left.
+    `readable`: there may be bytes to read. `peer_closed`: the peer has closed its sending side, or
+    the connection broke. `pending`: bytes of `write_soon` that are not sent yet; while there are
+    any, `send` itself must not be called.
     """
 
     __slots__ = (
-        "closed",
-        "fd",
-        "idle_since",
-        "loop",
-        "on_idle_event",
-        "peer_closed",
-        "pending",
-        "readable",
-        "recv",
-        "send",
-        "sock",
-        "task",
+        "closed", "fd", "idle_since", "loop", "on_idle_event", "peer_closed", "pending",
+        "readable", "recv", "send", "sock", "task",
     )  # fmt: skip
 
-    is_tls = False  # its bytes are sealed on the wire
+    is_tls = False  # its bytes are encrypted on the wire
 
     def __init__(self, loop: EventLoop, sock: socket.socket, task: EventHandler | None) -> None:
         self.loop = loop
@@ -94,29 +83,29 @@ class Stream:
         elif mask & PEER_CLOSED and self is task.client and task.is_disconnect(mask):
             task.throw(ClientDisconnected())
 
-    def write_soon(self, piece: bytes) -> None:
-        """Have it leave with the end of this turn of the pump, together with everybody else's.
+    def write_soon(self, chunk: bytes) -> None:
+        """Send it at the end of this iteration, together with what other streams send.
 
-        A peer that is woken finds all that there is for it, and is woken once: 15 us less for each
-        request. What it does not take then stays here.
+        So a peer wakes up once and finds everything that there is for it. What its socket does not
+        take then stays in `pending`.
         """
         if self.pending:
-            self.pending += piece
+            self.pending += chunk
             return
-        self.pending = piece
+        self.pending = chunk
         waiting = self.loop.pending_writers
         waiting.append(self)
         if len(waiting) >= MAX_PENDING_WRITERS:
             self.loop.flush_writes()
 
     def flush(self) -> None:
-        """As much of it as the peer takes now. A broken peer is told of by the next read."""
+        """Send of `pending` what the socket takes now. The next read reports a broken peer."""
         if not self.pending:
             return
-        late = self.pending
+        pending = self.pending
         try:
-            sent = self.send(late)
-            self.pending = b"" if sent == len(late) else late[sent:]
+            sent = self.send(pending)
+            self.pending = b"" if sent == len(pending) else pending[sent:]
         except BlockingIOError:
             pass
         except OSError:
@@ -127,8 +116,10 @@ class Stream:
                 self.loop.wake(task)
 
     def send_from(self, out: bytearray) -> int:
-        """What the peer takes now, behind what is late; it is gone from `out` then. Raises
-        OSError."""
+        """Send `out`, behind what is pending, and remove what the socket took from it.
+
+        How many bytes that was. Raises OSError.
+        """
         self.flush()
         if self.pending or not out:
             return 0
@@ -140,41 +131,41 @@ class Stream:
         return sent
 
     def read(self, size: int) -> bytes | None:
-        """What is there: None for nothing yet, b"" for the peer's end. Raises OSError."""
+        """The bytes that are there: None for none yet, b"" for the peer's close. Raises OSError."""
         try:
-            piece = self.recv(size)
+            chunk = self.recv(size)
         except BlockingIOError:
             self.readable = False
             return None
-        # A short read has emptied the socket; an end that was seen gives no new edge.
-        self.readable = len(piece) == size or self.peer_closed
-        return piece
+        # A short read has emptied the socket; a close that was seen gives no new edge.
+        self.readable = len(chunk) == size or self.peer_closed
+        return chunk
 
-    def unread(self, piece: bytes) -> None:
-        """What the last read gave; the next one, of the same size, gives it again."""
+    def unread(self, chunk: bytes) -> None:
+        """Undo the last read: the next one, of the same size, returns `chunk`."""
         read = self.recv
 
         def give(_size: int, _flags: int = 0) -> bytes:
             self.recv = read
-            return piece
+            return chunk
 
         self.recv = give
         self.readable = True
 
-    def sendmsg(self, pieces: list[bytes]) -> int:
-        """As one `send` of all of them."""
-        return self.sock.sendmsg(pieces)
+    def sendmsg(self, chunks: list[bytes]) -> int:
+        """As one `send` of all `chunks`."""
+        return self.sock.sendmsg(chunks)
 
     def has_input(self) -> bool:
-        """Whether its peer has said something, or has left, that is still to be read."""
+        """Whether there are bytes, or the peer's close, still to be read."""
         return self.readable
 
     def send_eof(self) -> None:
-        """Say that nothing more will come from us; what comes may still be read. Raises OSError."""
+        """Close the sending side; reading goes on. Raises OSError."""
         self.sock.shutdown(socket.SHUT_WR)
 
     def peek(self, size: int) -> bytes | None:
-        """As `read`, and all of it stays to be read. Raises OSError."""
+        """As `read`, without consuming the bytes. Raises OSError."""
         try:
             return self.recv(size, socket.MSG_PEEK)
         except BlockingIOError:
@@ -182,7 +173,7 @@ class Stream:
             return None
 
     def close(self, *, reset: bool = False) -> None:
-        """Leave the set now; the socket itself is closed after the batch."""
+        """Unregister now; the socket itself is closed after the iteration."""
         if not self.closed:
             self.closed = True
             if self.pending and not reset:
@@ -194,7 +185,10 @@ class Stream:
 
 
 async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Stream:
-    """A new connection, owned by `task`. Raises OSError; the task's clock bounds it."""
+    """Connect to (host, port) or a Unix socket's path; `task` gets its events.
+
+    Raises OSError; the task's `phase_deadline` bounds it.
+    """
     if isinstance(address, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
@@ -206,18 +200,19 @@ async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Strea
     if code not in (0, errno.EINPROGRESS):
         sock.close()
         raise OSError(code, os.strerror(code))
-    conn = Stream(task.loop, sock, task)
+    stream = Stream(task.loop, sock, task)
     try:
         if code:
-            task.waiting_on = conn
+            task.waiting_on = stream
             await pause
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
-        # A free port of our own range can be given to our own end: TCP's simultaneous open.
+        # To a free port in the ephemeral range the socket can connect to itself (TCP simultaneous
+        # open): that counts as refused.
         if not isinstance(address, str) and sock.getsockname() == sock.getpeername():
             raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
-        conn.close()
+        stream.close()
         raise
-    return conn
+    return stream

@@ -1,9 +1,9 @@
-"""The coroutines that the pump resumes, one per client connection.
+"""Connection tasks: the coroutines that the event loop steps, one for each client connection.
 
-Contract: a coroutine awaits `pause` only, after it has said in `waiting_on` whose event it wants; in a
-generator that is `await_direct` a bare `yield` is the same. An await of trio from inside is refused, for
-only trio could ever resume it. Whatever ends it, its own `finally` blocks run, and no task outlives
-the pump.
+A task sets `waiting_on` and then awaits `pause`; the event loop steps it when that stream has an
+event. Invariant: a coroutine awaits nothing but `pause` (in a generator under `await_direct` a bare
+`yield` is the same); an await of trio is refused with an error, since trio could never resume it.
+However a task ends, its own `finally` blocks run, and no task outlives the event loop.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Resumable = Coroutine[Any, Any, T] | Generator[Any, Any, T]
 
-ANY_STREAM: Final = object()  # in `waiting_on`: an event of any socket of the task
-READS_PER_STEP: Final = 16  # of one connection whose peer always has more
+ANY_STREAM: Final = object()  # in `waiting_on`: an event of any stream of the task
+READS_PER_STEP: Final = 16  # then other connections get their turn
 
 
 class ClientDisconnected(Exception):
-    """The client has left; nobody is there to be answered."""
+    """The client closed its connection, so there is nothing to send a response to."""
 
 
 class PhaseTimeout(Exception):
-    """The connection's `phase_deadline` has passed; its `phase` says which clock that was."""
+    """The task's `phase_deadline` has passed; the text is its `phase`."""
 
 
 class _Pause:
-    """What waits in it is a tuple's iterator, not a frame: 50 ns less for each event."""
+    """Yields None once. A tuple's iterator does that without a frame of its own."""
 
     __await__ = (None,).__iter__
 
 
-# Back to the pump, until the socket in `waiting_on` has an event.
+# Suspends the task until the stream in `waiting_on` has an event.
 pause: Final = cast("Awaitable[None]", _Pause())
 
 
 @types.coroutine
 def await_direct(inner: Resumable[T]) -> Generator[Any, Any, T]:
-    """Await `inner` so that the pump resumes it directly.
+    """Await `inner` so that the event loop steps it directly.
 
-    Each frame between the pump and `pause` costs 0.25 us per event; a relay is ten deep without.
+    Otherwise every event passes through each frame between the event loop and `pause`, and a relay
+    is about ten frames deep.
     """
     result: T = yield inner
     return result
 
 
 class EventHandler(Protocol):
-    """Whoever gets the events of a socket."""
+    """Gets the events of a stream: a connection task, or its fast path."""
 
     waiting_on: object
 
@@ -72,11 +73,15 @@ class EventHandler(Protocol):
 
 
 class ConnectionTask(ABC):
-    """One coroutine that the pump resumes. `phase_deadline` is its one clock, `phase` what it is doing."""
+    """A coroutine with its state.
+
+    `phase`: what it is doing. `phase_deadline`: until when, in seconds of `EventLoop.now`, `inf`
+    for no limit.
+    """
 
     __slots__ = (
+        "_callers",
         "_coro",
-        "_outer",
         "client",
         "loop",
         "phase",
@@ -95,16 +100,16 @@ class ConnectionTask(ABC):
         self.phase_deadline = inf
         self.phase = "start"
         self.started_at = loop.now
-        self.reads_since_pause = 0  # or work like it since it was last resumed, without a pause
+        self.reads_since_pause = 0  # units of work since the last `pause`, each about one read
         self._coro: Resumable[Any] | None = None
-        self._outer: list[Resumable[Any]] = []  # those that wait in `await_direct`
+        self._callers: list[Resumable[Any]] = []  # coroutines that wait in `await_direct`
 
     @abstractmethod
     async def serve(self) -> None:
-        """The life of the connection; it closes its own sockets."""
+        """The whole life of the connection; it closes its own streams."""
 
     def is_disconnect(self, mask: int) -> bool:
-        """Whether this event, which says that the client has closed or broken, ends it."""
+        """Whether this close or error event of the client's stream ends the task."""
         return True
 
     def start(self) -> None:
@@ -112,23 +117,23 @@ class ConnectionTask(ABC):
         self.loop.tasks.add(self)
         self.step()
 
-    def must_wait_for(self, conn: Stream) -> bool:
-        """Whether `pause` has to come before the next read of `conn`.
+    def must_wait_for(self, stream: Stream) -> bool:
+        """Whether the task has to `pause` before the next read of `stream`.
 
-        Also true, now and then, where there is more to read: a peer that always has more must not
-        keep the other connections waiting.
+        Also true after `READS_PER_STEP` reads where there is more to read: a peer that always has
+        more must not keep other connections waiting.
         """
-        if not conn.readable:
-            self.waiting_on = conn
+        if not stream.readable:
+            self.waiting_on = stream
             return True
         return self.count_read()
 
     def count_read(self) -> bool:
-        """Count a piece of work, about a read's; whether `pause` has to come before the next."""
+        """Count one unit of work. True where the task has to `pause` before the next one."""
         self.reads_since_pause += 1
         if self.reads_since_pause < READS_PER_STEP:
             return False
-        self.loop.wake(self)  # whoever steps us may be no part of a batch
+        self.loop.wake(self)  # the caller may be outside an iteration
         return True
 
     def throw(self, error: BaseException) -> None:
@@ -139,32 +144,32 @@ class ConnectionTask(ABC):
         self.step(PhaseTimeout(self.phase))
 
     def step(self, error: BaseException | None = None) -> None:
-        """Run until the next `pause`, or to the end."""
+        """Run until the next `pause` or to the end; `error` is thrown in first."""
         if self._coro is None:
             return
         self.reads_since_pause = 0
         value: object = None
         while (coro := self._coro) is not None:
             try:
-                got = coro.send(value) if error is None else coro.throw(error)
-            except StopIteration as stop:
-                self._coro = self._outer.pop() if self._outer else None
-                value, error = stop.value, None
+                yielded = coro.send(value) if error is None else coro.throw(error)
+            except StopIteration as returned:
+                self._coro = self._callers.pop() if self._callers else None
+                value, error = returned.value, None
             except BaseException as failure:
-                if not self._outer:
+                if not self._callers:
                     self._failed(failure)
                     return
-                self._coro = self._outer.pop()
+                self._coro = self._callers.pop()
                 error = failure
             else:
-                if got is None:
+                if yielded is None:
                     return
-                if isinstance(got, Coroutine | Generator):
-                    self._outer.append(coro)
-                    self._coro = got
+                if isinstance(yielded, Coroutine | Generator):
+                    self._callers.append(coro)
+                    self._coro = yielded
                     value = error = None
-                else:  # what trio yields: only trio could ever resume it
-                    error = RuntimeError("a connection of the door may not await trio")
+                else:  # what trio yields: only trio could resume it
+                    error = RuntimeError("a connection task must not await trio")
         self.loop.remove_task(self)
 
     def _failed(self, failure: BaseException) -> None:
@@ -174,14 +179,14 @@ class ConnectionTask(ABC):
             return
         if not isinstance(failure, Exception):
             raise failure
-        _log.error("a connection of the door failed in phase %s", self.phase, exc_info=failure)
+        _log.error("connection_failed phase=%s", self.phase, exc_info=failure)
         self.loop.failures += 1
 
     def close_coroutine(self) -> None:
-        """The pump ends: run the `finally` blocks of the coroutine, the innermost first."""
+        """Run the `finally` blocks, innermost first: the event loop ends."""
         coro, self._coro = self._coro, None
         self.loop.remove_task(self)
         if coro is not None:
             coro.close()
-        while self._outer:
-            self._outer.pop().close()
+        while self._callers:
+            self._callers.pop().close()

@@ -1,7 +1,10 @@
-"""The door's clocks: every 250 ms, whoever is past its `phase_deadline` gets Expired thrown in.
+"""Timeouts of connection tasks: phase deadlines, checked in sweeps, and exact sleeps for back-off.
 
-One float per connection and one sweep instead of a cancel scope per phase: 30 us less per request,
-and 0.3 % of a core at 10,000 connections. So every deadline here is kept to within 250 ms.
+A phase deadline is one float of the task, and one sweep over all tasks every `SWEEP_SECS` throws
+`PhaseTimeout` into those that are past it, so a deadline is late by at most that. `Timers` is for
+pauses shorter than a sweep: one trio task sleeps until the earliest end, and for ever while no task
+sleeps. Invariant: a sleep ends no earlier than asked and at most one turn of trio later; a task
+that something else was thrown into is not stepped by its timer any more.
 """
 
 from __future__ import annotations
@@ -21,15 +24,15 @@ SWEEP_SECS: Final = 0.25
 
 
 def expire_tasks(loop: EventLoop) -> None:
-    """One round; reads the clock itself, since the pump's may be as old as its last batch."""
+    """One sweep. Reads the clock itself: `loop.now` may be as old as the last iteration."""
     loop.now = now = monotonic()
     for task in [task for task in loop.tasks if task.phase_deadline < now]:
         task.on_phase_timeout()
     loop.flush()
 
 
-async def run(loop: EventLoop, *chores: Callable[[], None]) -> None:
-    """`chores` are the door's own sweeps (idle pools, stalled listeners)."""
+async def run_sweeps(loop: EventLoop, *chores: Callable[[], None]) -> None:
+    """Sweep until cancelled; `chores` run along (idle upstream connections, paused listeners)."""
     while True:
         await trio.sleep(SWEEP_SECS)
         expire_tasks(loop)
@@ -38,66 +41,59 @@ async def run(loop: EventLoop, *chores: Callable[[], None]) -> None:
         loop.flush()
 
 
-# Pauses of the door's coroutines that are shorter than a sweep: the back-off between two tries.
-#
-# Contract: a pause ends no earlier than asked and at most a turn of trio later; whoever is thrown out
-# of it (the client left, its clock ran out) is never resumed by it. One trio task sleeps until the
-# earliest end, and for ever while nobody pauses, so that a door without failures pays nothing.
+class _Sleep:
+    """One sleep of a task. Without a task it is over, and stays in the heap until its time."""
 
+    __slots__ = ("ends_at", "number", "task")
 
-class _Entry:
-    """One pause; without a task it is over, and stays in the heap until its time."""
-
-    __slots__ = ("at", "number", "task")
-
-    def __init__(self, at: float, number: int, task: ConnectionTask) -> None:
-        self.at = at
-        self.number = number  # of two for the same time the earlier one goes first
+    def __init__(self, ends_at: float, number: int, task: ConnectionTask) -> None:
+        self.ends_at = ends_at
+        self.number = number  # of two that end at the same time the earlier one ends first
         self.task: ConnectionTask | None = task
 
-    def __lt__(self, other: _Entry) -> bool:
-        return (self.at, self.number) < (other.at, other.number)
+    def __lt__(self, other: _Sleep) -> bool:
+        return (self.ends_at, self.number) < (other.ends_at, other.number)
 
 
 class Timers:
-    """Times are trio's, since the one who wakes up is a task of trio."""
+    """Sleeps of connection tasks. Times are those of trio's clock."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._heap: list[_Entry] = []
-        self._made = 0
-        self._sleep = trio.CancelScope()
+        self._heap: list[_Sleep] = []
+        self._started = 0
+        self._scope = trio.CancelScope()
 
     async def sleep(self, task: ConnectionTask, secs: float) -> None:
-        """Called from `task` itself. Raises whatever is thrown into it meanwhile."""
-        self._made += 1
-        entry = _Entry(trio.current_time() + secs, self._made, task)
-        heappush(self._heap, entry)
-        if entry.at < self._sleep.deadline:
-            self._sleep.deadline = entry.at
+        """Call it from `task` itself. Raises what is thrown into the task meanwhile."""
+        self._started += 1
+        sleep = _Sleep(trio.current_time() + secs, self._started, task)
+        heappush(self._heap, sleep)
+        if sleep.ends_at < self._scope.deadline:
+            self._scope.deadline = sleep.ends_at
             self._loop.request_host_turn()
         try:
-            while entry.task is not None:
-                task.waiting_on = entry
+            while sleep.task is not None:
+                task.waiting_on = sleep
                 await pause
         finally:
-            entry.task = None
+            sleep.task = None
 
     async def run(self) -> None:
-        """Wake whoever has slept enough, until cancelled."""
+        """Step the tasks whose sleep is over, until cancelled."""
         while True:
-            self._wake()
-            # Nothing else of trio runs between here and the sleep: no entry can be missed.
-            self._sleep = trio.CancelScope(deadline=self._heap[0].at if self._heap else inf)
-            with self._sleep:
+            self._step_due()
+            # No other task of trio runs between here and the sleep, so no new one can be missed.
+            self._scope = trio.CancelScope(deadline=self._heap[0].ends_at if self._heap else inf)
+            with self._scope:
                 await trio.sleep_forever()
 
-    def _wake(self) -> None:
-        """Steps the tasks itself, as the sweep does: one that left meanwhile can't be hit."""
+    def _step_due(self) -> None:
+        """Steps the tasks itself, as a sweep does, so that each is checked at the last moment."""
         heap, now = self._heap, trio.current_time()
-        while heap and (heap[0].task is None or heap[0].at <= now):
-            entry = heappop(heap)
-            task, entry.task = entry.task, None
+        while heap and (heap[0].task is None or heap[0].ends_at <= now):
+            sleep = heappop(heap)
+            task, sleep.task = sleep.task, None
             if task is not None:
                 self._loop.now = monotonic()
                 task.step()

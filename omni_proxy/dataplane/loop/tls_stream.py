@@ -1,10 +1,9 @@
-"""TLS over a socket of the pump: the handshake, and a `Stream` whose bytes are sealed on the wire.
+"""TLS on a socket of the event loop: the handshake, and a `Stream` that is encrypted on the wire.
 
-OpenSSL works on two memory buffers and never sees the socket: one system call per event, as without
-TLS, where it would itself make three per record (measured: 5 us for a small record sent and read,
-against 10 with `SSLSocket`; 3 without TLS). Invariant: bytes that were sealed leave in their order,
-and `send` counts only what the socket has taken, so clocks and back-pressure see the client's own
-pace. An end that TLS did not announce is an error, never an end.
+OpenSSL works on two memory buffers and never sees the socket, so an event costs one system call, as
+it does without TLS. Invariant: encrypted bytes leave in their order, and `send` counts only what
+the socket has taken, so timeouts and back-pressure follow the client's own pace. A connection that
+ends without TLS's close_notify is an error, never a regular end (RFC 8446, 6.1).
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import Final
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, pause
 
-RECORD_BYTES: Final = 16384  # the most that one holds
-SEALED_BYTES: Final = 2 * RECORD_BYTES  # read at once
-PORTION_BYTES: Final = 65536  # sealed at once, and waiting when the socket is full
-RECORD: Final = b"\x16"  # what a handshake begins with
+RECORD_BYTES: Final = 16384  # the most that a TLS record holds
+ENCRYPTED_READ_BYTES: Final = 2 * RECORD_BYTES  # at most, in one read
+PORTION_BYTES: Final = 65536  # encrypted at once; also the most that waits while the socket is full
+RECORD: Final = b"\x16"  # the first byte of a handshake
 
 
 class TlsHandshake:
-    """OpenSSL's side of one connection, with the memory that it reads from and writes to."""
+    """OpenSSL's state of one connection, with the buffers that it reads from and writes to."""
 
     __slots__ = ("incoming", "outgoing", "tls")
 
@@ -36,7 +35,7 @@ class TlsHandshake:
         server_name: str | None = None,
         session: ssl.SSLSession | None = None,
     ) -> None:
-        """As a client towards `server_name`; without one as a server."""
+        """As a client of `server_name`; without one as a server."""
         self.incoming = ssl.MemoryBIO()
         self.outgoing = ssl.MemoryBIO()
         self.tls = context.wrap_bio(
@@ -48,7 +47,7 @@ class TlsHandshake:
         )
 
     async def run(self, task: ConnectionTask, plain: Stream) -> TlsStream:
-        """Until both sides agree; `plain` is the result's from then on. Raises OSError."""
+        """Shake hands; from then on `plain` belongs to the result. Raises OSError."""
         while True:
             done = self._advance(plain)
             if self.outgoing.pending:
@@ -64,27 +63,27 @@ class TlsHandshake:
             return False
         except ssl.SSLError:
             with contextlib.suppress(OSError):
-                plain.send(self.outgoing.read())  # why not, in TLS's own words
+                plain.send(self.outgoing.read())  # the alert that tells why
             raise
         return True
 
 
 async def read_handshake_bytes(task: ConnectionTask, plain: Stream) -> bytes:
-    """What comes next. Raises OSError, also at the end."""
+    """Wait for more bytes. Raises OSError, also when the peer closes."""
     while True:
         if task.must_wait_for(plain):
             await pause
-        piece = plain.read(SEALED_BYTES)
-        if piece:
-            return piece
-        if piece is not None:
+        chunk = plain.read(ENCRYPTED_READ_BYTES)
+        if chunk:
+            return chunk
+        if chunk is not None:
             raise _reset("the connection was closed during the TLS handshake")
 
 
-async def _send_all(task: ConnectionTask, plain: Stream, piece: bytes) -> None:
-    while piece:
+async def _send_all(task: ConnectionTask, plain: Stream, chunk: bytes) -> None:
+    while chunk:
         try:
-            piece = piece[plain.send(piece) :]
+            chunk = chunk[plain.send(chunk) :]
         except BlockingIOError:
             task.waiting_on = plain
             await pause
@@ -95,20 +94,28 @@ def _reset(why: str) -> ConnectionResetError:
 
 
 class TlsStream(Stream):
-    """In the place of the plain connection that the handshake was made on.
+    """Takes the place of the plain stream that the handshake was made on.
 
-    Once `send` has raised BlockingIOError, the next one has to begin with the same bytes.
+    Once `send` has raised BlockingIOError, the next call has to begin with the same bytes.
     """
 
     __slots__ = (
-        "_ahead", "_incoming", "_inside", "_open", "_outgoing", "_owed", "_seal", "_send", "_tls",
+        "_decrypt",
+        "_decrypted",
+        "_encrypt",
+        "_has_encrypted",
+        "_incoming",
+        "_outgoing",
+        "_send",
+        "_tls",
         "_unsent",
+        "_unsent_size",
     )  # fmt: skip
 
     is_tls = True
 
-    def __init__(self, plain: Stream, shaken: TlsHandshake) -> None:
-        # Not that of `Stream`, which registers the socket: it is in the set, and keeps its events.
+    def __init__(self, plain: Stream, handshake: TlsHandshake) -> None:
+        # Not `Stream.__init__`, which registers the socket: it is registered, and stays so.
         self.loop = plain.loop
         self.sock = plain.sock
         self.fd = plain.fd
@@ -120,16 +127,16 @@ class TlsStream(Stream):
         self.task = plain.task
         self.idle_since = 0.0
         self.on_idle_event = None
-        self._tls = shaken.tls
-        self._incoming = shaken.incoming
-        self._outgoing = shaken.outgoing
-        self._open: Callable[[int], bytes] = shaken.tls.read
-        self._seal = shaken.tls.write
+        self._tls = handshake.tls
+        self._incoming = handshake.incoming
+        self._outgoing = handshake.outgoing
+        self._decrypt: Callable[[int], bytes] = handshake.tls.read
+        self._encrypt = handshake.tls.write
         self._send = plain.send
-        self._inside = True  # sealed bytes are in memory that may be a whole record
-        self._unsent = b""  # sealed, and not taken by the socket yet
-        self._ahead = b""  # opened before anybody asked for it
-        self._owed = 0  # how many bytes of a caller's those are
+        self._has_encrypted = True  # encrypted bytes were read that may hold a whole record
+        self._unsent = b""  # encrypted, and not taken by the socket yet
+        self._decrypted = b""  # decrypted by `has_input`, for the next read
+        self._unsent_size = 0  # how many of the caller's bytes are in `_unsent`
         plain.closed = True
         self.loop.replace_handler(self.fd, self)
 
@@ -139,90 +146,95 @@ class TlsStream(Stream):
 
     @property
     def session(self) -> ssl.SSLSession | None:
-        """What makes the next handshake with the same server a short one."""
+        """For resumption: makes the next handshake with the same server shorter."""
         return self._tls.session
 
     def read(self, size: int) -> bytes | None:
-        """As `Stream.read`; b"" where the peer has said that it is done. Raises OSError."""
+        """As `Stream.read`; b"" after the peer's close_notify. Raises OSError."""
         drained = False
-        if not self._inside:
+        if not self._has_encrypted:
             try:
-                sealed = self.recv(SEALED_BYTES)
+                encrypted = self.recv(ENCRYPTED_READ_BYTES)
             except BlockingIOError:
                 self.readable = False
                 return None
-            if not sealed:
-                raise _reset("the connection was cut, and TLS was not told")
-            self._incoming.write(sealed)
-            drained = len(sealed) < SEALED_BYTES and not self.peer_closed
+            if not encrypted:
+                raise _reset("the connection was closed without close_notify")
+            self._incoming.write(encrypted)
+            drained = len(encrypted) < ENCRYPTED_READ_BYTES and not self.peer_closed
         try:
-            piece = self._open(size)
+            chunk = self._decrypt(size)
         except ssl.SSLWantReadError:
-            self._inside = False
+            self._has_encrypted = False
             self.readable = not drained
             if self._outgoing.pending:
-                self._reply()
+                self._send_reply()
             return None
         except ssl.SSLError:
-            self._inside = True  # whoever reads again gets it again
-            self._flush_words()
+            self._has_encrypted = True  # the next read raises it again
+            self._send_alerts()
             raise
-        # An end is given again, too.
-        self._inside = inside = len(piece) == size or self._incoming.pending > 0 or not piece
-        self.readable = inside or not drained
-        return piece
+        # The next read after the end returns b"" again.
+        self._has_encrypted = has_more = (
+            len(chunk) == size or self._incoming.pending > 0 or not chunk
+        )
+        self.readable = has_more or not drained
+        return chunk
 
     def has_input(self) -> bool:
-        """What came may have been for TLS alone: looks into it, and keeps what it finds."""
-        while self.readable and not self._ahead:
+        """Decrypts, since what came may be for TLS alone; keeps the bytes that it finds."""
+        while self.readable and not self._decrypted:
             try:
-                found = self.read(RECORD_BYTES)
+                decrypted = self.read(RECORD_BYTES)
             except OSError:
                 return True
-            if found == b"":
+            if decrypted == b"":
                 return True
-            if found:
-                self.unread(found)
+            if decrypted:
+                self.unread(decrypted)
         return self.readable
 
-    def unread(self, piece: bytes) -> None:
-        self._ahead = piece
-        self._open, self._inside, self.readable = self._give, True, True
+    def unread(self, chunk: bytes) -> None:
+        self._decrypted = chunk
+        self._decrypt, self._has_encrypted, self.readable = self._read_decrypted, True, True
 
-    def _give(self, size: int) -> bytes:
-        """Instead of OpenSSL: what was found by looking ahead."""
-        piece, self._ahead = self._ahead[:size], self._ahead[size:]
-        if not self._ahead:
-            self._open = self._tls.read
-        return piece
+    def _read_decrypted(self, size: int) -> bytes:
+        """In the place of OpenSSL's read: returns what `has_input` has decrypted."""
+        chunk, self._decrypted = self._decrypted[:size], self._decrypted[size:]
+        if not self._decrypted:
+            self._decrypt = self._tls.read
+        return chunk
 
-    def send(self, piece: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        """How many bytes of `piece` the socket has taken. Raises OSError."""
-        size = len(piece)
+    def send(self, chunk: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        """How many bytes of `chunk` the socket has taken. Raises OSError."""
+        size = len(chunk)
         if self._unsent or size > PORTION_BYTES:
-            return self._send_by_portions(memoryview(piece))
-        self._seal(piece)
-        self._put(self._outgoing.read(), size)
+            return self._send_in_portions(memoryview(chunk))
+        self._encrypt(chunk)
+        self._send_encrypted(self._outgoing.read(), size)
         return size
 
-    def _put(self, sealed: bytes, size: int) -> None:
-        """`size` bytes of a caller's. Raises BlockingIOError where the socket did not take all."""
+    def _send_encrypted(self, encrypted: bytes, size: int) -> None:
+        """`size`: how many of the caller's bytes these are.
+
+        Raises BlockingIOError where the socket did not take all.
+        """
         try:
-            sent = self._send(sealed)
+            sent = self._send(encrypted)
         except BlockingIOError:
             sent = 0
-        if sent < len(sealed):
-            self._unsent, self._owed = sealed[sent:], size
+        if sent < len(encrypted):
+            self._unsent, self._unsent_size = encrypted[sent:], size
             raise BlockingIOError
 
-    def _send_by_portions(self, view: memoryview) -> int:
-        """Until the socket is full: only then its readiness will be told."""
-        done = self._settle_debt() if self._unsent else 0
+    def _send_in_portions(self, view: memoryview) -> int:
+        """Goes on until the socket is full: only then epoll reports when it is writable."""
+        done = self._send_unsent() if self._unsent else 0
         while done < len(view):
             portion = view[done : done + PORTION_BYTES]
-            self._seal(portion)
+            self._encrypt(portion)
             try:
-                self._put(self._outgoing.read(), len(portion))
+                self._send_encrypted(self._outgoing.read(), len(portion))
             except BlockingIOError:
                 if not done:
                     raise
@@ -230,58 +242,58 @@ class TlsStream(Stream):
             done += len(portion)
         return done
 
-    def sendmsg(self, pieces: list[bytes]) -> int:
-        if sum(map(len, pieces)) <= PORTION_BYTES:
-            return self.send(b"".join(pieces))
+    def sendmsg(self, chunks: list[bytes]) -> int:
+        if sum(map(len, chunks)) <= PORTION_BYTES:
+            return self.send(b"".join(chunks))
         done = 0
-        for piece in pieces:  # to join them would copy a large body
+        for chunk in chunks:  # joining them would copy a large body
             try:
-                sent = self.send(piece)
+                sent = self.send(chunk)
             except BlockingIOError:
                 if not done:
                     raise
                 break
             done += sent
-            if sent < len(piece):
+            if sent < len(chunk):
                 break
-        return done  # less than all of it only where the socket is full: see `_send_by_portions`
+        return done  # less than all only where the socket is full, see `_send_in_portions`
 
-    def _settle_debt(self) -> int:
-        """Raises BlockingIOError while the socket is full."""
+    def _send_unsent(self) -> int:
+        """Send `_unsent`. Raises BlockingIOError while the socket is full."""
         self._unsent = self._unsent[self._send(self._unsent) :]
         if self._unsent:
             raise BlockingIOError
-        return self._owed
+        return self._unsent_size
 
     def send_eof(self) -> None:
-        """From here on `read` gives what comes as it comes: it is only to be drained."""
-        self._say_goodbye()
-        self._open = self._incoming.read
-        self._inside = self._incoming.pending > 0  # what OpenSSL itself holds is lost
+        """From here on `read` returns encrypted bytes as they come: only good for draining."""
+        self._send_close_notify()
+        self._decrypt = self._incoming.read
+        self._has_encrypted = self._incoming.pending > 0  # what OpenSSL itself has buffered is lost
         super().send_eof()
 
     def close(self, *, reset: bool = False) -> None:
         if not self.closed and not reset:
             self.flush()
-            self._say_goodbye()
+            self._send_close_notify()
         super().close(reset=reset)
 
-    def _say_goodbye(self) -> None:
-        """Without it a cut could not be told from an end."""
+    def _send_close_notify(self) -> None:
+        """Send close_notify; without it the peer takes the close for a cut connection."""
         if not self._unsent:
             with contextlib.suppress(ssl.SSLError):
-                self._tls.unwrap()  # also asks for the peer's own word, which we don't wait for
-            self._flush_words()
+                self._tls.unwrap()  # raises: the peer's close_notify is not waited for
+            self._send_alerts()
 
-    def _reply(self) -> None:
-        """What the peer's TLS has asked of ours, and may wait for; nothing overtakes what waits."""
+    def _send_reply(self) -> None:
+        """Answer the peer's TLS (e.g. a key update), behind what waits to be sent."""
         if not self._unsent:
-            with contextlib.suppress(OSError):  # the next read tells
-                self._put(self._outgoing.read(), 0)
+            with contextlib.suppress(OSError):  # the next read raises it
+                self._send_encrypted(self._outgoing.read(), 0)
 
-    def _flush_words(self) -> None:
-        """What TLS itself has to say: a goodbye, or what it did not like."""
-        words = self._outgoing.read()
-        if words and not self._unsent:
+    def _send_alerts(self) -> None:
+        """Send TLS's own messages: close_notify or an alert."""
+        messages = self._outgoing.read()
+        if messages and not self._unsent:
             with contextlib.suppress(OSError):
-                self._send(words)
+                self._send(messages)

@@ -1,8 +1,11 @@
-"""What trio's other tasks need of the pump: whether one can run, has news, or will be due.
+"""Tells the event loop when trio needs a turn: runnable tasks, ready I/O or an expiring deadline.
 
-Contract: a turn of trio takes 100 us where everything is cold, so it is given when somebody has a
-use for it. Nothing of trio is changed here. Where trio keeps its epoll set elsewhere than we know,
-`has_events` is always true: then it gets its turns blindly.
+A turn of trio costs as much as a request, so the event loop gives one only where it is needed.
+trio's instruments report runnable tasks, and its statistics deadlines. For ready I/O there is no
+public interface: `_poll_trio_epoll` reads the private attribute
+`trio._core._run.GLOBAL_RUN_CONTEXT.runner.io_manager._epoll`, and only polls it. Fallback: where a
+version of trio has no such attribute, `has_events` is always true and trio gets a turn every
+millisecond whether it needs one or not: slower, and correct. Nothing of trio is changed.
 """
 
 from __future__ import annotations
@@ -13,52 +16,54 @@ from typing import Final
 
 import trio
 
-AT_LEAST_SECS: Final = 0.05  # a turn comes then in any case, whatever we have not thought of
+MAX_HOST_WAIT_SECS: Final = 0.05  # between two turns of trio, whatever its statistics say
 
 
 class HostLoop(trio.abc.Instrument):
-    """Made in the pump's own task. `waiting`: one of them can run; `next_deadline`: when one will, by the
-    monotonic clock.
+    """What trio needs, as far as it is known. Made in the event loop's own trio task.
 
-    It is told, for to ask trio at every turn of the pump takes 3 us.
+    `waiting`: a task of trio can run. `next_deadline`: when the next one expires, by the monotonic
+    clock. It is an instrument, since asking trio in every iteration would be slow.
     """
 
     def __init__(self) -> None:
         self._loop_task = trio.lowlevel.current_task()
-        self._sockets = _sockets_of_trio()
+        self._io_poll = _poll_trio_epoll()
         self.next_deadline = 0.0
-        self._owed = 0
+        self._turns_due = 0
         self.request_turn()
 
     def request_turn(self) -> None:
-        """Somebody can run. Trio takes up in one turn who is ready, then runs them in any order:
-        who came behind the taking up, and behind us in that order, has run after two turns."""
+        """A task of trio can run. That takes two turns: trio collects its runnable tasks once per
+        turn and runs them in random order, so one that became runnable after that, or stands behind
+        the event loop's task, has run for sure only after the second turn."""
         self.waiting = True
-        self._owed = 2
+        self._turns_due = 2
 
     def refresh(self) -> None:
-        """Call it right behind each turn that trio had."""
-        self.waiting = self._owed > 0
-        self._owed -= self.waiting
+        """Call it right after each turn of trio."""
+        self.waiting = self._turns_due > 0
+        self._turns_due -= self.waiting
         secs = trio.lowlevel.current_statistics().seconds_to_next_deadline
-        self.next_deadline = monotonic() + min(secs, AT_LEAST_SECS)
+        self.next_deadline = monotonic() + min(secs, MAX_HOST_WAIT_SECS)
 
     def has_events(self) -> bool:
-        """Whether a socket, a thread or a signal has something for trio. Takes half a us."""
-        return self._sockets is None or bool(self._sockets.poll(0))
+        """Whether a socket, a thread or a signal has something for trio. True where that can't be
+        seen."""
+        return self._io_poll is None or bool(self._io_poll.poll(0))
 
     def task_scheduled(self, task: trio.lowlevel.Task) -> None:
         if task is not self._loop_task:
             self.request_turn()
 
 
-def _sockets_of_trio() -> select.poll | None:
-    """trio tells nobody what it waits on."""
+def _poll_trio_epoll() -> select.poll | None:
+    """Polls trio's epoll set, which is a private attribute of trio; None where it is elsewhere."""
     context = getattr(getattr(trio._core, "_run", None), "GLOBAL_RUN_CONTEXT", None)
     manager = getattr(getattr(context, "runner", None), "io_manager", None)
-    found = getattr(manager, "_epoll", None)
-    if not isinstance(found, select.epoll):
+    trio_epoll = getattr(manager, "_epoll", None)
+    if not isinstance(trio_epoll, select.epoll):
         return None
-    look = select.poll()
-    look.register(found.fileno(), select.POLLIN)
-    return look
+    poll = select.poll()
+    poll.register(trio_epoll.fileno(), select.POLLIN)
+    return poll

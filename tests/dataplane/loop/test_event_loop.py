@@ -19,32 +19,32 @@ from omni_proxy.dataplane.loop.task import (
 from tests.dataplane.pumping import Scripted, Wires, until
 
 
-async def test_a_task_is_resumed_when_its_socket_has_bytes(loop, wires):
-    got = []
+async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):
+    received = []
 
     async def script(task):
-        conn, _ = task.ends
-        while (piece := conn.read(10)) is None:
-            await task.wait_for(conn)
-        got.append(piece)
-        conn.close()
+        stream, _ = task.ends
+        while (chunk := stream.read(10)) is None:
+            await task.wait_for(stream)
+        received.append(chunk)
+        stream.close()
 
     task = Scripted(loop, script)
-    task.ends = conn, far = wires.conn(task)
+    task.ends = stream, far = wires.conn(task)
     task.start()
-    assert (got, task in loop.tasks) == ([], True)
+    assert (received, task in loop.tasks) == ([], True)
     far.send(b"hello")
     await task.ended.wait()
-    assert (got, task in loop.tasks, conn.closed) == ([b"hello"], False, True)
+    assert (received, task in loop.tasks, stream.closed) == ([b"hello"], False, True)
 
 
-async def test_trio_has_a_turn_while_more_sockets_have_news_than_a_batch_takes(loop, wires):
-    heard, begun = [], trio.Event()
+async def test_trio_gets_a_turn_when_more_streams_are_ready_than_fit_in_an_iteration(loop, wires):
+    stepped, started = [], trio.Event()
 
     async def script(task):
         await task.wait_for(task.ends[0])
-        heard.append(task)
-        begun.set()
+        stepped.append(task)
+        started.set()
 
     tasks = [Scripted(loop, script) for _ in range(4 * MAX_EVENTS)]
     for task in tasks:
@@ -53,31 +53,31 @@ async def test_trio_has_a_turn_while_more_sockets_have_news_than_a_batch_takes(l
     await trio.testing.wait_all_tasks_blocked(0.01)
     for task in tasks:
         task.ends[1].send(b"x")
-    await begun.wait()
-    assert len(heard) <= 2 * MAX_EVENTS
+    await started.wait()
+    assert len(stepped) <= 2 * MAX_EVENTS
     for task in tasks:
         await task.ended.wait()
 
 
-async def test_an_event_of_another_socket_is_remembered_and_does_not_resume(loop, wires):
-    woken = []
+async def test_an_event_of_another_stream_is_kept_and_does_not_step_the_task(loop, wires):
+    readable_then = []
 
     async def script(task):
         await task.wait_for(task.second[0])
-        woken.append(task.first[0].readable)
+        readable_then.append(task.first[0].readable)
 
     task = Scripted(loop, script)
     task.first, task.second = wires.conn(task), wires.conn(task)
     task.start()
     task.first[1].send(b"x")
     await until(lambda: task.first[0].readable)
-    assert woken == []
+    assert readable_then == []
     task.second[1].send(b"x")
     await task.ended.wait()
-    assert woken == [True]
+    assert readable_then == [True]
 
 
-async def test_either_is_an_event_of_any_socket(loop, wires):
+async def test_a_task_can_wait_for_any_of_its_streams(loop, wires):
     async def script(task):
         await task.wait_for(ANY_STREAM)
 
@@ -91,19 +91,19 @@ async def test_either_is_an_event_of_any_socket(loop, wires):
         await task.ended.wait()
 
 
-async def test_read_tells_bytes_nothing_yet_and_the_end_apart(loop, wires):
-    conn, far = wires.conn(None)
-    assert conn.read(4) is None
+async def test_read_distinguishes_bytes_nothing_yet_and_the_end(loop, wires):
+    stream, far = wires.conn(None)
+    assert stream.read(4) is None
     far.send(b"abcdef")
-    await until(lambda: conn.readable)
-    assert (conn.read(4), conn.readable) == (b"abcd", True)  # filled: there may be more
-    assert (conn.read(4), conn.readable) == (b"ef", False)  # short: that was all
+    await until(lambda: stream.readable)
+    assert (stream.read(4), stream.readable) == (b"abcd", True)  # filled: there may be more
+    assert (stream.read(4), stream.readable) == (b"ef", False)  # short: that was all
     far.shutdown(socket.SHUT_WR)
-    await until(lambda: conn.peer_closed)
-    assert (conn.readable, conn.read(4)) == (True, b"")
+    await until(lambda: stream.peer_closed)
+    assert (stream.readable, stream.read(4)) == (True, b"")
 
 
-async def test_a_client_that_leaves_is_noticed_whatever_its_task_awaits(loop, wires):
+async def test_a_client_disconnect_is_noticed_whatever_the_task_waits_for(loop, wires):
     ended = []
 
     async def script(task):
@@ -122,15 +122,15 @@ async def test_a_client_that_leaves_is_noticed_whatever_its_task_awaits(loop, wi
     assert (ended, loop.failures) == (["gone"], 0)
 
 
-async def test_a_task_may_say_that_half_a_close_is_no_departure(loop, wires):
-    class Patient(Scripted):
+async def test_a_task_can_ignore_a_half_close(loop, wires):
+    class IgnoresHalfClose(Scripted):
         def is_disconnect(self, mask):
             return bool(mask & EPOLLHUP)
 
     async def script(task):
         await task.wait_for(task.other[0])
 
-    task = Patient(loop, script)
+    task = IgnoresHalfClose(loop, script)
     task.client, far = wires.conn(task)
     task.other = wires.conn(task)
     task.start()
@@ -141,10 +141,10 @@ async def test_a_task_may_say_that_half_a_close_is_no_departure(loop, wires):
     await task.ended.wait()
 
 
-async def test_a_socket_closed_in_a_batch_gets_none_of_its_events(loop, wires):
+async def test_a_stream_closed_in_an_iteration_gets_no_more_of_its_events(loop, wires):
     seen = []
 
-    class Slot:
+    class ClosesTheOther:
         def __init__(self, fd, other):
             self.fd, self.other = fd, other
 
@@ -154,20 +154,20 @@ async def test_a_socket_closed_in_a_batch_gets_none_of_its_events(loop, wires):
 
     first, _ = wires.conn(None)
     second, _ = wires.conn(None)
-    loop._handlers[first.fd] = Slot(first.fd, second)
-    loop._handlers[second.fd] = Slot(second.fd, first)
+    loop._handlers[first.fd] = ClosesTheOther(first.fd, second)
+    loop._handlers[second.fd] = ClosesTheOther(second.fd, first)
     await until(lambda: first.closed or second.closed)
     assert len(seen) == 1
 
 
-async def test_a_closed_socket_is_given_back_only_after_the_batch(loop, wires):
-    conn, _ = wires.conn(None)
-    conn.close()
-    conn.close()
-    assert conn.sock.fileno() == conn.fd
-    assert loop._handlers[conn.fd] is None
+async def test_a_descriptor_is_closed_only_after_the_iteration(loop, wires):
+    stream, _ = wires.conn(None)
+    stream.close()
+    stream.close()
+    assert stream.sock.fileno() == stream.fd
+    assert loop._handlers[stream.fd] is None
     loop.flush()
-    assert conn.sock.fileno() == -1
+    assert stream.sock.fileno() == -1
 
 
 async def test_a_reset_is_seen_as_a_reset(loop):
@@ -183,7 +183,7 @@ async def test_a_reset_is_seen_as_a_reset(loop):
     listener.close()
 
 
-async def test_awaiting_trio_inside_a_connection_is_refused(loop, caplog):
+async def test_awaiting_trio_in_a_connection_task_is_an_error(loop, caplog):
     cleaned = []
 
     async def script(task):
@@ -195,10 +195,10 @@ async def test_awaiting_trio_inside_a_connection_is_refused(loop, caplog):
     task = Scripted(loop, script)
     task.start()
     assert (cleaned, loop.failures, loop.tasks) == ([True], 1, set())
-    assert "may not await trio" in caplog.text
+    assert "must not await trio" in caplog.text
 
 
-async def test_one_connection_that_fails_leaves_the_others_alone(loop, wires, caplog):
+async def test_a_task_that_fails_leaves_the_others_alone(loop, wires, caplog):
     async def broken(task):
         raise ZeroDivisionError("oops")
 
@@ -215,8 +215,8 @@ async def test_one_connection_that_fails_leaves_the_others_alone(loop, wires, ca
     await task.ended.wait()
 
 
-async def test_a_nested_coroutine_returns_and_raises_to_the_one_that_waits_for_it(loop, wires):
-    told = []
+async def test_await_direct_returns_and_raises_to_its_caller(loop, wires):
+    seen = []
 
     async def inner(task, fails):
         await task.wait_for(task.ends[0])
@@ -225,30 +225,30 @@ async def test_a_nested_coroutine_returns_and_raises_to_the_one_that_waits_for_i
         return "value"
 
     async def script(task):
-        told.append(await await_direct(inner(task, False)))
+        seen.append(await await_direct(inner(task, False)))
         try:
             await await_direct(inner(task, True))
         except LookupError as error:
-            told.append(str(error))
+            seen.append(str(error))
 
     task = Scripted(loop, script)
     task.ends = wires.conn(task)
     task.start()
     for _ in range(2):
-        before = len(told)
+        before = len(seen)
         task.ends[1].send(b"x")
-        await until(lambda: len(told) > before)  # noqa: B023
-    assert told == ["value", "inner"]
+        await until(lambda: len(seen) > before)  # noqa: B023
+    assert seen == ["value", "inner"]
 
 
-async def test_expired_tells_the_phase_and_ends_quietly_when_nobody_takes_it(loop, wires):
-    told = []
+async def test_a_phase_timeout_names_the_phase_and_ends_the_task_quietly(loop, wires):
+    seen = []
 
     async def script(task):
         try:
             await task.wait_for(task.ends[0])
         except PhaseTimeout as expired:
-            told.append((str(expired), task.phase_deadline))
+            seen.append((str(expired), task.phase_deadline))
             raise
 
     task = Scripted(loop, script)
@@ -256,11 +256,11 @@ async def test_expired_tells_the_phase_and_ends_quietly_when_nobody_takes_it(loo
     task.phase, task.phase_deadline = "head", 1.0
     task.start()
     task.on_phase_timeout()
-    assert told == [("head", float("inf"))]
+    assert seen == [("head", float("inf"))]
     assert (loop.tasks, loop.failures) == (set(), 0)
 
 
-async def test_cancelling_the_pump_runs_every_finally_and_closes_every_socket():
+async def test_cancelling_the_loop_runs_every_finally_and_closes_every_socket():
     order = []
     loop = EventLoop()
     wires = Wires(loop)
@@ -293,7 +293,7 @@ async def test_cancelling_the_pump_runs_every_finally_and_closes_every_socket():
         task.ends[1].close()
 
 
-async def test_emptied_is_set_when_the_last_connection_has_ended(loop, wires):
+async def test_tasks_ended_is_set_when_the_last_task_has_ended(loop, wires):
     async def script(task):
         await task.wait_for(task.ends[0])
 
@@ -309,31 +309,31 @@ async def test_emptied_is_set_when_the_last_connection_has_ended(loop, wires):
     assert not loop.tasks_ended.is_set()
 
 
-async def test_a_busy_pump_gives_the_others_their_turn(busy):
+async def test_a_busy_loop_gives_trio_its_turns(busy):
     with trio.fail_after(30):
         for _ in range(20):
             await trio.lowlevel.checkpoint()
     assert busy.batches
 
 
-async def test_events_without_news_resume_nobody_who_is_idle(loop, wires):
-    conn, _ = wires.conn(None)
-    heard = []
-    conn.on_idle_event = heard.append
-    conn.on_event(EPOLLOUT)
-    assert (heard, conn.readable) == ([], False)
-    conn.on_event(EPOLLRDHUP)
-    assert (heard, conn.readable, conn.peer_closed) == ([conn], True, True)
+async def test_a_writable_event_is_no_idle_event(loop, wires):
+    stream, _ = wires.conn(None)
+    stepped = []
+    stream.on_idle_event = stepped.append
+    stream.on_event(EPOLLOUT)
+    assert (stepped, stream.readable) == ([], False)
+    stream.on_event(EPOLLRDHUP)
+    assert (stepped, stream.readable, stream.peer_closed) == ([stream], True, True)
 
 
-async def test_a_peer_that_always_has_more_does_not_keep_the_others_waiting(loop, wires):
+async def test_a_peer_that_always_has_more_does_not_starve_other_tasks(loop, wires):
     reads = []
 
     async def script(task):
-        conn, _ = task.ends
-        conn.readable = True
+        stream, _ = task.ends
+        stream.readable = True
         for _ in range(5 * READS_PER_STEP):
-            if task.must_wait_for(conn):
+            if task.must_wait_for(stream):
                 await pause
             reads.append(task)
 
@@ -348,33 +348,33 @@ async def test_a_peer_that_always_has_more_does_not_keep_the_others_waiting(loop
     assert [reads.count(task) for task in tasks] == [5 * READS_PER_STEP] * 2
 
 
-async def test_a_pump_that_sleeps_is_woken_from_outside(loop):
-    resumed = []
+async def test_wake_ends_the_wait_of_an_idle_loop(loop):
+    parked_then = []
 
     async def script(task):
         for _ in range(3):
-            task.waiting_on = resumed
+            task.waiting_on = parked_then
             await pause
-            resumed.append(loop._parked)
+            parked_then.append(loop._parked)
 
     task = Scripted(loop, script)
     task.start()
     for count in range(1, 4):
         await until(lambda: loop._parked)
         loop.wake(task)
-        await until(lambda count=count: len(resumed) == count)
-    assert resumed == [False] * 3
+        await until(lambda count=count: len(parked_then) == count)
+    assert parked_then == [False] * 3
 
 
-async def test_who_is_stepped_from_outside_and_gives_up_its_turn_is_resumed(loop, wires):
-    """A pause that ends, a clock that runs out: nothing of that wakes a pump that sleeps."""
+async def test_a_task_stepped_from_outside_an_iteration_goes_on_after_its_read_budget(loop, wires):
+    """The end of a sleep or of a phase does not wake an idle loop by itself."""
 
     async def script(task):
-        conn, _ = task.ends
+        stream, _ = task.ends
         await task.wait_for(task)
-        conn.readable = True
+        stream.readable = True
         for _ in range(READS_PER_STEP):
-            if task.must_wait_for(conn):
+            if task.must_wait_for(stream):
                 await pause
 
     task = Scripted(loop, script)

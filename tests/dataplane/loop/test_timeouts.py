@@ -1,51 +1,55 @@
 from math import inf
 
+import pytest
 import trio
 
-from omni_proxy.dataplane.loop import event_loop as pumps
 from omni_proxy.dataplane.loop import timeouts
+from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout
+from omni_proxy.dataplane.loop.timeouts import Timers
 from tests.dataplane.pumping import Scripted
 
 
-def waiting(loop, wires, due, told):
+def start_waiting(loop, wires, deadline, expired_phases):
     async def script(task):
         try:
             await task.wait_for(task.end)
-        except PhaseTimeout as expired:
-            told.append(str(expired))
+        except PhaseTimeout as timeout:
+            expired_phases.append(str(timeout))
             task.end.close()
 
     task = Scripted(loop, script)
     task.end, _ = wires.conn(task)
-    task.phase, task.phase_deadline = f"due at {due}", due
+    task.phase, task.phase_deadline = f"until {deadline}", deadline
     task.start()
     return task
 
 
-async def test_a_sweep_ends_what_is_past_its_due_and_nothing_else(loop, wires, monkeypatch):
-    told = []
-    late, later, free = (waiting(loop, wires, due, told) for due in (10.0, 20.0, inf))
+async def test_a_sweep_ends_tasks_past_their_deadline_and_no_others(loop, wires, monkeypatch):
+    expired_phases = []
+    late, later, free = (
+        start_waiting(loop, wires, deadline, expired_phases) for deadline in (10.0, 20.0, inf)
+    )
     monkeypatch.setattr(timeouts, "monotonic", lambda: 15.0)
     timeouts.expire_tasks(loop)
-    assert told == ["due at 10.0"]
+    assert expired_phases == ["until 10.0"]
     assert loop.tasks == {later, free}
     assert (loop.now, late.end.sock.fileno()) == (15.0, -1)
     timeouts.expire_tasks(loop)
-    assert told == ["due at 10.0"]
+    assert expired_phases == ["until 10.0"]
 
 
-async def test_a_due_that_is_reached_but_not_passed_may_go_on(loop, wires, monkeypatch):
-    told = []
-    waiting(loop, wires, 15.0, told)
+async def test_a_deadline_that_is_just_reached_has_not_expired(loop, wires, monkeypatch):
+    expired_phases = []
+    start_waiting(loop, wires, 15.0, expired_phases)
     monkeypatch.setattr(timeouts, "monotonic", lambda: 15.0)
     timeouts.expire_tasks(loop)
-    assert told == []
+    assert expired_phases == []
 
 
-async def test_a_sweep_may_end_a_task_that_ends_another(loop, wires, monkeypatch):
-    told = []
-    other = waiting(loop, wires, 10.0, told)
+async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires, monkeypatch):
+    expired_phases = []
+    other = start_waiting(loop, wires, 10.0, expired_phases)
 
     async def script(task):
         try:
@@ -63,9 +67,110 @@ async def test_a_sweep_may_end_a_task_that_ends_another(loop, wires, monkeypatch
     assert loop.tasks == set()
 
 
-async def test_chores_run_at_each_sweep(nursery, autojump_clock):
-    loop, swept = pumps.EventLoop(), []
-    nursery.start_soon(timeouts.run, loop, lambda: swept.append("lanes"), lambda: swept.append("l"))
+async def test_chores_run_with_each_sweep(nursery, autojump_clock):
+    loop, swept = EventLoop(), []
+    nursery.start_soon(
+        timeouts.run_sweeps, loop, lambda: swept.append("lanes"), lambda: swept.append("l")
+    )
     await trio.sleep(timeouts.SWEEP_SECS * 2.5)
     assert swept == ["lanes", "l"] * 2
     loop._epoll.close()
+
+
+@pytest.fixture
+async def timers(nursery):
+    """On an event loop that does not run: only the timers step a task."""
+    made = Timers(EventLoop())
+    nursery.start_soon(made.run)
+    yield made
+    made._loop._epoll.close()
+
+
+def start_sleeping(timers, secs, woken):
+    async def script(task):
+        began = trio.current_time()
+        try:
+            await timers.sleep(task, secs)
+        except (ClientDisconnected, PhaseTimeout) as thrown:
+            woken.append(type(thrown))
+        else:
+            woken.append(round(trio.current_time() - began, 6))
+
+    task = Scripted(timers._loop, script)
+    task.start()
+    return task
+
+
+async def test_sleeps_end_in_the_order_of_their_times(autojump_clock, timers):
+    woken = []
+    for secs in (3.0, 0.05, 1.0, 0.05, 0.0):
+        start_sleeping(timers, secs, woken)
+    await trio.sleep(10)
+    assert woken == [0.0, 0.05, 0.05, 1.0, 3.0]
+
+
+async def test_a_sleep_that_starts_later_may_end_earlier(autojump_clock, timers):
+    woken = []
+    start_sleeping(timers, 5.0, woken)
+    await trio.sleep(1)
+    start_sleeping(timers, 0.5, woken)
+    await trio.sleep(0.6)
+    assert woken == [0.5]
+    await trio.sleep(10)
+    assert woken == [0.5, 5.0]
+
+
+@pytest.mark.parametrize("thrown", [ClientDisconnected, PhaseTimeout])
+async def test_a_sleep_that_was_interrupted_does_not_end_the_next_one(
+    autojump_clock, timers, thrown
+):
+    woken = []
+
+    async def script(task):
+        try:
+            await timers.sleep(task, 1.0)
+        except thrown:
+            await timers.sleep(task, 5.0)
+            woken.append(round(trio.current_time() - began, 6))
+
+    began = trio.current_time()
+    task = Scripted(timers._loop, script)
+    task.start()
+    await trio.sleep(0.5)
+    task.throw(thrown())
+    await trio.sleep(4.9)
+    assert woken == []
+    await trio.sleep(1)
+    assert woken == [5.5]
+
+
+async def test_an_interrupted_sleep_leaves_nothing_in_the_heap(autojump_clock, timers):
+    woken = []
+    task = start_sleeping(timers, 1.0, woken)
+    task.throw(ClientDisconnected())
+    await trio.sleep(2)
+    assert (woken, timers._heap, timers._loop.tasks) == ([ClientDisconnected], [], set())
+
+
+async def test_a_stray_step_does_not_end_a_sleep(autojump_clock, timers):
+    woken = []
+    task = start_sleeping(timers, 1.0, woken)
+    task.step()
+    assert woken == []
+    await trio.sleep(2)
+    assert woken == [1.0]
+
+
+async def test_a_task_that_fails_after_its_sleep_leaves_the_others_alone(
+    autojump_clock, timers, caplog
+):
+    async def script(task):
+        await timers.sleep(task, 1.0)
+        raise ValueError("broken")
+
+    woken = []
+    Scripted(timers._loop, script).start()
+    start_sleeping(timers, 1.0, woken)
+    await trio.sleep(2)
+    assert (woken, timers._loop.failures) == ([1.0], 1)
+    assert "broken" in caplog.text

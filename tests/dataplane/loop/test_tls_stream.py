@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.tls_stream import (
+    ENCRYPTED_READ_BYTES,
     PORTION_BYTES,
     RECORD_BYTES,
-    SEALED_BYTES,
     TlsHandshake,
     TlsStream,
 )
@@ -23,14 +23,14 @@ from tests.promises.secure import believing, showing
 
 
 class Far:
-    """The peer: TLS over a blocking socket, with its sealed bytes in our hands."""
+    """The peer: TLS over a blocking socket, with its encrypted bytes in our hands."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = believing().wrap_bio(self.incoming, self.outgoing, server_hostname="localhost")
 
-    def shake(self) -> bool:
+    def do_handshake(self) -> bool:
         try:
             self.tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -38,32 +38,32 @@ class Far:
         return True
 
     def pull(self, size: int = 1 << 20) -> None:
-        """What has arrived by now, at most so many sealed bytes."""
+        """What has arrived by now, at most so many encrypted bytes."""
         try:
             self.incoming.write(self.sock.recv(size, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
 
-    def sealed(self, *pieces: bytes) -> bytes:
-        for piece in pieces:
-            self.tls.write(piece)
+    def encrypted(self, *chunks: bytes) -> bytes:
+        for chunk in chunks:
+            self.tls.write(chunk)
         return self.outgoing.read()
 
-    def opened(self) -> bytes:
+    def decrypted(self) -> bytes:
         """All that can be read by now."""
-        got = b""
+        received = b""
         while True:
             try:
-                piece = self.tls.read(65536)
+                chunk = self.tls.read(65536)
             except ssl.SSLWantReadError:
-                return got
-            if not piece:
-                return got
-            got += piece
+                return received
+            if not chunk:
+                return received
+            received += chunk
 
 
-class Both:
-    """A shaken pair; `loop` never runs: what an event would say, the test says."""
+class TlsPair:
+    """A TlsStream and its peer after the handshake. `loop` never runs: the test sets `readable`."""
 
     def __init__(self, *, small: bool = False) -> None:
         self.loop = EventLoop()
@@ -73,128 +73,128 @@ class Both:
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         plain = Stream(self.loop, near, None)
         self.far = Far(far)
-        shake = TlsHandshake(showing())
-        done = mine = False
-        while not (done and mine):
-            done = self.far.shake()
+        handshake = TlsHandshake(showing())
+        peer_done = ours_done = False
+        while not (peer_done and ours_done):
+            peer_done = self.far.do_handshake()
             near.send(b"")
             if sent := self.far.outgoing.read():
-                shake.incoming.write(sent)
-            mine = mine or shake._advance(plain)
-            self.far.incoming.write(shake.outgoing.read())
-        self.conn = TlsStream(plain, shake)
-        assert self.conn.read(1) is None
+                handshake.incoming.write(sent)
+            ours_done = ours_done or handshake._advance(plain)
+            self.far.incoming.write(handshake.outgoing.read())
+        self.stream = TlsStream(plain, handshake)
+        assert self.stream.read(1) is None
 
-    def arrive(self, sealed: bytes) -> None:
-        self.far.sock.sendall(sealed)
-        self.conn.readable = True
+    def arrive(self, encrypted: bytes) -> None:
+        self.far.sock.sendall(encrypted)
+        self.stream.readable = True
 
     def close(self) -> None:
-        self.conn.close()
+        self.stream.close()
         self.far.sock.close()
         self.loop.flush()
         self.loop._epoll.close()
 
 
 @pytest.fixture
-def both():
-    made = Both()
+def pair():
+    made = TlsPair()
     yield made
     made.close()
 
 
-def read_all(conn: Stream, size: int = 16384) -> list[bytes]:
-    """As a coroutine of the pump does: while it is hot."""
-    pieces = []
-    while conn.readable:
-        piece = conn.read(size)
-        if piece is not None:
-            pieces.append(piece)
-            if not piece:
+def read_all(stream: Stream, size: int = 16384) -> list[bytes]:
+    """Reads as a connection task does: while the stream is readable."""
+    chunks = []
+    while stream.readable:
+        chunk = stream.read(size)
+        if chunk is not None:
+            chunks.append(chunk)
+            if not chunk:
                 break
-    return pieces
+    return chunks
 
 
-def test_a_record_that_is_read_leaves_the_connection_cold(both):
-    both.arrive(both.far.sealed(b"one"))
-    assert both.conn.read(16384) == b"one"
-    assert not both.conn.readable
+def test_after_the_only_record_the_stream_is_not_readable(pair):
+    pair.arrive(pair.far.encrypted(b"one"))
+    assert pair.stream.read(16384) == b"one"
+    assert not pair.stream.readable
 
 
-def test_several_records_of_one_read_are_all_given(both):
-    both.arrive(both.far.sealed(b"one", b"two", b"three"))
-    assert read_all(both.conn) == [b"one", b"two", b"three"]
+def test_all_records_of_one_read_are_returned(pair):
+    pair.arrive(pair.far.encrypted(b"one", b"two", b"three"))
+    assert read_all(pair.stream) == [b"one", b"two", b"three"]
 
 
-def test_half_a_record_is_nothing_yet(both):
-    sealed = both.far.sealed(b"one")
-    both.arrive(sealed[:-1])
-    assert both.conn.read(16384) is None
-    assert not both.conn.readable
-    both.arrive(sealed[-1:])
-    assert read_all(both.conn) == [b"one"]
+def test_half_a_record_is_no_bytes_yet(pair):
+    encrypted = pair.far.encrypted(b"one")
+    pair.arrive(encrypted[:-1])
+    assert pair.stream.read(16384) is None
+    assert not pair.stream.readable
+    pair.arrive(encrypted[-1:])
+    assert read_all(pair.stream) == [b"one"]
 
 
-def test_a_record_larger_than_what_is_asked_for_is_given_in_parts(both):
-    both.arrive(both.far.sealed(b"abcdef"))
-    assert read_all(both.conn, 4) == [b"abcd", b"ef"]
+def test_a_record_larger_than_the_read_is_returned_in_parts(pair):
+    pair.arrive(pair.far.encrypted(b"abcdef"))
+    assert read_all(pair.stream, 4) == [b"abcd", b"ef"]
 
 
-def test_more_than_one_read_of_the_socket_is_read_on(both):
+def test_reading_goes_on_after_a_full_read_of_the_socket(pair):
     data = bytes(range(256)) * 400
-    both.arrive(both.far.sealed(data))
-    assert len(data) > 3 * SEALED_BYTES
-    assert b"".join(read_all(both.conn)) == data
-    assert not both.conn.readable
+    pair.arrive(pair.far.encrypted(data))
+    assert len(data) > 3 * ENCRYPTED_READ_BYTES
+    assert b"".join(read_all(pair.stream)) == data
+    assert not pair.stream.readable
 
 
-def test_an_event_without_bytes_is_no_end(both):
-    both.conn.readable = True
-    assert both.conn.read(16384) is None
-    assert not both.conn.readable
+def test_an_event_without_bytes_is_not_the_end(pair):
+    pair.stream.readable = True
+    assert pair.stream.read(16384) is None
+    assert not pair.stream.readable
 
 
-def test_an_end_that_was_said_is_an_end(both):
+def test_close_notify_is_the_end(pair):
     with pytest.raises(ssl.SSLWantReadError):
-        both.far.tls.unwrap()
-    both.arrive(both.far.outgoing.read())
-    assert both.conn.read(16384) == b""
+        pair.far.tls.unwrap()
+    pair.arrive(pair.far.outgoing.read())
+    assert pair.stream.read(16384) == b""
 
 
-def test_an_end_that_was_not_said_is_an_error(both):
-    both.far.sock.shutdown(socket.SHUT_WR)
-    both.conn.readable = both.conn.peer_closed = True
-    with pytest.raises(ConnectionResetError, match="TLS was not told"):
-        both.conn.read(16384)
+def test_a_close_without_close_notify_is_an_error(pair):
+    pair.far.sock.shutdown(socket.SHUT_WR)
+    pair.stream.readable = pair.stream.peer_closed = True
+    with pytest.raises(ConnectionResetError, match="without close_notify"):
+        pair.stream.read(16384)
 
 
-def test_what_came_before_a_cut_is_still_read(both):
-    both.arrive(both.far.sealed(b"last words"))
-    both.far.sock.close()
-    both.conn.peer_closed = True
-    assert both.conn.read(16384) == b"last words"
+def test_bytes_before_a_cut_are_still_read(pair):
+    pair.arrive(pair.far.encrypted(b"last words"))
+    pair.far.sock.close()
+    pair.stream.peer_closed = True
+    assert pair.stream.read(16384) == b"last words"
     with pytest.raises(ConnectionResetError):
-        both.conn.read(16384)
+        pair.stream.read(16384)
 
 
-def test_bytes_that_were_changed_on_the_way_are_an_error_and_the_peer_is_told(both):
-    sealed = bytearray(both.far.sealed(b"one"))
-    sealed[-1] ^= 1
-    both.arrive(bytes(sealed))
+def test_bytes_changed_in_transit_are_an_error_and_the_peer_gets_an_alert(pair):
+    encrypted = bytearray(pair.far.encrypted(b"one"))
+    encrypted[-1] ^= 1
+    pair.arrive(bytes(encrypted))
     with pytest.raises(ssl.SSLError):
-        both.conn.read(16384)
-    both.far.pull()
+        pair.stream.read(16384)
+    pair.far.pull()
     with pytest.raises(ssl.SSLError, match="BAD_RECORD_MAC"):
-        both.far.tls.read(1)
+        pair.far.tls.read(1)
 
 
-def test_closing_says_so_and_a_reset_does_not(both):
-    both.conn.close()
-    both.loop.flush()
-    both.far.pull()
-    assert both.far.tls.read(1) == b""
-    other = Both()
-    other.conn.close(reset=True)
+def test_close_sends_close_notify_and_a_reset_does_not(pair):
+    pair.stream.close()
+    pair.loop.flush()
+    pair.far.pull()
+    assert pair.far.tls.read(1) == b""
+    other = TlsPair()
+    other.stream.close(reset=True)
     other.loop.flush()
     other.far.incoming.write_eof()
     with pytest.raises(ssl.SSLError, match=r"(?i)eof"):  # as each Python has it
@@ -202,114 +202,114 @@ def test_closing_says_so_and_a_reset_does_not(both):
     other.close()
 
 
-def test_the_end_of_sending_is_said_and_what_still_comes_is_drained(both):
-    both.conn.send_eof()
-    both.far.pull()
-    assert both.far.tls.read(1) == b""
-    both.arrive(both.far.sealed(b"late") * 2)
-    assert len(b"".join(read_all(both.conn))) > 8
+def test_send_eof_sends_close_notify_and_input_can_be_drain(pair):
+    pair.stream.send_eof()
+    pair.far.pull()
+    assert pair.far.tls.read(1) == b""
+    pair.arrive(pair.far.encrypted(b"late") * 2)
+    assert len(b"".join(read_all(pair.stream))) > 8
 
 
-def test_words_of_tls_alone_are_no_answer(both):
-    both.conn.readable = True
-    assert not both.conn.has_input()
-    sealed = both.far.sealed(b"answer")
-    both.arrive(sealed[:7])
-    assert not both.conn.has_input()
-    both.arrive(sealed[7:])
-    assert both.conn.has_input()
-    assert both.conn.has_input()
-    assert read_all(both.conn, 4) == [b"answ", b"er"]
-    assert not both.conn.has_input()
+def test_messages_of_tls_itself_are_no_input(pair):
+    pair.stream.readable = True
+    assert not pair.stream.has_input()
+    encrypted = pair.far.encrypted(b"answer")
+    pair.arrive(encrypted[:7])
+    assert not pair.stream.has_input()
+    pair.arrive(encrypted[7:])
+    assert pair.stream.has_input()
+    assert pair.stream.has_input()
+    assert read_all(pair.stream, 4) == [b"answ", b"er"]
+    assert not pair.stream.has_input()
 
 
 @pytest.mark.parametrize("first", [b"", b"x" * 16384, b"y" * 40_000])
-def test_looking_ahead_loses_nothing_of_what_follows(both, first):
-    both.arrive(both.far.sealed(*([first] if first else []), b"second"))
-    assert both.conn.has_input()
-    assert b"".join(read_all(both.conn)) == first + b"second"
-    assert not both.conn.readable
+def test_has_input_loses_no_bytes(pair, first):
+    pair.arrive(pair.far.encrypted(*([first] if first else []), b"second"))
+    assert pair.stream.has_input()
+    assert b"".join(read_all(pair.stream)) == first + b"second"
+    assert not pair.stream.readable
 
 
-def test_what_is_put_back_is_read_once_more(both):
-    both.arrive(both.far.sealed(b"first"))
-    both.conn.unread(both.conn.read(16384))
-    assert both.conn.readable
-    both.arrive(both.far.sealed(b"second"))
-    assert read_all(both.conn) == [b"first", b"second"]
-    assert not both.conn.readable
+def test_unread_bytes_are_read_again(pair):
+    pair.arrive(pair.far.encrypted(b"first"))
+    pair.stream.unread(pair.stream.read(16384))
+    assert pair.stream.readable
+    pair.arrive(pair.far.encrypted(b"second"))
+    assert read_all(pair.stream) == [b"first", b"second"]
+    assert not pair.stream.readable
 
 
-def test_an_end_or_a_fault_found_ahead_is_met_again(both):
+def test_an_end_or_an_error_that_has_input_found_is_read_again(pair):
     with pytest.raises(ssl.SSLWantReadError):
-        both.far.tls.unwrap()
-    both.arrive(both.far.outgoing.read())
-    assert both.conn.has_input()
-    assert both.conn.read(16384) == b""
-    other = Both()
-    sealed = bytearray(other.far.sealed(b"one"))
-    sealed[-1] ^= 1
-    other.arrive(bytes(sealed))
+        pair.far.tls.unwrap()
+    pair.arrive(pair.far.outgoing.read())
+    assert pair.stream.has_input()
+    assert pair.stream.read(16384) == b""
+    other = TlsPair()
+    encrypted = bytearray(other.far.encrypted(b"one"))
+    encrypted[-1] ^= 1
+    other.arrive(bytes(encrypted))
     for _ in range(2):
-        assert other.conn.has_input()
+        assert other.stream.has_input()
         with pytest.raises(ssl.SSLError):
-            other.conn.read(16384)
+            other.stream.read(16384)
     other.close()
 
 
-def test_its_session_is_there_to_be_resumed(both):
-    assert both.conn.session is not None
-    assert both.conn.is_tls
+def test_the_session_can_be_resumed(pair):
+    assert pair.stream.session is not None
+    assert pair.stream.is_tls
     assert not Stream.is_tls
 
 
-def test_several_pieces_go_as_one(both):
-    assert both.conn.sendmsg([b"head ", b"body"]) == 9
-    both.far.pull()
-    assert both.far.opened() == b"head body"
+def test_sendmsg_joins_its_chunks(pair):
+    assert pair.stream.sendmsg([b"head ", b"body"]) == 9
+    pair.far.pull()
+    assert pair.far.decrypted() == b"head body"
 
 
-def test_a_full_socket_is_told_and_nothing_is_lost_or_said_twice():
-    both = Both(small=True)
+def test_a_full_socket_blocks_and_nothing_is_lost_or_sent_twice():
+    pair = TlsPair(small=True)
     data = bytes(range(251)) * 4_000
     left, blocked = memoryview(data), 0
-    got = b""
+    received = b""
     while left:
         try:
-            left = left[both.conn.send(left) :]
+            left = left[pair.stream.send(left) :]
         except BlockingIOError:
             blocked += 1
-        both.far.pull(1 << 14)
-        got += both.far.opened()
+        pair.far.pull(1 << 14)
+        received += pair.far.decrypted()
     assert blocked
-    assert got + drained(both) == data
-    both.close()
+    assert received + drain(pair) == data
+    pair.close()
 
 
 @pytest.mark.parametrize("size", [70_000, 1_000_000])
-def test_pieces_too_large_to_be_joined_go_until_the_socket_is_full(size):
-    both = Both(small=True)
-    pieces = [b"head ", bytes(range(251)) * (size // 251)]
-    sent = both.conn.sendmsg(pieces)
-    assert len(pieces[0]) <= sent < sum(map(len, pieces))
-    left, got = memoryview(b"".join(pieces))[sent:], b""
+def test_large_chunks_are_sent_until_the_socket_is_full(size):
+    pair = TlsPair(small=True)
+    chunks = [b"head ", bytes(range(251)) * (size // 251)]
+    sent = pair.stream.sendmsg(chunks)
+    assert len(chunks[0]) <= sent < sum(map(len, chunks))
+    left, received = memoryview(b"".join(chunks))[sent:], b""
     while left:
-        both.far.pull(1 << 14)
-        got += both.far.opened()
+        pair.far.pull(1 << 14)
+        received += pair.far.decrypted()
         with contextlib.suppress(BlockingIOError):
-            left = left[both.conn.send(left) :]
-    assert got + drained(both) == b"".join(pieces)
-    both.close()
+            left = left[pair.stream.send(left) :]
+    assert received + drain(pair) == b"".join(chunks)
+    pair.close()
 
 
-def drained(both: Both) -> bytes:
-    got = b""
+def drain(pair: TlsPair) -> bytes:
+    received = b""
     while True:
         try:
-            both.far.incoming.write(both.far.sock.recv(1 << 20, socket.MSG_DONTWAIT))
+            pair.far.incoming.write(pair.far.sock.recv(1 << 20, socket.MSG_DONTWAIT))
         except BlockingIOError:
-            return got + both.far.opened()
-        got += both.far.opened()
+            return received + pair.far.decrypted()
+        received += pair.far.decrypted()
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
@@ -317,25 +317,25 @@ def drained(both: Both) -> bytes:
     sizes=st.lists(st.integers(1, 3 * PORTION_BYTES), min_size=1, max_size=6),
     pulls=st.lists(st.integers(1, 1 << 16), min_size=1, max_size=20),
 )
-def test_whatever_the_sizes_and_the_readers_pace_bytes_come_in_order(sizes, pulls):
-    both = Both(small=True)
-    got, sent, turn = b"", b"", 0
+def test_bytes_arrive_in_order_for_any_sizes_and_reader_pace(sizes, pulls):
+    pair = TlsPair(small=True)
+    received, sent, turn = b"", b"", 0
     for number, size in enumerate(sizes):
-        piece = bytes((number + at) % 251 for at in range(size))
-        sent += piece
-        left = memoryview(piece)
+        chunk = bytes((number + at) % 251 for at in range(size))
+        sent += chunk
+        left = memoryview(chunk)
         while left:
             try:
-                taken = both.conn.send(left)
+                taken = pair.stream.send(left)
             except BlockingIOError:
-                both.far.pull(pulls[turn % len(pulls)])
+                pair.far.pull(pulls[turn % len(pulls)])
                 turn += 1
             else:
                 assert taken
                 left = left[taken:]
-            got += both.far.opened()
-    assert got + drained(both) == sent
-    both.close()
+            received += pair.far.decrypted()
+    assert received + drain(pair) == sent
+    pair.close()
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
@@ -344,32 +344,34 @@ def test_whatever_the_sizes_and_the_readers_pace_bytes_come_in_order(sizes, pull
     cuts=st.lists(st.integers(0, 60_000), max_size=8),
     size=st.sampled_from([1_000, 16384, 262144]),
 )
-def test_however_records_are_cut_on_the_way_their_bytes_come_in_order(records, cuts, size):
-    both = Both()
-    sealed = both.far.sealed(*records)
-    edges = sorted({0, len(sealed), *(cut % (len(sealed) + 1) for cut in cuts)})
-    got = b""
+def test_bytes_arrive_in_order_however_the_records_are_cut(records, cuts, size):
+    pair = TlsPair()
+    encrypted = pair.far.encrypted(*records)
+    edges = sorted({0, len(encrypted), *(cut % (len(encrypted) + 1) for cut in cuts)})
+    received = b""
     for start, end in pairwise(edges):
-        both.arrive(sealed[start:end])
-        got += b"".join(read_all(both.conn, size))
-        assert not both.conn.readable
-    assert got == b"".join(records)
-    both.close()
+        pair.arrive(encrypted[start:end])
+        received += b"".join(read_all(pair.stream, size))
+        assert not pair.stream.readable
+    assert received == b"".join(records)
+    pair.close()
 
 
-def test_a_broken_socket_is_an_error(both):
-    both.far.sock.close()
+def test_a_broken_socket_is_an_error(pair):
+    pair.far.sock.close()
     with pytest.raises(OSError) as caught:
-        both.conn.send(b"x")
+        pair.stream.send(b"x")
     assert caught.value.errno in (errno.EPIPE, errno.ECONNRESET)
 
 
-def test_what_comes_behind_our_goodbye_is_drained_to_its_end(both):
-    both.far.sock.sendall(both.far.sealed(bytes(RECORD_BYTES)))
-    both.conn.readable = True
-    assert both.conn.read(RECORD_BYTES) == bytes(RECORD_BYTES)
-    both.conn.send_eof()
-    assert both.conn.read(SEALED_BYTES) is None  # nothing more is there, and that is no end
-    sealed = both.far.sealed(bytes(100))
-    both.far.sock.sendall(sealed)
-    assert both.conn.read(SEALED_BYTES) == sealed
+def test_what_comes_after_our_close_notify_can_be_drain(pair):
+    pair.far.sock.sendall(pair.far.encrypted(bytes(RECORD_BYTES)))
+    pair.stream.readable = True
+    assert pair.stream.read(RECORD_BYTES) == bytes(RECORD_BYTES)
+    pair.stream.send_eof()
+    assert (
+        pair.stream.read(ENCRYPTED_READ_BYTES) is None
+    )  # nothing more is there, and that is no end
+    encrypted = pair.far.encrypted(bytes(100))
+    pair.far.sock.sendall(encrypted)
+    assert pair.stream.read(ENCRYPTED_READ_BYTES) == encrypted

@@ -1,4 +1,4 @@
-"""A pump that always has work, and what trio's other tasks get beside it."""
+"""An event loop that always has work, and the turns that it gives to trio's other tasks."""
 
 import socket
 from threading import get_ident
@@ -23,12 +23,12 @@ class Turns(trio.abc.Instrument):
 
 
 @pytest.fixture(autouse=True)
-def _no_turn_without_a_reason(monkeypatch):
-    """Whoever waits for one in vain is not saved by the next that comes anyway."""
-    monkeypatch.setattr(trio_scheduling, "AT_LEAST_SECS", 1000.0)
+def _no_regular_turns(monkeypatch):
+    """Without it a turn that is missing would be hidden by the next regular one."""
+    monkeypatch.setattr(trio_scheduling, "MAX_HOST_WAIT_SECS", 1000.0)
 
 
-async def test_trio_has_no_turns_that_nobody_needs(busy):
+async def test_trio_gets_no_turn_that_it_does_not_need(busy):
     turns = Turns()
     busy.rings_at = busy.batches + BATCHES
     trio.lowlevel.add_instrument(turns)
@@ -38,36 +38,36 @@ async def test_trio_has_no_turns_that_nobody_needs(busy):
     assert turns.count < BATCHES / 50
 
 
-async def test_a_socket_of_trios_is_heard(busy):
+async def test_a_ready_socket_gives_trio_a_turn(busy):
     near, far = socket.socketpair()
     near.setblocking(False)
     with near, far:
         busy.rings_at = busy.batches + 50
 
-        async def speak():
+        async def send():
             await busy.bell.wait()
             far.send(b"x")
 
         with trio.fail_after(30):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(speak)
+                nursery.start_soon(send)
                 await trio.lowlevel.wait_readable(near)
         assert near.recv(1) == b"x"
 
 
-async def test_a_thread_is_heard(busy):
+async def test_a_finished_thread_gives_trio_a_turn(busy):
     with trio.fail_after(30):
         assert await trio.to_thread.run_sync(get_ident) != get_ident()
 
 
-async def test_a_deadline_is_kept(busy):
+async def test_an_expiring_deadline_gives_trio_a_turn(busy):
     before = busy.batches
     with trio.fail_after(30):
         await trio.sleep(0.02)
     assert busy.batches > before
 
 
-async def test_a_pause_that_a_connection_begins_ends_in_its_time(busy, loop, nursery):
+async def test_a_sleep_that_a_connection_task_starts_ends_in_time(busy, loop, nursery):
     timers = Timers(loop)
     nursery.start_soon(timers.run)
 
@@ -81,9 +81,9 @@ async def test_a_pause_that_a_connection_begins_ends_in_its_time(busy, loop, nur
         await pausing.ended.wait()
 
 
-async def test_where_trio_keeps_its_sockets_elsewhere_it_has_its_turns_blindly(monkeypatch):
+async def test_without_trios_private_epoll_it_always_gets_turns(monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(trio_scheduling.select, "epoll", type("NotTheOne", (), {}))
+        patched.setattr(trio_scheduling.select, "epoll", type("AnotherEpoll", (), {}))
         unknown = HostLoop()
     known = HostLoop()
     assert (unknown.has_events(), known.has_events()) == (True, False)
