@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from omni_proxy.system.tls_contexts import client_context, pinned_context, tls_error_text
+from omni_proxy.system.tls_contexts import (
+    PemError,
+    client_context,
+    load_certificate,
+    new_client_context,
+    pinned_context,
+)
 
 # Reasons of OpenSSL: what the other side thinks of our certificate, by the alert that it sent.
 _WANTS: Final = ("CERTIFICATE_REQUIRED", "ALERT_HANDSHAKE_FAILURE", "NO_CERTIFICATE")
@@ -62,71 +66,38 @@ def papers_of(arguments: argparse.Namespace) -> ClientCert:
 
 
 def context_of(papers: ClientCert, pinned: str = "") -> ssl.SSLContext:
-    """Towards a proxy; `pinned` is the file of the certificate that it shows, where that is known.
+    """For connections to a proxy; `pinned` is the file of the certificate that it shows, where that
+    is known.
 
     Raises ClientCertError.
     """
     if papers.key and not papers.cert:
         raise ClientCertError("--client-key alone is not enough: name its --client-cert FILE, too")
-    if papers.ca:
-        context = _read("--ca", papers.ca, lambda: ssl.create_default_context(cafile=papers.ca))
-    elif pinned:
-        context = _read("the proxy's certificate", pinned, lambda: pinned_context(pinned))
-    elif papers.cert:
-        context = ssl.create_default_context()  # the one below is everybody's
-    else:
-        return client_context("", verify=True)
+    try:
+        if papers.ca:
+            context = new_client_context(papers.ca)
+        elif pinned:
+            context = pinned_context(pinned)
+        elif papers.cert:
+            context = new_client_context()
+        else:
+            return client_context("", verify=True)
+    except PemError as error:
+        flag = "--ca" if papers.ca else "the proxy's certificate"
+        raise ClientCertError(f"{flag} {error}") from None
     if papers.cert:
-        _show(context, papers)
+        _load_client_certificate(context, papers)
     return context
 
 
-def _read(flag: str, file: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+def _load_client_certificate(context: ssl.SSLContext, papers: ClientCert) -> None:
     """Raises ClientCertError."""
-    _require(flag, file)
     try:
-        return make()
-    except ssl.SSLError as error:
-        why = tls_error_text(error)
-        raise ClientCertError(f"{flag} {file} holds no certificates in PEM form: {why}") from None
-
-
-def _show(context: ssl.SSLContext, papers: ClientCert) -> None:
-    """Raises ClientCertError."""
-    _require("--client-cert", papers.cert)
-    if papers.key:
-        _require("--client-key", papers.key)
-    elif "PRIVATE KEY-----" not in Path(papers.cert).read_text(errors="replace"):
-        raise ClientCertError(
-            f"--client-cert {papers.cert} has no key in it: name --client-key FILE"
-        )
-    named = f"--client-key {papers.key}" if papers.key else f"--client-cert {papers.cert}"
-    try:
-        context.load_cert_chain(papers.cert, papers.key or None, _no_password)
-    except _Encrypted:
-        raise ClientCertError(f"{named} is encrypted: give one without a password") from None
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            why = f"{named} is not the key of the certificate in {papers.cert}"
-        else:
-            why = f"--client-cert {papers.cert} can't be used: {tls_error_text(error)}"
-        raise ClientCertError(why) from None
-
-
-class _Encrypted(ValueError):
-    """OpenSSL asked for a password."""
-
-
-def _no_password() -> bytes:
-    raise _Encrypted  # else OpenSSL would ask in the middle of what we draw
-
-
-def _require(flag: str, file: str) -> None:
-    """Raises ClientCertError: OpenSSL would not say which file it means."""
-    try:
-        Path(file).read_bytes()
-    except OSError as error:
-        raise ClientCertError(f"{flag} {file}: {error.strerror}") from None
+        load_certificate(context, papers.cert, papers.key)
+    except PemError as error:
+        flag = "--client-key" if error.role == "key" and papers.key else "--client-cert"
+        hint = "" if papers.key or error.role != "key" else "; --client-key FILE names another"
+        raise ClientCertError(f"{flag} {error}{hint}") from None
 
 
 def tls_trouble(url: str, said: str, papers: ClientCert) -> str:

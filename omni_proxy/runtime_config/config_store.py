@@ -33,7 +33,8 @@ from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.state_file import StateFile, state_at, state_path
-from omni_proxy.system.tls_contexts import check_tls_files, file_signature
+from omni_proxy.system.files import file_signature
+from omni_proxy.system.tls_contexts import check_tls_files
 from omni_proxy.upstream_http.own_address import reject_own_addresses
 
 _log = logging.getLogger(__name__)

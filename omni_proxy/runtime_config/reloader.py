@@ -15,7 +15,7 @@ import trio
 from watchfiles import awatch
 
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.system.tls_contexts import FileSignature, file_signature
+from omni_proxy.system.files import FileSignature, file_signature
 
 SETTLE_SECS: Final = 0.1
 EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is most likely one that is being written

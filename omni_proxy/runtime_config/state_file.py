@@ -6,10 +6,7 @@ tries again. What somebody else has put there is set aside, never written over.
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import logging
-import os
 from pathlib import Path
 
 import trio
@@ -18,7 +15,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError, Problem
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, read_state, render_state
-from omni_proxy.system.tls_contexts import file_signature
+from omni_proxy.system.files import file_signature, remove_stale_temporaries, write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class StateFile:
         self._seen = file_signature(path) if path else None  # how we left it, or found it
         self.error = ""
         if path is not None:
-            sweep_leftovers(path)
+            remove_stale_temporaries(path)
 
     async def keep(self, path: Path | None, state: SavedState) -> None:
         """It runs whether or not it can be written: a full disk must not tie an operator's hands.
@@ -98,40 +95,3 @@ class StateFile:
             )  # fmt: skip
         write_atomically(path, render_state(state))
         self._seen = file_signature(path)
-
-
-def sweep_leftovers(path: Path) -> None:
-    """Remove what writers of `path` left beside it that were killed before the rename."""
-    for aside in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        pid = aside.name.rpartition(".")[2]
-        if pid.isascii() and pid.isdigit() and not _writes(int(pid)):
-            with contextlib.suppress(OSError):
-                aside.unlink()
-                _log.info("%s was left by a write that was killed; it is removed", aside)
-
-
-def _writes(pid: int) -> bool:
-    """Whether another process of that number may be at work on its file."""
-    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Old or new, never half: written beside, synced, renamed. The file is 0600, its folder made
-    0700."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,6 +1,6 @@
-"""Descriptors: as many as we may have, a reserve for ourselves, and who is to blame without one.
+"""The limit of file descriptors: raised at the start, with a reserve that clients don't get.
 
-Invariant: what fails because this process may open nothing more is never told of a worker.
+Invariant: an error that comes from our own want of descriptors or memory counts against no worker.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import resource
 from typing import Final
 
 EXHAUSTION_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MAX_FDS: Final = 1 << 20  # beyond that a limit is none, and costs whoever walks through it
-RESERVE_AT_MOST: Final = 64
+MAX_FDS: Final = 1 << 20  # a higher limit only makes programs slow that close every descriptor
+MAX_RESERVE: Final = 64
 
 
 def raise_fd_limit() -> None:
-    """The soft limit of old, 1024, is for programs that still use select()."""
+    """Raise the soft limit to the hard one: its default, 1024, is for programs with select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, MAX_FDS) if hard != resource.RLIM_INFINITY else MAX_FDS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = min(hard, MAX_FDS) if hard != resource.RLIM_INFINITY else MAX_FDS
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def accept_fd_limit() -> int:
-    """From this descriptor on no client is let in: workers, probes and logs need some, too."""
+    """From this descriptor on no client is accepted: the rest is for workers, probes and logs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_FDS
-    return soft - min(RESERVE_AT_MOST, max(4, soft // 16))
+    return soft - min(MAX_RESERVE, max(4, soft // 16))
 
 
-def lowest_free_fd(like: int) -> int:
-    """The number that the next descriptor would get; `like` is one that is open."""
+def lowest_free_fd(open_fd: int) -> int:
+    """The number that the next descriptor would get."""
     try:
-        probe = os.dup(like)
+        duplicate = os.dup(open_fd)
     except OSError:
         return MAX_FDS
-    os.close(probe)
-    return probe
+    os.close(duplicate)
+    return duplicate
 
 
-def is_resource_exhaustion(failure: BaseException) -> bool:
-    """Whether it says that we are out of descriptors or memory."""
-    return isinstance(failure, OSError) and failure.errno in EXHAUSTION_ERRNOS
+def is_resource_exhaustion(error: BaseException) -> bool:
+    """Whether this process, or the machine, is out of descriptors or memory."""
+    return isinstance(error, OSError) and error.errno in EXHAUSTION_ERRNOS

@@ -1,8 +1,9 @@
-"""Lines for whoever reads stderr, who may stop reading: a paused terminal, a stuck log collector.
+"""A log handler for stderr that never blocks: its reader may be a paused terminal or a stuck log
+collector.
 
-Invariant: `emit` never waits for the reader. What can leave at once leaves at once and in the
-caller's turn, so that a crash loses nothing; the rest is carried by a thread that lives as long as
-there is something to carry. Past a bound lines are lost, which is said once somebody reads again.
+Invariant: `emit` never waits for the reader. A line that can be written at once is written at once,
+in the calling thread, so a crash loses none of it; other lines are queued, and a thread writes them
+until the queue is empty. Lines beyond `QUEUE_BYTES` are dropped, and the log says how many.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from collections import deque
 from typing import Final, TextIO
 
 QUEUE_BYTES: Final = 4 * 1024 * 1024
-LAST_SECS: Final = 1.0  # what waits at the end has so long to leave
-_AT_ONCE_BYTES: Final = select.PIPE_BUF  # a pipe that says it is writable takes so much
+CLOSE_SECS: Final = 1.0  # for the queue to be written at the end
+_ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that polls as writable takes so much at once
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
-    """A stream handler for a reader that may stall."""
+    """A stream handler whose reader may stall."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _begin(self) -> None:
-        """As new: a forked child has the lines of its parent, and not the thread."""
-        self._gate = threading.Lock()
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._lost = 0
-        self._carrier: threading.Thread | None = None
+    def _reset(self) -> None:
+        """A forked child inherits the queue of its parent, but not the thread that writes it."""
+        self._queue_lock = threading.Lock()
+        self._queue: deque[bytes] = deque()
+        self._queue_bytes = 0
+        self._dropped = 0
+        self._writer: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         fd = self._fd()
-        if fd is None:  # no descriptor behind it, so nobody who could stall
+        if fd is None:  # no descriptor behind the stream, so nothing can stall
             super().emit(record)
             return
         try:
@@ -45,19 +46,19 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         except Exception:
             self.handleError(record)
             return
-        with self._gate:
-            if self._carrier is not None:
-                self._put_behind(line)
+        with self._queue_lock:
+            if self._writer is not None:
+                self._enqueue(line)
                 return
-            if not _leaves_now(fd, line):
-                self._put_behind(line)
-                self._carrier = threading.Thread(target=self._carry, args=(fd,), daemon=True)
-                self._carrier.start()
+            if not _write_at_once(fd, line):
+                self._enqueue(line)
+                self._writer = threading.Thread(target=self._write_queue, args=(fd,), daemon=True)
+                self._writer.start()
 
     def close(self) -> None:
-        carrier = self._carrier
-        if carrier is not None and carrier.is_alive():
-            carrier.join(LAST_SECS)
+        writer = self._writer
+        if writer is not None and writer.is_alive():
+            writer.join(CLOSE_SECS)
         super().close()
 
     def _fd(self) -> int | None:
@@ -66,49 +67,48 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         except (OSError, ValueError, AttributeError):
             return None
 
-    def _put_behind(self, line: bytes) -> None:
-        if self._waiting_bytes + len(line) > QUEUE_BYTES:
-            self._lost += 1
+    def _enqueue(self, line: bytes) -> None:
+        if self._queue_bytes + len(line) > QUEUE_BYTES:
+            self._dropped += 1
             return
-        self._waiting.append(line)
-        self._waiting_bytes += len(line)
+        self._queue.append(line)
+        self._queue_bytes += len(line)
 
-    def _carry(self, fd: int) -> None:
-        """In a thread: what waits, in its order. A reader that is gone costs all of it."""
-        while (lines := self._taken()) is not None:
+    def _write_queue(self, fd: int) -> None:
+        """In the thread. What was taken from the queue is lost where the reader is gone."""
+        while (lines := self._take_queue()) is not None:
             try:
                 while lines:
                     lines = lines[os.write(fd, lines) :]
             except OSError:
                 continue
 
-    def _taken(self) -> bytes | None:
-        """All that waits; None, and the thread has no work any more, where nothing does."""
-        with self._gate:
-            if not self._waiting:
-                self._carrier = None
+    def _take_queue(self) -> bytes | None:
+        """All queued lines in order; None for an empty queue, which ends the thread."""
+        with self._queue_lock:
+            if not self._queue:
+                self._writer = None
                 return None
-            if self._lost:
-                said = f"{self._lost} lines of this log were lost: nobody took them\n"
-                self._waiting.append(said.encode())
-                self._lost = 0
-            lines = b"".join(self._waiting)
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            if self._dropped:
+                self._queue.append(f"log_lines_dropped lines={self._dropped}\n".encode())
+                self._dropped = 0
+            lines = b"".join(self._queue)
+            self._queue.clear()
+            self._queue_bytes = 0
             return lines
 
 
-def _leaves_now(fd: int, line: bytes) -> bool:
-    """Write it, unless that might have to wait. A file that takes nothing costs the line."""
-    if len(line) > _AT_ONCE_BYTES or os.isatty(fd):  # a terminal does not say how much it takes
+def _write_at_once(fd: int, line: bytes) -> bool:
+    """Write the line, unless the write might block. An error of a file or pipe loses the line."""
+    if len(line) > _ATOMIC_BYTES or os.isatty(fd):  # a terminal doesn't say how much it takes
         return False
-    ready = select.poll()
-    ready.register(fd, select.POLLOUT)
-    if not ready.poll(0):
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    if not poll.poll(0):
         return False
     try:
         os.write(fd, line)
-    except BlockingIOError:  # somebody else made it non-blocking
+    except BlockingIOError:  # another process made the descriptor non-blocking
         return False
     except OSError:
         pass

@@ -1,7 +1,8 @@
-"""The folder of a running program's own sockets; those that killed programs left are removed.
+"""The runtime directory: a private folder for the sockets of the running program.
 
-Invariant: whoever uses such a folder holds a lock on it, which ends with the program however it
-ends; what is locked, or younger than its lock may be, is never touched.
+Folders that killed programs left are removed at the next start. Invariant: a program in use holds a
+lock on its folder, which the kernel releases when the program ends; a folder that is locked, or too
+young to be locked yet, is never removed.
 """
 
 from __future__ import annotations
@@ -18,52 +19,53 @@ from pathlib import Path
 from typing import Final
 
 PREFIX: Final = "omni-proxy-front-"
-YOUNG_SECS: Final = 60.0  # it may have been made just now, by a program that locks it next
-PARENT_BYTES: Final = 60  # of the 107 that the path of a Unix socket may have
-INSTEAD: Final = ("/tmp", "/dev/shm")
+MIN_STALE_SECS: Final = 60.0  # a younger folder may be one that its program is about to lock
+MAX_PARENT_BYTES: Final = 60  # of the 107 that the path of a Unix socket may have
+FALLBACK_PARENTS: Final = ("/tmp", "/dev/shm")
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def private_runtime_dir() -> Iterator[Path]:
-    """A new one that nobody else can read, removed at the end. Raises OSError."""
-    parent = _parent()
-    _sweep(parent)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as made:
-        lock = _opened(Path(made))
+    """A new folder with mode 0700, removed at the end. Raises OSError."""
+    parent = _choose_parent()
+    _remove_stale(parent)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
+        lock = _open_folder(Path(name))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield Path(made)
+            yield Path(name)
         finally:
             os.close(lock)
 
 
-def _parent() -> Path:
-    """Where temporary things go, unless a socket's path would be too long there."""
-    for parent in (tempfile.gettempdir(), *INSTEAD):
-        if len(os.fsencode(parent)) <= PARENT_BYTES and os.access(parent, os.W_OK):
+def _choose_parent() -> Path:
+    """The folder for temporary files, or another one where its path is too long for a socket."""
+    for parent in (tempfile.gettempdir(), *FALLBACK_PARENTS):
+        if len(os.fsencode(parent)) <= MAX_PARENT_BYTES and os.access(parent, os.W_OK):
             return Path(parent)
-    return Path(tempfile.gettempdir())  # whoever binds says what is wrong
+    return Path(tempfile.gettempdir())  # the later bind reports what is wrong
 
 
-def _sweep(parent: Path) -> None:
-    old = time.time() - YOUNG_SECS
+def _remove_stale(parent: Path) -> None:
+    newest = time.time() - MIN_STALE_SECS
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another's, in use, or gone by now: none of our business
-            about = folder.lstat()
-            if about.st_uid == os.getuid() and about.st_mtime < old:
+        with suppress(OSError):  # of another user, in use, or gone by now
+            stat = folder.lstat()
+            if stat.st_uid == os.getuid() and stat.st_mtime < newest:
                 _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    lock = _opened(folder)
+    """Raises OSError where a program holds the lock."""
+    lock = _open_folder(folder)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-        _log.info("removed %s, which a killed program left", folder)
+        _log.info("stale_runtime_dir_removed path=%s", folder)
     finally:
         os.close(lock)
 
 
-def _opened(folder: Path) -> int:
+def _open_folder(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -66,7 +66,7 @@ def test_a_proxy_with_tls_is_known_by_the_certificate_of_its_file(place, file):
     file.write_text("[server]\ntls_cert = 'c.pem'\ntls_key = 'k.pem'\n")
     found = place("--config", file)
     assert (found.url, found.certificate) == ("https://127.0.0.1:30000", "c.pem")
-    with pytest.raises(AdminClientError, match=r"c\.pem: No such file"):
+    with pytest.raises(AdminClientError, match=r"c\.pem cannot be read: No such file"):
         Proxy(found)
 
 

@@ -40,12 +40,12 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
 @pytest.mark.parametrize(
     ("papers", "words"),
     [
-        (ClientCert(ca="nowhere.pem"), "--ca nowhere.pem: No such file"),
+        (ClientCert(ca="nowhere.pem"), "--ca nowhere.pem cannot be read: No such file"),
         (ClientCert(ca=CLIENT.key), "--ca .* holds no certificates"),
         (replace(CLIENT, cert=""), "--client-key alone is not enough"),
-        (replace(CLIENT, key=""), "has no key in it: name --client-key"),
-        (replace(CLIENT, cert="nowhere"), "--client-cert nowhere: No such file"),
-        (replace(CLIENT, key="nowhere"), "--client-key nowhere: No such file"),
+        (replace(CLIENT, key=""), "holds no key in PEM form; --client-key FILE"),
+        (replace(CLIENT, cert="nowhere"), "--client-cert nowhere cannot be read: No such file"),
+        (replace(CLIENT, key="nowhere"), "--client-key nowhere cannot be read: No such file"),
         (replace(CLIENT, key=str(FILES / "server-key.pem")), "is not the key of"),
         (replace(CLIENT, key=str(FILES / "locked-key.pem")), "is encrypted"),
         (replace(CLIENT, cert=CLIENT.key), "--client-cert .* can't be used"),
@@ -97,7 +97,7 @@ def test_a_file_that_asks_clients_for_certificates_says_so_before_anybody_is_ask
 
 
 def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
-    with pytest.raises(AdminClientError, match="--ca nowhere: No such file"):
+    with pytest.raises(AdminClientError, match="--ca nowhere cannot be read: No such file"):
         Proxy(place("--ca", "nowhere"))
 
 

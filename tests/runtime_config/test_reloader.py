@@ -6,7 +6,8 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.runtime_config import reloader as reloading
-from omni_proxy.runtime_config.reloader import Reloader, file_signature
+from omni_proxy.runtime_config.reloader import Reloader
+from omni_proxy.system.files import file_signature
 
 
 class Keeper(SimpleNamespace):
@@ -130,15 +131,3 @@ async def test_a_restarted_reloader_goes_on(file):
             file.write_text(text)
             await until(config_store, lambda asked: asked and asked[-1] == ("file", text))  # noqa: B023
             nursery.cancel_scope.cancel()
-
-
-def test_a_signature_follows_links_and_is_none_without_a_file(tmp_path):
-    link = tmp_path / "link"
-    assert file_signature(link) is None
-    for name in ("a", "b"):
-        (tmp_path / name).write_text("same")
-    link.symlink_to("a")
-    before = file_signature(link)
-    link.unlink()
-    link.symlink_to("b")
-    assert file_signature(link) != before

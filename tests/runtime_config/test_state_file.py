@@ -11,7 +11,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import SavedState, with_added
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.runtime_config import state_file as keeping
-from omni_proxy.runtime_config.state_file import StateFile, state_at, state_path, write_atomically
+from omni_proxy.runtime_config.state_file import StateFile, state_at, state_path
 from tests.fleet.entries import entry
 
 SOME = with_added(SavedState(), entry("a", origin="api"))
@@ -125,19 +125,3 @@ async def test_turned_off_nothing_is_wrong(path):
     await kept.keep(path / "below" / "a file", SOME)
     await kept.keep(None, OTHER)
     assert kept.error == ""
-
-
-def test_a_state_is_written_whole_into_a_folder_that_is_made(tmp_path):
-    path = tmp_path / "new" / "folder" / "s.toml"
-    write_atomically(path, "one")
-    write_atomically(path, "two")
-    assert (path.read_text(), os.listdir(path.parent)) == ("two", ["s.toml"])
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-
-def test_a_failed_write_leaves_the_old_state_and_nothing_beside_it(path, monkeypatch):
-    write_atomically(path, "old")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
-    with pytest.raises(OSError):
-        write_atomically(path, "new")
-    assert (path.read_text(), os.listdir(path.parent)) == ("old", ["s.toml"])

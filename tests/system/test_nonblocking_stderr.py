@@ -21,108 +21,112 @@ def small_pipe():
         yield reader, stream
 
 
-def say(writer, text):
-    writer.handle(logging.LogRecord("a", logging.INFO, "", 0, text, None, None))
+def log(handler, text):
+    handler.handle(logging.LogRecord("a", logging.INFO, "", 0, text, None, None))
 
 
 def read_until(reader, last):
-    got = b""
-    while not got.endswith(last + b"\n"):
-        got += reader.read(65536)
-    return got.decode().splitlines()
+    received = b""
+    while not received.endswith(last + b"\n"):
+        received += reader.read(65536)
+    return received.decode().splitlines()
 
 
-def test_what_can_leave_leaves_in_the_callers_turn(small_pipe):
+def test_a_line_is_written_by_the_calling_thread_where_that_cannot_block(small_pipe):
     reader, stream = small_pipe
     threads = threading.active_count()
-    say(NonBlockingHandler(stream), "now")
+    log(NonBlockingHandler(stream), "now")
     assert threading.active_count() <= threads
     assert reader.read(100) == b"now\n"
 
 
-def test_nobody_waits_for_a_reader_that_stalls_and_no_line_is_lost_or_out_of_order(small_pipe):
+def test_a_stalled_reader_blocks_no_caller_and_loses_no_line(small_pipe):
     reader, stream = small_pipe
-    writer = NonBlockingHandler(stream)
-    said = [f"line {number:04}" for number in range(2000)]
-    for line in said:
-        say(writer, line)
-    assert read_until(reader, said[-1].encode()) == said
-    carrier = writer._carrier
-    if carrier is not None:
-        carrier.join(5)
-    say(writer, "and on")
+    handler = NonBlockingHandler(stream)
+    lines = [f"line {number:04}" for number in range(2000)]
+    for line in lines:
+        log(handler, line)
+    assert read_until(reader, lines[-1].encode()) == lines
+    thread = handler._writer
+    if thread is not None:
+        thread.join(5)
+    log(handler, "and on")
     assert read_until(reader, b"and on") == ["and on"]
 
 
-def test_a_line_that_no_pipe_takes_at_once_goes_whole(small_pipe):
+def test_a_line_longer_than_the_pipe_is_written_whole(small_pipe):
     reader, stream = small_pipe
-    writer = NonBlockingHandler(stream)
+    handler = NonBlockingHandler(stream)
     long = "x" * (3 * PIPE_BYTES)
-    say(writer, long)
-    say(writer, "behind it")
+    log(handler, long)
+    log(handler, "behind it")
     assert read_until(reader, b"behind it") == [long, "behind it"]
 
 
-def test_past_the_bound_lines_are_lost_which_is_told(small_pipe, monkeypatch):
+def test_lines_beyond_the_bound_are_dropped_and_counted(small_pipe, monkeypatch):
     monkeypatch.setattr(nonblocking_stderr, "QUEUE_BYTES", 6000)
     reader, stream = small_pipe
-    writer = NonBlockingHandler(stream)
+    handler = NonBlockingHandler(stream)
     for number in range(2000):
-        say(writer, f"line {number:04}")
-    got = []
-    reading = threading.Thread(target=lambda: got.extend(iter(lambda: reader.read(65536), b"")))
+        log(handler, f"line {number:04}")
+    received = []
+    reading = threading.Thread(
+        target=lambda: received.extend(iter(lambda: reader.read(65536), b""))
+    )
     reading.start()
-    writer.close()
+    handler.close()
     stream.close()
     reading.join()
-    told = b"".join(got).decode().splitlines()
-    lost = [int(line.split()[0]) for line in told if line.endswith("nobody took them")]
-    assert lost
-    assert len(told) - len(lost) + sum(lost) == 2000
+    lines = b"".join(received).decode().splitlines()
+    dropped = [
+        int(line.partition("=")[2]) for line in lines if line.startswith("log_lines_dropped")
+    ]
+    assert dropped
+    assert len(lines) - len(dropped) + sum(dropped) == 2000
 
 
-def test_a_terminal_that_nobody_reads_holds_up_nobody():
+def test_a_terminal_that_is_not_read_blocks_no_caller():
     leading, following = pty.openpty()
     try:
         tty.setraw(following)
         with os.fdopen(following, "w", closefd=False) as stream:
-            writer = NonBlockingHandler(stream)
+            handler = NonBlockingHandler(stream)
             for number in range(20_000):  # far more than a terminal holds
-                say(writer, f"line {number:06}")
-            assert writer._carrier is not None
-            got = b""
-            while b"line 019999" not in got:
-                got = got[-100:] + os.read(leading, 65536)
-            writer.close()
+                log(handler, f"line {number:06}")
+            assert handler._writer is not None
+            received = b""
+            while b"line 019999" not in received:
+                received = received[-100:] + os.read(leading, 65536)
+            handler.close()
     finally:
         os.close(leading)
         os.close(following)
 
 
-def test_a_full_disk_and_a_reader_that_is_gone_cost_lines_only(small_pipe):
+def test_a_full_disk_or_a_closed_pipe_only_loses_lines(small_pipe):
     with open("/dev/full", "w") as full:
-        writer = NonBlockingHandler(full)
-        say(writer, "short")
-        say(writer, "long" * 2000)
-        writer.close()
+        handler = NonBlockingHandler(full)
+        log(handler, "short")
+        log(handler, "long" * 2000)
+        handler.close()
     reader, stream = small_pipe
     reader.close()
-    writer = NonBlockingHandler(stream)
-    say(writer, "short")
-    say(writer, "long" * 2000)
-    writer.close()
-    assert writer._carrier is None
+    handler = NonBlockingHandler(stream)
+    log(handler, "short")
+    log(handler, "long" * 2000)
+    handler.close()
+    assert handler._writer is None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside a thread is meant
-def test_a_forked_child_says_none_of_its_parents_lines(small_pipe):
+def test_a_forked_child_writes_no_lines_of_its_parent(small_pipe):
     reader, stream = small_pipe
-    writer = NonBlockingHandler(stream)
+    handler = NonBlockingHandler(stream)
     for number in range(1000):
-        say(writer, f"line {number:04}")
+        log(handler, f"line {number:04}")
     child = os.fork()
     if not child:
-        writer.close()
-        os._exit(bool(writer._waiting or writer._carrier))
+        handler.close()
+        os._exit(bool(handler._queue or handler._writer))
     assert os.waitpid(child, 0)[1] == 0
     assert len(read_until(reader, b"line 0999")) == 1000

@@ -4,18 +4,18 @@ import tempfile
 import pytest
 
 from omni_proxy.system import runtime_dir
-from omni_proxy.system.runtime_dir import PREFIX, YOUNG_SECS, private_runtime_dir
+from omni_proxy.system.runtime_dir import MIN_STALE_SECS, PREFIX, private_runtime_dir
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def parent(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(runtime_dir, "PARENT_BYTES", len(str(tmp_path)))
+    monkeypatch.setattr(runtime_dir, "MAX_PARENT_BYTES", len(str(tmp_path)))
     return tmp_path
 
 
-def left(place, name, age=2 * YOUNG_SECS):
-    folder = place / f"{PREFIX}{name}"
+def make_folder(parent, name, age=2 * MIN_STALE_SECS):
+    folder = parent / f"{PREFIX}{name}"
     folder.mkdir()
     (folder / "front.sock").touch()
     then = folder.stat().st_mtime - age
@@ -23,54 +23,54 @@ def left(place, name, age=2 * YOUNG_SECS):
     return folder
 
 
-def test_it_is_ours_alone_and_goes_with_us(place):
+def test_the_folder_is_private_and_removed_at_the_end(parent):
     with private_runtime_dir() as folder:
-        assert folder.parent == place
+        assert folder.parent == parent
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "front.sock").touch()
-    assert list(place.iterdir()) == []
+    assert list(parent.iterdir()) == []
 
 
-def test_a_socket_fits_in_where_the_usual_place_is_too_deep(place, monkeypatch):
-    deep = place / ("d" * 80)
+def test_a_short_parent_is_chosen_where_the_usual_one_is_too_long(parent, monkeypatch):
+    deep = parent / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    monkeypatch.setattr(runtime_dir, "INSTEAD", ("/nowhere", str(place)))
+    monkeypatch.setattr(runtime_dir, "FALLBACK_PARENTS", ("/nowhere", str(parent)))
     with private_runtime_dir() as folder:
-        assert folder.parent == place
-    monkeypatch.setattr(runtime_dir, "INSTEAD", ())
+        assert folder.parent == parent
+    monkeypatch.setattr(runtime_dir, "FALLBACK_PARENTS", ())
     with private_runtime_dir() as folder:
         assert folder.parent == deep
 
 
-def test_what_a_killed_program_left_is_removed(place):
-    killed = left(place, "killed")
+def test_the_folder_of_a_killed_program_is_removed(parent):
+    killed = make_folder(parent, "killed")
     with private_runtime_dir():
         assert not killed.exists()
 
 
-def test_what_is_in_use_or_young_or_anothers_stays(place, monkeypatch):
-    young = left(place, "young", age=0)
-    elsewhere = place / "other-thing"
+def test_a_folder_in_use_or_young_or_of_another_user_stays(parent, monkeypatch):
+    young = make_folder(parent, "young", age=0)
+    elsewhere = parent / "other-thing"
     elsewhere.mkdir()
     with private_runtime_dir() as used:
-        then = used.stat().st_mtime - 2 * YOUNG_SECS
+        then = used.stat().st_mtime - 2 * MIN_STALE_SECS
         os.utime(used, (then, then))
         with private_runtime_dir():
             assert used.is_dir()
     assert young.is_dir()
     assert elsewhere.is_dir()
-    anothers = left(place, "anothers")
+    foreign = make_folder(parent, "foreign")
     monkeypatch.setattr(runtime_dir.os, "getuid", lambda: -1)
     with private_runtime_dir():
-        assert anothers.is_dir()
+        assert foreign.is_dir()
 
 
-def test_a_link_is_not_followed(place, tmp_path_factory):
+def test_a_link_is_not_followed(parent, tmp_path_factory):
     target = tmp_path_factory.mktemp("elsewhere")
     (target / "kept").touch()
-    (place / f"{PREFIX}link").symlink_to(target)
-    then = target.stat().st_mtime - 2 * YOUNG_SECS
-    os.utime(place / f"{PREFIX}link", (then, then), follow_symlinks=False)
+    (parent / f"{PREFIX}link").symlink_to(target)
+    then = target.stat().st_mtime - 2 * MIN_STALE_SECS
+    os.utime(parent / f"{PREFIX}link", (then, then), follow_symlinks=False)
     with private_runtime_dir():
         assert (target / "kept").exists()

@@ -18,12 +18,8 @@ import trio
 
 from omni_proxy.config.problem import ConfigError
 from omni_proxy.config.schema import ServerConfig
-from omni_proxy.system.tls_contexts import (
-    FileSignature,
-    file_signature,
-    listener_tls_files,
-    server_context,
-)
+from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.tls_contexts import listener_tls_files, server_context
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from omni_proxy.config.schema import Config
-from omni_proxy.runtime_config.state_file import sweep_leftovers, write_atomically
+from omni_proxy.system.files import remove_stale_temporaries, write_atomically
 from omni_proxy.weight_sync.protocol.journal import (
     Journal,
     UnreadableJournal,
@@ -46,7 +46,7 @@ class JournalFile:
     def read(self) -> Journal:
         """At the start. Without a file nothing is under way. Raises UnreadableJournal."""
         for path in (self.path, self._epoch_path):
-            sweep_leftovers(path)
+            remove_stale_temporaries(path)
         try:
             return decode(self.path.read_bytes())
         except FileNotFoundError:

@@ -1,0 +1,68 @@
+"""Files that other programs read or replace: whether one has changed, and atomic writes.
+
+Invariant of `write_atomically`: a reader finds the old content or the new one, never a half.
+Blocking: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+FileSignature = tuple[int, int, int]  # mtime in ns, size in bytes, inode
+
+
+def file_signature(path: str | os.PathLike[str]) -> FileSignature | None:
+    """Differs when the content may have changed; None while the file can't be reached.
+
+    Links are followed.
+    """
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a temporary file beside `path`, sync it, rename it. Raises OSError.
+
+    The file gets mode 0600; a folder that is missing is made with mode 0700.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_stale_temporaries(path: Path) -> None:
+    """Remove temporary files of `path` whose writer was killed before the rename."""
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        pid = temporary.name.rpartition(".")[2]
+        if pid.isascii() and pid.isdigit() and not _is_other_process(int(pid)):
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+                _log.info("stale_temporary_removed file=%s", temporary)
+
+
+def _is_other_process(pid: int) -> bool:
+    """Whether another process with this id runs, which may be writing its file."""
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
