@@ -297,7 +297,7 @@ def test_every_end_state_is_in_the_guide_and_no_other():
     ends |= door_says(r'\b(?:ended|outcome) = "(\w+)" if .* else "(\w+)"')
     ends |= door_says(r'outcome or "(cut_by_proxy)"()')
     assert len(ends) == 9
-    section = OPERATIONS.split("## End states")[1].split("## Clocks")[0]
+    section = OPERATIONS.split("## End states")[1].split("## Timeouts")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == ends
 
 
