@@ -76,8 +76,8 @@ def run(startup: Startup) -> int:
 
 
 def _log_health(worker: Worker, before: Health) -> None:
-    now, why = worker.machine.state, worker.machine.last_error
-    if HOLD in worker.holds:  # its launch tells how that goes
+    now, why = worker.health.state, worker.health.last_error
+    if HOLD in worker.cordon_reasons:  # its launch tells how that goes
         _log.debug("Worker %s is not in use yet: from %s to %s", worker.url, before, now)
         return
     level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
@@ -122,7 +122,7 @@ class Server:
         self.doors = ProcessManager(fleet, self.door, self.instruments, str(front_socket))
         self.watchdog = Watchdog()
         self.view = AggregateView(self.doors, self.watchdog)
-        fleet.agreed = self.doors.agreed
+        fleet.await_replicated = self.doors.await_replicated
         self.reloader = Reloader(config_store)
         folder = folder_for(config_store.state_file, config, os.environ)
         self.desk = WeightOperations(fleet, config_store, JournalFile(folder))
@@ -178,7 +178,7 @@ class Server:
 
         async def agreed(response: Response) -> Response:
             if request.method not in ("GET", "HEAD"):
-                await self.doors.agreed()
+                await self.doors.await_replicated()
             return response
 
         app.before_request(counted)

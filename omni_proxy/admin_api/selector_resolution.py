@@ -53,7 +53,7 @@ class SelectorResolver:
 
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
         """By URL, what those say of themselves that answer; the others are not in it."""
-        alive = [worker for worker in workers if worker.machine.state is not Health.DEAD]
+        alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
         secs = self._rooms.config_store.config.health.timeout_secs
         found = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
         told = {}
@@ -72,7 +72,7 @@ class SelectorResolver:
             "model": worker.model or "",
             "worker_type": "regular",
             "role": "regular",
-            "health": worker.machine.state.value,
+            "health": worker.health.state.value,
             "weight_version": worker.weight_version or "",
         }
         return {**_texts(labels if isinstance(labels, dict) else {}), **known}

@@ -93,7 +93,7 @@ class DataPlane:
         self._take(config)
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
-        fleet.watch_forgotten(lambda worker: self.policy.forget_worker(worker))
+        fleet.watch_cache_cleared(lambda worker: self.policy.forget_worker(worker))
 
     @property
     def voice_owner(self) -> str:
@@ -196,7 +196,7 @@ class DataPlane:
         if bound and before >= bound:
             return False
         self.in_flight = before + 1
-        if bound and self.overfilled():
+        if bound and self.is_over_limit():
             self.in_flight -= 1
             return False
         mine.admitted = True
@@ -204,7 +204,7 @@ class DataPlane:
             self.peak_in_flight = before + 1
         return True
 
-    def overfilled(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether another door has been quicker to the last slot: there is none."""
         return False
 
@@ -303,10 +303,10 @@ class DataPlane:
             if worker not in workers or not lane.suits(worker):
                 lane.close()
                 del self._lanes[worker]
-        gone = self.voices.follow_fleet({worker.url for worker in workers})
+        gone = self.voices.update_presence({worker.url for worker in workers})
         if gone:
             _log.warning("the worker that kept the uploaded voices was removed: %s", gone)
-        self.holding.follow_fleet()
+        self.holding.update_presence()
         self.queue.serve(changed=True)
 
     def _follow_worker(self, worker: Worker) -> None:
@@ -319,7 +319,7 @@ class DataPlane:
 
     def keep_voices_at(self, worker: Worker) -> None:
         """It took an upload or a deletion: it has the uploaded voices from now on."""
-        self.voices.changed_at(worker.url)
+        self.voices.voices_changed(worker.url)
         self.queue.serve(changed=True)
 
     def _sweep(self) -> None:

@@ -10,23 +10,25 @@ from functools import lru_cache
 
 from omni_proxy.config.schema import CAPABILITIES
 
-BIT: dict[str, int] = {name: 1 << position for position, name in enumerate(CAPABILITIES)}
-ALL = (1 << len(CAPABILITIES)) - 1
+CAPABILITY_BITS: dict[str, int] = {
+    name: 1 << position for position, name in enumerate(CAPABILITIES)
+}
+ALL_CAPABILITIES = (1 << len(CAPABILITIES)) - 1
 
 
-def mask_of(names: Iterable[str]) -> int:
+def capability_mask(names: Iterable[str]) -> int:
     """Raises KeyError for a name that is no capability."""
     mask = 0
     for name in names:
-        mask |= BIT[name]
+        mask |= CAPABILITY_BITS[name]
     return mask
 
 
-def names_in(mask: int) -> list[str]:
+def capability_names(mask: int) -> list[str]:
     """Sorted, as the contract prints them."""
     return list(_sorted_names(mask))
 
 
 @lru_cache
 def _sorted_names(mask: int) -> tuple[str, ...]:
-    return tuple(sorted(name for name, bit in BIT.items() if mask & bit))
+    return tuple(sorted(name for name, bit in CAPABILITY_BITS.items() if mask & bit))

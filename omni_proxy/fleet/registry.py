@@ -21,7 +21,7 @@ CANDIDATE_LISTS = 1024  # models are named by clients: bound what they can make 
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MembershipChange:
     """What one `apply` did, as worker objects in registration order."""
 
     added: tuple[Worker, ...]
@@ -42,10 +42,12 @@ class Fleet:
     def __init__(self) -> None:
         self.revision = 0
         # Wait for it where what is so here has to be so wherever requests are routed.
-        self.agreed: Callable[[], Awaitable[None]] = _nobody_else
+        self.await_replicated: Callable[[], Awaitable[None]] = _nobody_else
         self.thresholds = Thresholds()
-        self.limited = False  # some worker has a max_inflight, so a pick has to look at room
-        self.names_models = False  # some worker names a model, so a request's model may matter
+        self.has_inflight_limits = (
+            False  # some worker has a max_inflight, so a pick has to look at room
+        )
+        self.has_named_models = False  # some worker names a model, so a request's model may matter
         self.had_workers = False  # one was registered at some time since the start
         self._by_url: dict[str, Worker] = {}
         self.models: set[str] = set()  # which workers name; another set where they change
@@ -88,7 +90,7 @@ class Fleet:
         """By URL or by worker id, encoded or not (omni-router.md 2)."""
         return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))
 
-    def apply(self, entries: Sequence[WorkerSpec], now: datetime) -> Change:
+    def apply(self, entries: Sequence[WorkerSpec], now: datetime) -> MembershipChange:
         """Make the fleet be `entries`, in their order."""
         before = self._by_url
         after: dict[str, Worker] = {}
@@ -101,7 +103,7 @@ class Fleet:
                 added.append(worker)
             elif not worker.matches(entry):
                 if worker.disabled != entry.disabled:
-                    worker.switched_at = now
+                    worker.disabled_changed_at = now
                 worker.configure(entry)
                 changed.append(worker)
             after[entry.url] = worker
@@ -109,19 +111,19 @@ class Fleet:
         reordered = list(before) != list(after)
         self._by_url = after
         self.had_workers |= bool(after)
-        self.limited = any(worker.max_inflight for worker in after.values())
+        self.has_inflight_limits = any(worker.max_inflight for worker in after.values())
         models = {worker.model for worker in after.values() if worker.model}
         if models != self.models:
             self.models = models
-        self.names_models = bool(models)
-        change = Change(tuple(added), removed, tuple(changed))
+        self.has_named_models = bool(models)
+        change = MembershipChange(tuple(added), removed, tuple(changed))
         if change or reordered:
             self._changed()
         for worker in removed:
-            self.forgotten(worker)
+            self.cache_cleared(worker)
         return change
 
-    def overfilled(self, worker: Worker) -> bool:
+    def is_over_limit(self, worker: Worker) -> bool:
         """Of one that was just counted up: whether somebody else has been quicker.
 
         Nobody is, where one process picks."""
@@ -152,88 +154,90 @@ class Fleet:
         self, worker: Worker, *, status: int | None, error: str | None, at: datetime, epoch: int
     ) -> None:
         """Take a probe's result; `error` is None when it was good, a stale epoch voids it."""
-        if epoch != worker.machine.epoch:
+        if epoch != worker.health.epoch:
             return
-        with_state = worker.machine.state
+        with_state = worker.health.state
         if error is None:
-            worker.machine.succeed(self.thresholds, at, status)
+            worker.health.record_probe_success(self.thresholds, at, status)
         else:
-            worker.machine.fail_probe(self.thresholds, at, status, error)
+            worker.health.record_probe_failure(self.thresholds, at, status, error)
         self._after(worker, with_state)
 
     def observe_request_failure(
-        self, worker: Worker, *, status: int | None, error: str, at: datetime, trial: int = 0
+        self, worker: Worker, *, status: int | None, error: str, at: datetime, half_open_id: int = 0
     ) -> None:
-        """`trial` is the request's number, if it was one."""
-        before = worker.machine.state
-        ejected = worker.machine.fail_request(self.thresholds, at, status, error, trial)
+        """`half_open_id` is the request's number, if it was one."""
+        before = worker.health.state
+        ejected = worker.health.record_request_failure(
+            self.thresholds, at, status, error, half_open_id
+        )
         self._after(worker, before)
         if ejected:
             for callback in self._ejection_watchers:
                 callback(worker)
 
-    def observe_good_answer(self, worker: Worker, trial: int = 0) -> None:
-        """Matters only where `machine.failed_tries` is not 0; `trial` is the request's number."""
-        if worker.machine.answer_well(trial):
+    def observe_success(self, worker: Worker, half_open_id: int = 0) -> None:
+        """Matters only where `machine.failed_requests` is not 0; `half_open_id` is the request's number."""
+        if worker.health.record_request_success(half_open_id):
             self._changed(worker)
 
-    def begin_trial(self, worker: Worker) -> int:
+    def begin_half_open(self, worker: Worker) -> int:
         """A request goes to a worker that owes a trial: nobody else may until it is over."""
-        trial = worker.machine.begin_trial()
+        half_open_id = worker.health.begin_half_open()
         self._changed(worker)
-        return trial
+        return half_open_id
 
-    def end_trial(self, worker: Worker, trial: int) -> None:
+    def end_half_open(self, worker: Worker, half_open_id: int) -> None:
         """The request is over; where nothing was learnt the next one is a trial again."""
-        if worker.machine.end_trial(trial):
+        if worker.health.end_half_open(half_open_id):
             self._changed(worker)
 
-    def lost(self, worker: Worker, error: str, at: datetime) -> None:
+    def process_exited(self, worker: Worker, error: str, at: datetime) -> None:
         """The launcher saw its process end."""
-        before = worker.machine.state
-        worker.machine.lose(at, error)
+        before = worker.health.state
+        worker.health.process_exited(at, error)
         self._after(worker, before)
-        self.versioned(worker, None, 0)
-        self.forgotten(worker)
+        self.set_version(worker, None, 0)
+        self.cache_cleared(worker)
 
     def mark_dead(self, worker: Worker, at: datetime, *, declared: bool = False) -> None:
         """`declared`: by a person; who restarts its process leaves it dead then."""
-        before = worker.machine.state
-        worker.machine.kill(at, declared=declared)
+        before = worker.health.state
+        worker.health.mark_dead(at, declared=declared)
         self._after(worker, before)
 
     def revive(self, worker: Worker, at: datetime) -> None:
-        before, on_trial = worker.machine.state, worker.machine.trial_owed
-        worker.machine.revive(at)
+        before, on_trial = worker.health.state, worker.health.breaker_tripped
+        worker.health.revive(at)
         self._after(worker, before)
-        if on_trial and before is worker.machine.state:
+        if on_trial and before is worker.health.state:
             self._changed(worker)
 
-    def hold(self, worker: Worker, reason: str) -> None:
+    def cordon(self, worker: Worker, reason: str) -> None:
         """Keep a worker out of routing for a reason of ours, beside what an operator said."""
-        worker.holds.add(reason)
+        worker.cordon_reasons.add(reason)
         self._changed(worker)
 
-    def release(self, worker: Worker, reason: str) -> None:
-        worker.holds.discard(reason)
+    def uncordon(self, worker: Worker, reason: str) -> None:
+        worker.cordon_reasons.discard(reason)
         self._changed(worker)
 
-    def versioned(self, worker: Worker, label: str | None, epoch: int) -> None:
+    def set_version(self, worker: Worker, label: str | None, epoch: int) -> None:
         """Which weights it has now; None and 0 while that is not known."""
         version = WeightVersion(label, epoch)
         if version != worker.version:
             worker.version = version
             self._changed(worker)
 
-    def marked(self, worker: Worker, hop_line: bytes) -> None:
+    def set_hop_line(self, worker: Worker, hop_line: bytes) -> None:
         """What its requests carry from now on, so that they are known where they come back."""
         if hop_line != worker.hop_line:
             worker.hop_line = hop_line
             self._changed(worker)
 
-    def counts(self) -> dict[str, int]:
+    def count_by_state(self) -> dict[str, int]:
         workers = self._by_url.values()
-        states = [worker.machine.state for worker in workers]
+        states = [worker.health.state for worker in workers]
         return {
             "healthy_workers": states.count(Health.HEALTHY),
             "dead_workers": states.count(Health.DEAD),
@@ -247,17 +251,17 @@ class Fleet:
     def summary(self, status: str) -> dict[str, object]:
         """The pool summary of omni-router.md 4."""
         records = [worker.record() for worker in self._by_url.values()]
-        return {"status": status, **self.counts(), "workers": records}
+        return {"status": status, **self.count_by_state(), "workers": records}
 
     def watch_ejected(self, callback: Callable[[Worker], None]) -> None:
         """`callback(worker)` after request failures alone have put it out."""
         self._ejection_watchers.append(callback)
 
-    def watch_forgotten(self, callback: Callable[[Worker], None]) -> None:
+    def watch_cache_cleared(self, callback: Callable[[Worker], None]) -> None:
         """`callback(worker)` when what it had cached is gone: it may run twice for one cause."""
         self._forgetful_watchers.append(callback)
 
-    def forgotten(self, worker: Worker) -> None:
+    def cache_cleared(self, worker: Worker) -> None:
         """It was removed, restarted or flushed."""
         for callback in self._forgetful_watchers:
             callback(worker)
@@ -270,7 +274,7 @@ class Fleet:
         return Worker(entry, now)
 
     def _after(self, worker: Worker, before: Health) -> None:
-        if worker.machine.state is not before:
+        if worker.health.state is not before:
             self._changed(worker)
             for callback in self._health_watchers:
                 callback(worker, before)

@@ -47,14 +47,14 @@ class VoiceRegistry:
         self.owner = owner
         self.names = None if names is None else frozenset(names)
 
-    def changed_at(self, owner: str) -> None:
+    def voices_changed(self, owner: str) -> None:
         """This worker took an upload or a deletion."""
         if owner != self.owner:
             self._set_owner(owner)
         else:
             self._invalidate()
 
-    def learn(self, generation: int, names: Iterable[str]) -> bool:
+    def set_names(self, generation: int, names: Iterable[str]) -> bool:
         """The list as its owner told it. False where a change came in between."""
         if generation != self.generation:
             return False
@@ -78,7 +78,7 @@ class VoiceRegistry:
         self.owner = owner
         self.names = None if names is None else frozenset(names)
 
-    def follow_fleet(self, urls: Iterable[str]) -> str:
+    def update_presence(self, urls: Iterable[str]) -> str:
         """The URL of an owner that has just left the fleet, "" where none did.
 
         A configured owner stays the owner. One that was restored and has not come yet is waited
@@ -94,7 +94,7 @@ class VoiceRegistry:
         self._changed()
         return gone
 
-    def pins(self, voices: Iterable[str]) -> bool:
+    def requires_owner(self, voices: Iterable[str]) -> bool:
         """Whether a request that names these voices (lower-case) must go to the owner."""
         if not self.owner:
             return False

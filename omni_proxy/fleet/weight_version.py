@@ -32,21 +32,21 @@ class WeightVersion:
         object.__setattr__(self, "shown", shown)
         object.__setattr__(self, "lines", (label + epoch).encode("ascii"))
 
-    def end_lines(self, start: WeightVersion) -> bytes:
+    def end_header_lines(self, start: WeightVersion) -> bytes:
         """What says that an answer which began with `start` has come to these; b"" where it did.
 
         Without a label the field stands all the same, empty: changed, to what is not known yet.
         """
-        if not self.changed_since(start):
+        if not self.differs_from(start):
             return b""
         lines = f"x-omni-weight-version-end: {self.shown}\r\n"
         if self.epoch and self.epoch != start.epoch:
             lines += f"x-omni-weight-epoch-end: {self.epoch}\r\n"
         return lines.encode("ascii")
 
-    def changed_since(self, start: WeightVersion) -> bool:
+    def differs_from(self, start: WeightVersion) -> bool:
         """A label that was only learnt meanwhile is no change of the weights."""
-        learnt = start == UNKNOWN and not self.epoch
+        learnt = start == UNKNOWN_VERSION and not self.epoch
         return self != start and not learnt
 
     def __str__(self) -> str:
@@ -63,4 +63,4 @@ def _header_text(label: str) -> str:
     return f"{text[: LABEL_BYTES - _HASH_DIGITS - 1]}~{digest}"
 
 
-UNKNOWN: Final = WeightVersion()
+UNKNOWN_VERSION: Final = WeightVersion()

@@ -1,6 +1,6 @@
 """A worker's standing as one value, so that another process can have the same fleet.
 
-Invariant: `put(worker, row_of(...))` leaves nothing out that decides whether and for what the
+Invariant: `apply_state(worker, row_of(...))` leaves nothing out that decides whether and for what the
 worker is picked. Health is judged in one process only; the others are told what it came to.
 """
 
@@ -16,7 +16,9 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 
-ELSEWHERE: Final = -1  # in `HealthMachine.trial`: somebody else's, or not for us to begin
+HALF_OPEN_ELSEWHERE: Final = (
+    -1
+)  # in `HealthMachine.half_open_id`: somebody else's, or not for us to begin
 
 
 class WorkerState(Struct, frozen=True, array_like=True):
@@ -30,52 +32,64 @@ class WorkerState(Struct, frozen=True, array_like=True):
     state: Health
     last_error: str | None
     failed: bool  # request failures without a good answer since
-    owes: bool  # a trial
-    blocked: bool  # ... which runs already, or is another door's to begin
-    trials: int  # how many it has been given so far
-    holds: tuple[str, ...]
+    breaker_tripped: bool  # a trial
+    half_open_taken: bool  # ... which runs already, or is another door's to begin
+    half_open_count: int  # how many it has been given so far
+    cordon_reasons: tuple[str, ...]
     label: str | None
     epoch: int
     hop_line: bytes = b""
 
 
-def row_of(worker: Worker, serial: int, cell: int) -> WorkerState:
-    machine = worker.machine
+def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
+    machine = worker.health
     return WorkerState(
-        entry=entry_of(worker),
+        entry=configured_entry(worker),
         serial=serial,
         cell=cell,
         address=worker.address,
         state=machine.state,
         last_error=machine.last_error,
-        failed=machine.failed_tries > 0,
-        owes=machine.trial_owed,
-        blocked=machine.trial_owed and machine.trial != 0,
-        trials=machine.trials,
-        holds=tuple(sorted(worker.holds)),
+        failed=machine.failed_requests > 0,
+        breaker_tripped=machine.breaker_tripped,
+        half_open_taken=machine.breaker_tripped and machine.half_open_id != 0,
+        half_open_count=machine.half_open_count,
+        cordon_reasons=tuple(sorted(worker.cordon_reasons)),
         label=worker.version.label,
         epoch=worker.version.epoch,
         hop_line=worker.hop_line,
     )
 
 
-def entry_of(worker: Worker) -> WorkerSpec:
+def configured_entry(worker: Worker) -> WorkerSpec:
     """What `worker.matches`."""
     return WorkerSpec(**{field.name: getattr(worker, field.name) for field in fields(WorkerSpec)})
 
 
-def put(worker: Worker, row: WorkerState) -> bool:
+def apply_state(worker: Worker, row: WorkerState) -> bool:
     """All of it but the entry and the trial; whether that can alter a pick or a request."""
-    machine = worker.machine
-    before = (machine.state, machine.trial_owed, worker.holds, worker.version, worker.hop_line)
+    machine = worker.health
+    before = (
+        machine.state,
+        machine.breaker_tripped,
+        worker.cordon_reasons,
+        worker.version,
+        worker.hop_line,
+    )
     worker.hop_line = row.hop_line
     worker.address = row.address
-    worker.holds = set(row.holds)
+    worker.cordon_reasons = set(row.cordon_reasons)
     if (worker.version.label, worker.version.epoch) != (row.label, row.epoch):
         worker.version = WeightVersion(row.label, row.epoch)
     machine.state = row.state
     machine.last_error = row.last_error
-    machine.failed_tries = int(row.failed)
-    machine.trial_owed = row.owes
-    now = (machine.state, machine.trial_owed, worker.holds, worker.version, worker.hop_line)
+    machine.failed_requests = int(row.failed)
+    machine.breaker_tripped = row.breaker_tripped
+    now = (
+        machine.state,
+        machine.breaker_tripped,
+        worker.cordon_reasons,
+        worker.version,
+        worker.hop_line,
+    )
     return before != now

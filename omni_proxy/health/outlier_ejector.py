@@ -48,11 +48,11 @@ class OutlierEjector:
     async def _remove(self, worker: Worker) -> None:
         def edit(state: SavedState, config: Config) -> SavedState:
             known = self._fleet.find(worker.url) is worker
-            if not known or worker.machine.state is Health.HEALTHY:
+            if not known or worker.health.state is Health.HEALTHY:
                 return state
             return with_deleted(state, config, worker.url)
 
-        why = worker.machine.last_error
+        why = worker.health.last_error
         await self._config_store.membership_lock.wait_released()
         try:
             changed = await self._config_store.change(edit)

@@ -23,7 +23,7 @@ from omni_proxy.config.schema import HealthConfig as HealthConfig
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import LAUNCH_HOLD, Worker
+from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
 from omni_proxy.health.start_throttle import StartThrottle
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.fd_limit import is_resource_exhaustion
@@ -104,10 +104,10 @@ class Prober:
         loop = self._loops.get(worker)
         while loop is not None:
             running = loop.probing
-            if running != worker.machine.epoch:
+            if running != worker.health.epoch:
                 loop.woken.set()
             await loop.finished.wait()
-            if running in (None, worker.machine.epoch):
+            if running in (None, worker.health.epoch):
                 return
             loop = self._loops.get(worker)
 
@@ -119,7 +119,7 @@ class Prober:
         if self._nursery is None:
             return
         here = self._fleet.find(worker.url) is worker
-        if not here or worker.machine.state is Health.DEAD:
+        if not here or worker.health.state is Health.DEAD:
             if worker in self._loops:
                 self._loops.pop(worker).scope.cancel()
         elif worker not in self._loops:
@@ -157,7 +157,7 @@ class Prober:
                 await caller.close()
 
     def _pause_secs(self, worker: Worker) -> float:
-        machine = worker.machine
+        machine = worker.health
         interval_secs = self._config_store.config.health.interval_secs
         if machine.consecutive_successes and machine.state is not Health.HEALTHY:
             return min(interval_secs, RISING_SECS)
@@ -166,7 +166,7 @@ class Prober:
     async def _probe(self, worker: Worker, caller: WorkerClient, loop: _Loop) -> bool:
         """Make one probe and have it observed. True when it ran out of time."""
         health = self._config_store.config.health
-        epoch = loop.probing = worker.machine.epoch
+        epoch = loop.probing = worker.health.epoch
         status: int | None = None
         error: str | None
         ours = False
@@ -200,7 +200,9 @@ class Prober:
 
     def _is_proxy(self, worker: Worker, proxy_id: str) -> bool:
         """Whether it is this one; any other proxy gets its requests with our mark."""
-        self._fleet.marked(worker, hop_line(self.proxy_id) if proxy_id and self.proxy_id else b"")
+        self._fleet.set_hop_line(
+            worker, hop_line(self.proxy_id) if proxy_id and self.proxy_id else b""
+        )
         return bool(proxy_id) and proxy_id == self.proxy_id
 
     def _compare(self, worker: Worker, loop: _Loop, instance: str) -> None:
@@ -221,8 +223,8 @@ class Prober:
         loop.refused = loop.refused or refused
 
     def _restarted(self, worker: Worker) -> None:
-        self._fleet.versioned(worker, None, 0)
-        self._fleet.forgotten(worker)
+        self._fleet.set_version(worker, None, 0)
+        self._fleet.cache_cleared(worker)
 
 
 async def _ask(worker: Worker, client: httpx.AsyncClient, health: HealthConfig) -> _Answer:
@@ -260,10 +262,10 @@ async def _get(client: httpx.AsyncClient, request: httpx.Request) -> _Answer:
 
 def _tell_if_not_up(worker: Worker, error: str | None, health: HealthConfig) -> None:
     """At the first failed probe of one that was not up so far: the thresholds say it much later."""
-    machine = worker.machine
+    machine = worker.health
     waits = machine.state is Health.UNKNOWN and machine.consecutive_failures == 1
     # Of what we launch, its launch tells; before it has taken hold of the worker, too.
-    launched = worker.origin == "launch" or LAUNCH_HOLD in worker.holds
+    launched = worker.origin == "launch" or LAUNCH_CORDON in worker.cordon_reasons
     if error is not None and waits and not launched:
         every = f"it is asked again every {health.interval_secs:g} s"
         _log.warning("Worker %s is not up yet: %s; %s", worker.url, error, every)

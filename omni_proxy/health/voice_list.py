@@ -74,7 +74,7 @@ class VoiceList:
                 _log.warning("the uploaded voices of %s could not be listed: %s", owner.url, error)
             self._registry.fail(generation, str(error))
             return False
-        return self._registry.learn(generation, names)
+        return self._registry.set_names(generation, names)
 
     async def _save(self) -> None:
         """Unknown names are kept as unknown: the disk must not be older than an upload."""

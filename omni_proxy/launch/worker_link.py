@@ -15,11 +15,11 @@ import httpx
 import trio
 
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import LAUNCH_HOLD, Worker
+from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 
-HOLD = LAUNCH_HOLD
+HOLD = LAUNCH_CORDON
 POLL_SECS = 0.2
 
 
@@ -51,13 +51,13 @@ class LaunchedWorkerLink:
 
     def hold(self, url: str) -> None:
         worker = self._fleet.find(url)
-        if worker is not None and HOLD not in worker.holds:
-            self._fleet.hold(worker, HOLD)
+        if worker is not None and HOLD not in worker.cordon_reasons:
+            self._fleet.cordon(worker, HOLD)
 
     def lost(self, url: str, reason: str) -> None:
         worker = self._fleet.find(url)
         if worker is not None:
-            self._fleet.lost(worker, reason, _now())
+            self._fleet.process_exited(worker, reason, _now())
 
     def give_up(self, url: str) -> None:
         """Nobody will restart it: nobody need probe it, until an operator revives it."""
@@ -83,9 +83,9 @@ class LaunchedWorkerLink:
         """
         worker = self._fleet.find(url)
         if worker is not None:
-            if not worker.machine.declared_dead:
+            if not worker.health.declared_dead:
                 self._fleet.revive(worker, _now())
-            self._fleet.release(worker, HOLD)
+            self._fleet.uncordon(worker, HOLD)
             for _ in range(self._config_store.config.health.success_threshold):
                 await self._prober.probe_once(worker)
         return worker
@@ -96,7 +96,7 @@ class LaunchedWorkerLink:
         Takes the worker itself: one that the configuration dropped is no longer found by its URL.
         """
         with trio.move_on_after(self._config_store.config.server.drain_timeout_secs):
-            await self._fleet.agreed()
+            await self._fleet.await_replicated()
             while worker.in_flight:  # noqa: ASYNC110  # the door counts in plain ints, it rings no bell
                 await trio.sleep(POLL_SECS)
 

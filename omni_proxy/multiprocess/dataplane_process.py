@@ -162,7 +162,7 @@ class DataPlaneProcess:
             case Forget(serial):
                 worker = self.fleet.serial(serial)
                 if worker is not None:
-                    self.fleet.forgotten(worker)
+                    self.fleet.cache_cleared(worker)
             case DrainCommand():
                 self.door.begin_drain()
                 self._leaving.set()

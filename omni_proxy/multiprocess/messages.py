@@ -87,22 +87,22 @@ class Failed(Struct, frozen=True, tag=True):
     status: int | None
     error: str
     at: datetime
-    trial: int
+    half_open_id: int
 
 
 class Good(Struct, frozen=True, tag=True):
     serial: int
-    trial: int
+    half_open_id: int
 
 
 class TrialBegan(Struct, frozen=True, tag=True):
     serial: int
-    trial: int
+    half_open_id: int
 
 
 class TrialEnded(Struct, frozen=True, tag=True):
     serial: int
-    trial: int
+    half_open_id: int
 
 
 class KeptVoices(Struct, frozen=True, tag=True):

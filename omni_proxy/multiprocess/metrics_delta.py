@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.request_counters import none_yet
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import Worker, zero_counters
 from omni_proxy.multiprocess.messages import CellTally, EndTally, SlotTally, Spread, Tally
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.telemetry.histogram import Histogram, LateHistogram
@@ -108,7 +107,7 @@ def add(tally: Tally, meters: Metrics, recent: RecentWindow, find: Find) -> None
     for serial, traffic, routed, succeeded, failed in tally.worker_ends:
         worker = find(serial)
         if worker is not None:
-            worker.count(traffic, routed=routed, succeeded=succeeded, failed=failed)
+            worker.add_counts(traffic, routed=routed, succeeded=succeeded, failed=failed)
 
 
 def _serial(worker: Worker | None) -> int:
@@ -145,7 +144,7 @@ def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
         for traffic in {**routed, **succeeded, **failed}:
             ends = (succeeded.get(traffic, 0), failed.get(traffic, 0))
             rows.append((_serial(worker), traffic, routed.get(traffic, 0), *ends))
-        worker.counts = none_yet()
+        worker.counts = zero_counters()
     return rows
 
 

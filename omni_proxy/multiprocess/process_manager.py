@@ -1,6 +1,6 @@
 """The doors as control leads them: how many, what they know, what they must have heard.
 
-Invariant: what `agreed` waits for is in force at every door that serves: one that does not
+Invariant: what `await_replicated` waits for is in force at every door that serves: one that does not
 acknowledge in time is killed, for a door that can't be told anything must not route. A door that
 ends unasked is replaced, and what it had in flight is taken off the counts.
 """
@@ -92,7 +92,7 @@ class ProcessManager:
         fleet.watch(lambda: self._dirty.set())
         door.voices.watch(lambda: self._dirty.set())
         door.voices.watch_names(lambda: self._dirty.set())
-        fleet.watch_forgotten(self._forgotten)
+        fleet.watch_cache_cleared(self._forgotten)
 
     @property
     def links(self) -> list[ProcessHandle]:
@@ -145,7 +145,7 @@ class ProcessManager:
             spent_secs = trio.current_time() - began
             await trio.sleep(max(NEWS_SECS, NEWS_PAUSES * spent_secs))
 
-    async def agreed(self) -> None:
+    async def await_replicated(self) -> None:
         """Until everything that is so now is so at every door that serves."""
         self._publish()
         for link in [link for link in self.links if link.ready]:

@@ -15,7 +15,7 @@ from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.fleet.worker_state import ELSEWHERE, WorkerState, put
+from omni_proxy.fleet.worker_state import HALF_OPEN_ELSEWHERE, WorkerState, apply_state
 from omni_proxy.multiprocess.messages import Failed, Good, ToControl, TrialBegan, TrialEnded
 from omni_proxy.multiprocess.shared_counters import Cells, SharedCounters, fence
 
@@ -119,22 +119,22 @@ class ReplicatedFleet(Fleet):
         worker = self._by_url.get(row.entry.url)
         if worker is None:
             return False
-        moved, trial = put(worker, row), worker.machine.trial
-        self._given[worker] = row.trials
+        moved, half_open_id = apply_state(worker, row), worker.health.half_open_id
+        self._given[worker] = row.half_open_count
         if worker not in self._begun:
-            owed = row.owes and row.state is Health.HEALTHY
-            blocked = row.blocked or row.trials < self._known.get(worker, 0)
-            worker.machine.trial = ELSEWHERE if owed and blocked else 0
+            owed = row.breaker_tripped and row.state is Health.HEALTHY
+            blocked = row.half_open_taken or row.half_open_count < self._known.get(worker, 0)
+            worker.health.half_open_id = HALF_OPEN_ELSEWHERE if owed and blocked else 0
             if not owed:
                 self._known.pop(worker, None)
-        return moved or trial != worker.machine.trial
+        return moved or half_open_id != worker.health.half_open_id
 
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
-        if self.limited or self._now() >= self._recount_at:
+        if self.has_inflight_limits or self._now() >= self._recount_at:
             self.recount()
         return super().candidates(model, mask)
 
-    def overfilled(self, worker: Worker) -> bool:
+    def is_over_limit(self, worker: Worker) -> bool:
         """Each counts first and looks then, so of two at the same place one at least sees it."""
         if not worker.max_inflight or not isinstance(worker, SharedWorker):
             return False
@@ -151,31 +151,31 @@ class ReplicatedFleet(Fleet):
         self._recount_at = self._now() + max(LEAST_PAUSE_SECS, cells * PAUSE_SECS_PER_CELL)
 
     def observe_request_failure(
-        self, worker: Worker, *, status: int | None, error: str, at: datetime, trial: int = 0
+        self, worker: Worker, *, status: int | None, error: str, at: datetime, half_open_id: int = 0
     ) -> None:
         if isinstance(worker, SharedWorker):
-            self._tell(Failed(worker.serial, status, error, at, trial))
-            worker.machine.failed_tries += 1  # so that a good answer is told too
+            self._tell(Failed(worker.serial, status, error, at, half_open_id))
+            worker.health.failed_requests += 1  # so that a good answer is told too
 
-    def observe_good_answer(self, worker: Worker, trial: int = 0) -> None:
+    def observe_success(self, worker: Worker, half_open_id: int = 0) -> None:
         if isinstance(worker, SharedWorker):
-            self._tell(Good(worker.serial, trial))
-            worker.machine.failed_tries = 0  # once is enough
+            self._tell(Good(worker.serial, half_open_id))
+            worker.health.failed_requests = 0  # once is enough
 
-    def begin_trial(self, worker: Worker) -> int:
-        trial = super().begin_trial(worker)
+    def begin_half_open(self, worker: Worker) -> int:
+        half_open_id = super().begin_half_open(worker)
         if isinstance(worker, SharedWorker):
-            self._begun[worker] = trial
+            self._begun[worker] = half_open_id
             self._known[worker] = self._given.get(worker, 0) + 1
-            self._tell(TrialBegan(worker.serial, trial))
-        return trial
+            self._tell(TrialBegan(worker.serial, half_open_id))
+        return half_open_id
 
-    def end_trial(self, worker: Worker, trial: int) -> None:
+    def end_half_open(self, worker: Worker, half_open_id: int) -> None:
         """Who may begin the next one, if any, control will say."""
-        if self._begun.get(worker) != trial:
+        if self._begun.get(worker) != half_open_id:
             return
         del self._begun[worker]
         if isinstance(worker, SharedWorker):
-            self._tell(TrialEnded(worker.serial, trial))
-        worker.machine.trial = ELSEWHERE if worker.machine.trial_owed else 0
+            self._tell(TrialEnded(worker.serial, half_open_id))
+        worker.health.half_open_id = HALF_OPEN_ELSEWHERE if worker.health.breaker_tripped else 0
         self._changed(worker)

@@ -70,14 +70,14 @@ class ReportHandler:
             case Failed(serial, status, error, at, trial):
                 number = link.trials.get((serial, trial), 0)
                 fleet.observe_request_failure(
-                    worker, status=status, error=error, at=at, trial=number
+                    worker, status=status, error=error, at=at, half_open_id=number
                 )
             case Good(serial, trial):
-                fleet.observe_good_answer(worker, link.trials.get((serial, trial), 0))
+                fleet.observe_success(worker, link.trials.get((serial, trial), 0))
             case TrialBegan(serial, trial):
-                link.trials[serial, trial] = fleet.begin_trial(worker)
+                link.trials[serial, trial] = fleet.begin_half_open(worker)
             case TrialEnded(serial, trial):
-                fleet.end_trial(worker, link.trials.pop((serial, trial), 0))
+                fleet.end_half_open(worker, link.trials.pop((serial, trial), 0))
             case KeptVoices():
                 self.door.keep_voices_at(worker)
 
@@ -86,7 +86,7 @@ class ReportHandler:
         for (serial, _), trial in link.trials.items():
             worker = self.roster.find(serial)
             if worker is not None:
-                self.fleet.end_trial(worker, trial)
+                self.fleet.end_half_open(worker, trial)
         link.trials.clear()
         if isinstance(link.stand, ProcessStats):
             self.gone.update(link.stand.counts)

@@ -57,7 +57,7 @@ class SharedDataPlane(DataPlane):
         self._own = total - self._others
         self._row[DOOR_CELL] = self._own
 
-    def overfilled(self) -> bool:
+    def is_over_limit(self) -> bool:
         fence()
         return self.in_flight > self.config.server.max_inflight
 

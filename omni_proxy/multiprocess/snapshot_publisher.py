@@ -59,7 +59,7 @@ class SnapshotPublisher:
         owed = [
             self._roster.serial(worker)
             for worker in self._fleet.workers
-            if worker.machine.on_trial and not worker.machine.trial
+            if worker.health.is_half_open and not worker.health.half_open_id
         ]
         by_index = {link.index: link for link in links if link.listening}
         acked = {index: link.acked for index, link in by_index.items()}
@@ -84,11 +84,11 @@ class SnapshotPublisher:
         self, link: ProcessHandle, rows: tuple[WorkerState, ...]
     ) -> tuple[WorkerState, ...]:
         """A trial that nobody runs is blocked for all but the one that may begin it."""
-        if not any(row.owes for row in rows):
+        if not any(row.breaker_tripped for row in rows):
             return rows
         return tuple(
-            structs.replace(row, blocked=True)
-            if row.owes and row.state is Health.HEALTHY and not self._may(link, row)
+            structs.replace(row, half_open_taken=True)
+            if row.breaker_tripped and row.state is Health.HEALTHY and not self._may(link, row)
             else row
             for row in rows
         )

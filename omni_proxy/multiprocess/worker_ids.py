@@ -11,7 +11,7 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.fleet.worker_state import WorkerState, row_of
+from omni_proxy.fleet.worker_state import WorkerState, worker_state
 from omni_proxy.multiprocess.shared_counters import CELLS, FreeSlots, SharedCounters
 from omni_proxy.multiprocess.shared_dataplane import DOOR_CELL
 
@@ -53,7 +53,7 @@ class WorkerIds:
         return self._place(worker)[0]
 
     def rows(self) -> tuple[WorkerState, ...]:
-        return tuple(row_of(worker, *self._place(worker)) for worker in self._fleet.workers)
+        return tuple(worker_state(worker, *self._place(worker)) for worker in self._fleet.workers)
 
     def _place(self, worker: Worker) -> tuple[int, int]:
         place = self._known.get(worker)

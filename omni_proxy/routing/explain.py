@@ -47,7 +47,7 @@ def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -
                 "eligible": not reasons,
                 "reasons": reasons,
                 "in_flight": worker.in_flight,
-                "health_state": worker.machine.state.value,
+                "health_state": worker.health.state.value,
                 "weight_version": worker.weight_version,
                 "weight_epoch": worker.weight_epoch,
             }

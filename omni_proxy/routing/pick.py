@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from omni_proxy.fleet.capabilities import names_in
+from omni_proxy.fleet.capabilities import capability_names
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
+from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.routes import NAMED, UNPINNED, VOICE_OWNER
@@ -29,7 +29,7 @@ def eligible_workers(fleet: Fleet, need: Requirements, owner: str = "") -> Seque
         candidates = filter_by_version(need, candidates)
     if need.pinning is not UNPINNED:
         candidates = _placed(fleet, need, candidates, owner)
-    if fleet.limited:
+    if fleet.has_inflight_limits:
         candidates = [worker for worker in candidates if has_room(worker)]
     return candidates
 
@@ -81,13 +81,13 @@ def ineligibility_reasons(
     reasons = []
     if worker.disabled:
         reasons.append("disabled")
-    if worker.machine.state.value != "healthy":
-        error = worker.machine.last_error
-        reasons.append(f"{worker.machine.state.value}" + (f" ({error})" if error else ""))
-    elif worker.machine.trial:
+    if worker.health.state.value != "healthy":
+        error = worker.health.last_error
+        reasons.append(f"{worker.health.state.value}" + (f" ({error})" if error else ""))
+    elif worker.health.half_open_id:
         reasons.append("on trial: one request at a time until one succeeds")
-    reasons += [f"held: {hold}" for hold in sorted(worker.holds)]
-    missing = names_in(need.mask & ~worker.mask)
+    reasons += [f"held: {hold}" for hold in sorted(worker.cordon_reasons)]
+    missing = capability_names(need.mask & ~worker.mask)
     if missing:
         reasons.append("lacks " + ", ".join(missing))
     if need.model and worker.model != need.model and _model_counts(fleet, need):
@@ -140,8 +140,10 @@ def workers_held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -
         if code == "all_held":
             break
         left = narrow(left)
-    well = [worker for worker in left if worker.machine.state is Health.HEALTHY] or left
-    return well if all(w.holds and w.holds <= WEIGHT_HOLDS for w in well) else []
+    well = [worker for worker in left if worker.health.state is Health.HEALTHY] or left
+    return (
+        well if all(w.cordon_reasons and w.cordon_reasons <= WEIGHT_CORDONS for w in well) else []
+    )
 
 
 def _meant(fleet: Fleet, need: Requirements, owner: str) -> list[Worker]:
@@ -158,7 +160,7 @@ def _meant(fleet: Fleet, need: Requirements, owner: str) -> list[Worker]:
 
 def _by_weights(held: Iterable[Worker]) -> tuple[str, str]:
     """The code names what is likely to end first."""
-    holds = {hold for worker in held for hold in worker.holds}
+    holds = {hold for worker in held for hold in worker.cordon_reasons}
     words = " or ".join(words for hold, words in _HELD_WORDS.items() if hold in holds)
     why = f"every worker that could take it is {words}"
     if "updating" in holds:
@@ -223,8 +225,10 @@ def _steps(need: Requirements) -> Iterator[_Step]:
     )
     yield (
         "all_held",
-        lambda left: "every worker that could take it is held: " + _each(w.holds for w in left),
-        lambda left: [worker for worker in left if not worker.holds],
+        lambda left: (
+            "every worker that could take it is held: " + _each(w.cordon_reasons for w in left)
+        ),
+        lambda left: [worker for worker in left if not worker.cordon_reasons],
     )
     yield (
         "none_healthy",
@@ -242,7 +246,7 @@ def _steps(need: Requirements) -> Iterator[_Step]:
 
 
 def _standing(worker: Worker) -> str:
-    return "on trial" if worker.machine.on_trial else worker.machine.state.value
+    return "on trial" if worker.health.is_half_open else worker.health.state.value
 
 
 def _missing(workers: list[Worker], need: Requirements) -> str:
@@ -251,7 +255,7 @@ def _missing(workers: list[Worker], need: Requirements) -> str:
     for worker in workers:
         had |= worker.mask
     lacking = need.mask & ~had
-    return ", ".join(names_in(lacking)) or "all of " + ", ".join(need.capabilities)
+    return ", ".join(capability_names(lacking)) or "all of " + ", ".join(need.capabilities)
 
 
 def _each(words: Iterable[Iterable[str]]) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from omni_proxy.fleet.capabilities import mask_of
-from omni_proxy.fleet.request_counters import place_of
+from omni_proxy.fleet.capabilities import capability_mask
+from omni_proxy.fleet.worker import counter_offset
 
 
 class BodyKind(Enum):
@@ -52,7 +52,7 @@ class Route:
     counter_index: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counter_index", place_of(self.traffic))
+        object.__setattr__(self, "counter_index", counter_offset(self.traffic))
 
 
 def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) -> Route:
@@ -61,7 +61,7 @@ def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) ->
         path,
         frozenset(str(methods).split()),
         traffic,
-        mask_of([needs]),
+        capability_mask([needs]),
         body,
         **more,  # type: ignore[arg-type]
     )
@@ -84,15 +84,15 @@ _ROWS = (
 _EXACT = {row.path: row for row in _ROWS}
 _SPEECH_STREAM = Route(
     "/v1/audio/speech/stream", frozenset(("GET",)), "tts_websocket",
-    mask_of(["speech", "streaming"]), BodyKind.OPAQUE, websocket=True,
+    capability_mask(["speech", "streaming"]), BodyKind.OPAQUE, websocket=True,
 )  # fmt: skip
 _OUTCOME = Route(
     "/v1/audio/speech/{request_id}", frozenset(("GET",)), "speech_outcome",
-    mask_of(["speech"]), BodyKind.OPAQUE, Pinning.NAMED,
+    capability_mask(["speech"]), BodyKind.OPAQUE, Pinning.NAMED,
 )  # fmt: skip
 _VOICE = Route(
     "/v1/audio/voices/{name}", frozenset(("DELETE",)), "voice_control",
-    mask_of(["speech"]), BodyKind.OPAQUE, Pinning.VOICE_OWNER,
+    capability_mask(["speech"]), BodyKind.OPAQUE, Pinning.VOICE_OWNER,
 )  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
 MODEL_PATHS = tuple(_EXACT)  # those that are spelled out

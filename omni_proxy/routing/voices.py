@@ -46,7 +46,7 @@ def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, need: Requirements
     payload = need.body_fields
     # A session whose first message tells nothing is for any worker to refuse.
     unread = (payload is None or bool(need.large_body_class)) and traffic != "tts_websocket"
-    if unread or (payload is not None and registry.pins(voice_names(payload))):
+    if unread or (payload is not None and registry.requires_owner(voice_names(payload))):
         need.pinning = VOICE_OWNER
         need.mask |= AUDIO
 

@@ -232,7 +232,7 @@ class ConfigStore:
         self._note_failures()
         await self._kept.keep(self.state_file, state)
         applied = ChangeResult("applied", self.revision, told)
-        await self.fleet.agreed()
+        await self.fleet.await_replicated()
         return applied
 
     def _apply(self, new: Config, state: SavedState, commits: list[Callable[[], None]]) -> None:
@@ -242,7 +242,9 @@ class ConfigStore:
         self.state_file = state_path(self.startup, new)
         self.revision += 1
         self._failures.clear()
-        self.fleet.thresholds = thresholds_of(new, apart=self.startup.dialect == "sglang")
+        self.fleet.thresholds = thresholds_of(
+            new, probe_failures_only=self.startup.dialect == "sglang"
+        )
         wanted = desired_workers(new, self.startup.flag_urls, state)
         self._attempt(partial(self.fleet.apply, wanted, datetime.now(UTC)))  # or what watches it
         for commit in commits:

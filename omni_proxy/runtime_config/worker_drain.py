@@ -132,7 +132,9 @@ class WorkerDrains:
 
     async def _look(self, drain: WorkerDrain, nursery: trio.Nursery) -> None:
         worker = drain.worker
-        await self._fleet.agreed()  # else a door that has not heard yet could still send to it
+        await (
+            self._fleet.await_replicated()
+        )  # else a door that has not heard yet could still send to it
         empty = not worker.in_flight
         if not empty and trio.current_time() < drain.ends_at:
             return
@@ -196,7 +198,7 @@ _log = logging.getLogger(__name__)
 
 async def wait_idle(workers: Sequence[Worker], within_secs: float, what: str) -> None:
     """0 s is no wait at all."""
-    held = [worker for worker in workers if worker.holds]
+    held = [worker for worker in workers if worker.cordon_reasons]
     if not within_secs:
         return
     with trio.move_on_after(within_secs) as scope:

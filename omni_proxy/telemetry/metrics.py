@@ -264,7 +264,7 @@ class Metrics:
         self.ejections[worker] += 1
 
     def _changed(self, worker: Worker, _: Health) -> None:
-        self.health_changes[worker, worker.machine.state] += 1
+        self.health_changes[worker, worker.health.state] += 1
 
     def _follow_fleet(self) -> None:
         members = self._fleet.workers

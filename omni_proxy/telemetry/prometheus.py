@@ -108,7 +108,7 @@ STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
 # at 1 hides its first increase from rate().
 WHILE_TRUE: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_disabled", "1 while an operator keeps it out", lambda w: w.disabled),
-    ("worker_on_trial", "1 while it gets one request at a time", lambda w: w.machine.on_trial),
+    ("worker_on_trial", "1 while it gets one request at a time", lambda w: w.health.is_half_open),
 )
 
 
@@ -169,7 +169,7 @@ def of_fleet(fleet: Fleet) -> Iterator[Metric]:
     workers = fleet.workers
     states = [
         ((name.removesuffix("_workers"),), count)
-        for name, count in fleet.counts().items()
+        for name, count in fleet.count_by_state().items()
         if name != "total_workers"
     ]
     yield from gauges("workers", "Workers in the fleet, by state", ("state",), states)
@@ -178,11 +178,11 @@ def of_fleet(fleet: Fleet) -> Iterator[Metric]:
     for name, text, told in WHILE_TRUE:
         rows = (((w.url,), value) for w in workers if (value := told(w)))
         yield from gauges(name, text, ("worker",), rows)
-    trials = (((w.url,), w.machine.trials) for w in workers)
+    trials = (((w.url,), w.health.half_open_count) for w in workers)
     yield from counters("worker_trials", "Trial requests that it was given", ("worker",), trials)
-    health = (((w.url, w.machine.state.value), 1) for w in workers)
+    health = (((w.url, w.health.state.value), 1) for w in workers)
     yield from gauges("worker_health", "1 for its state", ("worker", "state"), health)
-    held = (((w.url, reason), 1) for w in workers for reason in sorted(w.holds))
+    held = (((w.url, reason), 1) for w in workers for reason in sorted(w.cordon_reasons))
     text = "1 for each reason of ours to keep it out"
     yield from gauges("worker_held", text, ("worker", "reason"), held)
     info = (((w.url, w.model or "", w.origin), 1) for w in workers)

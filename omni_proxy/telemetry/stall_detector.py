@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Final
 
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.request_counters import FAILED, ROUTED, SUCCEEDED, place_of
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import FAILED, ROUTED, SUCCEEDED, Worker, counter_offset
 from omni_proxy.telemetry.histogram import quantile
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
@@ -73,6 +72,6 @@ def _busy(worker: Worker) -> bool:
     if not worker.in_flight:
         return False
     routed, succeeded, failed = (
-        worker.counts[place_of(SESSIONS) + kind] for kind in (ROUTED, SUCCEEDED, FAILED)
+        worker.counts[counter_offset(SESSIONS) + kind] for kind in (ROUTED, SUCCEEDED, FAILED)
     )
     return worker.in_flight > routed - succeeded - failed

@@ -94,7 +94,7 @@ class ProberStandIn:
 
     async def probe_once(self, worker):
         self.probed.append(worker.url)
-        epoch = worker.machine.epoch
+        epoch = worker.health.epoch
         self.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=epoch)
 
 
@@ -140,7 +140,7 @@ class House(SimpleNamespace):
         """Wait for the label of every worker, which the desk asks for when one comes up."""
         with trio.fail_after(30):
             for worker in self.fleet.workers:
-                self.fleet.forgotten(worker)
+                self.fleet.cache_cleared(worker)
             await at_rest()
 
     def healthy(self, *urls):
@@ -148,7 +148,7 @@ class House(SimpleNamespace):
             worker = self.worker(url)
             for _ in range(self.fleet.thresholds.rise):
                 self.fleet.observe_probe(
-                    worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch
+                    worker, status=200, error=None, at=NOW, epoch=worker.health.epoch
                 )
 
 

@@ -19,7 +19,7 @@ from omni_proxy.dataplane.exchange import exchange
 from omni_proxy.dataplane.exchange import fast_path as short_ways
 from omni_proxy.dataplane.exchange.fast_path import FastPath, FastPathCache
 from omni_proxy.dataplane.loop.task import pause
-from omni_proxy.fleet.weight_version import UNKNOWN
+from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
 from omni_proxy.telemetry import metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.dataplane.by_hand import ByHand, heard
@@ -300,7 +300,7 @@ class World(ByHand):
 
     def eject(self, worker):
         """For failed requests; good probes let it back, and it owes a trial."""
-        while not worker.machine.trial_owed:
+        while not worker.health.breaker_tripped:
             self.blame(worker)
         heal(self.fleet, worker)
         self.turn()
@@ -372,9 +372,9 @@ def both(listeners, script, config="", *, warm=6):
 
 
 def _of(worker):
-    machine = worker.machine
+    machine = worker.health
     return (
         worker.url, worker.in_flight, worker.peak_in_flight, list(worker.counts),
-        worker.version is UNKNOWN, machine.state, machine.failed_tries, machine.trial,
-        machine.trial_owed, machine.last_error, machine.consecutive_failures,
+        worker.version is UNKNOWN_VERSION, machine.state, machine.failed_requests, machine.half_open_id,
+        machine.breaker_tripped, machine.last_error, machine.consecutive_failures,
     )  # fmt: skip

@@ -158,7 +158,7 @@ class Setting:
             yield socket
 
     def machine(self, index=0):
-        return self.fleet.find(self.workers[index].url).machine
+        return self.fleet.find(self.workers[index].url).health
 
     def counts(self, index=0):
         worker = self.fleet.find(self.workers[index].url)

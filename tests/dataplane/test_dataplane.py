@@ -41,7 +41,7 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
             return {"picks": 7}
 
     door.policy = Listening()
-    fleet.forgotten(fleet.workers[1])
+    fleet.cache_cleared(fleet.workers[1])
     fleet.apply([entry("b")], NOW)
     door._sweep()
     assert heard == ["http://b:1", "http://a:1", door.loop.now]

@@ -136,7 +136,7 @@ def test_idle_secs_ends_abnormally_with_an_error_event(by_hand, sent):
     runs_out(door, "relay" if sent else "first", 300)
     answer, end = heard(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
-    assert door.fleet.workers[0].machine.consecutive_failures == 1
+    assert door.fleet.workers[0].health.consecutive_failures == 1
 
 
 def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(by_hand):
@@ -150,7 +150,7 @@ def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(by_hand):
             door.tell(worker, bytes(65536))
     runs_out(door, "client", 300)
     assert (door.log[0]["outcome"], door.log[0]["ended_by"]) == ("client_stalled", "client")
-    assert door.fleet.workers[0].machine.consecutive_failures == 0
+    assert door.fleet.workers[0].health.consecutive_failures == 0
 
 
 def test_queue_timeout_secs_ends_with_503(by_hand):
@@ -185,7 +185,7 @@ def test_request_timeout_secs_cuts_an_answer_that_has_begun(by_hand):
     answer, end = heard(client)
     assert (answer.count(b"more"), end) == (6, "closed")
     assert door.log[0]["outcome"] == "timed_out"
-    assert door.fleet.workers[0].machine.consecutive_failures == 0
+    assert door.fleet.workers[0].health.consecutive_failures == 0
 
 
 def test_request_timeout_secs_leaves_streams_alone(by_hand):

@@ -10,7 +10,7 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.dataplane.exchange.exchange import Exchange, settle
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
 from omni_proxy.dataplane.upstream.acquire import take
-from omni_proxy.fleet.capabilities import BIT
+from omni_proxy.fleet.capabilities import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import fleet_of
@@ -25,7 +25,7 @@ class Waiter(ConnectionTask):
         self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
         self.mine = Exchange(self.loop.now, "test")
-        self.mine.need = Requirements(BIT["chat"], model, version_constraint=version)
+        self.mine.need = Requirements(CAPABILITY_BITS["chat"], model, version_constraint=version)
         self.refusal = None
         self.wants = ""  # what it waits for, and since when
         self.joined = 0

@@ -24,7 +24,7 @@ def entry(name: str, **fields: object) -> WorkerSpec:
 
 def heal(fleet: Fleet, worker: Worker) -> None:
     for _ in range(fleet.thresholds.rise):
-        fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch)
+        fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.health.epoch)
 
 
 def fleet_of(*entries: WorkerSpec, healthy: bool = True) -> Fleet:

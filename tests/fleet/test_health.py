@@ -43,7 +43,7 @@ class Naive:
         self.row.append(event)
         if good:
             self.since_ejected = []
-        elif not (self.thresholds.apart and event == "request failed"):
+        elif not (self.thresholds.probe_failures_only and event == "request failed"):
             self.since_ejected = [*self.since_ejected, event]
 
     def probe_good(self):
@@ -61,10 +61,13 @@ class Naive:
             return
         self.add("request failed")
         self.unanswered += 1
-        enough = len(self.since_ejected) >= self.thresholds.fall and not self.thresholds.apart
+        enough = (
+            len(self.since_ejected) >= self.thresholds.fall
+            and not self.thresholds.probe_failures_only
+        )
         if enough and "probe failed" in self.row:
             self.go(self.thresholds.on_threshold)
-        elif enough or 0 < self.thresholds.tries <= self.unanswered:
+        elif enough or 0 < self.thresholds.max_failed_requests <= self.unanswered:
             self.eject()
 
     def eject(self):
@@ -109,11 +112,13 @@ class Naive:
 
 class HealthLife(RuleBasedStateMachine):
     @initialize(
-        rise=st.integers(1, 3), fall=st.integers(1, 4), tries=st.integers(0, 3),
-        on_threshold=STATES, eject=STATES, apart=st.booleans(),
+        rise=st.integers(1, 3), fall=st.integers(1, 4), max_failed_requests=st.integers(0, 3),
+        on_threshold=STATES, eject=STATES, probe_failures_only=st.booleans(),
     )  # fmt: skip
-    def begin(self, rise, fall, tries, on_threshold, eject, apart):
-        self.thresholds = Thresholds(rise, fall, on_threshold, eject, tries, apart)
+    def begin(self, rise, fall, max_failed_requests, on_threshold, eject, probe_failures_only):
+        self.thresholds = Thresholds(
+            rise, fall, on_threshold, eject, max_failed_requests, probe_failures_only
+        )
         self.machine, self.naive, self.now = HealthMachine(NOW), Naive(self.thresholds), NOW
         self.trial = self.old_trial = 0
         self.last = ""
@@ -127,56 +132,61 @@ class HealthLife(RuleBasedStateMachine):
 
     @rule()
     def a_probe_is_good(self):
-        self.machine.succeed(self.thresholds, self.passes("probe good"), 200)
+        self.machine.record_probe_success(self.thresholds, self.passes("probe good"), 200)
 
     @rule()
     def a_probe_fails(self):
-        self.machine.fail_probe(self.thresholds, self.passes("probe failed"), None, "refused")
+        self.machine.record_probe_failure(
+            self.thresholds, self.passes("probe failed"), None, "refused"
+        )
 
     @rule(old=st.booleans())
     def a_request_fails(self, old):
         trial = self.old_trial if old else 0
-        before = self.machine.state, self.machine.trial_owed
-        ejected = self.machine.fail_request(
+        before = self.machine.state, self.machine.breaker_tripped
+        ejected = self.machine.record_request_failure(
             self.thresholds, self.passes("request failed"), 502, "bad gateway", trial
         )
         assert ejected == (
-            (self.machine.state, self.machine.trial_owed) != before and (self.machine.trial_owed)
+            (self.machine.state, self.machine.breaker_tripped) != before
+            and (self.machine.breaker_tripped)
         )
 
     @rule(old=st.booleans())
     def a_request_is_answered_well(self, old):
         self.passes("request good")
-        assert not self.machine.answer_well(self.old_trial if old else 0)
+        assert not self.machine.record_request_success(self.old_trial if old else 0)
 
-    @precondition(lambda self: self.machine.on_trial and not self.machine.trial)
+    @precondition(lambda self: self.machine.is_half_open and not self.machine.half_open_id)
     @rule()
     def a_trial_begins(self):
         self.passes("trial begins")
-        self.trial = self.machine.begin_trial()
+        self.trial = self.machine.begin_half_open()
 
     @precondition(lambda self: self.trial)
     @rule(end=st.sampled_from(["trial failed", "trial good", "trial without verdict"]))
     def a_trial_ends(self, end):
         self.old_trial, self.trial = self.trial, 0
-        runs = self.machine.trial == self.old_trial
+        runs = self.machine.half_open_id == self.old_trial
         at = self.passes(end if runs else "request failed" if end == "trial failed" else "nothing")
         if end == "trial failed":
-            told = self.machine.fail_request(self.thresholds, at, None, "reset", self.old_trial)
+            told = self.machine.record_request_failure(
+                self.thresholds, at, None, "reset", self.old_trial
+            )
         elif end == "trial good":
-            told = self.machine.answer_well(self.old_trial)
+            told = self.machine.record_request_success(self.old_trial)
         else:
-            told = self.machine.end_trial(self.old_trial)
+            told = self.machine.end_half_open(self.old_trial)
         assert told == runs or end == "trial failed"
 
     @rule()
     def its_process_ends(self):
-        self.machine.lose(self.passes("process ended"), "SIGKILL")
+        self.machine.process_exited(self.passes("process ended"), "SIGKILL")
 
     @rule()
     def an_operator_buries_it(self):
         epoch = self.machine.epoch
-        self.machine.kill(self.passes("killed"))
+        self.machine.mark_dead(self.passes("killed"))
         assert self.machine.epoch > epoch
 
     @rule()
@@ -190,13 +200,13 @@ class HealthLife(RuleBasedStateMachine):
         machine, naive = self.machine, self.naive
         told = machine.state, machine.consecutive_successes, machine.consecutive_failures
         assert told == (naive.state, *naive.counts)
-        assert machine.on_trial == (naive.owes and naive.state is Health.HEALTHY)
-        assert bool(machine.trial) == naive.trying
-        assert machine.failed_tries == naive.unanswered
+        assert machine.is_half_open == (naive.owes and naive.state is Health.HEALTHY)
+        assert bool(machine.half_open_id) == naive.trying
+        assert machine.failed_requests == naive.unanswered
 
     @invariant()
     def who_is_on_trial_has_something_to_make_good(self):
-        assert self.machine.failed_tries or not self.machine.on_trial
+        assert self.machine.failed_requests or not self.machine.is_half_open
 
     @invariant()
     def since_moves_with_the_state_only(self):
@@ -225,16 +235,18 @@ def machine_of(thresholds, *events):
 def tell(machine, thresholds, event):
     match event:
         case "good probe":
-            machine.succeed(thresholds, NOW, 200)
+            machine.record_probe_success(thresholds, NOW, 200)
         case "bad probe":
-            machine.fail_probe(thresholds, NOW, None, "refused")
+            machine.record_probe_failure(thresholds, NOW, None, "refused")
         case "bad request":
-            machine.fail_request(thresholds, NOW, 502, "bad gateway")
+            machine.record_request_failure(thresholds, NOW, 502, "bad gateway")
         case "good request":
-            machine.answer_well(0)
+            machine.record_request_success(0)
 
 
-PLAIN = Thresholds(rise=2, fall=3, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, tries=3)
+PLAIN = Thresholds(
+    rise=2, fall=3, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, max_failed_requests=3
+)
 UP = ("good probe", "good probe")
 
 
@@ -246,17 +258,19 @@ def test_request_failures_alone_eject_and_one_failed_probe_makes_it_the_threshol
 
 
 def test_one_failed_probe_does_not_save_it_from_its_failed_requests():
-    patient = Thresholds(fall=10, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, tries=3)
+    patient = Thresholds(
+        fall=10, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, max_failed_requests=3
+    )
     machine = machine_of(patient, *UP, "bad probe", "bad request", "bad request")
     assert machine.state is Health.HEALTHY
     tell(machine, patient, "bad request")
-    assert (machine.state, machine.trial_owed) == (Health.UNHEALTHY, True)
+    assert (machine.state, machine.breaker_tripped) == (Health.UNHEALTHY, True)
 
 
 def test_a_good_answer_in_between_begins_the_run_anew():
     events = ("bad request", "bad request", "good request", "bad request", "bad request")
     machine = machine_of(PLAIN, *UP, *events)
-    assert (machine.state, machine.failed_tries) == (Health.HEALTHY, 2)
+    assert (machine.state, machine.failed_requests) == (Health.HEALTHY, 2)
     tell(machine, PLAIN, "bad request")
     assert machine.state is Health.UNHEALTHY
 
@@ -267,7 +281,7 @@ def test_good_probes_do_not_hide_that_every_request_fails():
 
 
 def test_with_no_bound_on_tries_the_failure_threshold_still_counts():
-    never = Thresholds(fall=4, eject=Health.UNHEALTHY, tries=0)
+    never = Thresholds(fall=4, eject=Health.UNHEALTHY, max_failed_requests=0)
     machine = machine_of(never, *UP, *["bad request"] * 3)
     assert machine.state is Health.HEALTHY
     tell(machine, never, "bad request")
@@ -276,7 +290,9 @@ def test_with_no_bound_on_tries_the_failure_threshold_still_counts():
 
 @pytest.mark.parametrize(("tries", "failed"), [(0, 50), (10, 9)])
 def test_counted_apart_only_the_bound_on_tries_ejects_for_failed_requests(tries, failed):
-    apart = Thresholds(fall=2, eject=Health.UNHEALTHY, tries=tries, apart=True)
+    apart = Thresholds(
+        fall=2, eject=Health.UNHEALTHY, max_failed_requests=tries, probe_failures_only=True
+    )
     machine = machine_of(apart, *UP, *["bad request"] * failed)
     assert machine.state is Health.HEALTHY
     tell(machine, apart, "bad probe")
@@ -301,44 +317,48 @@ def test_requests_from_before_the_ejection_say_nothing_more():
     machine = machine_of(PLAIN, *UP, *["bad request"] * 3, "good probe")
     for event in ("bad request", "good request", "good probe"):
         tell(machine, PLAIN, event)
-    assert (machine.state, machine.on_trial) == (Health.HEALTHY, True)
+    assert (machine.state, machine.is_half_open) == (Health.HEALTHY, True)
     for event in ("good request", "bad request"):
         tell(machine, PLAIN, event)
-    assert (machine.state, machine.on_trial) == (Health.HEALTHY, True)
+    assert (machine.state, machine.is_half_open) == (Health.HEALTHY, True)
 
 
 def on_trial():
     machine = machine_of(PLAIN, *UP, *["bad request"] * 3, *UP)
-    assert (machine.state, machine.on_trial, machine.trial) == (Health.HEALTHY, True, 0)
+    assert (machine.state, machine.is_half_open, machine.half_open_id) == (Health.HEALTHY, True, 0)
     return machine
 
 
 def test_a_trial_that_fails_puts_it_out_at_once():
     machine = on_trial()
-    trial = machine.begin_trial()
-    assert machine.fail_request(PLAIN, NOW, None, "reset", trial)
-    assert (machine.state, machine.trial, machine.trial_owed) == (Health.UNHEALTHY, 0, True)
+    trial = machine.begin_half_open()
+    assert machine.record_request_failure(PLAIN, NOW, None, "reset", trial)
+    assert (machine.state, machine.half_open_id, machine.breaker_tripped) == (
+        Health.UNHEALTHY,
+        0,
+        True,
+    )
 
 
 def test_a_trial_that_succeeds_brings_it_back_whole():
     machine = on_trial()
-    assert machine.answer_well(machine.begin_trial())
-    assert (machine.on_trial, machine.failed_tries) == (False, 0)
+    assert machine.record_request_success(machine.begin_half_open())
+    assert (machine.is_half_open, machine.failed_requests) == (False, 0)
     tell(machine, PLAIN, "bad request")
     assert machine.state is Health.HEALTHY
 
 
 def test_the_verdict_of_a_trial_from_before_a_revival_is_void():
     machine = on_trial()
-    trial = machine.begin_trial()
+    trial = machine.begin_half_open()
     machine.revive(NOW)
-    assert not machine.on_trial
-    assert not machine.fail_request(PLAIN, NOW, None, "reset", trial)
+    assert not machine.is_half_open
+    assert not machine.record_request_failure(PLAIN, NOW, None, "reset", trial)
     assert machine.state is Health.HEALTHY
 
 
 def test_a_long_error_is_kept_in_part():
     machine = HealthMachine(NOW)
-    machine.fail_probe(Thresholds(), NOW, 500, "x" * 10_000)
+    machine.record_probe_failure(Thresholds(), NOW, 500, "x" * 10_000)
     assert machine.last_error == "x" * LAST_ERROR_CHARS
     assert machine.last_status_code == 500

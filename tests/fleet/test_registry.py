@@ -2,7 +2,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from omni_proxy.config.schema import CAPABILITIES
-from omni_proxy.fleet.capabilities import mask_of
+from omni_proxy.fleet.capabilities import capability_mask
 from omni_proxy.fleet.health import Health, Thresholds
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
 from tests.fleet.entries import NOW, entry, fleet_of, heal
@@ -71,7 +71,7 @@ class FleetLife(RuleBasedStateMachine):
         worker = self.some(data)
         error = None if good else "refused"
         self.fleet.observe_probe(
-            worker, status=None, error=error, at=NOW, epoch=worker.machine.epoch
+            worker, status=None, error=error, at=NOW, epoch=worker.health.epoch
         )
         if self.health[worker.url] is not Health.DEAD:
             self.health[worker.url] = Health.HEALTHY if good else Health.UNHEALTHY
@@ -82,7 +82,9 @@ class FleetLife(RuleBasedStateMachine):
     def a_request_fails(self, data):
         worker = self.some(data)
         trial = self.trying.get(worker.url, 0)
-        self.fleet.observe_request_failure(worker, status=502, error="x", at=NOW, trial=trial)
+        self.fleet.observe_request_failure(
+            worker, status=502, error="x", at=NOW, half_open_id=trial
+        )
         fresh = worker.url not in self.owing and self.health[worker.url] is not Health.UNHEALTHY
         if self.health[worker.url] is not Health.DEAD and (trial or fresh):
             self.health[worker.url] = Health.UNHEALTHY
@@ -94,7 +96,7 @@ class FleetLife(RuleBasedStateMachine):
     def a_request_is_answered_well(self, data):
         worker = self.some(data)
         trial = self.trying.get(worker.url, 0)
-        self.fleet.observe_good_answer(worker, trial)
+        self.fleet.observe_success(worker, trial)
         if trial:
             self.owing.discard(worker.url)
         self.settle()
@@ -103,20 +105,20 @@ class FleetLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_request_is_taken_to_one_on_trial(self, data):
         worker = self.some(data)
-        if worker.machine.on_trial and worker.routable:
-            self.trying[worker.url] = self.fleet.begin_trial(worker)
+        if worker.health.is_half_open and worker.routable:
+            self.trying[worker.url] = self.fleet.begin_half_open(worker)
 
     @precondition(lambda self: self.trying)
     @rule(data=st.data())
     def a_trial_ends_without_a_verdict(self, data):
         url = data.draw(st.sampled_from(sorted(self.trying)))
-        self.fleet.end_trial(self.fleet.find(url), self.trying.pop(url))
+        self.fleet.end_half_open(self.fleet.find(url), self.trying.pop(url))
 
     @has_workers
     @rule(data=st.data(), good=st.booleans(), age=st.integers(1, 3))
     def a_probe_of_an_older_epoch_ends(self, data, good, age):
         worker = self.some(data)
-        machine = worker.machine
+        machine = worker.health
         before = machine.consecutive_failures, machine.consecutive_successes, machine.state
         self.fleet.observe_probe(
             worker, status=None, error=None if good else "x", at=NOW, epoch=machine.epoch - age
@@ -146,7 +148,7 @@ class FleetLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_process_ends(self, data):
         worker = self.some(data)
-        self.fleet.lost(worker, "SIGKILL", NOW)
+        self.fleet.process_exited(worker, "SIGKILL", NOW)
         if self.health[worker.url] is not Health.DEAD:
             self.health[worker.url] = Health.UNHEALTHY
             self.owing.discard(worker.url)
@@ -157,10 +159,10 @@ class FleetLife(RuleBasedStateMachine):
     def one_is_held_or_released(self, data, reason, on):
         worker = self.some(data)
         if on:
-            self.fleet.hold(worker, reason)
+            self.fleet.cordon(worker, reason)
             self.holds[worker.url].add(reason)
         else:
-            self.fleet.release(worker, reason)
+            self.fleet.uncordon(worker, reason)
             self.holds[worker.url].discard(reason)
 
     def naive_candidates(self, model, needs):
@@ -180,7 +182,7 @@ class FleetLife(RuleBasedStateMachine):
     @rule(model=st.sampled_from([None, "m", "n", "other"]), needs=abilities)
     def candidates_are_asked_for(self, model, needs):
         for _ in range(2):  # the second answer comes out of what was kept
-            found = self.fleet.candidates(model, mask_of(needs))
+            found = self.fleet.candidates(model, capability_mask(needs))
             assert [worker.url for worker in found] == self.naive_candidates(model, needs)
 
     @invariant()
@@ -195,14 +197,16 @@ class FleetLife(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_those_of_the_states(self):
-        counts = self.fleet.counts()
+        counts = self.fleet.count_by_state()
         states = list(self.health.values())
         for state in Health:
             assert counts[f"{state.value}_workers"] == states.count(state)
         assert counts["total_workers"] == len(states)
         assert counts["routable_workers"] == sum(w.routable for w in self.fleet.workers)
-        assert self.fleet.limited == any(each.max_inflight for each in self.entries.values())
-        assert self.fleet.names_models == any(each.model for each in self.entries.values())
+        assert self.fleet.has_inflight_limits == any(
+            each.max_inflight for each in self.entries.values()
+        )
+        assert self.fleet.has_named_models == any(each.model for each in self.entries.values())
 
 
 TestFleetLife = FleetLife.TestCase
@@ -218,10 +222,10 @@ def test_models_that_clients_name_do_not_fill_the_memory():
 def test_watchers_hear_of_health_once_per_change():
     fleet = fleet_of(entry("a"), healthy=False)
     heard = []
-    fleet.watch(lambda: heard.append(fleet.workers[0].machine.state))
+    fleet.watch(lambda: heard.append(fleet.workers[0].health.state))
     (worker,) = fleet.workers
     for _ in range(3):
-        fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.machine.epoch)
+        fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.health.epoch)
     assert heard == [Health.HEALTHY]
 
 
@@ -231,10 +235,10 @@ def test_a_change_is_told_of_one_worker_or_of_all_and_never_both():
     of_all, of_one = [], []
     fleet.watch_members(lambda: of_all.append(len(fleet.workers)))
     fleet.watch_worker(of_one.append)
-    fleet.hold(b, "updating")
-    fleet.versioned(a, "v1", 1)
+    fleet.cordon(b, "updating")
+    fleet.set_version(a, "v1", 1)
     fleet.mark_dead(a, NOW)
-    fleet.release(b, "updating")
+    fleet.uncordon(b, "updating")
     assert (of_all, of_one) == ([], [b, a, a, b])
     fleet.apply([entry("b"), entry("c")], NOW)
     fleet.apply([entry("b", disabled=True), entry("c")], NOW)
@@ -246,7 +250,7 @@ def test_a_failed_request_counts_like_a_failed_probe_but_ejects():
     (worker,) = fleet.workers
     for _ in range(fleet.thresholds.fall):
         fleet.observe_request_failure(worker, status=502, error="status=502", at=NOW)
-    assert worker.machine.state is fleet.thresholds.eject is Health.UNHEALTHY
+    assert worker.health.state is fleet.thresholds.eject is Health.UNHEALTHY
 
 
 def test_a_summary_holds_the_counts_and_every_record():
@@ -271,10 +275,10 @@ def test_what_is_removed_lost_or_flushed_has_forgotten_what_it_had():
     fleet = fleet_of(entry("a"), entry("b"), entry("c"))
     a, b, c = fleet.workers
     heard = []
-    fleet.watch_forgotten(heard.append)
+    fleet.watch_cache_cleared(heard.append)
     fleet.apply([entry("b"), entry("c", disabled=True)], NOW)
-    fleet.lost(b, "SIGKILL", NOW)
-    fleet.forgotten(c)
+    fleet.process_exited(b, "SIGKILL", NOW)
+    fleet.cache_cleared(c)
     assert heard == [a, b, c]
 
 
@@ -288,7 +292,7 @@ def test_a_record_shows_that_a_worker_is_on_trial_and_keeps_the_words_for_health
     heal(fleet, worker)
     told = worker.record()
     assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", True, True)
-    fleet.begin_trial(worker)
+    fleet.begin_half_open(worker)
     told = worker.record()
     assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", False, True)
 

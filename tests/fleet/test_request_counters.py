@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.fleet import request_counters
-from omni_proxy.fleet.request_counters import (
+from omni_proxy.fleet import worker
+from omni_proxy.fleet.worker import (
     CLASSES,
     FAILED,
     ROUTED,
     SUCCEEDED,
-    none_yet,
-    place_of,
-    told,
+    counter_offset,
+    counts_by_class,
+    zero_counters,
 )
 from omni_proxy.routing.routes import match_route
 
@@ -26,28 +26,30 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_each_class_has_its_own_counts(steps):
-    counts, naive = none_yet(), Counter()
+    counts, naive = zero_counters(), Counter()
     for name, kind in steps:
-        counts[place_of(name) + kind] += 1
+        counts[counter_offset(name) + kind] += 1
         naive[name, kind] += 1
     for kind in (ROUTED, SUCCEEDED, FAILED):
-        assert told(counts, kind) == {name: n for (name, of), n in naive.items() if of == kind}
+        assert counts_by_class(counts, kind) == {
+            name: n for (name, of), n in naive.items() if of == kind
+        }
 
 
 def test_a_route_counts_where_its_class_has_its_place():
     route = match_route("POST", "/v1/audio/speech")
     assert (
         route.counter_index
-        == place_of("speech_http")
+        == counter_offset("speech_http")
         != match_route("POST", "/generate").counter_index
     )
 
 
 def test_there_are_no_more_classes_than_places(monkeypatch):
-    monkeypatch.setattr(request_counters, "_places", {})
-    counts = none_yet()
+    monkeypatch.setattr(worker, "_places", {})
+    counts = zero_counters()
     for number in range(CLASSES):
-        counts[place_of(f"class {number}") + FAILED] += 1
-    assert len(told(counts, FAILED)) == CLASSES
+        counts[counter_offset(f"class {number}") + FAILED] += 1
+    assert len(counts_by_class(counts, FAILED)) == CLASSES
     with pytest.raises(AssertionError, match="one too many"):
-        place_of("one too many")
+        counter_offset("one too many")

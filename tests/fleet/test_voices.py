@@ -8,37 +8,37 @@ A, B = "http://a:1", "http://b:1"
 
 def kept_at(owner, *names):
     registry = VoiceRegistry()
-    registry.changed_at(owner)
+    registry.voices_changed(owner)
     if names:
-        assert registry.learn(registry.generation, names)
+        assert registry.set_names(registry.generation, names)
     return registry
 
 
 def test_without_an_owner_nothing_is_pinned():
     registry = VoiceRegistry()
-    assert not registry.pins(["bob"])
+    assert not registry.requires_owner(["bob"])
     assert registry.state == "unassigned"
 
 
 def test_until_the_list_is_read_every_named_voice_is_pinned():
     registry = kept_at(A)
-    assert registry.pins(["anybody"])
-    assert not registry.pins([])
+    assert registry.requires_owner(["anybody"])
+    assert not registry.requires_owner([])
     assert registry.state == "pending"
 
 
 def test_afterwards_only_uploaded_voices_are():
     registry = kept_at(A, "Bob")
-    assert (registry.pins(["bob"]), registry.pins(["ann"])) == (True, False)
-    assert registry.pins(["ann", "bob"])
+    assert (registry.requires_owner(["bob"]), registry.requires_owner(["ann"])) == (True, False)
+    assert registry.requires_owner(["ann", "bob"])
     assert registry.state == "ready"
 
 
 def test_a_list_that_was_asked_for_before_a_change_is_not_taken():
     registry = kept_at(A, "bob")
     asked = registry.generation
-    registry.changed_at(A)
-    assert not registry.learn(asked, ["bob"])
+    registry.voices_changed(A)
+    assert not registry.set_names(asked, ["bob"])
     assert registry.names is None
 
 
@@ -60,23 +60,23 @@ def test_the_configured_owner_wins_over_what_was_kept():
 
 def test_an_owner_that_leaves_the_fleet_is_none_any_more():
     registry = kept_at(A, "bob")
-    assert registry.follow_fleet({A, B}) == ""
-    assert registry.follow_fleet({B}) == A
+    assert registry.update_presence({A, B}) == ""
+    assert registry.update_presence({B}) == A
     assert (registry.owner, registry.names) == ("", None)
 
 
 def test_a_restored_owner_is_waited_for():
     registry = VoiceRegistry()
     registry.restore(A, ["bob"])
-    assert registry.follow_fleet({B}) == ""
+    assert registry.update_presence({B}) == ""
     assert registry.owner == A
 
 
 def test_a_configured_owner_stays_while_its_worker_is_away():
     registry = VoiceRegistry()
     registry.configure(A)
-    registry.follow_fleet({A})
-    assert registry.follow_fleet(set()) == ""
+    registry.update_presence({A})
+    assert registry.update_presence(set()) == ""
     assert registry.owner == A
 
 
@@ -98,13 +98,13 @@ def test_no_list_outlives_the_change_that_came_after_its_question(changes):
     for what, value in changes:
         before = registry.generation
         if what == "change":
-            registry.changed_at(value)
+            registry.voices_changed(value)
         elif what == "ask":
             asked, fresh = registry.generation, True
         elif what == "fleet":
-            registry.follow_fleet({url for url in (A, B) if url in value})
+            registry.update_presence({url for url in (A, B) if url in value})
         elif asked is not None:
-            assert registry.learn(asked, [value]) == fresh
+            assert registry.set_names(asked, [value]) == fresh
             assert not fresh or registry.names == {value}
         if registry.generation != before:
             fresh = False

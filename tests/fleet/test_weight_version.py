@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.fleet.weight_version import LABEL_BYTES, UNKNOWN, WeightVersion
+from omni_proxy.fleet.weight_version import LABEL_BYTES, UNKNOWN_VERSION, WeightVersion
 from tests.fleet.entries import NOW, entry, fleet_of
 
 NAMES = {b"x-omni-weight-version", b"x-omni-weight-epoch"}
@@ -41,7 +41,7 @@ def test_a_label_is_shown_as_a_head_can_hold_it(label, shown):
 
 
 def test_what_is_not_known_is_not_told():
-    assert UNKNOWN.lines == b""
+    assert UNKNOWN_VERSION.lines == b""
     assert WeightVersion("v1").lines == b"x-omni-weight-version: v1\r\n"
 
 
@@ -56,24 +56,24 @@ def test_whatever_the_label_the_lines_are_fields_of_ours_and_nothing_else(start,
     told = fields(end.lines)
     assert set(told) <= NAMES
     assert all(len(value) <= LABEL_BYTES for value in told.values())
-    changed = fields(end.end_lines(start))
+    changed = fields(end.end_header_lines(start))
     assert set(changed) <= ENDS
-    learnt = start == UNKNOWN and end.epoch == 0
+    learnt = start == UNKNOWN_VERSION and end.epoch == 0
     assert (b"x-omni-weight-version-end" in changed) == (start != end and not learnt)
 
 
 def test_the_end_names_what_has_changed():
     before = WeightVersion("v1", 4)
-    assert fields(WeightVersion("v2", 5).end_lines(before)) == {
+    assert fields(WeightVersion("v2", 5).end_header_lines(before)) == {
         b"x-omni-weight-version-end": b"v2",
         b"x-omni-weight-epoch-end": b"5",
     }
-    assert fields(WeightVersion("v1", 5).end_lines(before)) == {
+    assert fields(WeightVersion("v1", 5).end_header_lines(before)) == {
         b"x-omni-weight-version-end": b"v1",
         b"x-omni-weight-epoch-end": b"5",
     }
-    assert fields(UNKNOWN.end_lines(before)) == {b"x-omni-weight-version-end": b""}
-    assert WeightVersion("v1", 4).end_lines(before) == b""
+    assert fields(UNKNOWN_VERSION.end_header_lines(before)) == {b"x-omni-weight-version-end": b""}
+    assert WeightVersion("v1", 4).end_header_lines(before) == b""
 
 
 def test_a_new_version_is_a_change_of_the_fleet_and_the_same_again_is_none():
@@ -81,9 +81,9 @@ def test_a_new_version_is_a_change_of_the_fleet_and_the_same_again_is_none():
     (worker,) = fleet.workers
     heard = []
     fleet.watch(lambda: heard.append(worker.version))
-    fleet.versioned(worker, "v1", 1)
+    fleet.set_version(worker, "v1", 1)
     kept = worker.version
-    fleet.versioned(worker, "v1", 1)
+    fleet.set_version(worker, "v1", 1)
     assert worker.version is kept
     assert (worker.weight_version, worker.weight_epoch, len(heard)) == ("v1", 1, 1)
     assert worker.record()["weight_version"] == "v1"
@@ -92,15 +92,22 @@ def test_a_new_version_is_a_change_of_the_fleet_and_the_same_again_is_none():
 def test_of_a_process_that_is_gone_the_weights_are_not_known():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
-    fleet.versioned(worker, "v1", 1)
-    fleet.lost(worker, "SIGKILL", NOW)
-    assert worker.version == UNKNOWN
+    fleet.set_version(worker, "v1", 1)
+    fleet.process_exited(worker, "SIGKILL", NOW)
+    assert worker.version == UNKNOWN_VERSION
 
 
 def test_a_label_that_is_learnt_is_no_change_and_one_that_we_put_there_is():
-    assert WeightVersion("v1").end_lines(UNKNOWN) == b""
-    assert fields(WeightVersion("v1", 1).end_lines(UNKNOWN))[b"x-omni-weight-version-end"] == b"v1"
+    assert WeightVersion("v1").end_header_lines(UNKNOWN_VERSION) == b""
     assert (
-        fields(WeightVersion("v2").end_lines(WeightVersion("v1")))[b"x-omni-weight-version-end"]
+        fields(WeightVersion("v1", 1).end_header_lines(UNKNOWN_VERSION))[
+            b"x-omni-weight-version-end"
+        ]
+        == b"v1"
+    )
+    assert (
+        fields(WeightVersion("v2").end_header_lines(WeightVersion("v1")))[
+            b"x-omni-weight-version-end"
+        ]
         == b"v2"
     )

@@ -26,8 +26,8 @@ def test_a_record_has_the_contracts_keys_and_ours(worker):
 
 def test_a_record_says_what_is_so(worker):
     worker.in_flight = 2
-    worker.count("generation", routed=3, succeeded=3)
-    worker.count("speech_http", routed=1, failed=1)
+    worker.add_counts("generation", routed=3, succeeded=3)
+    worker.add_counts("speech_http", routed=1, failed=1)
     told = json.loads(json.dumps(worker.record()))
     assert told["worker_id"] == told["id"] == "http%3A%2F%2Fa%3A1"
     assert (told["display_id"], told["url"]) == ("a:1", "http://a:1")
@@ -43,9 +43,9 @@ def test_a_record_says_what_is_so(worker):
 
 def test_a_worker_is_routable_while_healthy_enabled_and_held_by_nobody(worker):
     assert worker.routable
-    worker.holds.add("updating")
+    worker.cordon_reasons.add("updating")
     assert (worker.routable, worker.record()["held_by"]) == (False, ["updating"])
-    worker.holds.clear()
+    worker.cordon_reasons.clear()
     worker.configure(entry("a", disabled=True))
     assert not worker.routable
 

@@ -5,7 +5,7 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.fleet.health import Thresholds
-from omni_proxy.fleet.worker import LAUNCH_HOLD
+from omni_proxy.fleet.worker import LAUNCH_CORDON
 from omni_proxy.health import prober as probing
 from omni_proxy.health.prober import Prober
 from tests.health.prober_world import NOW, URL
@@ -23,7 +23,7 @@ async def test_a_worker_is_probed_at_once_again_soon_while_rising_then_each_inte
     await trio.sleep(21)
     start = asked[0][0]
     assert [round(at - start, 3) for at, _ in asked] == [0, 0.5, 10.5, 20.5]
-    assert worker.machine.state == "healthy"
+    assert worker.health.state == "healthy"
 
 
 @pytest.mark.parametrize(("chance", "pause_secs"), [(0.0, 8), (0.5, 10), (1.0, 12)])
@@ -44,7 +44,7 @@ async def test_a_failing_worker_waits_for_its_interval(world, asked, nursery, au
     await running(world, nursery)
     await trio.sleep(25)
     assert len(asked) == 3
-    assert worker.machine.state == "unhealthy"
+    assert worker.health.state == "unhealthy"
 
 
 async def test_a_worker_that_comes_up_long_after_the_threshold_is_taken_by_itself(
@@ -54,10 +54,10 @@ async def test_a_worker_that_comes_up_long_after_the_threshold_is_taken_by_itsel
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(300)
-    assert worker.machine.state == "unhealthy"
+    assert worker.health.state == "unhealthy"
     asked.reply = lambda request: httpx.Response(200)
     await trio.sleep(15)
-    assert worker.machine.state == "healthy"
+    assert worker.health.state == "healthy"
 
 
 async def test_a_worker_that_is_not_up_is_told_at_its_first_failed_probe_and_once(
@@ -77,7 +77,7 @@ async def test_who_launches_a_worker_tells_itself_that_it_is_not_up(
     world, asked, nursery, autojump_clock, caplog
 ):
     asked.reply = lambda request: httpx.Response(503)
-    world.fleet.hold(world.add(URL), LAUNCH_HOLD)
+    world.fleet.cordon(world.add(URL), LAUNCH_CORDON)
     await running(world, nursery)
     await trio.sleep(1)
     assert not any("not up yet" in record.message for record in caplog.records)
@@ -97,7 +97,7 @@ async def test_a_dead_worker_is_not_probed_until_it_is_revived(
     world.fleet.revive(worker, NOW)
     await trio.sleep(1)
     assert len(asked) == before + 2
-    assert worker.machine.state == "healthy"
+    assert worker.health.state == "healthy"
 
 
 async def test_the_result_of_a_probe_begun_before_a_revival_is_void(
@@ -113,7 +113,7 @@ async def test_the_result_of_a_probe_begun_before_a_revival_is_void(
     await trio.sleep(1)
     world.fleet.revive(worker, NOW)
     await trio.sleep(1.5)
-    assert worker.machine.consecutive_failures == 0
+    assert worker.health.consecutive_failures == 0
 
 
 async def test_workers_that_come_and_go_are_followed(world, asked, nursery, autojump_clock):
@@ -138,7 +138,7 @@ async def test_a_slow_worker_delays_nobody_else(world, asked, nursery, autojump_
     await running(world, nursery)
     await trio.sleep(11)
     assert [host for _, host in asked].count("127.0.0.1") == 3
-    assert slow.machine.last_error == "no answer within 5 s"
+    assert slow.health.last_error == "no answer within 5 s"
 
 
 async def test_so_many_workers_are_probed_at_a_time_and_waiting_for_that_is_not_their_fault(
@@ -163,7 +163,7 @@ async def test_so_many_workers_are_probed_at_a_time_and_waiting_for_that_is_not_
     await running(world, nursery)
     await trio.sleep(30)
     assert most == 4
-    assert {worker.machine.state for worker in world.fleet.workers} == {"healthy"}
+    assert {worker.health.state for worker in world.fleet.workers} == {"healthy"}
 
 
 async def test_after_a_timeout_the_client_is_a_new_one(world, asked, nursery, autojump_clock):
@@ -213,8 +213,8 @@ async def test_a_failure_is_told_in_the_workers_words(
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(0.1)
-    assert worker.machine.last_error == said
-    assert worker.machine.last_status_code == status
+    assert worker.health.last_error == said
+    assert worker.health.last_status_code == status
 
 
 @pytest.mark.parametrize("status", [200, 204, 299])
@@ -223,7 +223,7 @@ async def test_every_2xx_is_good(world, asked, nursery, autojump_clock, status):
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(0.1)
-    assert worker.machine.last_error is None
+    assert worker.health.last_error is None
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ async def test_the_health_body_is_kept_when_it_is_small_json(
     await running(world, nursery)
     await trio.sleep(0.1)
     assert worker.health_body == kept
-    assert worker.machine.last_error is None
+    assert worker.health.last_error is None
 
 
 async def test_a_new_workers_one_probe_serves_whoever_waits_for_it(
@@ -252,7 +252,7 @@ async def test_a_new_workers_one_probe_serves_whoever_waits_for_it(
     worker = world.add(URL)
     await world.prober.probe_once(worker)
     assert len(asked) == 1
-    assert worker.machine.consecutive_successes == 1
+    assert worker.health.consecutive_successes == 1
 
 
 async def test_a_living_worker_can_be_probed_at_any_time(world, asked, nursery, autojump_clock):
@@ -273,7 +273,7 @@ async def test_a_revived_worker_is_probed_under_its_new_epoch(
     world.fleet.mark_dead(worker, NOW)
     world.fleet.revive(worker, NOW)
     await world.prober.probe_once(worker)
-    assert worker.machine.consecutive_successes == 1
+    assert worker.health.consecutive_successes == 1
 
 
 async def test_a_probe_that_a_revival_voided_is_not_waited_for_alone(
@@ -291,7 +291,7 @@ async def test_a_probe_that_a_revival_voided_is_not_waited_for_alone(
     await trio.sleep(1)
     world.fleet.revive(worker, NOW)
     await world.prober.probe_once(worker)
-    assert (worker.machine.consecutive_successes, worker.machine.last_status_code) == (1, 200)
+    assert (worker.health.consecutive_successes, worker.health.last_status_code) == (1, 200)
 
 
 async def test_waiting_for_a_probe_ends_when_the_worker_goes(world, asked, nursery, autojump_clock):
@@ -345,7 +345,7 @@ async def test_an_ejected_worker_is_probed_at_once(world, asked, nursery, autoju
     for _ in range(3):
         world.fleet.observe_request_failure(worker, status=502, error="bad gateway", at=NOW)
     await trio.lowlevel.checkpoint()
-    assert worker.machine.state == "unhealthy"
+    assert worker.health.state == "unhealthy"
     await trio.sleep(1)
     assert len(asked) == probes + 2
-    assert (worker.machine.state, worker.machine.on_trial) == ("healthy", True)
+    assert (worker.health.state, worker.health.is_half_open) == ("healthy", True)

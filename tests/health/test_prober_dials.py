@@ -55,12 +55,12 @@ async def test_a_real_server_is_asked_under_its_own_name(world, nursery, health_
     assert head.startswith(b"get /health http/1.1\r\n")
     assert b"host: 127.0.0.1:%d\r\n" % health_server.port in head
     assert worker.health_body == {"v": 1}
-    assert worker.machine.consecutive_successes == 1
+    assert worker.health.consecutive_successes == 1
 
 
 async def test_a_named_host_is_dialled_by_address_and_called_by_name(world, nursery, health_server):
     worker = await probed(world, nursery, f"http://localhost:{health_server.port}")
-    assert worker.machine.last_error is None
+    assert worker.health.last_error is None
     assert worker.address == ("127.0.0.1", health_server.port)
     assert b"host: localhost:%d\r\n" % health_server.port in health_server.asked[0].lower()
 
@@ -73,7 +73,7 @@ async def test_the_next_address_is_tried_when_one_takes_no_connection(
 
     monkeypatch.setattr(prober_module, "addresses", two)
     worker = await probed(world, nursery, f"http://some.name:{health_server.port}")
-    assert worker.machine.last_error is None
+    assert worker.health.last_error is None
     assert worker.address == ("127.0.0.1", health_server.port)
 
 
@@ -81,14 +81,14 @@ async def test_nobody_listening_is_told(world, nursery):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         worker = await probed(world, nursery, f"http://127.0.0.1:{taken.getsockname()[1]}")
-    assert "Connection refused" in worker.machine.last_error
-    assert worker.machine.consecutive_failures == 1
+    assert "Connection refused" in worker.health.last_error
+    assert worker.health.consecutive_failures == 1
 
 
 async def test_garbage_is_a_failure_and_no_crash(world, nursery, health_server):
     health_server.reply = b"\x00\x01garbage\r\n\r\n"
     worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
-    assert worker.machine.consecutive_failures == 1
+    assert worker.health.consecutive_failures == 1
 
 
 async def test_a_redirect_is_not_followed(world, nursery, health_server):
@@ -96,7 +96,7 @@ async def test_a_redirect_is_not_followed(world, nursery, health_server):
         b"HTTP/1.1 302 Found\r\nlocation: http://169.254.169.254/\r\ncontent-length: 0\r\n\r\n"
     )
     worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
-    assert worker.machine.last_error == "status=302"
+    assert worker.health.last_error == "status=302"
 
 
 async def test_a_unix_socket_worker_is_probed(world, nursery, tmp_path):
@@ -108,7 +108,7 @@ async def test_a_unix_socket_worker_is_probed(world, nursery, tmp_path):
     accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
     nursery.start_soon(serve_health, accepting, answer)
     worker = await probed(world, nursery, f"unix:{path}")
-    assert worker.machine.last_status_code == 204
+    assert worker.health.last_status_code == 204
     assert worker.address == str(path)
     nursery.cancel_scope.cancel()
     await accepting.aclose()
@@ -122,7 +122,7 @@ async def test_a_name_that_leads_to_a_metadata_service_is_never_dialled(
 
     monkeypatch.setattr(resolver.trio.socket, "getaddrinfo", astray)
     worker = await probed(world, nursery, "http://sly.example:80")
-    assert "169.254.169.254" in worker.machine.last_error
+    assert "169.254.169.254" in worker.health.last_error
     assert worker.address == ("sly.example", 80)
 
 
@@ -143,24 +143,24 @@ async def test_a_key_that_cannot_be_sent_fails_the_probe_only(world, nursery, mo
     worker = world.fleet.find(URL)
     with trio.fail_after(30):
         await world.prober.probe_once(worker)
-    assert worker.machine.consecutive_failures == 1
+    assert worker.health.consecutive_failures == 1
 
 
 async def test_a_refused_connection_means_that_its_cache_is_gone_and_is_said_once(world, nursery):
     heard = []
-    world.fleet.watch_forgotten(heard.append)
+    world.fleet.watch_cache_cleared(heard.append)
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         worker = await probed(world, nursery, "http://127.0.0.1:{1}".format(*holder.getsockname()))
         assert heard == [worker]
         with trio.fail_after(30):
             await world.prober.probe_once(worker)
-        assert (heard, worker.machine.consecutive_failures) == ([worker], 2)
+        assert (heard, worker.health.consecutive_failures) == ([worker], 2)
 
 
 async def test_the_header_of_an_instance_counts_before_the_body(world, nursery, health_server):
     heard = []
-    world.fleet.watch_forgotten(heard.append)
+    world.fleet.watch_cache_cleared(heard.append)
     head = "HTTP/1.1 200 OK\r\nx-omni-instance: {}\r\ncontent-length: 17\r\n\r\n"
     same_body = '{"instance": "x"}'
     health_server.reply = (head.format("one") + same_body).encode()

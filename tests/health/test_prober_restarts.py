@@ -16,7 +16,7 @@ async def running(world, nursery):
 @pytest.fixture
 def forgotten(world):
     heard = []
-    world.fleet.watch_forgotten(lambda worker: heard.append(worker.url))
+    world.fleet.watch_cache_cleared(lambda worker: heard.append(worker.url))
     return heard
 
 
@@ -68,7 +68,7 @@ async def test_what_a_restarted_worker_said_of_its_weights_is_no_longer_believed
         (worker,) = world.fleet.workers
         number = len(asked)
         if number == 1:
-            world.fleet.versioned(worker, "v1", 3)
+            world.fleet.set_version(worker, "v1", 3)
             return says(instance="a")
         assert (worker.weight_version, worker.weight_epoch) == (
             ("v1", 3) if number == 2 else (None, 0)
@@ -97,7 +97,7 @@ async def test_a_worker_whose_weights_change_may_be_slow_and_busy(
     world.prober.tolerates_failures = lambda it: spared and it is worker
     asked.reply = lambda request: httpx.Response(503)
     await trio.sleep(60)
-    assert worker.machine.state == ("healthy" if spared else "unhealthy")
+    assert worker.health.state == ("healthy" if spared else "unhealthy")
 
 
 async def test_a_worker_whose_process_is_gone_is_spared_by_nothing(
@@ -113,4 +113,4 @@ async def test_a_worker_whose_process_is_gone_is_spared_by_nothing(
 
     asked.reply = refuse
     await trio.sleep(60)
-    assert worker.machine.state == "unhealthy"
+    assert worker.health.state == "unhealthy"

@@ -85,14 +85,14 @@ async def world(monkeypatch, nursery, autojump_clock):
 async def test_the_list_is_read_after_an_upload_and_kept(world):
     await trio.sleep(5)
     assert world.calls == []
-    world.registry.changed_at(OWNER)
+    world.registry.voices_changed(OWNER)
     await trio.sleep(2)
     assert world.registry.names == {"bob"}
     assert world.kept[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
 
 
 async def test_it_is_read_again_each_refresh(world):
-    world.registry.changed_at(OWNER)
+    world.registry.voices_changed(OWNER)
     await trio.sleep(2)
     world.names = ["ann"]
     await trio.sleep(REFRESH_SECS + 1)
@@ -101,9 +101,9 @@ async def test_it_is_read_again_each_refresh(world):
 
 
 async def test_an_upload_while_it_is_read_has_it_read_again_at_once(world):
-    uploads = iter([lambda: world.registry.changed_at(OWNER)])
+    uploads = iter([lambda: world.registry.voices_changed(OWNER)])
     world.meanwhile = lambda: next(uploads, lambda: None)()
-    world.registry.changed_at(OWNER)
+    world.registry.voices_changed(OWNER)
     await trio.sleep(3)
     assert len(world.calls) == 2
     assert world.registry.state == "ready"
@@ -111,7 +111,7 @@ async def test_an_upload_while_it_is_read_has_it_read_again_at_once(world):
 
 async def test_a_failure_is_tried_again_ever_later(world):
     world.names = None
-    world.registry.changed_at(OWNER)
+    world.registry.voices_changed(OWNER)
     await trio.sleep(15)
     pauses = [b - a - 1 for a, b in zip(world.calls, world.calls[1:], strict=False)]
     assert pauses[:3] == pytest.approx([1, 2, 4], abs=0.1)
@@ -121,7 +121,7 @@ async def test_a_failure_is_tried_again_ever_later(world):
 async def test_an_owner_that_comes_late_is_asked_once_it_is_there(world):
     worker = world.fleet.pop(OWNER)
     world.registry.restore(OWNER, ["old"])
-    world.registry.changed_at(OWNER)
+    world.registry.voices_changed(OWNER)
     await trio.sleep(5)
     assert world.calls == []
     world.fleet[OWNER] = worker

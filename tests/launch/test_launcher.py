@@ -73,7 +73,7 @@ class Prober:
         self._fleet = fleet
 
     async def probe_once(self, worker: Worker) -> None:
-        now, epoch = datetime.now(UTC), worker.machine.epoch
+        now, epoch = datetime.now(UTC), worker.health.epoch
         self._fleet.observe_probe(worker, status=200, error=None, at=now, epoch=epoch)
 
 
@@ -148,7 +148,7 @@ async def test_a_killed_replica_is_out_at_once_and_comes_back(base_port):
         await house.until_states("ready", "ready")
         seen = []
         worker = house.fleet.workers[0]
-        house.fleet.watch(lambda: seen.append((worker.machine.state, worker.machine.last_error)))
+        house.fleet.watch(lambda: seen.append((worker.health.state, worker.health.last_error)))
         killed = house.pids()[0]
         os.kill(killed, signal.SIGKILL)
         await house.until(lambda: house.pids()[0] not in (None, killed))
@@ -167,7 +167,7 @@ async def test_a_replica_that_a_person_declared_dead_stays_so_when_it_is_started
         os.kill(killed, signal.SIGKILL)
         await house.until(lambda: house.pids()[0] not in (None, killed))
         await house.until_states("ready")
-        assert worker.machine.state is Health.DEAD
+        assert worker.health.state is Health.DEAD
 
 
 async def test_a_killed_replica_is_started_anew_only_when_its_ranks_count_for_nobody(base_port):
@@ -198,7 +198,7 @@ async def test_status_shows_how_it_ended_and_what_it_said_last(base_port):
         (place,) = house.launcher.status()
         ended = "process ended with exit status 3; last line: no such model"
         assert (place["last_error"], place["restarts"], place["pid"]) == (ended, 0, None)
-        assert house.fleet.workers[0].machine.state is Health.DEAD
+        assert house.fleet.workers[0].health.state is Health.DEAD
 
 
 async def test_a_program_that_is_not_there_is_told_in_the_status(base_port):

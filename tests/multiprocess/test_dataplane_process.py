@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from omni_proxy.config.parse import parse
-from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.fleet.worker_state import worker_state
 from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
@@ -37,7 +37,7 @@ async def house(logging_as_it_was, nursery):
     assert await door.hear() == [begin]
     fleet = fleet_of(entry("a"), entry("b"))
     rows = tuple(
-        row_of(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
+        worker_state(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
     )
     yield DataPlaneProcess(
         begin, StateSnapshot(1, rows, parse(""), VoiceListMessage("", None), 0, 1), door
@@ -48,7 +48,7 @@ async def house(logging_as_it_was, nursery):
 
 async def test_what_control_calls_forgotten_is_forgotten_and_a_worker_that_left_is_no_fault(house):
     forgotten = []
-    house.fleet.watch_forgotten(forgotten.append)
+    house.fleet.watch_cache_cleared(forgotten.append)
     house.take(Forget(2))
     house.take(Forget(3))
     assert [worker.url for worker in forgotten] == ["http://b:1"]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.fleet.worker_state import worker_state
 from omni_proxy.multiprocess.messages import Tally
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, add
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
@@ -16,7 +16,9 @@ from tests.telemetry.ends import ended, refused, whole
 def fleets():
     """One process's, and that of a door beside it."""
     whole = fleet_of(entry("a"), entry("b"))
-    rows = [row_of(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)]
+    rows = [
+        worker_state(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)
+    ]
     follows = ReplicatedFleet(SharedCounters.made(), 1, lambda: 0.0, lambda message: None)
     follows.follow(rows, NOW)
     return whole, follows
@@ -110,7 +112,7 @@ def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
     mine = ended()
     mine.worker = follows.workers[0]
     gaps = door.gaps(mine)
-    follows.follow([row_of(whole.workers[1], 2, 2)], NOW)
+    follows.follow([worker_state(whole.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
     assert not door.taken().cells
 
@@ -120,7 +122,7 @@ def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped
     meters, recent = Metrics(whole, RecentWindow()), RecentWindow()
     door = MetricsDelta(follows)
     for worker in follows.workers:
-        worker.count("generation", routed=3, failed=1)
+        worker.add_counts("generation", routed=3, failed=1)
     told = door.taken()
     add(told, meters, recent, {1: whole.workers[0]}.get)
     assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from omni_proxy.fleet.capabilities import ALL
-from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.fleet.capabilities import ALL_CAPABILITIES
+from omni_proxy.fleet.worker_state import worker_state
 from omni_proxy.multiprocess.messages import Failed, Good, TrialBegan, TrialEnded
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters
@@ -31,7 +31,7 @@ class Door:
 
 def rows(fleet, **changes):
     return [
-        structs.replace(row_of(worker, serial, serial), **changes)
+        structs.replace(worker_state(worker, serial, serial), **changes)
         for serial, worker in enumerate(fleet.workers, start=1)
     ]
 
@@ -92,7 +92,7 @@ def test_a_bound_holds_over_all_doors_where_nobody_picks_at_the_same_moment(boar
         worker = doors[index].fleet.candidates(None, 0)[0]
         if worker.in_flight < worker.max_inflight:  # no time has passed: read anew all the same
             worker.in_flight += 1
-            assert not doors[index].fleet.overfilled(worker)
+            assert not doors[index].fleet.is_over_limit(worker)
             taken += 1
         assert taken <= 5
     assert taken == min(len(turns), 5)
@@ -114,7 +114,7 @@ def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(b
             half_way[index] = "counted"
         elif half_way[index] == "counted":
             half_way[index] = ""
-            if fleet.overfilled(worker):
+            if fleet.is_over_limit(worker):
                 worker.in_flight -= 1
             else:
                 held[index] += 1
@@ -131,12 +131,15 @@ def test_whoever_had_to_step_back_leaves_the_place_to_others(board):
     one, other, third = doors_on(board, control)
     for door in (one, other):  # in the same moment
         door.fleet.workers[0].in_flight += 1
-    assert [door.fleet.overfilled(door.fleet.workers[0]) for door in (one, other)] == [True, True]
+    assert [door.fleet.is_over_limit(door.fleet.workers[0]) for door in (one, other)] == [
+        True,
+        True,
+    ]
     for door in (one, other):
         door.fleet.workers[0].in_flight -= 1
     assert third.sees() == {"http://a:1": 0}
     third.fleet.workers[0].in_flight += 1
-    assert not third.fleet.overfilled(third.fleet.workers[0])
+    assert not third.fleet.is_over_limit(third.fleet.workers[0])
     assert has_room(one.fleet.candidates(None, 0)[0]) is False
 
 
@@ -169,8 +172,10 @@ def test_nobody_is_let_go_by_half_of_the_news(board):
     control = fleet_of(entry("a"), entry("b"))
     door = doors_on(board, control)[0]
     seen = []
-    door.fleet.watch(lambda: seen.append([w.url for w in door.fleet.candidates(None, ALL)]))
-    control.hold(control.workers[1], "paused")
+    door.fleet.watch(
+        lambda: seen.append([w.url for w in door.fleet.candidates(None, ALL_CAPABILITIES)])
+    )
+    control.cordon(control.workers[1], "paused")
     changed = fleet_of(entry("a", disabled=True), entry("b"))
     news = [rows(changed)[0], rows(control)[1]]
     door.fleet.follow(news, NOW)
@@ -184,43 +189,43 @@ def test_what_requests_show_is_told_and_judged_elsewhere(board):
     for _ in range(50):
         door.fleet.observe_request_failure(worker, status=502, error="x", at=NOW)
     assert worker.routable
-    assert worker.machine.failed_tries
+    assert worker.health.failed_requests
     assert door.told == [Failed(1, 502, "x", NOW, 0)] * 50
-    door.fleet.observe_good_answer(worker)
+    door.fleet.observe_success(worker)
     assert door.told[-1] == Good(1, 0)
-    assert not worker.machine.failed_tries
+    assert not worker.health.failed_requests
 
 
 def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(board):
     control = fleet_of(entry("a"))
-    control.workers[0].machine.trial_owed = True
+    control.workers[0].health.breaker_tripped = True
     one, other, _ = doors_on(board, control)
-    other.fleet.follow(rows(control, blocked=True), NOW)
+    other.fleet.follow(rows(control, half_open_taken=True), NOW)
     assert other.fleet.candidates(None, 0) == []
     (worker,) = one.fleet.candidates(None, 0)
-    trial = one.fleet.begin_trial(worker)
+    trial = one.fleet.begin_half_open(worker)
     assert one.fleet.candidates(None, 0) == []
     one.fleet.follow(rows(control), NOW)  # sent before control had heard of it
     assert one.fleet.candidates(None, 0) == []
-    one.fleet.end_trial(worker, trial)
+    one.fleet.end_half_open(worker, trial)
     assert one.told == [TrialBegan(1, trial), TrialEnded(1, trial)]
     one.fleet.follow(rows(control), NOW)  # still: it knows of no trial
     assert one.fleet.candidates(None, 0) == []
-    heard = control.begin_trial(control.workers[0])
-    control.end_trial(control.workers[0], heard)
+    heard = control.begin_half_open(control.workers[0])
+    control.end_half_open(control.workers[0], heard)
     one.fleet.follow(rows(control), NOW)
     assert one.fleet.candidates(None, 0) == [worker]
 
 
 def test_a_trial_that_went_well_brings_the_worker_back_at_every_door(board):
     control = fleet_of(entry("a"))
-    control.workers[0].machine.trial_owed = True
+    control.workers[0].health.breaker_tripped = True
     one, other, _ = doors_on(board, control)
     (worker,) = one.fleet.candidates(None, 0)
-    trial = one.fleet.begin_trial(worker)
-    control.begin_trial(control.workers[0])
-    control.observe_good_answer(control.workers[0], control.workers[0].machine.trial)
-    one.fleet.end_trial(worker, trial)
+    trial = one.fleet.begin_half_open(worker)
+    control.begin_half_open(control.workers[0])
+    control.observe_success(control.workers[0], control.workers[0].health.half_open_id)
+    one.fleet.end_half_open(worker, trial)
     for door in (one, other):
         door.fleet.follow(rows(control), NOW)
         assert len(door.fleet.candidates(None, 0)) == 1

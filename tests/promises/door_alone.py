@@ -61,7 +61,7 @@ class OpenDoor:
 
     def failures(self) -> list[int]:
         """What health has counted against each worker."""
-        return [worker.machine.consecutive_failures for worker in self.fleet.workers]
+        return [worker.health.consecutive_failures for worker in self.fleet.workers]
 
     def at_rest(self) -> bool:
         return not self.door.in_flight and not any(w.in_flight for w in self.fleet.workers)
@@ -84,7 +84,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
     fleet.apply(desired_workers(made, (), SavedState()), now)
     for worker in fleet.workers:
         for _ in range(fleet.thresholds.rise):
-            fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.machine.epoch)
+            fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
     async with trio.open_nursery() as nursery:
         door = DataPlane(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
         await nursery.start(door.run)

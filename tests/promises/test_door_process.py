@@ -9,7 +9,7 @@ import trio
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.loop.event_loop import EventLoop
-from omni_proxy.fleet.worker_state import row_of
+from omni_proxy.fleet.worker_state import worker_state
 from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.messages import (
     Begin,
@@ -52,7 +52,9 @@ class Control:
         self.address = self.listener.address
 
     def news(self, **changes) -> None:
-        rows = tuple(row_of(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1))
+        rows = tuple(
+            worker_state(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1)
+        )
         known = StateSnapshot(1, rows, self.config, VoiceListMessage("", None), 0, 1)
         self.link.tell(msgspec.structs.replace(known, **changes))
 

@@ -34,7 +34,7 @@ def heal(opened, index=0):
     worker = opened.fleet.workers[index]
     for _ in range(opened.fleet.thresholds.rise):
         opened.fleet.observe_probe(
-            worker, status=200, error=None, at=datetime.now(UTC), epoch=worker.machine.epoch
+            worker, status=200, error=None, at=datetime.now(UTC), epoch=worker.health.epoch
         )
     return worker
 
@@ -42,7 +42,7 @@ def heal(opened, index=0):
 async def eject(opened, client, index=0):
     """Three requests that its worker breaks."""
     worker = opened.fleet.workers[index]
-    while worker.machine.state is Health.HEALTHY:
+    while worker.health.state is Health.HEALTHY:
         await ask(client)
     return worker
 
@@ -69,7 +69,7 @@ async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state
         for turn in range(3):
             assert (worker.routable, told) == (True, []), turn
             assert (await ask(client)).status == 502
-        assert (worker.machine.state, told) == (state, [worker])
+        assert (worker.health.state, told) == (state, [worker])
         assert (await ask(client)).status == 503
 
 
@@ -81,7 +81,7 @@ async def test_a_good_answer_in_between_keeps_it_in():
             for bad in (resetting, resetting, GOOD):
                 script.script = bad
                 await ask(client)
-        assert (worker.routable, worker.machine.failed_tries) == (True, 0)
+        assert (worker.routable, worker.health.failed_requests) == (True, 0)
 
 
 async def test_503_and_client_errors_never_eject():
@@ -137,9 +137,9 @@ async def test_a_trial_that_fails_puts_it_out_at_once():
     async with door_before(resetting, GOOD) as (opened, client):
         worker = await eject(opened, client)
         heal(opened)
-        while worker.machine.on_trial:
+        while worker.health.is_half_open:
             assert (await ask(client)).body == b"good"
-        assert worker.machine.state is Health.UNHEALTHY
+        assert worker.health.state is Health.UNHEALTHY
 
 
 async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
@@ -158,7 +158,7 @@ async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
         heal(opened)
         script.script = BUSY
         assert (await ask(client)).status == 503
-        assert (worker.routable, worker.machine.on_trial) == (True, True)
+        assert (worker.routable, worker.health.is_half_open) == (True, True)
         script.script = never
         async with opened.client() as leaving:
             await leaving.send(post(CHAT))
@@ -170,7 +170,7 @@ async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
                 await trio.sleep(0.001)
         script.script = GOOD
         assert (await ask(client)).status == 200
-        assert not worker.machine.on_trial
+        assert not worker.health.is_half_open
 
 
 async def test_a_stream_has_passed_its_trial_with_its_first_byte():
@@ -192,7 +192,7 @@ async def test_a_stream_has_passed_its_trial_with_its_first_byte():
         script.script = stream
         await client.send(post(STREAMED))
         await client.until(b"data: one")
-        assert (worker.routable, worker.machine.on_trial) == (True, False)
+        assert (worker.routable, worker.health.is_half_open) == (True, False)
         script.script = GOOD
         assert (await ask(other)).status == 200
         gate.set()

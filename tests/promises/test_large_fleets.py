@@ -50,11 +50,11 @@ async def test_a_change_of_one_workers_health_makes_nobody_look_at_all_of_them(h
     for worker in random.sample(workers, 20):
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
-        fleet.hold(worker, "updating")
-        fleet.release(worker, "updating")
-        fleet.versioned(worker, "v1", 0)
+        fleet.cordon(worker, "updating")
+        fleet.uncordon(worker, "updating")
+        fleet.set_version(worker, "v1", 0)
         fleet.mark_dead(worker, NOW)
-        assert worker.machine.state is Health.DEAD
+        assert worker.health.state is Health.DEAD
     assert fleet.walks == 0
 
 

@@ -202,7 +202,7 @@ async def test_a_503_that_may_not_be_tried_again_is_relayed_at_once():
 async def test_a_worker_that_went_out_meanwhile_leaves_its_503_to_the_client():
     async def script(call):
         (worker,) = opened.fleet.workers
-        opened.fleet.hold(worker, "launch")
+        opened.fleet.cordon(worker, "launch")
         await call.send(BUSY)
 
     async with door_before(script) as (opened, client):
@@ -286,7 +286,7 @@ async def test_a_worker_that_says_500_for_ever_goes_out():
     async with door_before(saying(500), config=config) as (opened, client):
         told = [(await ask(client)).status for _ in range(4)]
         assert told == [500, 500, 500, 503]
-        assert opened.fleet.workers[0].machine.state == "unhealthy"
+        assert opened.fleet.workers[0].health.state == "unhealthy"
 
 
 async def test_a_stream_that_is_refused_with_500_goes_to_another_worker():

@@ -51,14 +51,14 @@ async def test_an_answer_tells_the_weights_of_its_worker_while_they_are_known():
         (worker,) = opened.fleet.workers
         answer = await ask(client)
         assert not [name for name, _ in answer.fields if name.startswith("x-omni-weight")]
-        opened.fleet.versioned(worker, "step-7", 0)
+        opened.fleet.set_version(worker, "step-7", 0)
         answer = await ask(client)
         assert (answer.one(VERSION), answer.one("x-omni-weight-epoch")) == ("step-7", None)
-        opened.fleet.versioned(worker, "step 8\r\n", 2)
+        opened.fleet.set_version(worker, "step 8\r\n", 2)
         answer = await ask(client)
         assert (answer.one(VERSION), answer.one("x-omni-weight-epoch")) == ("step%208%0D%0A", "2")
         assert answer.one(END) is None
-        opened.fleet.versioned(worker, None, 0)
+        opened.fleet.set_version(worker, None, 0)
         assert (await ask(client)).one(VERSION) is None
 
 
@@ -67,7 +67,7 @@ async def test_a_failure_of_ours_claims_no_weights():
         opened,
         client,
     ):
-        opened.fleet.versioned(opened.fleet.workers[0], "v1", 1)
+        opened.fleet.set_version(opened.fleet.workers[0], "v1", 1)
         answer = await ask(client)
         assert (answer.status, answer.one(VERSION)) == (502, None)
 
@@ -81,10 +81,10 @@ async def test_an_answer_that_was_asked_for_before_a_change_tells_both(label, ep
     worker = Stepwise(b"", counted(b"good"))
     async with door_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
-        opened.fleet.versioned(known, "v1", 1)
+        opened.fleet.set_version(known, "v1", 1)
         await client.send(post(CHAT))
         await worker.asked.wait()
-        opened.fleet.versioned(known, label, epoch)
+        opened.fleet.set_version(known, label, epoch)
         worker.go_on.set()
         answer = await client.answer()
         assert (answer.one(VERSION), answer.one(END)) == ("v1", told)
@@ -98,10 +98,10 @@ async def test_a_stream_that_spans_a_change_is_told_in_the_log_and_counted():
     worker = Stepwise(SSE_HEAD + chunk(b"data: a\n\n"), chunk(b"data: [DONE]\n\n") + LAST_CHUNK)
     async with door_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
-        opened.fleet.versioned(known, "v1", 1)
+        opened.fleet.set_version(known, "v1", 1)
         await client.send(post(STREAMED))
         await client.until(b"data: a\n\n")
-        opened.fleet.versioned(known, "v2", 2)
+        opened.fleet.set_version(known, "v2", 2)
         worker.go_on.set()
         await client.until(LAST_CHUNK)
         await until(lambda: opened.log.records)
@@ -120,7 +120,7 @@ async def test_a_stream_that_spans_a_change_is_told_in_the_log_and_counted():
 async def test_a_retry_tells_the_weights_of_whoever_answered():
     async with door_before(resetting, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
-            opened.fleet.versioned(worker, f"v{number}", number)
+            opened.fleet.set_version(worker, f"v{number}", number)
         answer = await ask(client)
         assert (answer.one("x-sglang-omni-route-attempt"), answer.one(VERSION)) == ("2", "v2")
         assert answer.one(END) is None
@@ -129,7 +129,7 @@ async def test_a_retry_tells_the_weights_of_whoever_answered():
 async def test_conditions_narrow_the_choice_and_stay_with_us():
     async with door_before(GOOD, GOOD, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
-            opened.fleet.versioned(worker, f"v{number}", number)
+            opened.fleet.set_version(worker, f"v{number}", number)
         for _ in range(3):
             assert (await ask(client, f"{VERSION}: =v2")).one(VERSION) == "v2"
             both = await ask(client, "X-Omni-Min-Weight-Epoch: 2", f"{VERSION}: =v3")
@@ -177,7 +177,7 @@ async def test_with_a_queue_it_waits_until_somebody_has_them():
         await until(lambda: opened.door.queue.waiting)
         for epoch in (1, 2, 3):
             assert opened.door.queue.waiting == 1
-            opened.fleet.versioned(worker, f"v{epoch}", epoch)
+            opened.fleet.set_version(worker, f"v{epoch}", epoch)
         answer = await client.answer()
         assert (answer.status, answer.one("x-omni-weight-epoch")) == (200, "3")
 
@@ -202,12 +202,12 @@ async def test_who_waited_too_long_for_weights_is_told_what_was_missing():
 async def test_shedding_answers_at_once_though_there_is_a_queue(hold, rules, code):
     async with door_before(GOOD, config=QUEUED + rules) as (opened, client):
         (worker,) = opened.fleet.workers
-        opened.fleet.hold(worker, hold)
+        opened.fleet.cordon(worker, hold)
         answer = await ask(client)
         error = json.loads(answer.body)["error"]
         assert (answer.status, answer.one("retry-after"), error["code"]) == (503, "1", code)
         assert "s so far" in error["message"]
-        opened.fleet.release(worker, hold)
+        opened.fleet.uncordon(worker, hold)
         assert (await ask(client)).status == 200
 
 
@@ -221,13 +221,13 @@ async def test_holding_costs_no_error():
 
         async with trio.open_nursery() as nursery:
             for worker in opened.fleet.workers:
-                opened.fleet.hold(worker, "updating")
+                opened.fleet.cordon(worker, "updating")
             for _ in range(5):
                 nursery.start_soon(one)
             await until(lambda: opened.door.queue.waiting == 5)
             for worker in opened.fleet.workers:
-                opened.fleet.versioned(worker, "v2", 1)
-                opened.fleet.release(worker, "updating")
+                opened.fleet.set_version(worker, "v2", 1)
+                opened.fleet.uncordon(worker, "updating")
         assert [(answer.status, answer.one(VERSION)) for answer in answers] == [(200, "v2")] * 5
 
 

@@ -1,11 +1,11 @@
-from omni_proxy.fleet.capabilities import BIT
+from omni_proxy.fleet.capabilities import CAPABILITY_BITS
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.fleet.entries import entry, fleet_of
 from tests.routing.policies.chats import build, chat
 
-CHAT = BIT["chat"]
+CHAT = CAPABILITY_BITS["chat"]
 
 
 def asked(text):
@@ -39,7 +39,7 @@ def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
 
 def test_it_shows_which_weights_are_there_and_which_were_asked_for():
     fleet = fleet_of(entry("a"), entry("b"))
-    fleet.versioned(fleet.workers[0], "v1", 1)
+    fleet.set_version(fleet.workers[0], "v1", 1)
     need = Requirements(CHAT, version_constraint=VersionConstraint("v1", 1))
     told = explain(fleet, need, build("round_robin"))
     rows = [(row["weight_version"], row["weight_epoch"], row["reasons"]) for row in told["workers"]]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.fleet.capabilities import BIT, mask_of
+from omni_proxy.fleet.capabilities import CAPABILITY_BITS, capability_mask
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.worker import WEIGHT_HOLDS
+from omni_proxy.fleet.worker import WEIGHT_CORDONS
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -26,7 +26,7 @@ from omni_proxy.routing.version_constraint import VersionConstraint
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 
-CHAT = BIT["chat"]
+CHAT = CAPABILITY_BITS["chat"]
 SOUND = ("speech", "audio_input")
 
 
@@ -61,7 +61,7 @@ worlds = st.lists(
 )
 needs = st.builds(
     Requirements,
-    mask=st.sets(st.sampled_from(["chat", *SOUND])).map(mask_of),
+    mask=st.sets(st.sampled_from(["chat", *SOUND])).map(capability_mask),
     model=st.sampled_from([None, "m", "n", "other"]),
     pinning=st.sampled_from(Pinning),
     named_worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
@@ -83,8 +83,8 @@ def world(rows):
         if row["dead"]:
             fleet.mark_dead(worker, NOW)
         for hold in row["held"]:
-            fleet.hold(worker, hold)
-        fleet.versioned(worker, row["version"], len(row["version"] or ""))
+            fleet.cordon(worker, hold)
+        fleet.set_version(worker, row["version"], len(row["version"] or ""))
     return fleet
 
 
@@ -95,10 +95,10 @@ def test_whom_only_an_operation_on_weights_keeps_back_could_take_it_without(rows
     routable = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need, owner)]
     assert not (held and routable)
     for worker in held:
-        for hold in list(worker.holds):
-            assert hold in WEIGHT_HOLDS
-            fleet.release(worker, hold)
-    for worker in held if any(w.machine.state is Health.HEALTHY for w in held) else ():
+        for hold in list(worker.cordon_reasons):
+            assert hold in WEIGHT_CORDONS
+            fleet.uncordon(worker, hold)
+    for worker in held if any(w.health.state is Health.HEALTHY for w in held) else ():
         against = ineligibility_reasons(fleet, worker, need, owner)
         # Beside it, what is told of a pick that leaves the first of several, or is short of room.
         assert all(word.startswith(("full", "is not the", "serves")) for word in against)
@@ -188,7 +188,7 @@ def test_nobody_healthy_names_the_states():
 
 def test_nobody_free_of_holds_names_them():
     fleet = fleet_of(entry("a"))
-    fleet.hold(fleet.workers[0], "launch")
+    fleet.cordon(fleet.workers[0], "launch")
     refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.message.endswith("launch")) == ("all_held", True)
 
@@ -218,7 +218,7 @@ def test_nobody_names_the_operation_on_weights(holds, code, words):
     fleet = fleet_of(entry("a"), entry("b"))
     for worker, reasons in zip(fleet.workers, holds, strict=True):
         for reason in reasons:
-            fleet.hold(worker, reason)
+            fleet.cordon(worker, reason)
     refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.headers) == (code, (("retry-after", "1"),))
     assert refused.message == f"no eligible upstream: every worker that could take it {words}"
@@ -229,7 +229,7 @@ def test_who_could_not_take_it_anyway_does_not_hide_that_the_others_are_being_up
         entry("a"), entry("b"), entry("c", disabled=True), entry("d", capabilities=frozenset(SOUND))
     )
     fleet.mark_dead(fleet.workers[1], NOW)
-    fleet.hold(fleet.workers[0], "updating")
+    fleet.cordon(fleet.workers[0], "updating")
     assert refusal(fleet, Requirements(CHAT)).code == "weights_updating"
     heal(fleet, fleet.workers[1])
     fleet.revive(fleet.workers[1], NOW)
@@ -239,10 +239,12 @@ def test_who_could_not_take_it_anyway_does_not_hide_that_the_others_are_being_up
 
 def test_the_owner_of_the_voices_or_a_named_worker_is_being_updated_alone():
     fleet = fleet_of(entry("a"), entry("b"))
-    fleet.hold(fleet.workers[0], "updating")
-    voices = Requirements(BIT["speech"], pinning=Pinning.VOICE_OWNER)
+    fleet.cordon(fleet.workers[0], "updating")
+    voices = Requirements(CAPABILITY_BITS["speech"], pinning=Pinning.VOICE_OWNER)
     assert refusal(fleet, voices, owner="http://a:1").code == "weights_updating"
-    named = Requirements(BIT["speech"], pinning=Pinning.NAMED, named_worker="http://a:1")
+    named = Requirements(
+        CAPABILITY_BITS["speech"], pinning=Pinning.NAMED, named_worker="http://a:1"
+    )
     assert refusal(fleet, named).code == "weights_updating"
 
 
@@ -253,14 +255,14 @@ def test_only_workers_with_the_wanted_weights_are_chosen():
     refused = refusal(fleet, need)
     assert (refused.status, refused.code) == (503, "weight_version_unavailable")
     assert refused.message.endswith("no worker that could take it has weights 'v2'")
-    fleet.versioned(a, "v1", 1)
-    fleet.versioned(b, "v2", 2)
+    fleet.set_version(a, "v1", 1)
+    fleet.set_version(b, "v2", 2)
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
     assert list(
         eligible_workers(fleet, Requirements(CHAT, version_constraint=VersionConstraint(None, 1)))
     ) == [a, b]
     assert ineligibility_reasons(fleet, a, need) == ["has weights 'v1' (epoch 1), not 'v2'"]
-    fleet.hold(b, "updating")
+    fleet.cordon(b, "updating")
     assert refusal(fleet, need).code == "weights_updating"
 
 
@@ -289,7 +291,7 @@ def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
         entry("b", capabilities=frozenset(SOUND)),
         entry("c", capabilities=frozenset(SOUND)),
     )
-    need = Requirements(BIT["speech"], pinning=Pinning.VOICE_OWNER)
+    need = Requirements(CAPABILITY_BITS["speech"], pinning=Pinning.VOICE_OWNER)
     assert chosen(fleet, need) == "b:1"
     against = [ineligibility_reasons(fleet, worker, need) for worker in fleet.workers]
     assert [bool(reasons) for reasons in against] == [True, False, True]
@@ -301,7 +303,9 @@ def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
 
 def test_a_named_worker_alone_may_answer():
     fleet = fleet_of(entry("a"), entry("b"))
-    need = Requirements(BIT["speech"], pinning=Pinning.NAMED, named_worker=fleet.workers[1].id)
+    need = Requirements(
+        CAPABILITY_BITS["speech"], pinning=Pinning.NAMED, named_worker=fleet.workers[1].id
+    )
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
     fleet.mark_dead(fleet.workers[1], NOW)
     assert refusal(fleet, need).code == "worker_unavailable"
@@ -313,7 +317,7 @@ def test_reasons_come_in_the_order_an_operator_would_ask():
     fleet = fleet_of(entry("a", model="m", disabled=True, max_inflight=1), healthy=False)
     (worker,) = fleet.workers
     worker.in_flight = 1
-    fleet.hold(worker, "updating")
+    fleet.cordon(worker, "updating")
     assert ineligibility_reasons(fleet, worker, Requirements(CHAT)) == [
         "disabled",
         "unknown",
@@ -334,7 +338,7 @@ def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
         fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
     heal(fleet, worker)
     assert chosen(fleet, Requirements(CHAT)) == "a:1"
-    fleet.begin_trial(worker)
+    fleet.begin_half_open(worker)
     assert ineligibility_reasons(fleet, worker, Requirements(CHAT)) == [
         "on trial: one request at a time until one succeeds"
     ]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.fleet.capabilities import mask_of
+from omni_proxy.fleet.capabilities import capability_mask
 from omni_proxy.routing.routes import BodyKind, MethodNotAllowed, Pinning, match_route
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
@@ -27,7 +27,7 @@ ROWS = [
 def test_a_model_route_has_its_class_its_need_and_its_place(method, path, traffic, needs, place):
     route = match_route(method, path)
     assert route is not None
-    assert (route.traffic, route.mask, route.pinning) == (traffic, mask_of(needs), place)
+    assert (route.traffic, route.mask, route.pinning) == (traffic, capability_mask(needs), place)
     assert route.websocket == (traffic == "tts_websocket")
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.fleet.weight_version import UNKNOWN, WeightVersion
+from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request
 from omni_proxy.routing.routes import match_route
 from omni_proxy.routing.version_constraint import (
@@ -54,12 +54,12 @@ def test_a_condition_that_can_not_be_read_is_refused(hints):
     [
         (VersionConstraint("v1"), WeightVersion("v1", 0), True),
         (VersionConstraint("v1"), WeightVersion("v2", 9), False),
-        (VersionConstraint("v1"), UNKNOWN, False),
+        (VersionConstraint("v1"), UNKNOWN_VERSION, False),
         (VersionConstraint(None, 3), WeightVersion("v1", 3), True),
         (VersionConstraint(None, 3), WeightVersion(None, 4), True),
         (VersionConstraint(None, 3), WeightVersion("v1", 2), False),
         (VersionConstraint("v1", 3), WeightVersion("v1", 2), False),
-        (VersionConstraint(), UNKNOWN, True),
+        (VersionConstraint(), UNKNOWN_VERSION, True),
         (VersionConstraint("a%0Ab"), WeightVersion(ODD), True),  # as answers show it
     ],
 )

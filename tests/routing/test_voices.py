@@ -18,8 +18,8 @@ OWNER = "http://a:1"
 
 def bound(path, fields, *names):
     registry = VoiceRegistry()
-    registry.changed_at(OWNER)
-    registry.learn(registry.generation, names)
+    registry.voices_changed(OWNER)
+    registry.set_names(registry.generation, names)
     route = match_route("POST", path)
     need = inspect_request(route, json.dumps(fields).encode(), RequestFacts(b"application/json"))
     pin_to_voice_owner(registry, route.traffic, need)
@@ -73,14 +73,14 @@ def test_a_body_that_was_not_read_whole_goes_to_the_owner():
     need = Requirements(0)
     pin_to_voice_owner(registry, "speech_http", need)
     assert need.pinning is UNPINNED
-    registry.changed_at(OWNER)
+    registry.voices_changed(OWNER)
     pin_to_voice_owner(registry, "speech_http", need)
     assert need.pinning is VOICE_OWNER
 
 
 def test_a_session_that_tells_nothing_goes_to_any_worker():
     registry = VoiceRegistry()
-    registry.changed_at(OWNER)
+    registry.voices_changed(OWNER)
     need = Requirements(0)
     pin_to_voice_owner(registry, "tts_websocket", need)
     assert need.pinning is UNPINNED

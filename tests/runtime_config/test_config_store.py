@@ -165,7 +165,7 @@ async def test_a_worker_that_stays_keeps_its_object_and_health(file, config_stor
     file.write_text(toml(B, A, more='[routing]\nmodel = "m"\n'))
     await config_store.reload("file")
     assert config_store.fleet.find(A) is worker
-    assert (worker.machine.state, worker.in_flight, worker.model) == (Health.HEALTHY, 3, "m")
+    assert (worker.health.state, worker.in_flight, worker.model) == (Health.HEALTHY, 3, "m")
 
 
 async def test_thresholds_follow_the_configuration(file, config_store):
@@ -224,7 +224,7 @@ def with_b(state, _):
 
 
 async def test_a_change_whose_asker_leaves_while_it_is_told_around_is_kept(file, config_store):
-    config_store.fleet.agreed = trio.sleep_forever
+    config_store.fleet.await_replicated = trio.sleep_forever
     with trio.CancelScope() as asker:
         config_store.fleet.watch(asker.cancel)
         await config_store.change(with_b)

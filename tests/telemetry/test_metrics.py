@@ -172,7 +172,7 @@ def test_ejections_and_states_are_heard_of(fleet, meters):
     for _ in range(fleet.thresholds.fall):
         fleet.observe_request_failure(a, status=None, error="ConnectError", at=NOW)
     assert meters.ejections == {a: 1}
-    assert meters.health_changes[a, a.machine.state] == 1
+    assert meters.health_changes[a, a.health.state] == 1
 
 
 def test_the_route_is_the_tables_and_not_the_clients(fleet, meters):

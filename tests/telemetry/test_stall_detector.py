@@ -24,7 +24,7 @@ def silences(fleet, meters, recent):
 
 def busy(worker, traffic="generation"):
     worker.in_flight += 1
-    worker.count(traffic, routed=1)
+    worker.add_counts(traffic, routed=1)
 
 
 def passed(silences, begin, end):
@@ -35,7 +35,7 @@ def passed(silences, begin, end):
 def answered(meters, worker):
     """One that began after 0.2 s."""
     meters.count(ended(worker), worker)
-    worker.count("generation", succeeded=1)
+    worker.add_counts("generation", succeeded=1)
 
 
 def test_one_with_requests_that_says_nothing_is_told_after_a_while(fleet, meters, silences):
@@ -69,7 +69,7 @@ def test_an_end_is_one_too(fleet, meters, silences):
     answered(meters, worker)
     busy(worker)
     passed(silences, 0, 40)
-    worker.count("generation", failed=1)
+    worker.add_counts("generation", failed=1)
     assert silences.of(worker, 40.0) is None
 
 

@@ -78,7 +78,7 @@ def house_with(folder, **tables):
 
 
 def held(house):
-    return [sorted(worker.holds) for worker in house.fleet.workers]
+    return [sorted(worker.cordon_reasons) for worker in house.fleet.workers]
 
 
 async def ask(house, *wanted):

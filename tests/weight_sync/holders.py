@@ -110,7 +110,7 @@ class Running:
         return [(w.weight_version, w.weight_epoch) for w in self.house.fleet.workers]
 
     def held(self):
-        return [sorted(w.holds) for w in self.house.fleet.workers]
+        return [sorted(w.cordon_reasons) for w in self.house.fleet.workers]
 
     async def until(self, holds):
         with trio.fail_after(10):

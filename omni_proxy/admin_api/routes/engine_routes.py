@@ -101,7 +101,7 @@ class EngineRoutes:
         found = await self._flushed(alive)
         flushed = [outcome for outcome in found if outcome.ok]
         for outcome in flushed:
-            self._rooms.fleet.forgotten(outcome.worker)
+            self._rooms.fleet.cache_cleared(outcome.worker)
         all_did = len(flushed) == len(found)
         answer = {
             "status": "success" if all_did else "partial" if flushed else "failed",
@@ -149,7 +149,7 @@ class EngineRoutes:
         return workers
 
     def _alive(self) -> list[Worker]:
-        return [w for w in self._rooms.fleet.workers if w.machine.state is not Health.DEAD]
+        return [w for w in self._rooms.fleet.workers if w.health.state is not Health.DEAD]
 
     def _get(self, target: str) -> Call:
         return Call("GET", target, timeout_secs=self._secs, headers=_credentials())

@@ -18,14 +18,14 @@ from omni_proxy.admin_api.serializers.readiness import in_words, is_opening, unr
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
+from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
 
 PRIVATE = ("workers", "voice_routing")
 
 
 def _well(worker: Worker) -> bool:
-    healthy = worker.machine.state is Health.HEALTHY
-    return healthy and not worker.disabled and worker.holds <= WEIGHT_HOLDS
+    healthy = worker.health.state is Health.HEALTHY
+    return healthy and not worker.disabled and worker.cordon_reasons <= WEIGHT_CORDONS
 
 
 class PoolRoutes:
@@ -96,7 +96,7 @@ class PoolRoutes:
                 "supervisors": rooms.supervisors(),
                 "watchdog": rooms.door.watchdog(),
                 "door": rooms.door.status(),
-                "fleet": rooms.fleet.counts(),
+                "fleet": rooms.fleet.count_by_state(),
                 "launch": rooms.launcher.status() if rooms.launcher else [],
             }
         )

@@ -75,7 +75,7 @@ class ScalingRoutes:
 
     def _is_probed(self, worker: Worker) -> bool:
         here = self._rooms.fleet.find(worker.url) is worker
-        return here and worker.machine.state is not Health.DEAD
+        return here and worker.health.state is not Health.DEAD
 
     async def remove(self) -> Response:
         """One that isn't there is removed already: scripts repeat themselves."""

@@ -76,7 +76,7 @@ class WorkerRoutes:
             return self._accepted(
                 worker, "worker added; its first probe is under way", judged.ignored
             )
-        if worker.machine.last_checked_at is None:
+        if worker.health.last_checked_at is None:
             await self._rooms.prober.probe_once(worker)
         return self._done(worker)
 

@@ -89,7 +89,7 @@ class Snapshots:
         }
 
     def _row(self, worker: Worker, now: float, why: Why) -> dict[str, object]:
-        machine, instruments = worker.machine, self._rooms.instruments
+        machine, instruments = worker.health, self._rooms.instruments
         state_since = _state_since(worker, self._rooms.drains)
         counted = self._rooms.config_store.config.server.metrics
         return {
@@ -100,8 +100,8 @@ class Snapshots:
             "health": machine.state.value,
             "routable": worker.routable,
             "disabled": worker.disabled,
-            "trial": machine.on_trial,
-            "held_by": sorted(worker.holds),
+            "trial": machine.is_half_open,
+            "held_by": sorted(worker.cordon_reasons),
             "why": why(worker),
             "since": machine.since.isoformat(),
             "state_since": state_since,
@@ -125,13 +125,13 @@ def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:
 
     A pause has a time of its own.
     """
-    machine = worker.machine
+    machine = worker.health
     if machine.state in (Health.DEAD, Health.UNHEALTHY):
         since: datetime | None = machine.since
     elif worker.disabled:
-        since = drains.state_since(worker) or worker.switched_at
+        since = drains.state_since(worker) or worker.disabled_changed_at
     else:
-        since = None if worker.holds else machine.since
+        since = None if worker.cordon_reasons else machine.since
     return since.isoformat() if since else None
 
 

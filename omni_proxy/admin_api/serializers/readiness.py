@@ -36,13 +36,18 @@ def unready(rooms: Services) -> str:
 
 def _but_for_a_pause(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
     """Whether it would take requests if its engine went on."""
-    healthy = worker.machine.state is Health.HEALTHY
-    return worker.url in pauses and healthy and not worker.disabled and worker.holds <= {"paused"}
+    healthy = worker.health.state is Health.HEALTHY
+    return (
+        worker.url in pauses
+        and healthy
+        and not worker.disabled
+        and worker.cordon_reasons <= {"paused"}
+    )
 
 
 def _is_unjudged(worker: Worker) -> bool:
     """No probe of it has ended, or only good ones, and too few of them."""
-    machine = worker.machine
+    machine = worker.health
     return machine.state is Health.UNKNOWN and not machine.consecutive_failures
 
 

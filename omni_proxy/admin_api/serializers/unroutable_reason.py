@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from omni_proxy.admin_api.serializers.readiness import GO_ON
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.worker import LAUNCH_HOLD, Worker
+from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
@@ -33,7 +33,7 @@ def reasons(rooms: Services, pauses: Mapping[str, PauseRecord]) -> Why:
         return (
             _declared(worker)
             or _switched(worker, rooms.drains.secs_left)
-            or (place is not None and LAUNCH_HOLD in worker.holds and _launched(place))
+            or (place is not None and LAUNCH_CORDON in worker.cordon_reasons and _launched(place))
             or _ill(worker)
             or _held(worker, rooms.desk.book.reasons, pauses)
             or "on trial: one request at a time until one goes well"
@@ -43,11 +43,11 @@ def reasons(rooms: Services, pauses: Mapping[str, PauseRecord]) -> Why:
 
 
 def _declared(worker: Worker) -> str:
-    return "dead: declared so by an operator" if worker.machine.declared_dead else ""
+    return "dead: declared so by an operator" if worker.health.declared_dead else ""
 
 
 def _switched(worker: Worker, secs_left: Callable[[Worker], float | None]) -> str:
-    state = worker.machine.state
+    state = worker.health.state
     if not worker.disabled or state in (Health.DEAD, Health.UNHEALTHY):
         return ""
     if not worker.in_flight:
@@ -65,7 +65,7 @@ def _launched(place: Mapping[str, object]) -> str:
 
 
 def _ill(worker: Worker) -> str:
-    machine = worker.machine
+    machine = worker.health
     if machine.state in (Health.DEAD, Health.UNHEALTHY):
         return f"{machine.state.value}: {machine.last_error or 'no reason known'}"
     if machine.state is not Health.UNKNOWN:
@@ -76,8 +76,8 @@ def _ill(worker: Worker) -> str:
 
 
 def _held(worker: Worker, uncertain: Mapping[str, str], pauses: Mapping[str, PauseRecord]) -> str:
-    if "uncertain" in worker.holds and worker.url in uncertain:
+    if "uncertain" in worker.cordon_reasons and worker.url in uncertain:
         return f"uncertain: {uncertain[worker.url]}; {RESOLVE}"
-    if "paused" in worker.holds and worker.url in pauses:
+    if "paused" in worker.cordon_reasons and worker.url in pauses:
         return f"{pauses[worker.url].in_words()}; {GO_ON}"
-    return f"held: {', '.join(sorted(worker.holds))}" if worker.holds else ""
+    return f"held: {', '.join(sorted(worker.cordon_reasons))}" if worker.cordon_reasons else ""

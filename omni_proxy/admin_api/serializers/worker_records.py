@@ -64,8 +64,8 @@ class WorkerRecords:
             "model_id": worker.model,
             "worker_type": "regular",
             "connection_mode": "http",
-            "is_healthy": worker.machine.state is Health.HEALTHY,
-            "status": STATUS[worker.machine.state],
+            "is_healthy": worker.health.state is Health.HEALTHY,
+            "status": STATUS[worker.health.state],
             "load": worker.in_flight,
             "priority": notes.priority,
             "cost": notes.cost,
@@ -77,7 +77,7 @@ class WorkerRecords:
         notes = self._notes.get(worker)
         if notes is None or notes.asked_at is None:
             return {}
-        machine = worker.machine
+        machine = worker.health
         if machine.state is Health.HEALTHY:
             notes.asked_at = None
             return {}
@@ -99,7 +99,7 @@ class WorkerRecords:
         why, pauses = self._reasons(), self._pauses()
         return {
             "status": status,
-            **self._fleet.counts(),
+            **self._fleet.count_by_state(),
             "workers": [self._record(worker, why, pauses) for worker in workers],
         }
 

@@ -167,7 +167,7 @@ class Queue:
 
     def _look_again(self) -> None:
         """Nobody stands aside any more; who stands with whom may be another question now."""
-        if self._names_models == self._door.fleet.names_models:
+        if self._names_models == self._door.fleet.has_named_models:
             for line in self._aside:
                 heappush(self._full, (line.first, line))
             self._aside.clear()
@@ -176,7 +176,7 @@ class Queue:
         self._lines.clear()
         self._full.clear()
         self._aside.clear()
-        self._names_models = self._door.fleet.names_models
+        self._names_models = self._door.fleet.has_named_models
         for ticket in sorted(tickets, key=lambda ticket: ticket.number):
             self._place(ticket)
 
@@ -240,7 +240,7 @@ class Queue:
         self._made += 1
         ticket.number = self._made
         if not self.waiting:
-            self._names_models = self._door.fleet.names_models
+            self._names_models = self._door.fleet.has_named_models
         self._place(ticket)
         self.waiting += 1
         self.peak_waiting = max(self.peak_waiting, self.waiting)

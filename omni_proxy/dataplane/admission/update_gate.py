@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.worker import WEIGHT_HOLDS, Worker
+from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import workers_held_for_update
 from omni_proxy.wire.errors import HttpError
@@ -27,14 +27,16 @@ class UpdateGate:
         self._door = door
         self._since: dict[Worker, float] = {}
 
-    def follow_fleet(self) -> None:
+    def update_presence(self) -> None:
         now, before = self._door.loop.now, self._since
-        held = [worker for worker in self._door.fleet.workers if worker.holds & WEIGHT_HOLDS]
+        held = [
+            worker for worker in self._door.fleet.workers if worker.cordon_reasons & WEIGHT_CORDONS
+        ]
         self._since = {worker: before.get(worker, now) for worker in held}
 
     def follow(self, worker: Worker) -> None:
         """It alone has changed."""
-        if worker.holds & WEIGHT_HOLDS and self._door.fleet.find(worker.url) is worker:
+        if worker.cordon_reasons & WEIGHT_CORDONS and self._door.fleet.find(worker.url) is worker:
             self._since.setdefault(worker, self._door.loop.now)
         else:
             self._since.pop(worker, None)
@@ -46,7 +48,7 @@ class UpdateGate:
         since = [self._since[worker] for worker in held if worker in self._since]
         if since:
             nobody.message += f", for {door.loop.now - min(since):.0f} s so far"
-        if held and all(_sheds(door.config, worker.holds) for worker in held):
+        if held and all(_sheds(door.config, worker.cordon_reasons) for worker in held):
             raise nobody
 
 

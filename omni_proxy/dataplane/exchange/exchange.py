@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from omni_proxy.dataplane.exchange.access_log import log
 from omni_proxy.dataplane.upstream.acquire import leave
-from omni_proxy.fleet.request_counters import FAILED, SUCCEEDED
-from omni_proxy.fleet.weight_version import UNKNOWN
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
+from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import Route
 from omni_proxy.wire.forwarded import ForwardedHeaders
@@ -35,7 +34,7 @@ BEGUN: Final = (
     "method", "target", "route", "idempotency_key", "head_at", "body_at", "need", "stream",
     "request_id", "bytes_in", "policy", "admitted",
 )  # fmt: skip
-TAKEN: Final = ("worker", "version", "worker_seen", "attempts", "trial")
+TAKEN: Final = ("worker", "version", "worker_seen", "attempts", "half_open_id")
 ASKED: Final = ("dialled_at", "own_secs")
 
 
@@ -56,6 +55,7 @@ class Exchange:
         "ended_by",
         "error",
         "first_at",
+        "half_open_id",
         "head_at",
         "idempotency_key",
         "last_worker",
@@ -77,7 +77,6 @@ class Exchange:
         "stream",
         "tail",
         "target",
-        "trial",
         "tried",
         "version",
         "wait_at",
@@ -101,11 +100,11 @@ class Exchange:
         self.policy = ""
         self.worker: Worker | None = None
         self.last_worker: Worker | None = None  # of a try that is over
-        self.version = UNKNOWN  # of its weights when the present try began
+        self.version = UNKNOWN_VERSION  # of its weights when the present try began
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
         self.tried: list[tuple[Worker, str]] | None = None  # failed tries and what they came to
-        self.trial = 0  # the number of the trial that the present try is
+        self.half_open_id = 0  # the number of the trial that the present try is
         self.queued_secs = 0.0
         self.connect_secs = 0.0  # for the newest connection that had to be opened
         self.own_secs = 0.0  # from the events that it came with until it was on its way
@@ -145,7 +144,7 @@ class Exchange:
 
     def spans_versions(self, worker: Worker) -> bool:
         """Whether its answer has begun with other weights than it ended with."""
-        return self.relayed and worker.version.changed_since(self.version)
+        return self.relayed and worker.version.differs_from(self.version)
 
 
 def new_id() -> bytes:
@@ -212,7 +211,7 @@ def report(
 ) -> None:
     """Let health know of a failure that was the worker's."""
     conn.door.fleet.observe_request_failure(
-        worker, status=status, error=error, at=datetime.now(UTC), trial=mine.trial
+        worker, status=status, error=error, at=datetime.now(UTC), half_open_id=mine.half_open_id
     )
 
 

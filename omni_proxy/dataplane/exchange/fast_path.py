@@ -255,9 +255,9 @@ class FastPath:
             or not usual.plain
             or client.pending
             or conn.closing
-            or mine.trial
+            or mine.half_open_id
             or worker.version is not mine.version
-            or worker.machine.failed_tries
+            or worker.health.failed_requests
         ):
             return False
         client.write_soon(

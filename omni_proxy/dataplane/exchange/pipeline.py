@@ -251,7 +251,11 @@ async def _by_worker(
         conn.let_go()
     need.body_fields = None  # which holds it, too; nobody is picked any more
     keep = await relay(conn, mine, head, first)
-    if mine.outcome != "completed" or worker.machine.failed_tries or route.pinning is not UNPINNED:
+    if (
+        mine.outcome != "completed"
+        or worker.health.failed_requests
+        or route.pinning is not UNPINNED
+    ):
         _learn(conn, mine, worker)
     return keep
 
@@ -261,8 +265,8 @@ def _learn(conn: Connection, mine: Exchange, worker: Worker) -> None:
     door, route = conn.door, mine.route
     if mine.error and mine.ended_by == "worker":
         report(conn, mine, worker, mine.error)
-    elif mine.outcome == "completed" and mine.status < 500 and worker.machine.failed_tries:
-        door.fleet.observe_good_answer(worker, mine.trial)
+    elif mine.outcome == "completed" and mine.status < 500 and worker.health.failed_requests:
+        door.fleet.observe_success(worker, mine.half_open_id)
     if route is not None and route.pinning is VOICE_OWNER and _changed_voices(mine):
         door.keep_voices_at(worker)
 

@@ -87,7 +87,7 @@ async def relay(conn: Connection, mine: Exchange, head: RequestHead, first: Resp
 def _begin(conn: Connection, mine: Exchange, piece: bytes) -> None:
     """The piece of the body that came along with the head."""
     mine.first_at = conn.loop.now
-    if mine.trial:
+    if mine.half_open_id:
         _hear(conn, mine)
     mine.pieces = 1
     mine.bytes_out = len(piece)
@@ -112,8 +112,8 @@ async def _go_on(
 def _hear(conn: Connection, mine: Exchange) -> None:
     """The body begins. A stream may last for minutes: its worker's trial is passed with that."""
     mine.first_at = conn.loop.now
-    if mine.trial and mine.stream and mine.status < 500 and mine.worker is not None:
-        conn.door.fleet.observe_good_answer(mine.worker, mine.trial)
+    if mine.half_open_id and mine.stream and mine.status < 500 and mine.worker is not None:
+        conn.door.fleet.observe_success(mine.worker, mine.half_open_id)
 
 
 @types.coroutine
@@ -322,7 +322,7 @@ def head_bytes(mine: Exchange, first: ResponseStart, head: RequestHead, *, keep:
         parts.append(diagnostics(mine))
         parts.append(mine.version.lines)
         if mine.worker is not None and mine.worker.version is not mine.version:
-            parts.append(mine.worker.version.end_lines(mine.version))
+            parts.append(mine.worker.version.end_header_lines(mine.version))
         if head.origin:
             parts[0] = drop_cors_fields(parts[0])
             parts.append(mine.cors)

@@ -27,17 +27,17 @@ def take(door: DataPlane, mine: Exchange, tried: Collection[Worker] = ()) -> Wor
     assert need is not None
     worker = pick_worker(fleet, need, door.policy, tried, door.voice_owner)
     worker.in_flight += 1
-    if fleet.limited and fleet.overfilled(worker):
+    if fleet.has_inflight_limits and fleet.is_over_limit(worker):
         worker = _take_again(door, mine, tried, worker)
     mine.worker = worker
     mine.version = worker.version
     if door.route_log is not None:
-        mine.worker_seen = (worker.machine.state.value, worker.disabled, worker.routable)
+        mine.worker_seen = (worker.health.state.value, worker.disabled, worker.routable)
     mine.attempts += 1
     if worker.in_flight > worker.peak_in_flight:
         worker.peak_in_flight = worker.in_flight
-    if worker.machine.trial_owed:
-        mine.trial = fleet.begin_trial(worker)
+    if worker.health.breaker_tripped:
+        mine.half_open_id = fleet.begin_half_open(worker)
     if mine.route is not None:
         worker.counts[mine.route.counter_index] += 1
     return worker
@@ -51,7 +51,7 @@ def _take_again(door: DataPlane, mine: Exchange, tried: Collection[Worker], full
     for _ in range(CHOICES - 1):
         worker = pick_worker(fleet, need, door.policy, tried, door.voice_owner)
         worker.in_flight += 1
-        if not fleet.overfilled(worker):
+        if not fleet.is_over_limit(worker):
             return worker
         worker.in_flight -= 1
     raise no_worker_error(fleet, need, door.voice_owner)
@@ -64,8 +64,8 @@ def leave(door: DataPlane, mine: Exchange, end: int) -> None:
     mine.last_worker = worker or mine.last_worker
     if worker is not None:
         worker.in_flight -= 1
-        if mine.trial:
-            door.fleet.end_trial(worker, mine.trial)
-            mine.trial = 0
+        if mine.half_open_id:
+            door.fleet.end_half_open(worker, mine.half_open_id)
+            mine.half_open_id = 0
         if mine.route is not None:
             worker.counts[mine.route.counter_index + end] += 1

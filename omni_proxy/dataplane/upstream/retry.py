@@ -16,8 +16,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, report
 from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.dataplane.upstream.acquire import leave, take
 from omni_proxy.dataplane.upstream.attempt import ResponseStart
-from omni_proxy.fleet.request_counters import FAILED
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import FAILED, Worker
 from omni_proxy.routing.pick import eligible_workers
 from omni_proxy.wire.errors import HttpError
 

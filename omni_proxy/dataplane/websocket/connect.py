@@ -54,8 +54,8 @@ async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> t
                 mine.end("upstream_error", "worker", failed.error)
                 raise
         else:
-            if worker.machine.failed_tries:
-                door.fleet.observe_good_answer(worker, mine.trial)
+            if worker.health.failed_requests:
+                door.fleet.observe_success(worker, mine.half_open_id)
             return reached
 
 

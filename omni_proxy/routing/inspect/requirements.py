@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from omni_proxy.fleet.capabilities import BIT, mask_of, names_in
+from omni_proxy.fleet.capabilities import CAPABILITY_BITS, capability_mask, capability_names
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.inspect.body_fields import (
     ABSENT,
@@ -37,7 +37,8 @@ from omni_proxy.routing.version_constraint import VersionConstraint, parse_versi
 from omni_proxy.wire.errors import HttpError
 
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
-    BIT[name] for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
+    CAPABILITY_BITS[name]
+    for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
 )
 _KINDS: dict[str | None, int] = {
     "image": IMAGE, "image_url": IMAGE, "input_image": IMAGE,
@@ -88,7 +89,7 @@ class Requirements(msgspec.Struct, gc=False):
 
     @property
     def capabilities(self) -> list[str]:
-        return names_in(self.mask)
+        return capability_names(self.mask)
 
 
 MAX_MODEL_CHARS = 1024
@@ -370,9 +371,9 @@ def _hinted_mask(text: str, prefix: str) -> int:
     if not names:
         raise _bad(f"{prefix}capabilities must not be empty")
     for name in names:
-        if name not in BIT:
+        if name not in CAPABILITY_BITS:
             raise _bad(f"{prefix}capabilities contains unsupported capability {name!r}")
-    return mask_of(names)
+    return capability_mask(names)
 
 
 # What a client is known by, for policies that keep a client with its worker.
@@ -425,7 +426,7 @@ def requirements_of_beginning(
     if route.body_kind is not FORM:
         return inspect_request(route, b"", facts)
     found, hints = form_fields(beginning, facts.content_type), facts.hints
-    if fleet.names_models and "model" not in found and b"model" not in hints:
+    if fleet.has_named_models and "model" not in found and b"model" not in hints:
         return None
     if "stream" in found:
         return inspect_request(route, beginning, facts)

@@ -58,12 +58,12 @@ class CatchUp:
         self.failed = 0
         self.nursery: trio.Nursery | None = None
         # Lets go of whom we have nothing for any more, though nobody knows what it has.
-        self.leave_open: Callable[[Worker], None] = lambda w: self._fleet.release(w, CATCHING_UP)
+        self.leave_open: Callable[[Worker], None] = lambda w: self._fleet.uncordon(w, CATCHING_UP)
         self._fleet.watch_health(self._follow_health)
-        self._fleet.watch_forgotten(self._follow_restart)
+        self._fleet.watch_cache_cleared(self._follow_restart)
 
     def _follow_health(self, worker: Worker, before: Health) -> None:
-        if worker.machine.state is Health.HEALTHY:
+        if worker.health.state is Health.HEALTHY:
             self.soon(worker)
 
     def _follow_restart(self, worker: Worker) -> None:
@@ -73,8 +73,8 @@ class CatchUp:
 
     def hold(self, worker: Worker) -> None:
         """Until `soon` has seen to it."""
-        if CATCHING_UP not in worker.holds and self._here(worker):
-            self._fleet.hold(worker, CATCHING_UP)
+        if CATCHING_UP not in worker.cordon_reasons and self._here(worker):
+            self._fleet.cordon(worker, CATCHING_UP)
 
     def soon(self, worker: Worker) -> None:
         """An atom: nothing is routed to it any more when this returns, if it may have to wait."""
@@ -83,7 +83,7 @@ class CatchUp:
             self._newest[worker] = asking = object()
             self.hold(worker)
             self.nursery.start_soon(self._bring, worker, asking)
-        elif worker not in self._newest and CATCHING_UP in worker.holds:
+        elif worker not in self._newest and CATCHING_UP in worker.cordon_reasons:
             self.leave_open(worker)
 
     def all_soon(self) -> None:
@@ -93,7 +93,7 @@ class CatchUp:
 
     def _here(self, worker: Worker) -> bool:
         known = self._fleet.find(worker.url) is worker
-        return known and worker.machine.state is Health.HEALTHY
+        return known and worker.health.state is Health.HEALTHY
 
     def _wanted(self, worker: Worker) -> _Wanted | None:
         """None where the last update that was meant for it is none that we hold."""
@@ -112,8 +112,8 @@ class CatchUp:
                 del self._newest[worker]
                 if not settled:
                     self.leave_open(worker)
-                elif CATCHING_UP in worker.holds:
-                    self._fleet.release(worker, CATCHING_UP)
+                elif CATCHING_UP in worker.cordon_reasons:
+                    self._fleet.uncordon(worker, CATCHING_UP)
 
     async def _brought(self, worker: Worker, asking: object) -> bool:
         """Whether it is known what it has: that is noted, or it is uncertain."""
@@ -128,7 +128,7 @@ class CatchUp:
             async with self._config_store.operation_lock:
                 if self._wanted(worker) != wanted or self._config_store.membership_lock.held:
                     continue  # a newer one is coming, or came
-                await self._fleet.agreed()
+                await self._fleet.await_replicated()
                 why = await self._give(worker, wanted)
             if not why:
                 return True
@@ -164,7 +164,7 @@ class CatchUp:
         self.caught_up += 1
         _log.info("Worker %s has caught up to %s", worker.url, version.name)
         await self._note(worker, due)
-        self._fleet.forgotten(worker)
+        self._fleet.cache_cleared(worker)
         return ""
 
     @property
@@ -172,7 +172,7 @@ class CatchUp:
         return self._config_store.config.admin.worker_timeout_secs
 
     async def _note(self, worker: Worker, due: TargetVersion) -> None:
-        self._fleet.versioned(worker, due.label, due.epoch)
+        self._fleet.set_version(worker, due.label, due.epoch)
         if worker.url in self._book.reasons:
             self._book.clear([worker.url])
             await self._book.keep()

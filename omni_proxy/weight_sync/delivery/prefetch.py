@@ -55,7 +55,7 @@ class Prefetch:
     def begin(self, coming: Coming, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
         """Has those of them read along that are here and well; returns at once."""
         self.end()
-        near = [w for w in workers if w.machine.state is Health.HEALTHY and here(w.address)]
+        near = [w for w in workers if w.health.state is Health.HEALTHY and here(w.address)]
         if near and self.nursery is not None:
             self._scope = trio.CancelScope()
             self.nursery.start_soon(self._run, _Following(coming, headers), near, self._scope)

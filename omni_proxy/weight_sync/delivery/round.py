@@ -54,7 +54,7 @@ class RoundDelivery:
         if NAME not in self._life.session.parts or self._life.workers:
             return []
         workers = self._life.fleet.workers
-        return [worker for worker in workers if worker.machine.state is Health.HEALTHY]
+        return [worker for worker in workers if worker.health.state is Health.HEALTHY]
 
     def hold_back(self) -> None:
         """Who came up meanwhile gets no request from the moment on in which others have more."""
@@ -103,7 +103,7 @@ class RoundDelivery:
             headers=headers,
             limit=config.admin.worker_timeout_secs,
         )
-        alive = [worker for worker in workers if worker.machine.state is not Health.DEAD]
+        alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
         failed = {worker.url: "it is dead" for worker in workers if worker not in alive}
         instances = await instances_of(alive, headers) if how.prove else {}
         try:

@@ -178,7 +178,7 @@ class WeightOperations:
             await self.book.keep()
         elif call.route.kind is Kind.FLUSH:
             for worker in done:
-                self._fleet.forgotten(worker)
+                self._fleet.cache_cleared(worker)
         if call.route.kind is not Kind.READ:
             operation = self._operation(call.route, call.caller, asked_at=began)
             operation.targets = tuple(worker.url for worker in workers)
@@ -236,7 +236,7 @@ class WeightOperations:
         async def work() -> AdminResponse:
             urls = list(self.book.reasons)
             found = [self._fleet.find(url) for url in urls]
-            alive = [w for w in found if w and w.machine.state is not Health.DEAD]
+            alive = [w for w in found if w and w.health.state is not Health.DEAD]
             operation.targets = tuple(worker.url for worker in alive)
             secs = limit_secs(self._config_store.config.admin.worker_timeout_secs)
             call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
@@ -257,7 +257,7 @@ class WeightOperations:
 
     def _targets(self, call: AdminCall) -> list[Worker]:
         """Raises HttpError: 503 where nobody lives, 404 where nobody is meant."""
-        alive = [w for w in self._fleet.workers if w.machine.state is not Health.DEAD]
+        alive = [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
         if not alive:
             raise HttpError(503, "no live upstream workers", "no_live_worker")
         chosen = [w for w in alive if call.chosen is None or w.url in call.chosen]
@@ -284,7 +284,7 @@ class WeightOperations:
         back = [
             worker
             for worker in workers
-            if PAUSED in worker.holds and not (pausing and worker.url in pausing.targets)
+            if PAUSED in worker.cordon_reasons and not (pausing and worker.url in pausing.targets)
         ]
         for worker in back:
             self.book.go_on(worker.url)
@@ -303,11 +303,11 @@ class WeightOperations:
 
     def _judge_otherwise(self, worker: Worker) -> None:
         """It was to catch up to what nobody can give it: its label and its digest tell."""
-        if CATCHING_UP not in worker.holds:
+        if CATCHING_UP not in worker.cordon_reasons:
             return
         if not self.at_work_on(worker):  # else that settles it
             self._labels.hold(worker)  # no request in between
-        self._fleet.release(worker, CATCHING_UP)
+        self._fleet.uncordon(worker, CATCHING_UP)
         self._look_again([worker.url])
 
     def _ask_of_the_unknown(self, urls: tuple[str, ...]) -> None:
@@ -344,7 +344,7 @@ class WeightOperations:
             "weight_version": worker.weight_version,
             "weight_epoch": worker.weight_epoch,
             "routable": worker.routable,
-            "held_by": sorted(worker.holds),
+            "held_by": sorted(worker.cordon_reasons),
             "uncertain": self.book.reasons.get(worker.url),
         }
 
@@ -354,7 +354,7 @@ class WeightOperations:
 
     def _busy(self, worker: Worker) -> bool:
         """Whoever is at it reads its version back itself."""
-        return CATCHING_UP in worker.holds or self.at_work_on(worker)
+        return CATCHING_UP in worker.cordon_reasons or self.at_work_on(worker)
 
     def at_work_on(self, worker: Worker) -> bool:
         """Its weights are being changed, or it is asked to do something that takes long."""

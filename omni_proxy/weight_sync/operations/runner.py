@@ -109,10 +109,10 @@ class OperationRunner:
 
     async def run(self, workers: Sequence[Worker]) -> AdminResponse:
         """Raises HttpError 503 where it can't be written down; then nothing was sent."""
-        self._operation.target({worker.url: frozenset(worker.holds) for worker in workers})
+        self._operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
         self._hold(workers)
         try:
-            await self._fleet.agreed()
+            await self._fleet.await_replicated()
             await self._drain(workers)
             await self._record()
         except BaseException:
@@ -148,7 +148,7 @@ class OperationRunner:
         else:
             holds = self._config.weight_sync.while_updating != "pass"
         for worker in workers if holds else ():
-            self._fleet.hold(worker, self._route.hold)
+            self._fleet.cordon(worker, self._route.hold)
 
     async def _drain(self, workers: Sequence[Worker]) -> None:
         """Time for what runs; what is late is left to the caller's choice of abort or retract."""
@@ -180,7 +180,7 @@ class OperationRunner:
         if self._route.kind is Kind.UPDATE:
             self._before = {worker: worker.version for worker in workers}
             for worker in workers:
-                self._fleet.versioned(worker, None, 0)
+                self._fleet.set_version(worker, None, 0)
 
     def _take_back_doubt(
         self, answers: Sequence[WorkerResult], left: Mapping[str, Disposition]
@@ -191,7 +191,7 @@ class OperationRunner:
         }
         for worker, version in self._before.items():
             if worker.url in refused:
-                self._fleet.versioned(worker, version.label, version.epoch)
+                self._fleet.set_version(worker, version.label, version.epoch)
 
     async def _prove(
         self, done: Sequence[Worker], left: Mapping[str, Disposition]
@@ -205,9 +205,9 @@ class OperationRunner:
         published = await self._publish(labels, verdict)
         for worker, label in labels.items():
             if left[worker.url] is not DIFFERS:
-                self._fleet.versioned(worker, label, published.epoch)
+                self._fleet.set_version(worker, label, published.epoch)
             if call.says("flush_cache") is not False:
-                self._fleet.forgotten(worker)
+                self._fleet.cache_cleared(worker)
         return {
             "weight_epoch": published.epoch,
             "weight_versions": {worker.url: label for worker, label in labels.items()},
@@ -287,7 +287,7 @@ class OperationRunner:
         for worker in workers:
             was = self._operation.was[worker.url]
             if self._route.hold not in was and not self._still_paused(worker):
-                self._fleet.release(worker, self._route.hold)
+                self._fleet.uncordon(worker, self._route.hold)
 
     def _still_paused(self, worker: Worker) -> bool:
         return self._route.hold == PAUSED and worker.url in self._book.paused

@@ -70,7 +70,7 @@ class StateJournal:
             _log.warning("Worker %s was paused, and stays so until it continues", url)
         fleet.watch_members(self._hold_to_it)
         fleet.watch_worker(self._hold_one)
-        fleet.watch_forgotten(self._follow_restart)
+        fleet.watch_cache_cleared(self._follow_restart)
         fleet.watch_health(self._follow_process)
 
     @property
@@ -121,8 +121,8 @@ class StateJournal:
             self.mark(Journal(begun=self._begun, sync=self._sync).at_start())
             self._sync = None
         for worker in self._fleet.workers:
-            if UPDATING in worker.holds:
-                self._fleet.release(worker, UPDATING)
+            if UPDATING in worker.cordon_reasons:
+                self._fleet.uncordon(worker, UPDATING)
         await self.settle()
 
     async def begin(self, begun: JournalEntry) -> None:
@@ -187,8 +187,8 @@ class StateJournal:
     def go_on(self, url: str) -> None:
         self.paused.discard(url)
         worker = self._fleet.find(url)
-        if worker is not None and PAUSED in worker.holds:
-            self._fleet.release(worker, PAUSED)
+        if worker is not None and PAUSED in worker.cordon_reasons:
+            self._fleet.uncordon(worker, PAUSED)
 
     def mark(self, reasons: dict[str, str]) -> None:
         for url, reason in reasons.items():
@@ -201,7 +201,7 @@ class StateJournal:
             if self.reasons.pop(url, None) is not None:
                 worker = self._fleet.find(url)
                 if worker is not None:
-                    self._fleet.release(worker, UNCERTAIN)
+                    self._fleet.uncordon(worker, UNCERTAIN)
 
     async def _try_to_write(self) -> None:
         try:
@@ -250,10 +250,10 @@ class StateJournal:
     def _hold_one(self, worker: Worker) -> None:
         if self._everybody:
             self.reasons.setdefault(worker.url, self._everybody)
-        if worker.url in self.reasons and UNCERTAIN not in worker.holds:
-            self._fleet.hold(worker, UNCERTAIN)
-        if worker.url in self.paused and PAUSED not in worker.holds:
-            self._fleet.hold(worker, PAUSED)
+        if worker.url in self.reasons and UNCERTAIN not in worker.cordon_reasons:
+            self._fleet.cordon(worker, UNCERTAIN)
+        if worker.url in self.paused and PAUSED not in worker.cordon_reasons:
+            self._fleet.cordon(worker, PAUSED)
 
     def note(self, error: OSError) -> None:
         """A disk that fails is told of."""

@@ -56,7 +56,7 @@ class VersionProbe:
         self._pace = StartThrottle(TURNS_EACH)
         self.nursery: trio.Nursery | None = None
         fleet.watch_health(lambda worker, _: self.ask_soon(worker, came_up=True))
-        fleet.watch_forgotten(self.ask_soon)
+        fleet.watch_cache_cleared(self.ask_soon)
 
     def start(self, nursery: trio.Nursery) -> None:
         """Whoever has come up already is kept out since, and asked now."""
@@ -78,9 +78,9 @@ class VersionProbe:
 
     def hold(self, worker: Worker) -> None:
         """Until `ask_soon` has heard from it, where that is what we wait for."""
-        held = UNPROVEN in worker.holds or worker.url in self._book.reasons
+        held = UNPROVEN in worker.cordon_reasons or worker.url in self._book.reasons
         if self._here(worker) and self._strict() and self._owes(worker) and not held:
-            self._fleet.hold(worker, UNPROVEN)
+            self._fleet.cordon(worker, UNPROVEN)
 
     def _owes(self, worker: Worker) -> bool:
         """There was an update for it, and nobody knows whether it has that."""
@@ -94,11 +94,11 @@ class VersionProbe:
         due = self._due(worker)
         proven = due is not None and due.proven_by(label) and worker.url not in self._book.reasons
         epoch = due.epoch if due is not None and proven else 0
-        self._fleet.versioned(worker, label, epoch)
+        self._fleet.set_version(worker, label, epoch)
 
     def _here(self, worker: Worker) -> bool:
         known = self._fleet.find(worker.url) is worker
-        return known and worker.machine.state is Health.HEALTHY
+        return known and worker.health.state is Health.HEALTHY
 
     def _due(self, worker: Worker) -> TargetVersion | None:
         return self._book.published.due_of(worker.url, worker.model)
@@ -127,8 +127,8 @@ class VersionProbe:
                 self._let_go(worker)
 
     def _let_go(self, worker: Worker) -> None:
-        if UNPROVEN in worker.holds:
-            self._fleet.release(worker, UNPROVEN)
+        if UNPROVEN in worker.cordon_reasons:
+            self._fleet.uncordon(worker, UNPROVEN)
 
     async def _judge(self, worker: Worker, due: TargetVersion, label: str | None) -> None:
         """Hold it back where it has not what the last update gave to the others."""
@@ -145,7 +145,7 @@ class VersionProbe:
             if verdict.whole and verdict.whole != due.digest:
                 reason = f"missed the update of epoch {due.epoch}: it came up with other tensors"
             elif verdict.whole:
-                self._fleet.versioned(worker, label, due.epoch)
+                self._fleet.set_version(worker, label, due.epoch)
         if reason:
             self._book.mark({worker.url: reason})
             await self._book.keep()
@@ -163,6 +163,6 @@ class VersionProbe:
         if self._busy(worker) or self._due(worker) is not due:
             return
         _log.info("Worker %s has the published weights: it is no more in doubt", worker.url)
-        self._fleet.versioned(worker, label, due.epoch)
+        self._fleet.set_version(worker, label, due.epoch)
         self._book.clear([worker.url])
         await self._book.keep()

@@ -58,7 +58,7 @@ class RoundCommit:
         sync = self._life.config_store.config.weight_sync
         if sync.while_updating != "pass":
             self._life.doubt.hold(workers)
-            await self._life.fleet.agreed()
+            await self._life.fleet.await_replicated()
         stopped = self._life.book.stopped
         running = [worker for worker in workers if worker.url not in stopped]
         await wait_idle(running, sync.drain_secs, what)
@@ -226,7 +226,7 @@ class RoundCommit:
     def _forget(self, workers: Sequence[Worker]) -> None:
         if self.flushed:
             for worker in workers:
-                self._life.fleet.forgotten(worker)
+                self._life.fleet.cache_cleared(worker)
 
 
 def _distrust(proof: Proof, session: SyncSession) -> Proof:

@@ -291,8 +291,8 @@ class SessionLifecycle:
         self.interrupt(f"{worker.url} is lost: {why}", "member_lost", worker.url)
 
     def _follow_health(self, worker: Worker, _: Health) -> None:
-        if worker in self.workers and worker.machine.state is Health.DEAD:
-            self.member_lost(worker, worker.machine.last_error or "its health probes fail")
+        if worker in self.workers and worker.health.state is Health.DEAD:
+            self.member_lost(worker, worker.health.last_error or "its health probes fail")
 
     def status(self) -> dict[str, Any]:
         """JSON-ready: the state, its owner, and how each member stands."""

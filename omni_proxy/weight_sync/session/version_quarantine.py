@@ -33,28 +33,28 @@ class VersionQuarantine:
     def hold(self, workers: Sequence[Worker]) -> None:
         """They get no new request."""
         for worker in workers:
-            if UPDATING not in worker.holds:
-                self._fleet.hold(worker, UPDATING)
+            if UPDATING not in worker.cordon_reasons:
+                self._fleet.cordon(worker, UPDATING)
                 self._held.append(worker)
 
     def doubt(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             if worker not in self._before:
                 self._before[worker] = worker.version
-                self._fleet.versioned(worker, None, 0)
+                self._fleet.set_version(worker, None, 0)
 
     def proven(self, worker: Worker, label: str | None, epoch: int) -> None:
         self._before.pop(worker, None)
-        self._fleet.versioned(worker, label, epoch)
+        self._fleet.set_version(worker, label, epoch)
 
     def let_go(self, doubted: Iterable[str] = ()) -> None:
         """`doubted`: URLs of those that may hold something else than before."""
         changed = set(doubted)
         for worker, version in self._before.items():
             if worker.url not in changed and self._fleet.find(worker.url) is worker:
-                self._fleet.versioned(worker, version.label, version.epoch)
+                self._fleet.set_version(worker, version.label, version.epoch)
         for worker in self._held:
-            if UPDATING in worker.holds:
-                self._fleet.release(worker, UPDATING)
+            if UPDATING in worker.cordon_reasons:
+                self._fleet.uncordon(worker, UPDATING)
         self._before.clear()
         self._held.clear()

@@ -45,7 +45,7 @@ async def test_server_info_shows_every_rank_behind_us(house, engines, path):
 async def test_a_trainers_group_has_the_ranks_of_all_that_live_or_ours(engines, mode, ranks):
     house = build_house(entry(A), entry(B), weight_sync=WeightSyncConfig(mode=mode))
     house.healthy(A, B)
-    house.fleet.hold(house.worker(A), "uncertain")
+    house.fleet.cordon(house.worker(A), "uncertain")
     engines.tell(A, "/server_info", {"tp_size": 2, "radix_cache_enabled": True})
     engines.tell(B, "/server_info", {"tp_size": 1, "radix_cache_enabled": False})
     _, told = await got(house, "/server_info")
@@ -174,7 +174,7 @@ async def test_loads_that_json_can_spell_and_nothing_else_can_hold_do_no_harm(ho
 async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(house, engines):
     house.healthy(A, B)
     forgotten = []
-    house.fleet.watch_forgotten(forgotten.append)
+    house.fleet.watch_cache_cleared(forgotten.append)
     engines.tell(A, "/flush_cache", b"flushed")
     engines.tell(B, "/flush_cache", b"busy", status=400)
     status, told = await got(house, "/flush_cache", "post", Authorization="Bearer w")

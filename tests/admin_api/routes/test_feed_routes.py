@@ -162,15 +162,15 @@ def test_one_sentence_says_why_a_worker_gets_nothing(house):
     house.healthy(A)
     worker = house.worker(A)
     assert why(house) is None
-    house.fleet.hold(worker, "updating")
+    house.fleet.cordon(worker, "updating")
     assert why(house) == "held: updating"
     worker.disabled = True
     assert why(house) == "disabled by an operator"
     worker.in_flight = 2
     assert why(house) == "draining: 2 in flight"
     worker.disabled = False
-    house.fleet.release(worker, "updating")
-    worker.machine.trial = 1
+    house.fleet.uncordon(worker, "updating")
+    worker.health.half_open_id = 1
     assert why(house).startswith("on trial")
     house.fleet.mark_dead(worker, NOW)
     assert why(house) == "dead: no reason known"

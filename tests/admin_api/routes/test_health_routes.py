@@ -103,7 +103,7 @@ async def test_ready_says_no_while_the_program_leaves(house):
 async def test_a_weight_operation_turns_ready_off_but_not_health(hold):
     house = build_house(entry(A))
     house.healthy(A)
-    house.fleet.hold(house.worker(), hold)
+    house.fleet.cordon(house.worker(), hold)
     assert (await house.client().get("/ready")).status_code == 503
     assert (await house.client().get("/health")).status_code == 200
 
@@ -111,7 +111,7 @@ async def test_a_weight_operation_turns_ready_off_but_not_health(hold):
 async def test_another_hold_turns_health_off_too():
     house = build_house(entry(A))
     house.healthy(A)
-    house.fleet.hold(house.worker(), "starting")
+    house.fleet.cordon(house.worker(), "starting")
     assert (await house.client().get("/health")).status_code == 503
 
 

@@ -40,8 +40,8 @@ def busy():
     count(ended(route=None, need=None), None)
     for _ in range(house.fleet.thresholds.fall):
         house.fleet.observe_request_failure(b, status=None, error="gone", at=NOW)
-    house.fleet.hold(a, "updating")
-    house.fleet.versioned(a, 'odd "label" \\ \u2028', 3)
+    house.fleet.cordon(a, "updating")
+    house.fleet.set_version(a, 'odd "label" \\ \u2028', 3)
     house.door.policy = build_policy(
         RoutingConfig(policy="cache_aware", sticky_sessions=True), lambda _: 0, 0
     )

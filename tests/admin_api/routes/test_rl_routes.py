@@ -94,7 +94,7 @@ async def test_an_admin_route_goes_over_the_desk(house, engines):
     status, told = await said(house, path, "post", json={"model_path": "/m"})
     assert (status, told["succeeded"]) == (207, 1)
     assert told["failed"][0]["error"] == "upstream_unreachable"
-    assert [sorted(w.holds) for w in house.fleet.workers] == [[], ["uncertain"]]
+    assert [sorted(w.cordon_reasons) for w in house.fleet.workers] == [[], ["uncertain"]]
     assert house.desk.status()["history"][-1]["path"] == UPDATE
 
 

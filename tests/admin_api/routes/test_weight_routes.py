@@ -46,7 +46,7 @@ async def test_resolving_needs_an_acknowledgement(house, engines, path):
         answer = await house.client().post(path, json=body)
         told = await answer.get_json()
         assert (answer.status_code, told["success"], told["status"]) == (422, False, "error")
-        assert house.worker(B).holds == {"uncertain"}
+        assert house.worker(B).cordon_reasons == {"uncertain"}
     headers = {"Authorization": "Bearer t"}
     answer = await house.client().post(path, json={"acknowledge": True}, headers=headers)
     told = await answer.get_json()
@@ -54,7 +54,7 @@ async def test_resolving_needs_an_acknowledgement(house, engines, path):
     assert told["resolved_worker_ids"] == [house.worker(B).id]
     continued = [r for r in engines.asked if r.url.path == "/continue_generation"]
     assert [(r.url.port, r.headers["authorization"]) for r in continued] == [(8012, "Bearer t")]
-    assert house.worker(B).holds == set()
+    assert house.worker(B).cordon_reasons == set()
 
 
 async def test_a_record_shows_version_and_epoch(house):

@@ -267,7 +267,7 @@ async def test_a_refused_put_changes_nothing(house):
     body = {"disabled": True, "is_dead": True, "capabilities": ["fly"]}
     assert (await message(house, "PUT", f"/workers/{ID_A}", body))[0] == 400
     assert not house.worker().disabled
-    assert house.worker().machine.state == "unknown"
+    assert house.worker().health.state == "unknown"
 
 
 async def test_dead_is_dead_until_revived_with_one_probe(house):
@@ -283,7 +283,7 @@ async def test_dead_is_dead_until_revived_with_one_probe(house):
 
 async def test_reviving_a_living_worker_resets_its_counters_and_probes_it(house):
     worker = house.worker()
-    house.fleet.observe_probe(worker, status=500, error="x", at=NOW, epoch=worker.machine.epoch)
+    house.fleet.observe_probe(worker, status=500, error="x", at=NOW, epoch=worker.health.epoch)
     _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": False})
     assert body["worker"]["consecutive_failures"] == 0
     assert house.prober.probed == [A]
@@ -328,7 +328,7 @@ async def test_a_change_for_another_revision_is_a_412(house, method, path, body)
     assert (status, told["error"]["code"]) == (412, "precondition_failed")
     assert headers["ETag"] == '"1"'
     assert (house.fleet.find(C), house.worker().disabled) == (None, False)
-    assert house.worker().machine.state == "unknown"
+    assert house.worker().health.state == "unknown"
     assert (await call(house, method, path, body, **{"If-Match": "1"}))[0] in (200, 202)
 
 

@@ -90,10 +90,10 @@ def test_every_change_of_the_fleet_lets_go_whom_it_helps(room_of):
     heal(room.fleet, worker)
     room.turn()
     assert room.gone_in == [waiting]
-    room.fleet.hold(worker, "launch")
+    room.fleet.cordon(worker, "launch")
     held = room.come()
     assert room.queue.waiting == 1
-    room.fleet.release(worker, "launch")
+    room.fleet.uncordon(worker, "launch")
     room.turn()
     assert room.gone_in == [waiting, held]
 
@@ -259,7 +259,7 @@ def test_a_worker_on_trial_takes_one_of_those_who_wait(room_of):
     heal(room.fleet, worker)
     room.turn()
     assert (room.gone_in, room.queue.waiting) == (came[:1], 4)
-    room.fleet.observe_good_answer(worker, came[0].mine.trial)
+    room.fleet.observe_success(worker, came[0].mine.half_open_id)
     room.turn()
     assert room.gone_in == came
 
@@ -350,7 +350,7 @@ class QueueLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_worker_goes_out_or_comes_back(self, data):
         worker = data.draw(st.sampled_from(self.room.fleet.workers))
-        if worker.machine.state is Health.HEALTHY:
+        if worker.health.state is Health.HEALTHY:
             self.room.fleet.mark_dead(worker, NOW)
         else:
             self.room.fleet.revive(worker, NOW)
@@ -359,13 +359,13 @@ class QueueLife(RuleBasedStateMachine):
     @rule(data=st.data(), label=st.sampled_from(["v1", "v2"]))
     def a_worker_gets_other_weights(self, data, label):
         fleet = self.room.fleet
-        fleet.versioned(data.draw(st.sampled_from(fleet.workers)), label, 0)
+        fleet.set_version(data.draw(st.sampled_from(fleet.workers)), label, 0)
 
     @rule(data=st.data())
     def an_update_of_a_worker_begins_or_ends(self, data):
         fleet = self.room.fleet
         worker = data.draw(st.sampled_from(fleet.workers))
-        (fleet.release if worker.holds else fleet.hold)(worker, "updating")
+        (fleet.uncordon if worker.cordon_reasons else fleet.cordon)(worker, "updating")
 
     @rule()
     def the_pump_turns(self):

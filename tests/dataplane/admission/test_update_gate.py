@@ -26,7 +26,7 @@ def room_of():
 def held(room, *holds):
     for worker, reasons in zip(room.fleet.workers, holds, strict=True):
         for reason in reasons:
-            room.fleet.hold(worker, reason)
+            room.fleet.cordon(worker, reason)
 
 
 SHED = "updating shed"
@@ -82,10 +82,10 @@ def test_who_waits_goes_on_when_the_update_ends(room_of):
     room = room_of(entry("a"), **RULES["hold"])
     held(room, {"updating"})
     waits = room.come()
-    room.fleet.versioned(room.fleet.workers[0], "v2", 1)
+    room.fleet.set_version(room.fleet.workers[0], "v2", 1)
     room.turn()
     assert room.gone_in == []
-    room.fleet.release(room.fleet.workers[0], "updating")
+    room.fleet.uncordon(room.fleet.workers[0], "updating")
     room.turn()
     assert (room.gone_in, waits.mine.version.label) == ([waits], "v2")
 
@@ -99,10 +99,10 @@ def test_without_a_queue_the_refusal_names_the_reason(room_of):
 def test_it_tells_for_how_long_that_has_been(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     a, b = room.fleet.workers
-    room.fleet.hold(a, "updating")
+    room.fleet.cordon(a, "updating")
     room.door.loop.now += 5
-    room.fleet.hold(b, "updating")
-    room.fleet.hold(a, "paused")
+    room.fleet.cordon(b, "updating")
+    room.fleet.cordon(a, "paused")
     room.door.loop.now += 2.4
     refusal = room.come().refusal
     assert refusal.message.endswith(
@@ -110,10 +110,10 @@ def test_it_tells_for_how_long_that_has_been(room_of):
     )
     assert refusal.headers == (("retry-after", "1"),)
     for hold in ("updating", "paused"):
-        room.fleet.release(a, hold)
-    room.fleet.release(b, "updating")
-    room.fleet.hold(a, "updating")
-    room.fleet.hold(b, "updating")
+        room.fleet.uncordon(a, hold)
+    room.fleet.uncordon(b, "updating")
+    room.fleet.cordon(a, "updating")
+    room.fleet.cordon(b, "updating")
     assert room.come().refusal.message.endswith("being updated, for 0 s so far")
 
 
@@ -127,15 +127,15 @@ def test_a_dead_worker_beside_it_does_not_keep_the_rule_from_counting(room_of):
 def test_who_wants_other_weights_waits_until_they_are_there_and_keeps_nobody_back(room_of):
     room = room_of(entry("a"), entry("b"), **RULES["hold"])
     a, b = room.fleet.workers
-    room.fleet.versioned(a, "v1", 1)
+    room.fleet.set_version(a, "v1", 1)
     later = room.come(version=VersionConstraint("v2"))
     epoch = room.come(version=VersionConstraint(None, 2))
     now = room.come()
     assert (room.gone_in, room.queue.waiting) == ([now], 2)
-    room.fleet.versioned(b, "v1", 2)
+    room.fleet.set_version(b, "v1", 2)
     room.turn()
     assert (room.gone_in, epoch.mine.worker) == ([now, epoch], b)
-    room.fleet.versioned(a, "v2", 3)
+    room.fleet.set_version(a, "v2", 3)
     room.turn()
     assert (room.gone_in, later.mine.worker) == ([now, epoch, later], a)
 
@@ -150,12 +150,12 @@ def test_who_wants_other_weights_is_refused_where_nobody_may_wait(room_of):
 def test_an_update_towards_the_wanted_weights_is_waited_for_where_others_are_shed(room_of):
     room = room_of(entry("a"), **RULES[SHED])
     (worker,) = room.fleet.workers
-    room.fleet.versioned(worker, "v1", 1)
+    room.fleet.set_version(worker, "v1", 1)
     held(room, {"updating"})
     assert room.come(version=VersionConstraint("v1")).refusal.code == "weights_updating"
     waits = room.come(version=VersionConstraint("v2"))
-    room.fleet.versioned(worker, "v2", 2)
-    room.fleet.release(worker, "updating")
+    room.fleet.set_version(worker, "v2", 2)
+    room.fleet.uncordon(worker, "updating")
     room.turn()
     assert room.gone_in == [waits]
 

@@ -93,8 +93,8 @@ def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
     def script(world, client):
         for label in ("", "", "", "v1", "v1", "v1"):
             if label:
-                world.fleet.versioned(world.fleet.workers[0], label, 0)
-                world.fleet.versioned(world.fleet.workers[1], label, 0)
+                world.fleet.set_version(world.fleet.workers[0], label, 0)
+                world.fleet.set_version(world.fleet.workers[1], label, 0)
             world.ask(client, spelled())
             world.answer(spoofed)
 
@@ -113,7 +113,7 @@ def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
     lines = (
         diagnostics(mine)
         + WeightVersion("a", 1).lines
-        + WeightVersion("b", 2).end_lines(WeightVersion("a", 1))
+        + WeightVersion("b", 2).end_header_lines(WeightVersion("a", 1))
     )
     written = {line.partition(b":")[0].lower() for line in lines.split(b"\r\n")[:-1]}
     assert written == set(DIAGNOSTICS)
@@ -329,7 +329,7 @@ def test_a_good_answer_makes_good_for_a_failed_one(listeners):
         answered(world, client)
 
     world = both(listeners, script)
-    assert [worker.machine.failed_tries for worker in world.fleet.workers] == [0, 0]
+    assert [worker.health.failed_requests for worker in world.fleet.workers] == [0, 0]
 
 
 def test_a_trial_that_went_well_brings_its_worker_back(listeners):
@@ -340,14 +340,14 @@ def test_a_trial_that_went_well_brings_its_worker_back(listeners):
         answered(world, client)
 
     world = both(listeners, script)
-    assert not any(worker.machine.trial_owed for worker in world.fleet.workers)
+    assert not any(worker.health.breaker_tripped for worker in world.fleet.workers)
 
 
 def test_new_weights_while_it_waits_are_told(listeners):
     def script(world, client):
         asked(world, client)
         for worker in world.fleet.workers:
-            world.fleet.versioned(worker, "new", 2)
+            world.fleet.set_version(worker, "new", 2)
         world.answer(WHOLE)
         answered(world, client)
 

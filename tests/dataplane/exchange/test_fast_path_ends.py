@@ -65,7 +65,7 @@ def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
 
     world = both(listeners, script, f"request_timeout_secs = {total}\n")
     assert (world.log[-1]["status"], world.log[-1]["error"]) == (504, "response_timeout")
-    assert sum(worker.machine.failed_tries for worker in world.fleet.workers) == 1
+    assert sum(worker.health.failed_requests for worker in world.fleet.workers) == 1
 
 
 def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
@@ -129,7 +129,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
     assert world.log[-1]["status"] == 200
     if not speaks:
         assert [each["status"] for each in world.log] == [200] * 8
-        assert not any(worker.machine.failed_tries for worker in world.fleet.workers)
+        assert not any(worker.health.failed_requests for worker in world.fleet.workers)
 
 
 def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypatch):

@@ -248,7 +248,7 @@ class Course:
     def version(self, at, label):
         fleet = self.world.fleet
         for worker in fleet.workers[at : at + 1]:
-            fleet.versioned(worker, label, 0)
+            fleet.set_version(worker, label, 0)
         self.world.turn()
 
     def fails(self, at, out):

@@ -110,7 +110,7 @@ def test_a_stream_that_turns_to_garbage_ends_with_an_error_event_and_a_cut(
     assert event.endswith(b"\n\n")
     assert end == "closed"
     assert by_hand.log[-1]["outcome"] == "stream_error"
-    assert by_hand.fleet.workers[0].machine.consecutive_failures == 1
+    assert by_hand.fleet.workers[0].health.consecutive_failures == 1
 
 
 @pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n", b"d\r", b"d"])

@@ -6,7 +6,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.upstream.acquire import CHOICES, leave, take
-from omni_proxy.fleet.request_counters import SUCCEEDED
+from omni_proxy.fleet.worker import SUCCEEDED
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
@@ -22,11 +22,11 @@ def quicker(fleet, times):
     """Others take the place `times` times, and have gone again at the next choice."""
     asked = []
 
-    def overfilled(worker):
+    def is_over_limit(worker):
         asked.append(worker)
         return len(asked) <= times
 
-    fleet.overfilled = overfilled
+    fleet.is_over_limit = is_over_limit
     return asked
 
 
@@ -62,6 +62,6 @@ async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(
 
 async def test_where_no_worker_has_a_bound_nobody_looks_again(door):
     asked = quicker(door.fleet, CHOICES)
-    door.fleet.limited = False
+    door.fleet.has_inflight_limits = False
     take(door, request())
     assert asked == []

@@ -33,7 +33,7 @@ def test_a_request_that_comes_when_a_worker_closes_them_all_gets_a_new_one(door,
     answers, _ = heard(clients[0])
     assert answers.count(ANSWER[:15]) == 2
     assert [line["outcome"] for line in door.log] == ["completed"] * (idle + 1)
-    assert door.fleet.workers[0].machine.consecutive_failures == 0
+    assert door.fleet.workers[0].health.consecutive_failures == 0
 
 
 INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"

@@ -137,7 +137,7 @@ async def test_a_config_with_references_needs_audio_input():
 async def test_an_uploaded_voice_stays_with_the_worker_that_keeps_it():
     one, two = Worker(narrate), Worker(narrate)
     async with running(one, two) as setting:
-        setting.door.voices.changed_at(two.url)
+        setting.door.voices.voices_changed(two.url)
         config = {"type": "session.config", "session": {"voice": "Ada"}}
         for _ in range(2):
             async with setting.client() as client:
@@ -187,11 +187,11 @@ async def test_beyond_the_admission_bound_the_session_is_told_so_and_closed():
 async def test_with_a_queue_a_session_waits_for_a_worker():
     async with running(Worker(narrate), config="queue_size = 5\n") as setting:
         (worker,) = setting.fleet.workers
-        setting.fleet.hold(worker, "launch")
+        setting.fleet.cordon(worker, "launch")
         async with setting.client() as client, trio.open_nursery() as nursery:
             nursery.start_soon(speak, client)
             await until(lambda: setting.door.queue.waiting)
-            setting.fleet.release(worker, "launch")
+            setting.fleet.uncordon(worker, "launch")
         assert len(setting.workers[0].requests) == 1
 
 

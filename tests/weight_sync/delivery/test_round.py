@@ -31,11 +31,11 @@ async def test_who_comes_up_meanwhile_is_held_before_the_others_go_on(running):
     house, engines, seen = running.house, running.engines, []
     late, publish = house.worker(B), running.desk.book.publish
     for _ in range(house.fleet.thresholds.fall):
-        epoch = late.machine.epoch
+        epoch = late.health.epoch
         house.fleet.observe_probe(late, status=None, error="gone", at=NOW, epoch=epoch)
 
     async def publishing(*told):
-        seen.append(sorted(late.holds))
+        seen.append(sorted(late.cordon_reasons))
         return await publish(*told)
 
     running.desk.book.publish = publishing

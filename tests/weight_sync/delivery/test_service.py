@@ -18,7 +18,7 @@ ENGINES = Holders
 def down(running, url):
     worker = running.house.worker(url)
     for _ in range(running.house.fleet.thresholds.fall):
-        epoch = worker.machine.epoch
+        epoch = worker.health.epoch
         running.house.fleet.observe_probe(worker, status=None, error="gone", at=NOW, epoch=epoch)
     running.house.fleet.revive(worker, NOW)
 
@@ -27,7 +27,7 @@ def restarted(running, url):
     """Its process began anew: with the weights of its first day."""
     down(running, url)
     running.engines.restart(url)
-    running.house.fleet.versioned(running.house.worker(url), None, 0)
+    running.house.fleet.set_version(running.house.worker(url), None, 0)
 
 
 # A sync that all take

@@ -163,7 +163,7 @@ async def test_an_update_that_keeps_the_pause_is_one(engines, folder, nursery):
 
 
 async def test_holds_of_others_and_of_before_survive(house, engines):
-    house.fleet.hold(house.worker(A), "launch")
+    house.fleet.cordon(house.worker(A), "launch")
     await house.desk.submit(call())
     assert held(house) == [["launch"], []]
 
@@ -220,7 +220,7 @@ async def test_nobody_alive_and_nobody_meant(house):
 
 async def test_a_flushed_cache_is_forgotten_and_a_kept_one_is_not(house, engines):
     forgotten = []
-    house.fleet.watch_forgotten(forgotten.append)
+    house.fleet.watch_cache_cleared(forgotten.append)
     await house.desk.submit(call(body={"flush_cache": False}))
     assert forgotten == []
     await house.desk.submit(call())
@@ -229,7 +229,7 @@ async def test_a_flushed_cache_is_forgotten_and_a_kept_one_is_not(house, engines
 
 async def test_who_has_flushed_its_cache_is_forgotten_and_who_refused_to_is_not(house, engines):
     forgotten = []
-    house.fleet.watch_forgotten(forgotten.append)
+    house.fleet.watch_cache_cleared(forgotten.append)
     engines.says[B, "/flush_cache"] = (500, b"busy")
     assert (await house.desk.submit(call("/flush_cache"))).status == 502
     assert forgotten == house.fleet.workers[:1]
@@ -255,13 +255,13 @@ async def test_a_worker_that_comes_up_tells_which_version_it_has(house, engines)
     engines.labels = {A: "v2", B: "v2"}
     await house.desk.submit(call(body={"weight_version": "v2"}))
     engines.labels[B] = "v0"  # started anew, from its first weights
-    house.fleet.forgotten(house.worker(B))
+    house.fleet.cache_cleared(house.worker(B))
     await at_rest()
     assert [(w.weight_version, w.weight_epoch) for w in house.fleet.workers] == [
         ("v2", 1), ("v0", 0),
     ]  # fmt: skip
     engines.labels[B] = "v2"
-    house.fleet.forgotten(house.worker(B))
+    house.fleet.cache_cleared(house.worker(B))
     await at_rest()
     assert house.worker(B).weight_epoch == 1
 

@@ -88,8 +88,8 @@ async def test_who_was_dead_during_an_update_does_not_serve_its_old_weights(hous
 async def test_who_is_resolved_after_it_missed_one_is_not_held_for_it_again(house, engines):
     await missing(house, engines, "v2", {"weight_version": "v2"})
     assert (await house.desk.resolve({})).status == 200
-    house.fleet.versioned(house.worker(B), None, 0)
-    house.fleet.forgotten(house.worker(B))
+    house.fleet.set_version(house.worker(B), None, 0)
+    house.fleet.cache_cleared(house.worker(B))
     await at_rest()
     assert (held(house), house.worker(B).weight_version) == ([[], []], "v1")
 
@@ -99,8 +99,8 @@ async def test_who_crashed_after_an_update_does_not_serve_its_first_weights(hous
     engines.labels = {A: "v2", B: "v2"}
     await house.desk.submit(call(body={"weight_version": "v2"}))
     engines.labels[B] = "v1"
-    house.fleet.versioned(house.worker(B), None, 0)
-    house.fleet.forgotten(house.worker(B))
+    house.fleet.set_version(house.worker(B), None, 0)
+    house.fleet.cache_cleared(house.worker(B))
     await at_rest()
     assert held(house) == [[], ["uncertain"]]
 
@@ -129,8 +129,8 @@ async def test_an_update_for_some_is_not_missed_by_the_others(house, engines):
     await house.settle()
     engines.labels[A] = "v2"
     await house.desk.submit(call(body={"weight_version": "v2"}, chosen=frozenset((A,))))
-    house.fleet.versioned(house.worker(B), None, 0)
-    house.fleet.forgotten(house.worker(B))
+    house.fleet.set_version(house.worker(B), None, 0)
+    house.fleet.cache_cleared(house.worker(B))
     await at_rest()
     assert held(house) == [[], []]
 
@@ -145,8 +145,8 @@ async def test_who_does_not_tell_when_it_comes_up_is_asked_again(
     await house.desk.submit(call(body={"weight_version": "v2"}))
     for path in ("/model_info", "/get_model_info"):
         engines.says[B, path] = (503, b"{}")
-    house.fleet.versioned(house.worker(B), None, 0)
-    house.fleet.forgotten(house.worker(B))
+    house.fleet.set_version(house.worker(B), None, 0)
+    house.fleet.cache_cleared(house.worker(B))
     await trio.sleep(1)
     assert (house.worker(B).weight_version, held(house)) == (None, [[], []])
     engines.says.clear()

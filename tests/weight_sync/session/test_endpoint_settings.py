@@ -106,7 +106,7 @@ async def test_no_weights_change_before_every_door_knows_that_a_replica_is_held(
         asked.set()
         await all_know.wait()
 
-    trainer.house.fleet.agreed = agreed
+    trainer.house.fleet.await_replicated = agreed
     engines.shut(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)

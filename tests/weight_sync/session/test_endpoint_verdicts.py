@@ -29,7 +29,7 @@ DAMAGED = {"success": False, "detail": {"message": "The weights are damaged: upd
 @pytest.fixture
 def forgotten(trainer):
     found = []
-    trainer.house.fleet.watch_forgotten(lambda worker: found.append(worker.url))
+    trainer.house.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
     return found
 
 

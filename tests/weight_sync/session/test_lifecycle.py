@@ -44,7 +44,7 @@ async def test_a_member_that_is_gone_ends_it_by_name(trainer, listening, engines
 async def test_a_member_that_is_dead_by_its_probes_ends_it_too(trainer):
     await trainer.arm()
     trainer.house.fleet.mark_dead(trainer.house.worker(B), NOW)
-    assert trainer.house.worker(B).machine.state is Health.DEAD
+    assert trainer.house.worker(B).health.state is Health.DEAD
     await trainer.until("idle")
     assert B in trainer.house.desk.sync.status()["last_cause"]
 
@@ -148,13 +148,13 @@ async def test_who_comes_up_after_a_sync_is_kept_out_until_it_has_told_what_it_h
     worker, fleet = trainer.house.worker(B), trainer.house.fleet
     engines.labels[B] = "default"
     engines.shut("/model_info", B)
-    fleet.versioned(worker, None, 0)  # it was seen to begin anew
-    fleet.forgotten(worker)
-    assert (worker.holds, worker.routable) == ({"unproven"}, False)
+    fleet.set_version(worker, None, 0)  # it was seen to begin anew
+    fleet.cache_cleared(worker)
+    assert (worker.cordon_reasons, worker.routable) == ({"unproven"}, False)
     await engines.came[B, "/model_info"].wait()
     engines.open("/model_info", B)
     with trio.fail_after(30):
-        while "uncertain" not in worker.holds:
+        while "uncertain" not in worker.cordon_reasons:
             await trio.sleep(0.01)
             assert not worker.routable
     assert "missed the update to 'v2'" in trainer.house.desk.book.reasons[B]
@@ -164,9 +164,9 @@ async def test_who_comes_up_with_the_weights_of_the_last_sync_is_let_in(trainer,
     await trainer.arm()
     await trainer.well(COMPLETE, weight_version="v2")
     worker, fleet = trainer.house.worker(B), trainer.house.fleet
-    fleet.versioned(worker, None, 0)
-    fleet.forgotten(worker)
+    fleet.set_version(worker, None, 0)
+    fleet.cache_cleared(worker)
     with trio.fail_after(30):
-        while worker.holds:  # noqa: ASYNC110  # nobody is asked for it
+        while worker.cordon_reasons:  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
     assert versions(trainer.house)[B] == ("v2", 1)

@@ -122,7 +122,7 @@ async def test_a_whole_sync_is_published_when_all_have_it_and_not_before(trainer
     assert (told["status"], held(trainer.house)) == ("ready", [[], []])
     engines.shut(COMPLETE, B)
     forgotten = []
-    trainer.house.fleet.watch_forgotten(lambda worker: forgotten.append(worker.url))
+    trainer.house.fleet.watch_cache_cleared(lambda worker: forgotten.append(worker.url))
     async with trio.open_nursery() as nursery:
         answers = []
 
