@@ -35,7 +35,7 @@ STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # their place is 
 INNER: Final = {
     "__complete": "omni_proxy.cli.complete",
     "door-process": "omni_proxy.multiprocess.dataplane_process",
-    "receiver-process": "omni_proxy.process_group.receiver_process",
+    "receiver-process": "omni_proxy.process_group.fork.receiver_process",
 }
 
 

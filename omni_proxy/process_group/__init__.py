@@ -1,5 +1,6 @@
-"""Process groups that a trainer owns and we are ranks of: meeting, receiving, ending in time.
+"""Process groups of trainers that this process is a rank of: join, receive, send, leave in time.
 
-Shared by the replica and the proxy. Knows no HTTP, no model and no fleet. Importing it imports no
-torch: that happens where a group is joined.
+Shared by the replica and the proxy. Knows no HTTP, no model and no fleet. Importing it does not
+import torch: that happens when a group is joined. `receiver` and `sender` are the entry points;
+`fork` runs them in child processes, `broadcast` moves the tensors.
 """

@@ -1,8 +1,9 @@
 """Blocking calls that nothing can interrupt, each in a daemon thread of its own.
 
-Whoever waits for one may give it up: the thread then stays until torch lets it go, is counted
-here, and drops whatever it made by itself (a group's destructor blocks like the group did). No
-object that a blocked thread made is ever freed in the thread of the one who gave up.
+The waiting thread may abandon a call: the blocked thread then stays until torch returns, is counted
+in `AbandonedThreads`, and frees by itself what it made (a group's destructor blocks just like the
+group). Invariant: an object made by a blocked thread is never freed in the thread that abandoned
+the call. `CancelToken` lets another thread end a call that is still waiting.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from omni_proxy.process_group.tensor_plan import GroupError
 
 T = TypeVar("T")
 
-TICK_SECS: Final = 0.02
+POLL_SECS: Final = 0.02
 DROP_SECS: Final = 2.0
 
 
 class BlockingCall(Generic[T]):
-    """One call under way. `step` and `done` are written by its thread and read by anyone."""
+    """One running call. Its thread writes `step` and `done`; any thread may read them."""
 
     def __init__(self, name: str, call: Callable[[BlockingCall[T]], T]) -> None:
         self.step = ""
@@ -30,44 +31,45 @@ class BlockingCall(Generic[T]):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._result: T | None = None
-        self._fault: str | None = None
+        self._error: str | None = None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         call, self._call = self._call, None
         assert call is not None
-        result, fault = None, None
+        result, error = None, None
         try:
             result = call(self)
-        except Exception as error:
-            # The text alone: the traceback's frames would keep the group alive elsewhere.
-            fault = str(error) or type(error).__name__
+        except Exception as exception:
+            # Only the text: the traceback's frames would keep the group alive in another thread.
+            error = str(exception) or type(exception).__name__
         del call
         with self._lock:
             if not self.abandoned:
-                self._result, self._fault = result, fault
+                self._result, self._error = result, error
             self._ended.set()
 
-    def ended(self, within_secs: float) -> bool:
-        return self._ended.wait(within_secs)
+    def wait(self, timeout_secs: float) -> bool:
+        """Whether the call has ended within `timeout_secs`."""
+        return self._ended.wait(timeout_secs)
 
-    def take(self) -> T:
-        """What the ended call returned; raises GroupError with what it raised."""
+    def take_result(self) -> T:
+        """The ended call's return value, handed out once; raises GroupError if the call raised."""
         result, self._result = self._result, None
-        if self._fault is not None:
-            raise GroupError(self._fault)
-        return result  # type: ignore[return-value]  # T may be None, and then so is it
+        if self._error is not None:
+            raise GroupError(self._error)
+        return result  # type: ignore[return-value]  # None is a valid result where T allows it
 
     def abandon(self) -> bool:
-        """Whether it was given up; False if it has ended after all."""
+        """Stops waiting for the call; False if it has ended in the meantime."""
         with self._lock:
             self.abandoned = not self._ended.is_set()
             return self.abandoned
 
 
 class AbandonedThreads:
-    """The threads that were given up and have not come back."""
+    """The threads of abandoned calls that have not returned yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,30 +77,62 @@ class AbandonedThreads:
 
     def add(self, thread: threading.Thread) -> None:
         with self._lock:
-            self._threads = [each for each in self._threads if each.is_alive()]
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(thread)
 
     def names(self) -> list[str]:
         with self._lock:
             return [thread.name for thread in self._threads if thread.is_alive()]
 
-    def wait_for(self, errand: BlockingCall[T], why_stop: Callable[[], str | None]) -> T:
-        """The errand's result; raises GroupError as soon as `why_stop` names a reason.
+    def wait_for(self, call: BlockingCall[T], stop_reason: Callable[[], str | None]) -> T:
+        """The call's result; raises GroupError as soon as `stop_reason` returns a reason.
 
-        `why_stop` is asked every 20 ms in the waiting thread.
+        `stop_reason` runs in the waiting thread, every POLL_SECS.
         """
         try:
-            while not errand.ended(TICK_SECS):
-                if (reason := why_stop()) is not None:
+            while not call.wait(POLL_SECS):
+                if (reason := stop_reason()) is not None:
                     raise GroupError(reason)
         finally:
-            given_up = errand.abandon()
-            if given_up:
-                self.add(errand.thread)
-        return errand.take()
+            abandoned = call.abandon()
+            if abandoned:
+                self.add(call.thread)
+        return call.take_result()
 
-    def drop(self, name: str, end: Callable[[list[T]], None], box: list[T]) -> None:
-        """Has `end` empty the box, which holds the last references, in a thread that may block."""
-        errand: BlockingCall[None] = BlockingCall(name, lambda _: end(box))
-        if not errand.ended(DROP_SECS) and errand.abandon():
-            self.add(errand.thread)
+    def drop(self, name: str, end: Callable[[list[T]], None], references: list[T]) -> None:
+        """Runs `end(references)` in a thread that may block; `end` has to empty the list.
+
+        The list holds the last references, so that the objects are freed in that thread.
+        """
+        call: BlockingCall[None] = BlockingCall(name, lambda _: end(references))
+        if not call.wait(DROP_SECS) and call.abandon():
+            self.add(call.thread)
+
+
+class CancelToken:
+    """Cancels one call, from any thread, whether it comes before the call or during it.
+
+    Invariant: it stays cancelled, and the callback runs once: in the thread that cancels or, if
+    the token was cancelled earlier, in the thread that registers the callback.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._lock = threading.Lock()
+        self._callback: Callable[[str], None] | None = None
+
+    def cancel(self, reason: str) -> None:
+        with self._lock:
+            if self.reason is not None:
+                return
+            self.reason = reason
+            callback = self._callback
+        if callback is not None:
+            callback(reason)
+
+    def on_cancel(self, callback: Callable[[str], None] | None) -> None:
+        """Registers `callback`, which gets the reason; None unregisters it."""
+        with self._lock:
+            self._callback, reason = callback, self.reason
+        if reason is not None and callback is not None:
+            callback(reason)

@@ -1,9 +1,9 @@
-"""The weights-update groups that we are a rank of: init, destroy, receive, status, close.
+"""The weights-update groups that this process is a rank of: init, destroy, receive, status, close.
 
-joining -> ready <-> receiving; any failure and every end of the owner drops the group, since a
-group that failed once only hangs later. All calls block: use a thread of your own for each.
-`destroy` and `close` may be called while another thread is inside `init` or `receive`: that one
-then raises GroupError within a tick. Nothing here knows HTTP, the model or the scheduler.
+joining -> ready <-> receiving. Any failure, and the trainer's end, drops the group, because a group
+that failed once hangs later. All calls block: each needs a thread of its own. `destroy` and `close`
+may be called while another thread is inside `init` or `receive`: that call then raises GroupError
+within POLL_SECS. Knows no HTTP, model or scheduler.
 """
 
 from __future__ import annotations
@@ -17,22 +17,31 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from omni_proxy.process_group.backend import Backend, join, require_backend, told
-from omni_proxy.process_group.blocking_call import AbandonedThreads, BlockingCall
-from omni_proxy.process_group.buffers import KEEP_BYTES, Buffers
-from omni_proxy.process_group.cancel_token import CancelToken
-from omni_proxy.process_group.receive import (
-    OWNER_GONE,
-    Moved,
-    ReceiveResult,
-    Reception,
-    Surroundings,
-    mark_of,
+from omni_proxy.process_group.blocking_call import AbandonedThreads, BlockingCall, CancelToken
+from omni_proxy.process_group.broadcast.backend import (
+    Backend,
+    error_summary,
+    join_group,
+    require_backend,
 )
-from omni_proxy.process_group.rendezvous import Rendezvous, checked
-from omni_proxy.process_group.store_connection import StoreLink, open_store_link
-from omni_proxy.process_group.tensor_plan import Announced, GroupError, plan_of
-from omni_proxy.process_group.transfer import LocalReceived, ReceiveOrder, Transfer, run_underway
+from omni_proxy.process_group.broadcast.buffers import KEEP_BYTES, BufferPool
+from omni_proxy.process_group.broadcast.receive import (
+    OWNER_GONE,
+    BlockReceive,
+    ProgressCallback,
+    ReceiveContext,
+    ReceiveResult,
+    sentinel_for,
+)
+from omni_proxy.process_group.broadcast.transfer import (
+    LocalReceived,
+    ReceiveOrder,
+    Transfer,
+    start_transfer,
+)
+from omni_proxy.process_group.rendezvous import Rendezvous, validated_address
+from omni_proxy.process_group.store_connection import StoreConnection, connect_store
+from omni_proxy.process_group.tensor_plan import Announced, GroupError, make_plan
 
 if TYPE_CHECKING:
     import torch
@@ -41,22 +50,22 @@ __all__ = ["GroupError", "GroupLimits", "Groups", "Rendezvous"]
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_ENDS: Final = 32
+MAX_DROP_REASONS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """How patient groups are.
+    """Timeouts of groups, in seconds.
 
-    `stall_secs`: a receive in which nothing comes for so long is ended; `first_byte_secs`: how long
-    an armed one waits for its first byte, None = as long as that. `silent_secs`: how long a
-    port may accept without a store's answer. `ping_secs`: how long the owner of a group whose name
-    is wanted by another may take to show that it lives. `keep_bytes`: receive memory kept for the
-    next time. `receive_secs`: how long one receive may take that never stands still.
+    `stall_secs`: a receive without progress for that long is ended; `first_byte_secs`: how long an
+    armed receive waits for its first byte (None: `stall_secs`). `silent_secs`: how long a port may
+    accept connections without answering as a store. `ping_secs`: how long the trainer of a group
+    whose name is requested again may take to answer a ping. `keep_bytes`: unused receive memory
+    that is kept. `receive_secs`: the longest one receive may take, even with steady progress.
     """
 
     stall_secs: float = 30.0
-    # A trainer's store looks up the names of its visitors: a DNS that is gone takes 10 s each time.
+    # A trainer's store resolves its clients' names: with an unreachable DNS that takes 10 s each.
     silent_secs: float = 12.0
     ping_secs: float = 2.0
     keep_bytes: int = KEEP_BYTES
@@ -67,332 +76,343 @@ class GroupLimits:
 class GroupState(StrEnum):
     JOINING = "joining"
     READY = "ready"
+    ARMING = "arming"  # only in the parent of a receiver process
     RECEIVING = "receiving"
 
 
-class _Member:
-    """One group as seen from here; its fields change under the lock of `Groups`."""
+class _JoinedGroup:
+    """State of one group; its fields change under the lock of `Groups`.
 
-    __slots__ = ("address", "link", "rendezvous", "state", "stop", "transport", "watch_of")
+    `stop` is the reason to end whatever runs in the group; `receive` is the running receive.
+    """
+
+    __slots__ = ("address", "backend", "connection", "receive", "rendezvous", "state", "stop")
 
     def __init__(self, rendezvous: Rendezvous, address: tuple[str, int]) -> None:
         self.rendezvous = rendezvous
         self.address = address
         self.state = GroupState.JOINING
-        self.transport: Backend | None = None
-        self.link: StoreLink | None = None
+        self.backend: Backend | None = None
+        self.connection: StoreConnection | None = None
         self.stop: str | None = None
-        self.watch_of: Reception | None = None
+        self.receive: BlockReceive | None = None
 
     def owner(self) -> str:
         host, port = self.address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def owner_gone(self) -> bool:
-        return self.link is not None and self.link.ended()
+        return self.connection is not None and self.connection.has_ended()
 
 
 class Groups:
-    """All groups of one rank of a replica. Every method may be called from any thread."""
+    """All groups of one rank. Every method may be called from any thread."""
 
     def __init__(self, limits: GroupLimits | None = None) -> None:
         self._limits = limits or GroupLimits()
         self._lock = threading.Lock()
-        self._members: dict[str, _Member] = {}
-        self._ends: dict[str, str] = {}
+        self._groups: dict[str, _JoinedGroup] = {}
+        self._drop_reasons: dict[str, str] = {}
         self._threads = AbandonedThreads()
-        self._kept = Buffers(self._limits.keep_bytes)
+        self._buffers = BufferPool(self._limits.keep_bytes)
         self._closed = False
 
     def init(self, rendezvous: Rendezvous, stop: CancelToken | None = None) -> None:
-        """Joins the trainer's group; returns once all ranks are there (NCCL: once we are).
+        """Joins the trainer's group; returns once all ranks have joined (NCCL: this rank).
 
-        A group of this name whose trainer lives is left as it is, one whose trainer has gone is
-        replaced. Raises GroupError; then no group of this name is left behind. `stop` ends it.
+        A group of this name is replaced if its trainer has gone. Raises GroupError if its trainer
+        is alive, or if joining fails; a failed group is removed. `stop` cancels the call.
         """
-        address = checked(rendezvous)
+        address = validated_address(rendezvous)
         require_backend(rendezvous.backend, rendezvous.device)
-        self._make_room(rendezvous.group_name)
-        member = _Member(rendezvous, address)
+        self._replace_dead_group(rendezvous.group_name)
+        group = _JoinedGroup(rendezvous, address)
         with self._lock:
             if self._closed:
                 raise GroupError("the replica is shutting down")
-            if rendezvous.group_name in self._members:
+            if rendezvous.group_name in self._groups:
                 raise GroupError(f"group {rendezvous.group_name!r} is just being initialized")
-            self._members[rendezvous.group_name] = member
+            self._groups[rendezvous.group_name] = group
         joined = False
         try:
             if stop is not None:
-                stop.hear(lambda why: setattr(member, "stop", member.stop or why))
-            self._join(member)
+                stop.on_cancel(lambda why: setattr(group, "stop", group.stop or why))
+            self._join(group)
             joined = True
         finally:
             if stop is not None:
-                stop.hear(None)
-            self._leave_state(member, keep=joined)
-        if member.stop is not None:
-            raise GroupError(member.stop)
+                stop.on_cancel(None)
+            self._finish_step(group, keep=joined)
+        if group.stop is not None:
+            raise GroupError(group.stop)
 
     def destroy(self, group_name: str) -> None:
-        """Ends a group, whatever it is doing; raises GroupError where there is none.
+        """Ends a group in any state; raises GroupError if there is none.
 
-        One that a failure has dropped already counts as there, once.
+        Destroying a group that a failure has dropped already succeeds, once.
         """
         with self._lock:
-            known = self._ends.pop(group_name, None) is not None
-            member = self._members.pop(group_name, None)
-            if member is not None:
-                member.stop = f"group {group_name!r} was destroyed"
-        if member is None and not known:
+            was_dropped = self._drop_reasons.pop(group_name, None) is not None
+            group = self._groups.pop(group_name, None)
+            if group is not None:
+                group.stop = f"group {group_name!r} was destroyed"
+        if group is None and not was_dropped:
             raise GroupError("The group to be destroyed does not exist.")
-        if member is not None and member.state is GroupState.READY:
-            self._drop(member)
+        if group is not None and group.state is GroupState.READY:
+            self._drop(group)
 
     def receive(
         self,
         group_name: str,
         specs: Iterable[Announced],
         load_format: str | None = None,
-        progress: Moved | None = None,
+        progress: ProgressCallback | None = None,
     ) -> dict[str, torch.Tensor]:
-        """What the trainer broadcasts for these specs, by name, in memory of its own.
+        """The tensors that the trainer broadcasts for these specs, by name.
 
-        The memory is used again only after the last of these tensors was dropped. Raises
-        GroupError: with `group_dropped` false nothing was touched, else the group is gone.
+        Their memory is reused only after the last of them was dropped. Raises GroupError: with
+        `group_dropped` false the group is unchanged, otherwise it is gone.
         `progress(messages_done, bytes_come)` is called in the calling thread.
         """
-        plan = plan_of(specs, load_format)
-        member = self._claim(group_name)
-        return self._receive(member, ReceiveOrder((plan,)), threading.Event(), progress).tensors()
+        plan = make_plan(specs, load_format)
+        group = self._claim(group_name)
+        return self._receive(group, ReceiveOrder((plan,)), threading.Event(), progress).tensors()
 
     def arm(
         self, group_name: str, order: ReceiveOrder, *, ready_secs: float
     ) -> Transfer[LocalReceived]:
-        """Returns once the first receive is posted; what comes is watched by a thread of its own.
+        """Returns once the first receive is posted; a thread of its own then runs the receive.
 
         Raises GroupError: then nothing is armed; with `group_dropped` the group is gone as well.
         """
-        member = self._claim(group_name)
-        if member.owner_gone():
-            gone = GroupError(f"group {group_name!r}: {OWNER_GONE}", group_dropped=True)
-            self._remember(member, OWNER_GONE, dropped=True)
-            self._leave_state(member, keep=False)
-            raise gone
+        group = self._claim(group_name)
+        if group.owner_gone():
+            self._record_drop(group, OWNER_GONE, dropped=True)
+            self._finish_step(group, keep=False)
+            raise GroupError(f"group {group_name!r}: {OWNER_GONE}", group_dropped=True)
 
         def stop(why: str) -> None:
-            member.stop = member.stop or why
+            group.stop = group.stop or why
 
-        def transfer(posted: threading.Event, moved: Moved) -> LocalReceived:
-            return LocalReceived(order, self._receive(member, order, posted, moved))
+        def run(posted: threading.Event, on_progress: ProgressCallback) -> LocalReceived:
+            return LocalReceived(order, self._receive(group, order, posted, on_progress))
 
-        armed: Transfer[LocalReceived] = Transfer(order, stop)
-        run_underway(f"weights-watch-{group_name}", armed, transfer, ready_secs)
-        return armed
+        transfer: Transfer[LocalReceived] = Transfer(order, stop)
+        start_transfer(f"weights-watch-{group_name}", transfer, run, ready_secs)
+        return transfer
 
     def owner_gone(self, group_name: str) -> bool:
         """Whether the trainer of this group has closed its store; returns at once."""
         with self._lock:
-            member = self._members.get(group_name)
-        return member is not None and member.owner_gone()
+            group = self._groups.get(group_name)
+        return group is not None and group.owner_gone()
 
     def owner_answers(self, group_name: str) -> bool:
-        """Whether the trainer of this group shows within `ping_secs` that it lives."""
+        """Whether the trainer's store answers a ping within `ping_secs`."""
         with self._lock:
-            member = self._members.get(group_name)
-        if member is None:
+            group = self._groups.get(group_name)
+        if group is None:
             return False
-        return member.link is None or member.link.answers(self._limits.ping_secs)
+        return group.connection is None or group.connection.answers(self._limits.ping_secs)
 
     def _receive(
         self,
-        member: _Member,
+        group: _JoinedGroup,
         order: ReceiveOrder,
         posted: threading.Event,
-        moved: Moved | None,
+        on_progress: ProgressCallback | None,
     ) -> ReceiveResult:
-        came: ReceiveResult | None = None
-        reception: Reception | None = None
+        result: ReceiveResult | None = None
+        receive: BlockReceive | None = None
         try:
-            assert member.transport is not None
-            block = self._block_for(order, member.transport)
-            mark = mark_of(member.rendezvous.group_name, member.rendezvous.world_size)
-            reception = Reception(member.transport, order.whole, block, mark, digests=order.digests)
-            member.watch_of = reception
-            came = reception.run(self._around(member), moved, posted.set)
+            assert group.backend is not None
+            block = self._block_for(order, group.backend)
+            sentinel = sentinel_for(group.rendezvous.group_name, group.rendezvous.world_size)
+            receive = BlockReceive(
+                group.backend, order.merged_plan, block, sentinel, digests=order.digests
+            )
+            group.receive = receive
+            result = receive.run(self._receive_context(group), on_progress, posted.set)
         except GroupError as error:
-            self._remember(member, str(error), dropped=error.group_dropped)
+            self._record_drop(group, str(error), dropped=error.group_dropped)
             raise
         finally:
-            member.watch_of = None
-            self._leave_state(member, keep=came is not None or reception is None)
-        return came
+            group.receive = None
+            self._finish_step(group, keep=result is not None or receive is None)
+        return result
 
-    def _block_for(self, order: ReceiveOrder, transport: Backend) -> torch.Tensor:
+    def _block_for(self, order: ReceiveOrder, backend: Backend) -> torch.Tensor:
         try:
-            if order.block is None:
-                return transport.block(order.whole.block_bytes, self._kept)
-            return order.block(order.whole)
+            if order.allocate is None:
+                return backend.allocate(order.merged_plan.block_bytes, self._buffers)
+            return order.allocate(order.merged_plan)
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             raise GroupError(f"no memory for the announced tensors: {error}") from None
 
     def status(self) -> dict[str, Any]:
-        """JSON-ready: the groups with what they do, threads that torch holds, memory kept."""
+        """JSON-ready: the groups and their progress, threads blocked in torch, memory kept."""
         with self._lock:
-            groups = [_shown(member) for member in self._members.values()]
+            groups = [_group_status(group) for group in self._groups.values()]
         return {
             "groups": groups,
             "abandoned_threads": self._threads.names(),
-            "kept_bytes": self._kept.kept_bytes(),
+            "kept_bytes": self._buffers.kept_bytes(),
         }
 
     def close(self) -> None:
-        """Ends all groups for good and gives memory back; blocked calls elsewhere end at once."""
+        """Ends all groups for good and frees memory; blocked calls in other threads end at once."""
         with self._lock:
             self._closed = True
-            names = list(self._members)
+            names = list(self._groups)
         for name in names:
-            with suppress(GroupError):  # someone else was faster
+            with suppress(GroupError):  # another thread destroyed it first
                 self.destroy(name)
-        self._kept.clear()
+        self._buffers.clear()
 
-    def _make_room(self, group_name: str) -> None:
+    def _replace_dead_group(self, group_name: str) -> None:
         with self._lock:
-            holder = self._members.get(group_name)
-        if holder is None:
+            existing = self._groups.get(group_name)
+        if existing is None:
             return
         if self.owner_answers(group_name):
             raise GroupError(
-                f"group {group_name!r} is {holder.state} for the trainer at {holder.owner()}, "
+                f"group {group_name!r} is {existing.state} for the trainer at {existing.owner()}, "
                 "which is alive: destroy that group first, or use another group_name"
             )
-        log.warning("group %r: its trainer at %s has gone; replaced", group_name, holder.owner())
-        with suppress(GroupError):  # it ended by itself meanwhile
+        log.warning(
+            "process_group_replaced group=%s old_trainer=%s reason=trainer_gone",
+            group_name,
+            existing.owner(),
+        )
+        with suppress(GroupError):  # it ended by itself in the meantime
             self.destroy(group_name)
 
-    def _join(self, member: _Member) -> None:
-        until = time.monotonic() + member.rendezvous.timeout_s
-        links: list[StoreLink] = []
-        call = _joining(member, links, until, self._limits.silent_secs)
-        errand = BlockingCall(f"weights-init-{member.rendezvous.group_name}", call)
+    def _join(self, group: _JoinedGroup) -> None:
+        deadline = time.monotonic() + group.rendezvous.timeout_s
+        connections: list[StoreConnection] = []
+        join = _join_call(group, connections, deadline, self._limits.silent_secs)
+        call = BlockingCall(f"weights-init-{group.rendezvous.group_name}", join)
 
-        def why_stop() -> str | None:
-            if member.stop is not None:
-                return member.stop
-            if links and links[0].ended():
-                return f"the trainer at {member.owner()} has gone, while {errand.step}"
-            if time.monotonic() > until:
-                return f"no group within {member.rendezvous.timeout_s:g} s, while {errand.step}"
-            member.link = links[0] if links else None
+        def stop_reason() -> str | None:
+            if group.stop is not None:
+                return group.stop
+            if connections and connections[0].has_ended():
+                return f"the trainer at {group.owner()} has gone, while {call.step}"
+            if time.monotonic() > deadline:
+                return f"no group within {group.rendezvous.timeout_s:g} s, while {call.step}"
+            group.connection = connections[0] if connections else None
             return None
 
         try:
-            member.transport = self._threads.wait_for(errand, why_stop)
+            group.backend = self._threads.wait_for(call, stop_reason)
         except GroupError:
-            for link in links:
-                link.close()
+            for connection in connections:
+                connection.close()
             raise
-        member.link = links[0]
+        group.connection = connections[0]
 
-    def _claim(self, group_name: str) -> _Member:
+    def _claim(self, group_name: str) -> _JoinedGroup:
         with self._lock:
-            member = self._members.get(group_name)
-            if member is None and group_name in self._ends:
+            group = self._groups.get(group_name)
+            if group is None and group_name in self._drop_reasons:
                 raise GroupError(
-                    f"group {group_name!r} is gone ({self._ends[group_name]}): call "
+                    f"group {group_name!r} is gone ({self._drop_reasons[group_name]}): call "
                     "init_weights_update_group again"
                 )
-            if member is None:
+            if group is None:
                 raise GroupError(
                     f"group {group_name!r} is not initialized: call init_weights_update_group first"
                 )
-            if member.state is not GroupState.READY:
-                raise GroupError(f"group {group_name!r} is {member.state}: one receive at a time")
-            member.state = GroupState.RECEIVING
-            return member
+            if group.state is not GroupState.READY:
+                raise GroupError(f"group {group_name!r} is {group.state}: one receive at a time")
+            group.state = GroupState.RECEIVING
+            return group
 
-    def _around(self, member: _Member) -> Surroundings:
+    def _receive_context(self, group: _JoinedGroup) -> ReceiveContext:
         limits = self._limits
-        return Surroundings(
-            group_name=member.rendezvous.group_name,
+        return ReceiveContext(
+            group_name=group.rendezvous.group_name,
             timeout_secs=limits.receive_secs,
             stall_secs=limits.stall_secs,
             first_byte_secs=limits.first_byte_secs or limits.stall_secs,
-            stopped=lambda: member.stop,
-            owner_gone=member.owner_gone,
+            stop_reason=lambda: group.stop,
+            owner_gone=group.owner_gone,
             threads=self._threads,
         )
 
-    def _remember(self, member: _Member, why: str, *, dropped: bool) -> None:
+    def _record_drop(self, group: _JoinedGroup, why: str, *, dropped: bool) -> None:
         with self._lock:
-            # Not of one that was destroyed: that is what its owner wanted.
-            if not dropped or self._members.get(member.rendezvous.group_name) is not member:
+            # A destroyed group needs no reason: its trainer asked for it.
+            if not dropped or self._groups.get(group.rendezvous.group_name) is not group:
                 return
-            self._ends[member.rendezvous.group_name] = why
-            while len(self._ends) > REMEMBERED_ENDS:
-                self._ends.pop(next(iter(self._ends)))
+            self._drop_reasons[group.rendezvous.group_name] = why
+            while len(self._drop_reasons) > MAX_DROP_REASONS:
+                self._drop_reasons.pop(next(iter(self._drop_reasons)))
 
-    def _leave_state(self, member: _Member, *, keep: bool) -> None:
-        """Back to ready, or gone: when a blocking step is over, however it ended."""
-        name = member.rendezvous.group_name
+    def _finish_step(self, group: _JoinedGroup, *, keep: bool) -> None:
+        """After a blocking step: back to ready, or dropped."""
+        name = group.rendezvous.group_name
         with self._lock:
-            stays = keep and member.stop is None
-            if stays:
-                member.state = GroupState.READY
-                self._ends.pop(name, None)
-            elif self._members.get(name) is member:
-                del self._members[name]
-        if not stays:
-            self._drop(member)
+            keep = keep and group.stop is None
+            if keep:
+                group.state = GroupState.READY
+                self._drop_reasons.pop(name, None)
+            elif self._groups.get(name) is group:
+                del self._groups[name]
+        if not keep:
+            self._drop(group)
 
-    def _drop(self, member: _Member) -> None:
-        link, member.link = member.link, None
-        if link is not None:
-            link.close()
-        box: list[Backend] = []
-        if member.transport is not None:
-            box.append(member.transport)
-            member.transport = None
-            self._threads.drop(f"weights-drop-{member.rendezvous.group_name}", _end, box)
+    def _drop(self, group: _JoinedGroup) -> None:
+        connection, group.connection = group.connection, None
+        if connection is not None:
+            connection.close()
+        references: list[Backend] = []
+        if group.backend is not None:
+            references.append(group.backend)
+            group.backend = None
+            name = f"weights-drop-{group.rendezvous.group_name}"
+            self._threads.drop(name, _abort_group, references)
 
 
-def _joining(
-    member: _Member, links: list[StoreLink], until: float, silent_secs: float
+def _join_call(
+    group: _JoinedGroup, connections: list[StoreConnection], deadline: float, silent_secs: float
 ) -> Callable[[BlockingCall[Backend]], Backend]:
-    rendezvous, address, owner = member.rendezvous, member.address, member.owner()
+    """A function that joins the group; it appends the store connection once there is one."""
+    rendezvous, address, owner = group.rendezvous, group.address, group.owner()
 
-    def call(errand: BlockingCall[Backend]) -> Backend:
-        errand.step = f"waiting for the trainer's store at {owner}"
-        link = open_store_link(
-            address, silent_secs, lambda: errand.abandoned or time.monotonic() > until
+    def join(call: BlockingCall[Backend]) -> Backend:
+        call.step = f"waiting for the trainer's store at {owner}"
+        connection = connect_store(
+            address, silent_secs, lambda: call.abandoned or time.monotonic() > deadline
         )
-        links.append(link)
-        if errand.abandoned:
-            link.close()
-            raise GroupError("given up")
-        errand.step = f"waiting for all {rendezvous.world_size} ranks of the group"
+        connections.append(connection)
+        if call.abandoned:
+            connection.close()
+            raise GroupError("cancelled")
+        call.step = f"waiting for all {rendezvous.world_size} ranks of the group"
         try:
-            return join(rendezvous, address, max(until - time.monotonic(), 1.0))
+            return join_group(rendezvous, address, max(deadline - time.monotonic(), 1.0))
         except RuntimeError as error:
-            raise GroupError(f"no group, while {errand.step}: {told(error)}") from None
+            raise GroupError(f"no group, while {call.step}: {error_summary(error)}") from None
 
-    return call
-
-
-def _end(box: list[Backend]) -> None:
-    box[0].abort()
-    box.clear()
+    return join
 
 
-def _shown(member: _Member) -> dict[str, Any]:
-    watched = member.watch_of
+def _abort_group(references: list[Backend]) -> None:
+    references[0].abort()
+    references.clear()
+
+
+def _group_status(group: _JoinedGroup) -> dict[str, Any]:
+    monitor = group.receive.monitor if group.receive else None
     return {
-        "group_name": member.rendezvous.group_name,
-        "backend": member.rendezvous.backend,
-        "rank": member.rendezvous.rank,
-        "world_size": member.rendezvous.world_size,
-        "owner": member.owner(),
-        "owner_gone": member.owner_gone(),
-        "state": member.state.value,
-        "messages_done": watched.watch.messages_done if watched else 0,
-        "bytes_come": watched.watch.bytes_come if watched else 0,
+        "group_name": group.rendezvous.group_name,
+        "backend": group.rendezvous.backend,
+        "rank": group.rendezvous.rank,
+        "world_size": group.rendezvous.world_size,
+        "owner": group.owner(),
+        "owner_gone": group.owner_gone(),
+        "state": group.state.value,
+        "messages_done": monitor.messages_done if monitor else 0,
+        "bytes_come": monitor.bytes_come if monitor else 0,
     }

@@ -1,8 +1,8 @@
-"""Being a rank of a trainer's group, in this process or in a child: one interface for both.
+"""Being a rank of a trainer's group: one interface, in this process or in child processes.
 
-All calls block and are safe from any thread; none needs torch in this process where `isolation` is
-"process", but for `Received.tensors`. What fails ends disarmed: with no thread, child or memory
-left that waits for the peer. An idle receiver costs nothing but its memory.
+All calls block and are safe from any thread. With `isolation` "process", this process needs torch
+only for `Received.tensors`. Invariant: a failed receive is disarmed; no thread, child or memory
+stays that waits for the peer. An idle receiver costs only its memory.
 """
 
 from __future__ import annotations
@@ -12,23 +12,33 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from omni_proxy.process_group.cancel_token import CancelToken
-from omni_proxy.process_group.group import GroupLimits
-from omni_proxy.process_group.mapped_file import FileRegion
-from omni_proxy.process_group.rendezvous import Meeting, Rendezvous
-from omni_proxy.process_group.sender import Sender
-from omni_proxy.process_group.subprocess_receiver import ProcessReceiver
+from omni_proxy.process_group.blocking_call import CancelToken
+from omni_proxy.process_group.broadcast.mapped_file import (
+    FileRegion,
+    map_for_receive,
+    region_span,
+)
+from omni_proxy.process_group.broadcast.transfer import (
+    LocalReceived,
+    PendingReceive,
+    Progress,
+    Received,
+    ReceiveOrder,
+    Transfer,
+)
+from omni_proxy.process_group.fork.subprocess_receiver import SubprocessReceiver
+from omni_proxy.process_group.group import GroupLimits, Groups
+from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous
+from omni_proxy.process_group.sender import Sender, ThreadSender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
-from omni_proxy.process_group.thread_receiver import ThreadReceiver
-from omni_proxy.process_group.transfer import PendingReceive, Progress, Received
 
 __all__ = [
     "CancelToken",
     "FileRegion",
     "GroupError",
     "GroupLimits",
+    "HostedRendezvous",
     "Isolation",
-    "Meeting",
     "PendingReceive",
     "Progress",
     "Received",
@@ -43,17 +53,17 @@ Isolation = Literal["process", "thread"]
 
 
 class Receiver(Protocol):
-    """All groups of one rank. Whoever opens it closes it."""
+    """All groups of one rank. The caller that opens it closes it."""
 
     def warm(self) -> None:
-        """Has ready what the first `init` would wait for (an import of torch); returns at once."""
+        """Starts what the first `init` would wait for (an import of torch); returns at once."""
         ...
 
     def init(self, rendezvous: Rendezvous, stop: CancelToken | None = None) -> None:
-        """Joins a trainer's group; returns once all ranks are there. Raises GroupError.
+        """Joins a trainer's group; returns once all ranks have joined. Raises GroupError.
 
-        A group of this name whose trainer lives is left as it is, one whose trainer has gone is
-        replaced. `stop` ends it early, with its reason; afterwards it is `destroy` that does.
+        A group of this name is replaced if its trainer has gone; if its trainer is alive, that is
+        a GroupError. `stop` cancels the call with its reason; afterwards `destroy` ends the group.
         """
         ...
 
@@ -66,46 +76,95 @@ class Receiver(Protocol):
         into: FileRegion | None = None,
         digests: bool = False,
     ) -> PendingReceive:
-        """Returns once there is memory for all buckets and the first receive is posted.
+        """Returns once memory for all buckets is allocated and the first receive is posted.
 
-        Raises GroupError: then nothing is armed. With `into` the bytes land in that file.
+        Raises GroupError: then nothing is armed. With `into` the bytes are written to that file.
         """
         ...
 
     def destroy(self, group_name: str) -> None:
-        """Ends a group, whatever it is doing; raises GroupError where there is none."""
+        """Ends a group in any state; raises GroupError if there is none."""
         ...
 
-    def sender(self, meeting: Meeting) -> Sender:
-        """Opens a group of our own, in which we are rank 0 (the other direction)."""
+    def sender(self, rendezvous: HostedRendezvous) -> Sender:
+        """Opens a group in which this process is rank 0 (the other direction)."""
         ...
 
     def busy(self) -> bool:
-        """Whether it is in any group, or has a child at work."""
+        """Whether it is in any group, or has a running child."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """JSON-ready: `groups` with what they do, `kept_bytes`, `processes` where there are any."""
+        """JSON-ready: `groups` and their progress, `kept_bytes`, `processes` if there are any."""
         ...
 
     def close(self) -> None:
-        """Ends everything for good; blocked calls elsewhere raise GroupError at once."""
+        """Ends everything for good; blocked calls in other threads raise GroupError at once."""
         ...
 
 
 def open_receiver(isolation: Isolation, limits: GroupLimits, *, name: str) -> Receiver:
-    """`name` is shown in threads and logs. Raises GroupError where torch is not installed."""
+    """`name` appears in thread names and logs. Raises GroupError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise GroupError(
-            f"joining a trainer's group needs torch, which is not {_where()}: "
+            f"joining a trainer's group needs torch, which is not {_torch_location()}: "
             "pip install 'omni-proxy[weights]'"
         )
     if isolation == "process":
-        return ProcessReceiver(limits, name)
+        return SubprocessReceiver(limits, name)
     return ThreadReceiver(limits)
 
 
-def _where() -> str:
+def _torch_location() -> str:
     if getattr(sys, "frozen", False):
         return "in this one-file program; use the one that pip installs"
     return "installed here"
+
+
+class ThreadReceiver:
+    """See `Receiver`: its blocking threads run in this process.
+
+    For hosts on which a child process costs too much. A peer that sends more than it announced
+    ends this process, and a peer that stops holds a thread until the group's timeout.
+    """
+
+    def __init__(self, limits: GroupLimits) -> None:
+        self._limits = limits
+        self._groups = Groups(limits)
+
+    def warm(self) -> None:
+        """Does nothing: a process that holds a model has imported torch."""
+
+    def init(self, rendezvous: Rendezvous, stop: CancelToken | None = None) -> None:
+        self._groups.init(rendezvous, stop)
+
+    def arm(
+        self,
+        group_name: str,
+        plans: Sequence[TensorPlan],
+        *,
+        ready_secs: float,
+        into: FileRegion | None = None,
+        digests: bool = False,
+    ) -> Transfer[LocalReceived]:
+        order = ReceiveOrder(tuple(plans), digests)
+        if into is not None:
+            region_span(into, plans)
+            allocate = map_for_receive(into, plans)
+            order = ReceiveOrder(tuple(plans), digests, into.starts, allocate)
+        return self._groups.arm(group_name, order, ready_secs=ready_secs)
+
+    def destroy(self, group_name: str) -> None:
+        self._groups.destroy(group_name)
+
+    def sender(self, rendezvous: HostedRendezvous) -> ThreadSender:
+        return ThreadSender(rendezvous, self._limits.stall_secs)
+
+    def busy(self) -> bool:
+        return bool(self._groups.status()["groups"])
+
+    def status(self) -> dict[str, Any]:
+        return {"isolation": "thread", **self._groups.status()}
+
+    def close(self) -> None:
+        self._groups.close()

@@ -1,7 +1,7 @@
-"""Where a weights-update group meets, and the arithmetic that must hold before anything is opened.
+"""The address and size of a process group, validated before anything is opened.
 
-Pure. A rank that is wrong or taken twice is not noticed by the backends: the group then never
-forms, or forms and hangs (weight-sync.md 0.7). So the numbers are checked here.
+Pure. Backends do not detect a wrong or duplicate rank: the group then never forms, or forms and
+hangs (weight-sync.md 0.7). So the numbers are validated here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from omni_proxy.process_group.tensor_plan import GroupError
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
-MOST_SECS: Final = 1e9  # more than this some clock could not count
+MAX_TIMEOUT_SECS: Final = 1e9  # some clocks cannot represent more
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where a group meets and who we are in it (two-phase.md 1.2); rank 0 is the trainer.
+    """The address of a trainer's group and this rank's place in it (two-phase.md 1.2).
 
-    `timeout_s` bounds the meeting alone; `device` is the GPU of an NCCL group, as this process
-    counts them: no two ranks of a group may share one.
+    Rank 0 is the trainer. `timeout_s` bounds only joining; `device` is the CUDA index of an NCCL
+    group's GPU: no two ranks of a group may share one.
     """
 
     master_address: str
@@ -35,10 +35,10 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """A group that is ours: we are rank 0 and keep its store, on `host` only; port 0 = a free one.
+class HostedRendezvous:
+    """A group of which this process is rank 0 and holds the store, on `host` only.
 
-    `timeout_s` bounds the meeting and, later, each send.
+    Port 0 picks a free one. `timeout_s` bounds joining and, later, each send.
     """
 
     host: str
@@ -49,8 +49,8 @@ class Meeting:
     timeout_s: float = 300.0
 
 
-def checked(rendezvous: Rendezvous) -> tuple[str, int]:
-    """Host and port; raises GroupError on numbers that could only hang. Opens nothing."""
+def validated_address(rendezvous: Rendezvous) -> tuple[str, int]:
+    """The master's host and port; raises GroupError on values that would hang. Opens nothing."""
     name, backend = rendezvous.group_name, rendezvous.backend
     if not isinstance(name, str) or not name:
         raise GroupError(f"group_name must be a non-empty string, not {name!r}")
@@ -67,10 +67,10 @@ def checked(rendezvous: Rendezvous) -> tuple[str, int]:
             f"rank {rank} does not fit a group of {world}: rank 0 is the trainer, so ours must be "
             f"1 to {world - 1} (rank = rank_offset + tensor-parallel rank)"
         )
-    if not 0 < rendezvous.timeout_s <= MOST_SECS:
+    if not 0 < rendezvous.timeout_s <= MAX_TIMEOUT_SECS:
         raise GroupError(
             f"timeout {rendezvous.timeout_s!r}: it must be a positive number of seconds, at most "
-            f"{MOST_SECS:g}"
+            f"{MAX_TIMEOUT_SECS:g}"
         )
     return _host(rendezvous.master_address), _port(rendezvous.master_port)
 

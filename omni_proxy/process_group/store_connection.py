@@ -1,8 +1,8 @@
-"""A plain connection to the trainer's store: is it there, does it speak, does it still live?
+"""A plain connection to the trainer's store: does it exist, does it answer, is it still open?
 
-torch waits for ever on a port that accepts and says nothing, and notices a trainer that died while
-bytes move only when the group times out. This connection tells the first within seconds and the
-second at once. It asks one question (a ping) and then only listens; it never reads keys.
+torch waits for ever on a port that accepts and does not answer, and detects a trainer that died
+during a transfer only when the group times out. This connection detects the first within seconds
+and the second at once. It only sends pings; it never reads keys.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from typing import Final
 
 from omni_proxy.process_group.tensor_plan import GroupError
 
-# What a torch store client says first: a greeting with a magic number, then a ping with a nonce
-# that the store sends back (weight-sync.md 0.4, 4.2).
+# How a torch store client starts: a greeting with a magic number, then a ping with a nonce that
+# the store sends back (weight-sync.md 0.4, 4.2).
 GREETING: Final = struct.pack("=BI", 0, 0x3C85F7CE)
 PING: Final = 13
 NONCE_BYTES: Final = 4
 
 RETRY_SECS: Final = 0.1
 CONNECT_SECS: Final = 10.0
-# A dead host sends no end of stream: the kernel asks after 5 s of silence and gives up 6 s later.
+# A dead host sends no FIN: the kernel probes after 5 s of silence and closes 6 s later.
 KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
-class StoreLink:
-    """One open connection to a store that has answered; one thread at a time asks it things."""
+class StoreConnection:
+    """An open connection to a store that has answered; one thread at a time sends pings."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._ended = False
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the trainer's side is known to have closed; returns at once."""
-        # Who has it waits for an answer, and will see an end himself.
+        # The thread that holds the lock waits for an answer, and detects the end itself.
         if self._lock.acquire(blocking=False):
             try:
-                self._ended = self._ended or _at_end(self._connection)
+                self._ended = self._ended or _is_closed_by_peer(self._connection)
             finally:
                 self._lock.release()
         return self._ended
 
     def answers(self, within_secs: float) -> bool:
         """Whether the store still answers a ping: a stopped process keeps its sockets open."""
-        if self.ended():
+        if self.has_ended():
             return False
         with self._lock:
             try:
-                return _pong(self._connection, within_secs)
+                return _ping(self._connection, within_secs)
             except (OSError, GroupError):
                 return False
 
@@ -65,17 +65,17 @@ class StoreLink:
             self._connection.close()
 
 
-def open_store_link(
-    address: tuple[str, int], silent_secs: float, given_up: Callable[[], bool]
-) -> StoreLink:
-    """Waits until a store answers at `address`, however long: `given_up` is asked between tries.
+def connect_store(
+    address: tuple[str, int], silent_secs: float, cancelled: Callable[[], bool]
+) -> StoreConnection:
+    """Waits until a store answers at `address`; `cancelled` is called between attempts.
 
-    Raises GroupError when something accepts there that is no store, or no store's answer comes
-    within `silent_secs` of the first connection.
+    Raises GroupError if another protocol answers there, if no answer comes within `silent_secs`
+    of the first connection, or once `cancelled` returns True.
     """
     pause = threading.Event()
     silent_after: float | None = None
-    while not given_up():
+    while not cancelled():
         connection = _dial(address)
         if connection is None:
             pause.wait(RETRY_SECS)
@@ -83,11 +83,11 @@ def open_store_link(
         if silent_after is None:
             silent_after = time.monotonic() + silent_secs
         try:
-            patience = max(silent_after - time.monotonic(), 0.05)
-            if _pong(connection, patience, first=GREETING):
-                return StoreLink(connection)
+            timeout_secs = max(silent_after - time.monotonic(), 0.05)
+            if _ping(connection, timeout_secs, greeting=GREETING):
+                return StoreConnection(connection)
         except OSError:
-            # It accepted and hung up: a port forwarder in front of a trainer that is not up yet.
+            # Accepted and closed: a port forwarder in front of a trainer that is not up yet.
             pass
         except GroupError:
             connection.close()
@@ -95,77 +95,80 @@ def open_store_link(
         connection.close()
         if time.monotonic() >= silent_after:
             raise GroupError(
-                f"{_shown(address)} accepts connections but no torch store answered there within "
+                f"{_format_address(address)} accepts connections but no torch store answered there within "
                 f"{silent_secs:g} s: are master_address and master_port the trainer's?"
             )
         pause.wait(RETRY_SECS)
-    raise GroupError(f"gave up waiting for the trainer's store at {_shown(address)}")
+    raise GroupError(f"gave up waiting for the trainer's store at {_format_address(address)}")
 
 
 def _dial(address: tuple[str, int]) -> socket.socket | None:
-    """A connection to the first of the host's addresses that takes one; None where none does."""
+    """A connection to the first of the host's addresses that accepts; None if none does."""
     host, port = address
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         if getattr(error, "errno", None) == socket.EAI_AGAIN:
             return None
         raise GroupError(f"master_address {host!r} does not resolve: {error}") from None
-    for family, kind, protocol, _, place in found:
+    for family, kind, protocol, _, socket_address in addresses:
         connection = socket.socket(family, kind, protocol)
         try:
-            _avoid_ourselves(connection, port)
+            _avoid_self_connect(connection, port)
             connection.settimeout(CONNECT_SECS)
-            connection.connect(place)
+            connection.connect(socket_address)
         except OSError:
             connection.close()
             continue
-        _keep_alive(connection)
+        _enable_keepalive(connection)
         return connection
     return None
 
 
-def _avoid_ourselves(connection: socket.socket, port: int) -> None:
-    """Keeps the kernel from picking the very port we dial: then we would be talking to ourselves.
+def _avoid_self_connect(connection: socket.socket, port: int) -> None:
+    """Keeps the kernel from choosing the dialled port as source port (TCP self-connect).
 
-    It happens on loopback while nothing listens there yet, and holds the trainer's port as well.
+    That happens on loopback while nothing listens yet, and would also occupy the trainer's port.
     """
     connection.bind(("", 0))
     if connection.getsockname()[1] == port:
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def _enable_keepalive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if (option := getattr(socket, name, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _pong(connection: socket.socket, within_secs: float, *, first: bytes = b"") -> bool:
-    """Whether the ping came back; raises GroupError on other bytes, OSError on a closed one."""
+def _ping(connection: socket.socket, within_secs: float, *, greeting: bytes = b"") -> bool:
+    """Whether the store sent the nonce back in time.
+
+    Raises GroupError on other bytes, OSError on a closed connection.
+    """
     nonce = os.urandom(NONCE_BYTES)
-    connection.sendall(first + bytes([PING]) + nonce)
-    until = time.monotonic() + within_secs
-    came = b""
-    while len(came) < NONCE_BYTES:
-        connection.settimeout(max(until - time.monotonic(), 0.001))
+    connection.sendall(greeting + bytes([PING]) + nonce)
+    deadline = time.monotonic() + within_secs
+    received = b""
+    while len(received) < NONCE_BYTES:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
         with suppress(TimeoutError):
-            piece = connection.recv(NONCE_BYTES - len(came))
-            if not piece:
+            chunk = connection.recv(NONCE_BYTES - len(received))
+            if not chunk:
                 raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-            came += piece
-        if time.monotonic() >= until and len(came) < NONCE_BYTES:
+            received += chunk
+        if time.monotonic() >= deadline and len(received) < NONCE_BYTES:
             return False
-    if came != nonce:
+    if received != nonce:
         raise GroupError(
-            f"{_shown(connection.getpeername())} speaks another protocol than a torch store: "
+            f"{_format_address(connection.getpeername())} speaks another protocol than a torch store: "
             "are master_address and master_port the trainer's?"
         )
     return True
 
 
-def _at_end(connection: socket.socket) -> bool:
+def _is_closed_by_peer(connection: socket.socket) -> bool:
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""
@@ -175,6 +178,6 @@ def _at_end(connection: socket.socket) -> bool:
         return True
 
 
-def _shown(address: tuple[object, ...]) -> str:
+def _format_address(address: tuple[object, ...]) -> str:
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -1,7 +1,7 @@
-"""What a trainer announces before its bytes come: names, dtypes, shapes, and how they travel.
+"""What a trainer announces before it sends: names, dtypes, shapes, and how they are batched.
 
-Pure: no torch, no socket. A `TensorPlan` that exists is consistent: known dtypes, sane shapes, no name
-twice, offsets that a view may start at. Whether there is memory for it is not said here.
+Pure: no torch, no socket. Invariant: a `TensorPlan` is consistent: known dtypes, valid shapes,
+unique names, offsets that a view may start at. It does not say whether memory for it is free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final
 
 FLATTENED: Final = "flattened_bucket"
-# Ways to travel that end in one broadcast per message; a request without one means them too.
+# Transports that mean one broadcast per message; a request without one means the same.
 BROADCASTS: Final = ("nccl_broadcast", "nccl", "gloo_broadcast", "gloo")
 
 # Bytes per element, by torch's names without "torch.".
@@ -32,16 +32,16 @@ ITEM_BYTES: Final = {
 }
 MAX_DIMENSIONS: Final = 64  # torch's own bound
 MAX_ELEMENTS: Final = 1 << 56  # strides of anything larger may overflow inside torch
-# Where a tensor starts that comes by itself: any dtype may be viewed there.
+# The alignment of a tensor with a message of its own: valid for a view of any dtype.
 ALIGNMENT_BYTES: Final = 64
 
 Announced = tuple[str, str, Sequence[int]]
 
 
 class GroupError(Exception):
-    """A weights-update group refused or failed; the text is meant for the trainer.
+    """A weights-update group refused a request or failed; the text is for the trainer.
 
-    `group_dropped` says that the group is gone and has to be initialised again.
+    `group_dropped`: the group is gone and has to be initialised again.
     """
 
     def __init__(self, message: str, *, group_dropped: bool = False) -> None:
@@ -60,8 +60,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One broadcast: where it lands in the block, and what it carries in words."""
+class BroadcastMessage:
+    """One broadcast: its place in the block, and `what` it carries, for error texts."""
 
     what: str
     offset: int
@@ -70,36 +70,36 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Everything one receive expects. `offsets` has one place in the block for each tensor."""
+    """Everything one receive expects. `offsets`: where each tensor starts in the block."""
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[BroadcastMessage, ...]
     block_bytes: int
 
 
-def specs_of(names: object, dtypes: object, shapes: object) -> list[Announced]:
-    """The three parallel lists of a request as one; raises GroupError where they do not fit."""
+def parse_specs(names: object, dtypes: object, shapes: object) -> list[Announced]:
+    """The three parallel lists of a request as one; raises GroupError if they do not match."""
     lists = {"names": names, "dtypes": dtypes, "shapes": shapes}
     for key, value in lists.items():
         if not isinstance(value, list | tuple):
             raise GroupError(f"{key} must be a list, not {type(value).__name__}")
     if len({len(value) for value in lists.values() if isinstance(value, list | tuple)}) > 1:
-        counted = ", ".join(
+        counts = ", ".join(
             f"{len(value)} {key}" for key, value in lists.items() if isinstance(value, list | tuple)
         )
-        raise GroupError(f"names, dtypes and shapes must have the same length: {counted}")
+        raise GroupError(f"names, dtypes and shapes must have the same length: {counts}")
     assert isinstance(names, list | tuple)
     assert isinstance(dtypes, list | tuple)
     assert isinstance(shapes, list | tuple)
     return list(zip(names, dtypes, shapes, strict=True))
 
 
-def plans_of(body: Mapping[str, Any], *, dense: bool = False) -> tuple[TensorPlan, ...]:
+def parse_plans(body: Mapping[str, Any], *, dense: bool = False) -> tuple[TensorPlan, ...]:
     """One plan per announced bucket of a prepare or a single-phase update (two-phase.md 1.3, 1.5).
 
-    Both forms: `buckets`, each with names, dtypes and shapes, or one bucket at the top. Raises
-    GroupError naming the first thing that is wrong; unknown keys are nobody's concern here.
+    Accepts both forms: `buckets`, each with names, dtypes and shapes, or one bucket at the top
+    level. Raises GroupError naming the first error; ignores unknown keys.
     """
     _require_broadcast(body.get("transport"))
     buckets = _buckets(body)
@@ -109,8 +109,8 @@ def plans_of(body: Mapping[str, Any], *, dense: bool = False) -> tuple[TensorPla
     for number, bucket in enumerate(buckets, start=1):
         where = f"bucket {number} of {len(buckets)}: " if len(buckets) > 1 else ""
         try:
-            specs = specs_of(*(bucket.get(key) for key in ("names", "dtypes", "shapes")))
-            plan = plan_of(specs, body.get("load_format"), dense=dense)
+            specs = parse_specs(*(bucket.get(key) for key in ("names", "dtypes", "shapes")))
+            plan = make_plan(specs, body.get("load_format"), dense=dense)
         except GroupError as error:
             raise GroupError(f"{where}{error}") from None
         for tensor in plan.tensors:
@@ -123,8 +123,8 @@ def plans_of(body: Mapping[str, Any], *, dense: bool = False) -> tuple[TensorPla
 def _require_broadcast(transport: object) -> None:
     if transport not in (None, *BROADCASTS):
         raise GroupError(
-            f"transport {transport!r} is not spoken here: {', '.join(BROADCASTS)} are, and none "
-            "at all means the same"
+            f"transport {transport!r} is not supported: {', '.join(BROADCASTS)} are, and leaving "
+            "it out means the same"
         )
 
 
@@ -145,33 +145,33 @@ def _buckets(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(buckets)
 
 
-def _require_count(told: object, there: int) -> None:
-    if told is None:
+def _require_count(num_buckets: object, announced: int) -> None:
+    if num_buckets is None:
         return
-    if not isinstance(told, int) or isinstance(told, bool):
-        raise GroupError(f"num_buckets must be an integer, not {told!r}")
-    if told != there:
-        raise GroupError(f"num_buckets is {told}, but {there} are announced")
+    if not isinstance(num_buckets, int) or isinstance(num_buckets, bool):
+        raise GroupError(f"num_buckets must be an integer, not {num_buckets!r}")
+    if num_buckets != announced:
+        raise GroupError(f"num_buckets is {num_buckets}, but {announced} are announced")
 
 
-def merged(plans: Sequence[TensorPlan], starts: Sequence[int] | None = None) -> TensorPlan:
-    """All buckets as one receive: bucket i's block lies at `starts[i]`, by default end to end."""
+def merge_plans(plans: Sequence[TensorPlan], starts: Sequence[int] | None = None) -> TensorPlan:
+    """All buckets as one plan: bucket i's block starts at `starts[i]`, by default end to end."""
     if starts is None:
-        starts = _packed([plan.block_bytes for plan in plans])
+        starts = _aligned_starts([plan.block_bytes for plan in plans])
     tensors: list[TensorSpec] = []
     offsets: list[int] = []
-    messages: list[Message] = []
+    messages: list[BroadcastMessage] = []
     end = 0
     for plan, start in zip(plans, starts, strict=True):
         tensors += plan.tensors
         offsets += [start + offset for offset in plan.offsets]
-        messages += [Message(m.what, start + m.offset, m.nbytes) for m in plan.messages]
+        messages += [BroadcastMessage(m.what, start + m.offset, m.nbytes) for m in plan.messages]
         end = max(end, start + plan.block_bytes)
     return TensorPlan(tuple(tensors), tuple(offsets), tuple(messages), end)
 
 
-def _packed(sizes: Sequence[int]) -> list[int]:
-    """Where each of them starts, end to end and aligned."""
+def _aligned_starts(sizes: Sequence[int]) -> list[int]:
+    """Where blocks of these sizes start, end to end and aligned."""
     starts: list[int] = []
     end = 0
     for size in sizes:
@@ -180,20 +180,20 @@ def _packed(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-def plan_of(
+def make_plan(
     specs: Iterable[Announced], load_format: str | None = None, *, dense: bool = False
 ) -> TensorPlan:
-    """What to expect for these specs; raises GroupError naming the first that is wrong.
+    """The plan of these specs; raises GroupError naming the first invalid one.
 
-    `dense` leaves no gaps between tensors, as in a file or a flattened bucket: not each of them
-    can then be viewed in its place.
+    `dense` leaves no gaps between tensors, as in a file or a flattened bucket: then some tensors
+    may be misaligned for a view.
     """
     if load_format not in (None, FLATTENED):
         raise GroupError(
             f"unknown load_format {load_format!r}: known is {FLATTENED!r}, or none for "
             "one broadcast per tensor"
         )
-    tensors = tuple(_tensor(name, dtype, shape) for name, dtype, shape in specs)
+    tensors = tuple(_parse_tensor(name, dtype, shape) for name, dtype, shape in specs)
     if not tensors:
         raise GroupError("no tensor is announced: names, dtypes and shapes are empty")
     seen: set[str] = set()
@@ -202,11 +202,11 @@ def plan_of(
             raise GroupError(f"tensor {tensor.name!r} is announced twice")
         seen.add(tensor.name)
     if load_format == FLATTENED:
-        return _flattened(tensors)
-    return _one_by_one(tensors, 1 if dense else ALIGNMENT_BYTES)
+        return _one_flat_message(tensors)
+    return _one_message_each(tensors, 1 if dense else ALIGNMENT_BYTES)
 
 
-def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:
+def _parse_tensor(name: object, dtype: object, shape: object) -> TensorSpec:
     if not isinstance(name, str) or not name:
         raise GroupError(f"a tensor's name must be a non-empty string, not {name!r}")
     bare = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
@@ -214,11 +214,11 @@ def _tensor(name: object, dtype: object, shape: object) -> TensorSpec:
         raise GroupError(
             f"tensor {name!r}: unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}"
         )
-    dims = _dimensions(name, shape)
+    dims = _parse_shape(name, shape)
     return TensorSpec(name, bare, dims, prod(dims) * ITEM_BYTES[bare])
 
 
-def _dimensions(name: str, shape: object) -> tuple[int, ...]:
+def _parse_shape(name: str, shape: object) -> tuple[int, ...]:
     if not isinstance(shape, list | tuple):
         raise GroupError(f"tensor {name!r}: its shape must be a list of integers, not {shape!r}")
     if len(shape) > MAX_DIMENSIONS:
@@ -228,13 +228,13 @@ def _dimensions(name: str, shape: object) -> tuple[int, ...]:
             raise GroupError(
                 f"tensor {name!r}: a dimension must be an integer of 0 or more, not {size!r}"
             )
-    # Empty dimensions count as one: torch multiplies the others into its strides all the same.
+    # Empty dimensions count as 1: torch multiplies the others into its strides nevertheless.
     if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise GroupError(f"tensor {name!r}: shape {list(shape)} is larger than any memory")
     return tuple(shape)
 
 
-def _one_by_one(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> TensorPlan:
+def _one_message_each(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> TensorPlan:
     offsets: list[int] = []
     end = 0
     for tensor in tensors:
@@ -242,15 +242,15 @@ def _one_by_one(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> Tensor
         offsets.append(start)
         end = start + tensor.nbytes
     messages = tuple(
-        Message(f"tensor {tensor.name!r}", offset, tensor.nbytes)
+        BroadcastMessage(f"tensor {tensor.name!r}", offset, tensor.nbytes)
         for tensor, offset in zip(tensors, offsets, strict=True)
     )
     return TensorPlan(tensors, tuple(offsets), messages, end)
 
 
-def _flattened(tensors: tuple[TensorSpec, ...]) -> TensorPlan:
-    """All tensors in one message, end to end and without padding (api-server.md 9.1)."""
-    plan = _one_by_one(tensors, 1)
+def _one_flat_message(tensors: tuple[TensorSpec, ...]) -> TensorPlan:
+    """All tensors in one message, end to end without padding (api-server.md 9.1)."""
+    plan = _one_message_each(tensors, 1)
     what = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
-    message = Message(what, 0, plan.block_bytes)
+    message = BroadcastMessage(what, 0, plan.block_bytes)
     return TensorPlan(tensors, plan.offsets, (message,), plan.block_bytes)

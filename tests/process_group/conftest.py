@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.process_group import forkserver_client as nests
-from omni_proxy.process_group.forkserver_client import SHARED, ForkServer
+from omni_proxy.process_group.fork import forkserver_client as nests
+from omni_proxy.process_group.fork.forkserver_client import SHARED_FORK_SERVER, ForkServer
 from omni_proxy.process_group.receiver import open_receiver
-from tests.process_group.pooling import pool
-from tests.process_group.receiving import LIMITS, light
+from tests.process_group.receiver_steps import LIMITS, light
+from tests.process_group.trainer_pool import pool
 
 __all__ = ["pool"]
 
@@ -16,9 +16,9 @@ __all__ = ["pool"]
 @pytest.fixture(scope="session", autouse=True)
 def held_nest():
     """torch is imported once, however many receivers come."""
-    SHARED.hold()
+    SHARED_FORK_SERVER.hold()
     yield
-    SHARED.release()
+    SHARED_FORK_SERVER.release()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from omni_proxy.process_group.blocking_call import AbandonedThreads, BlockingCall
+from omni_proxy.process_group.blocking_call import AbandonedThreads, BlockingCall, CancelToken
 from omni_proxy.process_group.tensor_plan import GroupError
 
 
@@ -98,3 +98,25 @@ def test_the_last_reference_goes_in_a_thread_of_its_own(threads):
     assert freed_in == ["dropper"]
     assert box == []
     assert threads.names() == []
+
+
+def test_what_is_said_is_heard_once_by_who_listens_before_or_after():
+    heard = []
+    stop = CancelToken()
+    stop.on_cancel(heard.append)
+    stop.cancel("enough")
+    stop.cancel("again")
+    assert (heard, stop.reason) == (["enough"], "enough")
+    stop.on_cancel(heard.append)
+    assert heard == ["enough", "enough"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nobody_need_listen(when):
+    heard = []
+    stop = CancelToken()
+    if when == "after":
+        stop.on_cancel(heard.append)
+        stop.on_cancel(None)
+    stop.cancel("enough")
+    assert heard == []

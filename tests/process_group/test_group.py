@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from omni_proxy.process_group.group import GroupError, GroupLimits, Groups, Rendezvous
-from tests.process_group.trainer_side import free_port
-from tests.process_group.waiting import until
+from tests.process_group.trainer_process import free_port
+from tests.process_group.wait_helpers import wait_until
 
 SPECS = [("a.weight", "float32", [2, 3])]
 TENSORS = [("float32", [2, 3], 1)]
@@ -91,7 +91,7 @@ def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
         init = threads.submit(groups.init, meeting(port))
-        until(lambda: groups.status()["groups"])
+        wait_until(lambda: groups.status()["groups"])
         trainer.order("open", group="g", port=port)
         init.result()
     assert trainer.reply() == {"port": port}
@@ -146,7 +146,7 @@ def test_nobody_at_the_address_is_said_when_the_time_is_over(groups):
     port = free_port()
     with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
         groups.init(meeting(port, timeout_s=0.5))
-    until(lambda: not groups.status()["abandoned_threads"])
+    wait_until(lambda: not groups.status()["abandoned_threads"])
 
 
 def test_a_name_that_does_not_resolve_is_said_at_once(groups):
@@ -160,7 +160,7 @@ def test_a_port_that_accepts_and_says_nothing_holds_no_thread(listener):
     with pytest.raises(GroupError, match="no torch store answered"):
         groups.init(meeting(listener.getsockname()[1]))
     assert groups.status() == {"groups": [], "abandoned_threads": [], "kept_bytes": 0}
-    until(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_a_service_of_another_kind_is_told_from_a_store(groups, listener):
@@ -189,7 +189,7 @@ def test_a_rank_that_never_comes_ends_the_meeting_and_its_thread_is_counted(grou
         groups.init(meeting(port, world_size=3, timeout_s=1.0))
     assert groups.status()["groups"] == []
     assert "fault" in trainer.reply()
-    until(lambda: not groups.status()["abandoned_threads"])
+    wait_until(lambda: not groups.status()["abandoned_threads"])
     joined(groups, trainer)
     left(groups, trainer)
 
@@ -199,7 +199,7 @@ def test_a_trainer_that_dies_during_the_meeting_ends_it_at_once(groups, trainer)
     with ThreadPoolExecutor(1) as threads:
         # Short enough that the thread which is given up is back before this test file ends.
         init = threads.submit(groups.init, meeting(port, world_size=3, timeout_s=6.0))
-        until(lambda: groups.status()["groups"] and _linked(groups))
+        wait_until(lambda: groups.status()["groups"] and _linked(groups))
         trainer.kill()
         with pytest.raises(GroupError, match=r"trainer at .* has gone|no group, while waiting"):
             init.result()
@@ -207,7 +207,7 @@ def test_a_trainer_that_dies_during_the_meeting_ends_it_at_once(groups, trainer)
 
 
 def _linked(groups):
-    return groups._members["g"].link is not None
+    return groups._groups["g"].connection is not None
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def _linked(groups):
 def test_a_meeting_can_be_ended_from_another_thread(groups, end, said):
     with ThreadPoolExecutor(1) as threads:
         init = threads.submit(groups.init, meeting(free_port()))
-        until(lambda: groups.status()["groups"])
+        wait_until(lambda: groups.status()["groups"])
         end(groups)
         with pytest.raises(GroupError, match=said):
             init.result()
-    until(lambda: not groups.status()["abandoned_threads"])
+    wait_until(lambda: not groups.status()["abandoned_threads"])
 
 
 def test_after_the_close_nothing_is_joined(groups):
@@ -277,8 +277,8 @@ def test_a_name_used_again_and_again_leaves_no_file_and_no_thread_behind(groups,
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(5):
         cycle()
-    until(lambda: len(os.listdir("/proc/self/fd")) <= files)
-    until(lambda: threading.active_count() <= threads)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+    wait_until(lambda: threading.active_count() <= threads)
     assert groups.status()["abandoned_threads"] == []
 
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from omni_proxy.process_group.receiver import FileRegion, GroupError
-from omni_proxy.process_group.tensor_plan import plans_of
+from omni_proxy.process_group.tensor_plan import parse_plans
 from omni_proxy.weight_sync.checksum import tensor_digest
-from tests.process_group.receiving import TENSORS, armed, body_of, joined, left, works
-from tests.process_group.trainer_side import sha256
-from tests.process_group.waiting import until
+from tests.process_group.receiver_steps import TENSORS, armed, body_of, joined, left, works
+from tests.process_group.trainer_process import sha256
+from tests.process_group.wait_helpers import wait_until
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
@@ -21,7 +21,7 @@ def test_all_buckets_arrive_byte_for_byte_with_their_digests(
         path = tmp_path / "version"
         path.write_bytes(b"\xaa" * 2_600_000)
         into = FileRegion(str(path), (1_300_003, 9))
-    plans = plans_of(body_of(*buckets, load_format=load_format), dense=in_file)
+    plans = parse_plans(body_of(*buckets, load_format=load_format), dense=in_file)
     transfer = receiver.arm("g", plans, ready_secs=20, into=into, digests=True)
     for bucket in buckets:
         trainer.order("send", group="g", tensors=bucket, flattened=load_format is not None)
@@ -78,7 +78,7 @@ def test_memory_is_used_again_only_when_nobody_looks_into_it(receiver, trainer):
     (tensor,) = first.tensors().values()
     before = tensor.clone()
     first.close()
-    with pytest.raises(ValueError, match="given back"):
+    with pytest.raises(ValueError, match="already released"):
         first.tensors()
     tensor.fill_(0)
     second = received()
@@ -88,7 +88,7 @@ def test_memory_is_used_again_only_when_nobody_looks_into_it(receiver, trainer):
     kept_bytes = receiver.status()["kept_bytes"]
     del first, tensor
     # gloo's own thread may hold it for a moment after its work is done.
-    until(lambda: receiver.status()["kept_bytes"] >= kept_bytes + 50_000)
+    wait_until(lambda: receiver.status()["kept_bytes"] >= kept_bytes + 50_000)
     left(receiver, trainer)
 
 
@@ -106,8 +106,8 @@ def test_what_is_armed_is_not_armed_twice(receiver, trainer):
 
 def test_what_does_not_fit_is_refused_with_the_numbers(receiver, trainer):
     joined(receiver, trainer)
-    plans = plans_of({"names": ["w"], "dtypes": ["uint8"], "shapes": [[1 << 45]]})
-    said = r"need 35184372088832 bytes, and there is memory for \d+"
+    plans = parse_plans({"names": ["w"], "dtypes": ["uint8"], "shapes": [[1 << 45]]})
+    said = r"need 35184372088832 bytes, but only \d+"
     with pytest.raises(GroupError, match=said) as refusal:
         receiver.arm("g", plans, ready_secs=20)
     assert not refusal.value.group_dropped
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(receiver, trainer):
     ("size", "starts", "said"),
     [
         (10, (0,), "has 10 bytes, and the buckets end at byte 32"),
-        (100, (0, 40), "2 places for 1 buckets"),
+        (100, (0, 40), "2 starts for 1 buckets"),
         (None, (0,), "cannot be received into: No such file"),
     ],
 )

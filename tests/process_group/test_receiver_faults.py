@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.process_group import child_handle, subprocess_receiver
+from omni_proxy.process_group.fork import child_process, subprocess_receiver
 from omni_proxy.process_group.receiver import GroupError, GroupLimits, open_receiver
-from omni_proxy.process_group.tensor_plan import plans_of
-from tests.process_group.receiving import (
+from omni_proxy.process_group.tensor_plan import parse_plans
+from tests.process_group.receiver_steps import (
     LIMITS,
     TENSORS,
     armed,
@@ -17,8 +17,8 @@ from tests.process_group.receiving import (
     moving,
     recovers,
 )
-from tests.process_group.trainer_side import Trainer
-from tests.process_group.waiting import until, within
+from tests.process_group.trainer_process import Trainer
+from tests.process_group.wait_helpers import run_within, wait_until
 from tests.processes import alive
 
 BIG_BYTES = 384 << 20
@@ -58,7 +58,7 @@ def test_a_trainer_that_dies_before_its_first_byte_is_noticed(receiver, pool):
     joined(receiver, trainer)
     transfer = armed(receiver, [("float32", [8], 1)])
     trainer.kill()
-    until(lambda: transfer.fault() is not None)  # nobody has to wait for that
+    wait_until(lambda: transfer.fault() is not None)  # nobody has to wait for that
     with pytest.raises(GroupError, match=r"Connection (closed|reset)|trainer has gone"):
         transfer.wait(0)
     with pytest.raises(GroupError, match=r"'g' is gone \(.*init_weights_update_group again"):
@@ -73,17 +73,17 @@ def test_a_trainer_that_dies_before_its_first_byte_is_noticed(receiver, pool):
 def test_a_stopped_child_that_cannot_take_a_long_announcement_is_ended_and_replaced(
     receiver, pool, monkeypatch
 ):
-    monkeypatch.setattr(child_handle, "TAKE_SECS", 0.5)
+    monkeypatch.setattr(child_process, "SEND_SECS", 0.5)
     trainer = pool.trainer()
     joined(receiver, trainer)
     child = receiver.status()["groups"][0]["process"]
     os.kill(child, signal.SIGSTOP)
     long = [("uint8", [1], 1)] * 6000
-    with pytest.raises(GroupError, match=r"hangs: it took no order for 0\.5 s") as failure:
-        within(30, lambda: armed(receiver, long))
+    with pytest.raises(GroupError, match=r"hangs: it read no command for 0\.5 s") as failure:
+        run_within(30, lambda: armed(receiver, long))
     assert failure.value.group_dropped
     assert receiver.status()["groups"] == []
-    until(lambda: not alive(child))
+    wait_until(lambda: not alive(child))
     trainer.kill()
     assert recovers(receiver, pool)
 
@@ -92,7 +92,7 @@ def test_a_trainer_that_has_died_already_is_no_reason_to_be_ready(receiver, pool
     trainer = pool.trainer()
     joined(receiver, trainer)
     trainer.kill()
-    until(lambda: receiver.status()["groups"][0]["owner_gone"])
+    wait_until(lambda: receiver.status()["groups"][0]["owner_gone"])
     with pytest.raises(GroupError, match="the trainer has gone") as refusal:
         armed(receiver, [("float32", [8], 1)])
     assert refusal.value.group_dropped
@@ -171,7 +171,7 @@ def test_who_is_not_armed_in_time_is_disarmed(receiver, trainer, monkeypatch):
     joined(receiver, trainer)
     os.kill(receiver.status()["groups"][0]["process"], signal.SIGSTOP)
     with pytest.raises(GroupError, match=r"no answer within 0\.2 s") as refusal:
-        receiver.arm("g", plans_of(body_of(TENSORS)), ready_secs=0.1)
+        receiver.arm("g", parse_plans(body_of(TENSORS)), ready_secs=0.1)
     assert refusal.value.group_dropped
     assert receiver.status()["groups"] == []
     trainer.tell("destroy", group="g")
@@ -195,7 +195,8 @@ def test_the_first_byte_may_take_longer_than_a_stall(pool):
     trainer = pool.trainer()
     joined(receiver, trainer)
     transfer = armed(receiver, [("float32", [8], 1), ("float32", [8], 2)])
-    assert not transfer.ended(0.5)
+    transfer.wait_past(3, 0.5)
+    assert not transfer.has_ended()
     trainer.tell("send", group="g", tensors=[("float32", [8], 1)])
     with pytest.raises(GroupError, match=r"message 2 of 2: nothing has come for 0\.2 s"):
         transfer.wait(20)

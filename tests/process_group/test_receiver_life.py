@@ -13,9 +13,9 @@ import pytest
 
 from omni_proxy.process_group.receiver import CancelToken, GroupError, open_receiver
 from omni_proxy.weight_sync.checksum import tensor_digest
-from tests.process_group.receiving import LIMITS, armed, joined, left, meeting, recovers, works
-from tests.process_group.trainer_side import free_port
-from tests.process_group.waiting import until
+from tests.process_group.receiver_steps import LIMITS, armed, joined, left, meeting, recovers, works
+from tests.process_group.trainer_process import free_port
+from tests.process_group.wait_helpers import wait_until
 from tests.tree import ROOT
 
 
@@ -41,7 +41,7 @@ def test_a_group_is_destroyed_while_it_receives(receiver, trainer, pool):
 def test_a_group_that_still_meets_is_destroyed(receiver):
     with ThreadPoolExecutor(1) as threads:
         init = threads.submit(receiver.init, meeting(free_port()))
-        until(lambda: receiver.status()["groups"])
+        wait_until(lambda: receiver.status()["groups"])
         receiver.destroy("g")
         with pytest.raises(GroupError, match="'g' was destroyed"):
             init.result(20)
@@ -51,8 +51,8 @@ def test_a_meeting_is_given_up_at_a_word(receiver):
     stop = CancelToken()
     with ThreadPoolExecutor(1) as threads:
         init = threads.submit(receiver.init, meeting(free_port()), stop)
-        until(lambda: receiver.status()["groups"])
-        stop.say("another rank refused")
+        wait_until(lambda: receiver.status()["groups"])
+        stop.cancel("another rank refused")
         with pytest.raises(GroupError, match="another rank refused"):
             init.result(20)
     with pytest.raises(GroupError, match="another rank refused"):
@@ -65,7 +65,7 @@ def test_a_word_that_comes_after_the_meeting_changes_nothing(receiver, trainer):
     port = trainer.tell("open", group="g")["port"]
     receiver.init(meeting(port), stop)
     assert trainer.reply() == {"joined": True}
-    stop.say("too late")
+    stop.cancel("too late")
     assert works(receiver, trainer)
     left(receiver, trainer)
 
@@ -128,11 +128,11 @@ def test_ten_cycles_leave_nothing_behind(receiver, trainer):
 
     for fails in (True, False, False):
         cycle(fails)
-    until(lambda: not receiver.status()["abandoned_threads"])
+    wait_until(lambda: not receiver.status()["abandoned_threads"])
     before = counted()
     for number in range(10):
         cycle(number == 5)
-    until(lambda: settled(before, counted()))
+    wait_until(lambda: settled(before, counted()))
 
 
 def shared_memory():
@@ -153,11 +153,11 @@ def test_after_the_close_nothing_is_joined(isolation):
 PARENT = """
 import sys
 from omni_proxy.process_group.receiver import FileRegion, GroupLimits, Rendezvous, open_receiver
-from omni_proxy.process_group.tensor_plan import plans_of
+from omni_proxy.process_group.tensor_plan import parse_plans
 
 receiver = open_receiver("process", GroupLimits(), name="parent")
 receiver.init(Rendezvous("127.0.0.1", int(sys.argv[1]), 1, 2, "g", "gloo", 20.0))
-plans = plans_of({"names": ["w"], "dtypes": ["float32"], "shapes": [[8]]}, dense=True)
+plans = parse_plans({"names": ["w"], "dtypes": ["float32"], "shapes": [[8]]}, dense=True)
 armed = receiver.arm("g", plans, ready_secs=20, into=FileRegion(sys.argv[2], (0,)), digests=True)
 print("armed", flush=True)
 digest = armed.wait(20).digests["w"]
@@ -188,5 +188,5 @@ def test_a_parent_needs_no_torch_and_its_children_end_with_it(trainer, tmp_path)
         children = [int(word) for word in parent.stdout.readline().split()]
         assert len(children) == 2  # the nest, and the one in the group
         parent.kill()
-    until(lambda: not [child for child in children if os.path.exists(f"/proc/{child}")])
+    wait_until(lambda: not [child for child in children if os.path.exists(f"/proc/{child}")])
     trainer.tell("destroy", group="g")

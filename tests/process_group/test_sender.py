@@ -8,12 +8,12 @@ from omni_proxy.process_group.receiver import (
     FileRegion,
     GroupError,
     GroupLimits,
-    Meeting,
+    HostedRendezvous,
     Rendezvous,
     open_receiver,
 )
-from omni_proxy.process_group.tensor_plan import plans_of
-from tests.process_group.waiting import until
+from omni_proxy.process_group.tensor_plan import parse_plans
+from tests.process_group.wait_helpers import wait_until
 
 LIMITS = GroupLimits(stall_secs=3.0, silent_secs=10.0)
 TENSORS = {
@@ -43,7 +43,7 @@ def other():
 
 @pytest.fixture
 def sender(ours):
-    with_two = ours.sender(Meeting("127.0.0.1", 2, "relay", timeout_s=20.0))
+    with_two = ours.sender(HostedRendezvous("127.0.0.1", 2, "relay", timeout_s=20.0))
     yield with_two
     with_two.close()
 
@@ -51,7 +51,7 @@ def sender(ours):
 @pytest.fixture
 def met(sender, other):
     with ThreadPoolExecutor(1) as threads:
-        meeting = threads.submit(sender.meet)
+        meeting = threads.submit(sender.wait_for_ranks)
         other.init(Rendezvous("127.0.0.1", sender.port, 1, 2, "relay", "gloo", 20.0))
         meeting.result(20)
     yield sender
@@ -76,7 +76,7 @@ def raw(tensor):
 @pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
 def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, in_file):
     source = TENSORS
-    plans = plans_of(body_of(TENSORS, load_format), dense=in_file)
+    plans = parse_plans(body_of(TENSORS, load_format), dense=in_file)
     if in_file:
         path = tmp_path / "version"
         path.write_bytes(b"header!" + b"".join(map(raw, TENSORS.values())))
@@ -103,7 +103,7 @@ def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, i
 )
 def test_a_source_that_lacks_what_was_announced_is_refused(met, other, there, said):
     first = {"a": TENSORS["a"]}
-    plans = plans_of(body_of(first))
+    plans = parse_plans(body_of(first))
     with pytest.raises(GroupError, match=said) as refusal:
         met.send(plans, there)
     assert not refusal.value.group_dropped
@@ -113,7 +113,7 @@ def test_a_source_that_lacks_what_was_announced_is_refused(met, other, there, sa
 
 
 def test_a_receiver_that_dies_ends_the_send(met, other):
-    plans = plans_of(body_of({"w": torch.zeros(64 << 20, dtype=torch.uint8)}))
+    plans = parse_plans(body_of({"w": torch.zeros(64 << 20, dtype=torch.uint8)}))
     sending = met.send(plans, {"w": torch.zeros(64 << 20, dtype=torch.uint8)})
     other.destroy("relay")  # it never received: its end is that of its connections
     with pytest.raises(GroupError, match=r"send failed after 0 of 1 messages|ended") as failure:
@@ -125,35 +125,35 @@ def test_a_receiver_that_dies_ends_the_send(met, other):
 
 def test_a_receiver_that_takes_nothing_is_a_stall(met):
     weights = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
-    sending = met.send(plans_of(body_of(weights)), weights)
+    sending = met.send(parse_plans(body_of(weights)), weights)
     with pytest.raises(GroupError, match="tensor 'w' was not taken within 3 s"):
         sending.wait(20)
 
 
 def test_ranks_that_never_come_end_the_meeting(ours):
-    sender = ours.sender(Meeting("127.0.0.1", 3, "relay", timeout_s=0.5))
+    sender = ours.sender(HostedRendezvous("127.0.0.1", 3, "relay", timeout_s=0.5))
     with pytest.raises(GroupError, match=r"(?i)within 0\.5 s|timeout|timed out"):
-        sender.meet()
+        sender.wait_for_ranks()
     sender.close()
 
 
 def test_nothing_is_sent_before_the_ranks_have_met(sender):
-    with pytest.raises(GroupError, match="have not met yet"):
-        sender.send(plans_of(body_of(TENSORS)), TENSORS)
+    with pytest.raises(GroupError, match="have not joined yet"):
+        sender.send(parse_plans(body_of(TENSORS)), TENSORS)
 
 
 def test_a_port_that_is_taken_is_told(ours, sender):
     with pytest.raises(GroupError, match=f"no store at 127.0.0.1:{sender.port}: .*in use"):
-        ours.sender(Meeting("127.0.0.1", 2, "relay", port=sender.port))
+        ours.sender(HostedRendezvous("127.0.0.1", 2, "relay", port=sender.port))
 
 
 def test_a_group_of_one_is_refused(ours):
     with pytest.raises(GroupError, match="world_size 1"):
-        ours.sender(Meeting("127.0.0.1", 1, "relay"))
+        ours.sender(HostedRendezvous("127.0.0.1", 1, "relay"))
 
 
 def test_the_end_of_the_sender_is_noticed_at_once(met, other):
-    armed = other.arm("relay", plans_of(body_of(TENSORS)), ready_secs=20)
+    armed = other.arm("relay", parse_plans(body_of(TENSORS)), ready_secs=20)
     met.close()
     with pytest.raises(GroupError, match=r"has gone|closed|reset"):
         armed.wait(20)
@@ -161,10 +161,12 @@ def test_the_end_of_the_sender_is_noticed_at_once(met, other):
 
 def test_a_closed_sender_leaves_no_thread(ours):
     def opened():
-        ours.sender(Meeting("127.0.0.1", 2, "relay")).close()
+        ours.sender(HostedRendezvous("127.0.0.1", 2, "relay")).close()
 
     opened()
     before = threading.active_count()
     for _ in range(3):
         opened()
-    until(lambda: threading.active_count() <= before + 1)  # a spare child may still be starting
+    wait_until(
+        lambda: threading.active_count() <= before + 1
+    )  # a spare child may still be starting

@@ -6,10 +6,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from omni_proxy.process_group import store_connection
-from omni_proxy.process_group.store_connection import open_store_link
+from omni_proxy.process_group.store_connection import connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
-from tests.process_group.trainer_side import Pool, free_port
-from tests.process_group.waiting import within
+from tests.process_group.trainer_process import TrainerPool, free_port
+from tests.process_group.wait_helpers import run_within
 
 
 @pytest.fixture
@@ -29,51 +29,51 @@ def listener():
 
 
 def test_a_store_answers_and_goes_on_working(store):
-    link = open_store_link(("127.0.0.1", store.port), 5.0, never)
-    assert not link.ended()
+    link = connect_store(("127.0.0.1", store.port), 5.0, never)
+    assert not link.has_ended()
     assert link.answers(5.0)
     assert link.answers(5.0)
     store.set("key", "value")
     assert store.get("key") == b"value"
     link.close()
-    assert link.ended()
+    assert link.has_ended()
     assert not link.answers(5.0)
 
 
 def test_the_end_of_the_store_is_seen_and_stays_so():
-    pool = Pool()
+    pool = TrainerPool()
     trainer = pool.trainer()
     port = trainer.tell("open", group="g")["port"]
-    link = open_store_link(("127.0.0.1", port), 5.0, never)
-    assert not link.ended()
+    link = connect_store(("127.0.0.1", port), 5.0, never)
+    assert not link.has_ended()
     trainer.kill()
     assert not link.answers(5.0)
-    assert link.ended()
-    assert link.ended()
+    assert link.has_ended()
+    assert link.has_ended()
     link.close()
     pool.close()
 
 
 def test_to_look_for_an_end_waits_for_nobody_who_waits_for_an_answer(listener):
     with ThreadPoolExecutor(1) as threads:
-        opening = threads.submit(open_store_link, listener.getsockname(), 10.0, never)
+        opening = threads.submit(connect_store, listener.getsockname(), 10.0, never)
         connection, _ = listener.accept()
         with connection:
             connection.sendall(connection.recv(64)[-4:])
             link = opening.result(30)
             asking = threads.submit(link.answers, 60.0)
             assert connection.recv(64)
-            assert not within(10, link.ended)
+            assert not run_within(10, link.has_ended)
             assert not asking.done()
         assert not asking.result(30)
-        assert link.ended()
+        assert link.has_ended()
     link.close()
 
 
 def test_who_is_given_up_ends_between_two_tries():
     asked = iter([False, False, True])
     with pytest.raises(GroupError, match="gave up waiting for the trainer's store at 127"):
-        open_store_link(("127.0.0.1", free_port()), 5.0, lambda: next(asked))
+        connect_store(("127.0.0.1", free_port()), 5.0, lambda: next(asked))
 
 
 def test_a_port_that_hangs_up_first_and_is_a_store_later_is_one(listener, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_port_that_hangs_up_first_and_is_a_store_later_is_one(listener, monkey
 
     with ThreadPoolExecutor(1) as threads:
         became = threads.submit(hang_up_then_become_a_store)
-        link = open_store_link((host, port), 5.0, never)
+        link = connect_store((host, port), 5.0, never)
         became.result()
     assert link.answers(5.0)
     link.close()
@@ -107,7 +107,7 @@ def test_a_port_that_always_hangs_up_is_no_store(listener):
     with ThreadPoolExecutor(1) as threads:
         threads.submit(hang_up)
         with pytest.raises(GroupError, match="no torch store answered there"):
-            open_store_link(listener.getsockname(), 0.3, never)
+            connect_store(listener.getsockname(), 0.3, never)
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -120,7 +120,7 @@ def test_we_never_dial_from_the_port_we_dial():
             super().bind((place[0], wanted))
 
     with Unlucky() as connection, pytest.raises(OSError, match="in use"):
-        store_connection._avoid_ourselves(connection, wanted)
+        store_connection._avoid_self_connect(connection, wanted)
     with socket.socket() as connection:
-        store_connection._avoid_ourselves(connection, wanted)
+        store_connection._avoid_self_connect(connection, wanted)
         assert connection.getsockname()[1] != wanted

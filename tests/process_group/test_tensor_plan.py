@@ -11,10 +11,10 @@ from omni_proxy.process_group.tensor_plan import (
     FLATTENED,
     ITEM_BYTES,
     GroupError,
-    merged,
-    plan_of,
-    plans_of,
-    specs_of,
+    make_plan,
+    merge_plans,
+    parse_plans,
+    parse_specs,
 )
 from tests.tree import ROOT
 
@@ -35,7 +35,7 @@ def size(dtype, shape):
 
 @given(SPECS)
 def test_tensors_sent_one_by_one_never_overlap_and_may_be_of_any_dtype(pairs):
-    plan = plan_of(named(pairs))
+    plan = make_plan(named(pairs))
     end = 0
     for tensor, offset, message in zip(plan.tensors, plan.offsets, plan.messages, strict=True):
         assert offset >= end
@@ -49,7 +49,7 @@ def test_tensors_sent_one_by_one_never_overlap_and_may_be_of_any_dtype(pairs):
 @given(SPECS, st.booleans())
 def test_a_flattened_bucket_is_end_to_end(pairs, dense):
     ends = list(itertools.accumulate(size(*pair) for pair in pairs))
-    plan = plan_of(named(pairs), FLATTENED, dense=dense)
+    plan = make_plan(named(pairs), FLATTENED, dense=dense)
     assert list(plan.offsets) == [0, *ends[:-1]]
     (message,) = plan.messages
     assert (message.offset, message.nbytes) == (0, ends[-1])
@@ -58,8 +58,8 @@ def test_a_flattened_bucket_is_end_to_end(pairs, dense):
 
 @given(SPECS)
 def test_a_dense_plan_lies_like_a_flattened_bucket_and_travels_one_by_one(pairs):
-    plan = plan_of(named(pairs), dense=True)
-    assert plan.offsets == plan_of(named(pairs), FLATTENED).offsets
+    plan = make_plan(named(pairs), dense=True)
+    assert plan.offsets == make_plan(named(pairs), FLATTENED).offsets
     assert [message.nbytes for message in plan.messages] == [size(*pair) for pair in pairs]
     assert [message.offset for message in plan.messages] == list(plan.offsets)
 
@@ -69,27 +69,27 @@ OTHER = {"names": ["c"], "dtypes": ["bool"], "shapes": [[]]}
 
 
 def test_both_forms_of_a_prepare_are_the_same_plans():
-    (top,) = plans_of(BUCKET)
-    assert plans_of({"buckets": [BUCKET, OTHER], "num_buckets": 2, "group_name": "g"}) == (
+    (top,) = parse_plans(BUCKET)
+    assert parse_plans({"buckets": [BUCKET, OTHER], "num_buckets": 2, "group_name": "g"}) == (
         top,
-        *plans_of(OTHER),
+        *parse_plans(OTHER),
     )
-    assert plans_of({**BUCKET, "buckets": None, "num_buckets": 1}) == (top,)
-    assert plans_of({**BUCKET, "buckets": []}) == (top,)
+    assert parse_plans({**BUCKET, "buckets": None, "num_buckets": 1}) == (top,)
+    assert parse_plans({**BUCKET, "buckets": []}) == (top,)
 
 
 def test_buckets_win_over_names_at_the_top():
-    (plan,) = plans_of({**BUCKET, "buckets": [OTHER]})
+    (plan,) = parse_plans({**BUCKET, "buckets": [OTHER]})
     assert [tensor.name for tensor in plan.tensors] == ["c"]
 
 
 @pytest.mark.parametrize("transport", [None, "nccl_broadcast", "nccl", "gloo"])
 def test_transports_that_are_broadcasts_are_taken(transport):
-    assert len(plans_of({**BUCKET, "transport": transport})) == 1
+    assert len(parse_plans({**BUCKET, "transport": transport})) == 1
 
 
 def test_the_load_format_is_of_all_buckets():
-    plans = plans_of({"buckets": [BUCKET, OTHER], "load_format": FLATTENED})
+    plans = parse_plans({"buckets": [BUCKET, OTHER], "load_format": FLATTENED})
     assert [len(plan.messages) for plan in plans] == [1, 1]
 
 
@@ -104,7 +104,7 @@ def test_the_load_format_is_of_all_buckets():
         ({**BUCKET, "num_buckets": 0}, "num_buckets is 0, but 1 are announced"),
         ({**BUCKET, "num_buckets": True}, "num_buckets must be an integer"),
         ({**BUCKET, "num_buckets": "1"}, "num_buckets must be an integer"),
-        ({**BUCKET, "transport": "p2p"}, "transport 'p2p' is not spoken here"),
+        ({**BUCKET, "transport": "p2p"}, "transport 'p2p' is not supported"),
         ({**BUCKET, "transport": ["nccl"]}, "transport"),
         ({**BUCKET, "load_format": "flattened_bucket_chunked:4"}, "unknown load_format"),
         ({**BUCKET, "shapes": [[1]]}, "2 names, 2 dtypes, 1 shapes"),
@@ -116,16 +116,16 @@ def test_the_load_format_is_of_all_buckets():
 )
 def test_what_is_wrong_with_a_prepare_is_named(body, said):
     with pytest.raises(GroupError, match=said):
-        plans_of(body)
+        parse_plans(body)
 
 
 @given(st.lists(SPECS, min_size=1, max_size=4), st.booleans())
 def test_buckets_in_one_block_never_overlap(buckets, dense):
     plans = [
-        plan_of([(f"{number}.{name}", *rest) for name, *rest in named(pairs)], dense=dense)
+        make_plan([(f"{number}.{name}", *rest) for name, *rest in named(pairs)], dense=dense)
         for number, pairs in enumerate(buckets)
     ]
-    whole = merged(plans)
+    whole = merge_plans(plans)
     end = 0
     for message in whole.messages:
         assert message.offset >= end
@@ -137,14 +137,16 @@ def test_buckets_in_one_block_never_overlap(buckets, dense):
 
 
 def test_buckets_lie_where_they_are_told_to():
-    whole = merged([*plans_of(BUCKET, dense=True), *plans_of(OTHER, dense=True)], (100, 7))
+    whole = merge_plans(
+        [*parse_plans(BUCKET, dense=True), *parse_plans(OTHER, dense=True)], (100, 7)
+    )
     assert whole.offsets == (100, 103, 7)
     assert [message.offset for message in whole.messages] == [100, 103, 7]
     assert whole.block_bytes == 111
 
 
 def test_a_dtype_is_known_with_and_without_its_prefix():
-    bare, prefixed = plan_of([("a", "bfloat16", [2]), ("b", "torch.bfloat16", (2,))]).tensors
+    bare, prefixed = make_plan([("a", "bfloat16", [2]), ("b", "torch.bfloat16", (2,))]).tensors
     assert (bare.dtype, bare.nbytes, bare.shape) == ("bfloat16", 4, (2,))
     assert (prefixed.dtype, prefixed.nbytes, prefixed.shape) == ("bfloat16", 4, (2,))
 
@@ -171,28 +173,28 @@ def test_a_dtype_is_known_with_and_without_its_prefix():
 )
 def test_a_wrong_spec_is_refused_by_what_is_wrong_with_it(spec, said):
     with pytest.raises(GroupError, match=said) as refusal:
-        plan_of([("fine", "float32", [1]), spec])
+        make_plan([("fine", "float32", [1]), spec])
     assert not refusal.value.group_dropped
 
 
 def test_a_name_may_come_once():
     with pytest.raises(GroupError, match="'w' is announced twice"):
-        plan_of([("w", "float32", [1]), ("w", "float16", [1])])
+        make_plan([("w", "float32", [1]), ("w", "float16", [1])])
 
 
 def test_nothing_at_all_is_refused():
     with pytest.raises(GroupError, match="no tensor is announced"):
-        plan_of([])
+        make_plan([])
 
 
 @pytest.mark.parametrize("load_format", ["", "direct", "flattened_bucket_chunked:4", "FLATTENED"])
 def test_a_form_that_would_be_received_wrongly_is_refused(load_format):
     with pytest.raises(GroupError, match="unknown load_format"):
-        plan_of([("w", "float32", [1])], load_format)
+        make_plan([("w", "float32", [1])], load_format)
 
 
 def test_parallel_lists_become_specs():
-    specs = specs_of(["a", "b"], ["float32", "int8"], [[1], []])
+    specs = parse_specs(["a", "b"], ["float32", "int8"], [[1], []])
     assert specs == [("a", "float32", [1]), ("b", "int8", [])]
 
 
@@ -207,7 +209,7 @@ def test_parallel_lists_become_specs():
 )
 def test_lists_that_do_not_fit_together_are_refused(lists, said):
     with pytest.raises(GroupError, match=said):
-        specs_of(*lists)
+        parse_specs(*lists)
 
 
 def test_groups_are_importable_without_torch():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import trio
 
-from tests.process_group.pooling import pool
+from tests.process_group.trainer_pool import pool
 
 __all__ = ["pool"]
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.ports import free_port
-from tests.process_group.trainer_side import Pool
+from tests.process_group.trainer_process import TrainerPool
 from tests.replica.weights.syncing import NORM, UP, many, sent_of
 
 PATIENCE_SECS = 60
@@ -19,7 +19,7 @@ BUCKET = sent_of([UP, NORM])
 
 @pytest.fixture
 def trainer():
-    pool = Pool()
+    pool = TrainerPool()
     yield pool.trainer()
     pool.close()
 

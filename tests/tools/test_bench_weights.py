@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.process_group.waiting import until
+from tests.process_group.wait_helpers import wait_until
 from tools.bench.weights_fleet import Figure, rows_of
 from tools.bench.weights_lateness import quantile_bound
 from tools.bench.weights_memory import tree, unbacked_bytes, watched
@@ -59,7 +59,7 @@ def test_memory_that_was_given_back_meanwhile_counts():
         with watched(lambda: tree(process.pid), 0) as peak:
             take("own", 24)
             readings = peak.readings
-            until(lambda: peak.readings > readings + 1)  # a whole one since then
+            wait_until(lambda: peak.readings > readings + 1)  # a whole one since then
             take("free")
         assert 23 * MIB < peak.extra_bytes < 40 * MIB
 

@@ -7,7 +7,7 @@ from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http import client
 from omni_proxy.weight_sync.session import watchdog
 from tests.admin_api.house import A, B
-from tests.process_group.pooling import pool
+from tests.process_group.trainer_pool import pool
 from tests.weight_sync.desks import Gated, house_with
 from tests.weight_sync.holders import Running
 from tests.weight_sync.syncs import Trainer, store_of_a_trainer, sync_house

@@ -101,7 +101,7 @@ class Ours:
 
     def __init__(self, sends: Sender, isolation: Literal["process", "thread"]) -> None:
         from omni_proxy.process_group.receiver import GroupLimits, Rendezvous, open_receiver
-        from omni_proxy.process_group.tensor_plan import plans_of
+        from omni_proxy.process_group.tensor_plan import parse_plans
 
         self._sends, self._name = sends, isolation
         self._receiver = open_receiver(isolation, GroupLimits(), name=f"bench {isolation}")
@@ -109,7 +109,7 @@ class Ours:
             {"names": [f"block-{n}"], "dtypes": ["uint8"], "shapes": [[sends.nbytes]]}
             for n in range(sends.count)
         ]
-        self.plans = plans_of({"num_buckets": len(buckets), "buckets": buckets}, dense=True)
+        self.plans = parse_plans({"num_buckets": len(buckets), "buckets": buckets}, dense=True)
 
         def join(port: int) -> None:
             place = Rendezvous("127.0.0.1", port, 1, 2, isolation, "gloo", GROUP_SECS)

@@ -78,7 +78,7 @@ class Relayed:
         done = 0
         with suppress(WeightsFault):  # by its last name: it was sealed meanwhile
             while done < len(coming.plans) and coming.armed.fault() is None:
-                done = coming.armed.moved_past(done, LOOK_SECS).buckets_done
+                done = coming.armed.wait_past(done, LOOK_SECS).buckets_done
                 told = {"model_path": coming.place.path, "nbytes": coming.final_bytes(done)}
                 self._folder.read_ahead(told, self._target)
 

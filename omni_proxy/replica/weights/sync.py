@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from omni_proxy.process_group.cancel_token import CancelToken
-from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, plans_of
+from omni_proxy.process_group.blocking_call import CancelToken
+from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
 from omni_proxy.replica.text.slow import Aside, PeerFault, Step, Stoppable
 from omni_proxy.replica.weights.states import (
     CONFLICT,
@@ -127,7 +127,7 @@ class Sync:
         stop = self._joining[name] = CancelToken()
         try:
             # The ranks meet all or not at all: where one cannot, the others need not wait for it.
-            yield Aside(Stoppable(partial(self._join, rendezvous, stop, known), stop.say))
+            yield Aside(Stoppable(partial(self._join, rendezvous, stop, known), stop.cancel))
         except Misplaced:
             self.book.not_replaced(group)
             raise
@@ -153,7 +153,7 @@ class Sync:
         self.book.require_known(name)
         if name in self._joining:
             # Its receiver may not know of it yet, and would have nothing to destroy.
-            self._joining[name].say(f"group {name!r} was destroyed")
+            self._joining[name].cancel(f"group {name!r} was destroyed")
         try:
             with suppress(PeerFault):
                 yield Aside(partial(self._destroy, name))
@@ -204,7 +204,7 @@ class Sync:
 
     def planned(self, payload: dict[str, Any]) -> tuple[TensorPlan, ...]:
         """A step: what is announced, checked against the model; raises GroupError, WeightsFault."""
-        plans = plans_of(payload)
+        plans = parse_plans(payload)
         staged = Staged(self._target)
         for plan in plans:
             for each in plan.tensors:

@@ -20,9 +20,9 @@ import trio
 from omni_proxy.admin_ops.results import WorkerResult, parsed
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.process_group.rendezvous import GLOO, Meeting
+from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
-from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, plans_of
+from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.weight_sync.operations.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES
@@ -40,7 +40,7 @@ ASK_SECS: Final = 10.0
 REASON_SECS: Final = 2.0
 NO_LIMIT_SECS: Final = 86400.0
 
-Open = Callable[[Meeting], Awaitable[Sender]]
+Open = Callable[[HostedRendezvous], Awaitable[Sender]]
 Ours = Callable[[], Awaitable[object]]
 
 
@@ -76,7 +76,7 @@ class GroupSends:
         ranks = await asked.ranks()
         if isinstance(ranks, WorkerResult):
             return ranks
-        meeting = Meeting(
+        meeting = HostedRendezvous(
             host=our_address(worker.address),
             world_size=1 + ranks,
             group_name=f"relay-{uuid4().hex}",
@@ -101,7 +101,7 @@ class GroupSends:
                 await self._threads.end("close", sender.close)
                 await asked.post(DESTROY, {"group_name": meeting.group_name})
 
-    async def _meet(self, asked: _Asked, sender: Sender, meeting: Meeting) -> WorkerResult:
+    async def _meet(self, asked: _Asked, sender: Sender, meeting: HostedRendezvous) -> WorkerResult:
         told = {
             "master_address": meeting.host,
             "master_port": sender.port,
@@ -110,13 +110,15 @@ class GroupSends:
             "group_name": meeting.group_name,
             "backend": meeting.backend,
         }
-        return await _both(asked, INIT, told, lambda: self._threads.run("meet", sender.meet))
+        return await _both(
+            asked, INIT, told, lambda: self._threads.run("meet", sender.wait_for_ranks)
+        )
 
     async def _move(
         self,
         asked: _Asked,
         sender: Sender,
-        meeting: Meeting,
+        meeting: HostedRendezvous,
         buckets: Sequence[_Bucket],
         body: Mapping[str, Any],
     ) -> WorkerResult:
@@ -213,7 +215,7 @@ def _buckets_of(version: StoredVersion) -> list[_Bucket]:
         }
         start = min(row.offset for row in rows.values())
         place = FileRegion(str(version.folder / file), (start,))
-        found.append(_Bucket(announced, plans_of(announced, dense=True), place))
+        found.append(_Bucket(announced, parse_plans(announced, dense=True), place))
     return found
 
 

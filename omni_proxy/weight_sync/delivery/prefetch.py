@@ -90,7 +90,7 @@ class _Following:
         armed, done = self._coming.armed, 0
         while not self._over:
             progress = await trio.to_thread.run_sync(
-                armed.moved_past,
+                armed.wait_past,
                 done,
                 LOOK_SECS,
                 thread_name="weights-ahead",

@@ -16,7 +16,7 @@ import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.process_group.cancel_token import CancelToken
+from omni_proxy.process_group.blocking_call import CancelToken
 from omni_proxy.process_group.receiver import (
     FileRegion,
     GroupError,
@@ -27,9 +27,9 @@ from omni_proxy.process_group.receiver import (
     Rendezvous,
     open_receiver,
 )
-from omni_proxy.process_group.rendezvous import GLOO, Meeting
+from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import Sender
-from omni_proxy.process_group.tensor_plan import TensorPlan, plans_of
+from omni_proxy.process_group.tensor_plan import TensorPlan, parse_plans
 from omni_proxy.weight_sync.delivery.prefetch import Coming
 from omni_proxy.weight_sync.operations.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.protocol.receive_progress import COMING, FAILED, ReceiveProgress
@@ -143,14 +143,14 @@ class ProxyRank:
                     await self._threads.end("destroy", self._receiver.destroy, name)
             finally:
                 # One that nobody waits for any more may not be known to the receiver yet.
-                self._joining.say("the group was destroyed")
+                self._joining.cancel("the group was destroyed")
                 self._in_group = False
                 await self.discard()
             return {"status": "ok", "message": "left the group"}
 
         return await self._answered(leave)
 
-    async def sender(self, meeting: Meeting) -> Sender:
+    async def sender(self, meeting: HostedRendezvous) -> Sender:
         """Rank 0 of a group of our own, in a child as well. Raises GroupError."""
         self._leading += 1
         try:
@@ -313,4 +313,4 @@ def _limits(settings: WeightSyncConfig) -> GroupLimits:
 def _announced(body: bytes) -> tuple[str, tuple[TensorPlan, ...]]:
     """The group's name, and the buckets; of a large model that takes long. Raises GroupError."""
     told = object_of(body)
-    return group_name_of(told), plans_of(told, dense=True)
+    return group_name_of(told), parse_plans(told, dense=True)

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, checked
-from omni_proxy.process_group.tensor_plan import GroupError, plans_of
+from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_address
+from omni_proxy.process_group.tensor_plan import GroupError, parse_plans
 
 GROUP_NAME: Final = "weight_update_group"
 LARGE_BYTES: Final = 256 * 1024  # takes longer to read than a task may
@@ -104,13 +104,13 @@ def init_of(body: Mapping[str, Any]) -> InitAsked:
     address, port = body.get("master_address"), body.get("master_port")
     # Its rank is judged with the ranks of all members, where the numbers can be shown.
     place = Rendezvous(_text(address), _port(port), 1, max(world, 2), name, backend)
-    host, port = checked(place)
+    host, port = validated_address(place)
     return InitAsked(name, host, port, offset, world, body.get("force") is True)
 
 
 def prepare_of(body: Mapping[str, Any]) -> PrepareAsked:
     """Of both forms of a prepare, and of an update in one phase. Raises GroupError."""
-    plans = plans_of(body)
+    plans = parse_plans(body)
     names = frozenset(tensor.name for plan in plans for tensor in plan.tensors)
     nbytes = sum(tensor.nbytes for plan in plans for tensor in plan.tensors)
     return PrepareAsked(group_name_of(body), bool(body.get("buckets")), len(plans), names, nbytes)

@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.process_group.store_connection import StoreLink, open_store_link
+from omni_proxy.process_group.store_connection import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 
 LOOK_SECS: Final = 0.05
@@ -30,7 +30,7 @@ class TrainerLink:
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
-        self._link: StoreLink | None = None
+        self._link: StoreConnection | None = None
         self._closed = False
         self._asking = trio.Lock()
 
@@ -79,19 +79,19 @@ class TrainerLink:
     async def has_ended(self) -> bool:
         """Whether its side has hung up; that of one that is not open yet has not."""
         async with self._asking:
-            return self._link is not None and self._link.ended()
+            return self._link is not None and self._link.has_ended()
 
-    def _speaks(self, link: StoreLink, within_secs: float) -> bool:
+    def _speaks(self, link: StoreConnection, within_secs: float) -> bool:
         """On a new connection where the old one is late: its answer may come after all, and would
         be taken for that to the next question. Both have `within_secs` together."""
         each_secs = within_secs / 2
         if link.answers(each_secs):
             return True
         ends_at = time.monotonic() + each_secs
-        if link.ended():
+        if link.has_ended():
             return False
         try:
-            fresh = open_store_link(
+            fresh = connect_store(
                 self._address, each_secs, lambda: self._closed or time.monotonic() >= ends_at
             )
         except GroupError:
@@ -103,7 +103,7 @@ class TrainerLink:
         return True
 
     def _open(self, silent_secs: float) -> None:
-        link = open_store_link(self._address, silent_secs, lambda: self._closed)
+        link = connect_store(self._address, silent_secs, lambda: self._closed)
         self._link = link
         if self._closed:
             link.close()

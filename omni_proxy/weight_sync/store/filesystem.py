@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from omni_proxy.process_group.buffers import free_bytes
+from omni_proxy.process_group.memory import free_bytes, is_memory_device
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PIECE_BYTES: Final = 8 << 20
@@ -35,17 +35,8 @@ def room_on(folder: Path) -> int:
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether its files are pages of memory and nothing else."""
-    place = str(folder.resolve())
-    best, kind = "", ""
-    with open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            _, point, found, *_ = line.split(" ")
-            point = point.replace("\\040", " ")
-            inside = place == point or place.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, found
-    return kind in ("tmpfs", "ramfs")
+    """Whether the folder is on tmpfs or ramfs."""
+    return is_memory_device(folder.stat().st_dev)
 
 
 def memory_for(disk: Path) -> Path | None:

@@ -8,11 +8,18 @@ bytes are still the same is for whoever hashes them.
 from __future__ import annotations
 
 import logging
+import os
 import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 from msgspec.structs import replace
 
+from omni_proxy.process_group.broadcast.tensor_hashing import start_tensor_digest
+from omni_proxy.process_group.tensor_plan import TensorSpec
 from omni_proxy.weight_sync.store import filesystem
 from omni_proxy.weight_sync.store.manifest import RECORD, Manifest, UnreadableManifest, decode
 from omni_proxy.weight_sync.store.safetensors_header import (
@@ -74,3 +81,38 @@ def rows_of(path: Path, nbytes: int) -> dict[str, HeaderRow]:
         if size != nbytes or not 0 < length <= min(MAX_HEADER_BYTES, size - LENGTH.size):
             raise SafetensorsError(f"{path.name} has {size} bytes, and its record says {nbytes}")
         return rows_in(path.name, file.read(length))
+
+
+# Digests of the tensors in a version's files, read piece by piece.
+#
+# Invariant: files are read, never mapped: one that is cut short is an error, not the program's end.
+
+THREADS: Final = 2
+PIECE_BYTES: Final = 1 << 20
+
+
+def digests_in(folder: Path, rows: Mapping[str, HeaderRow]) -> dict[str, str]:
+    """SHA-256 by tensor name, as replicas tell it. Raises OSError."""
+    # The longest first: else one thread ends with the embedding while the other has nothing left.
+    order = sorted(rows, key=lambda name: rows[name].nbytes, reverse=True)
+    files: dict[str, int] = {}
+    with ExitStack() as opened:
+        for file in {row.file for row in rows.values()}:
+            files[file] = os.open(folder / file, os.O_RDONLY)
+            opened.callback(os.close, files[file])
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="weights-digest") as pool:
+            found = pool.map(lambda n: _digest(n, rows[n], files[rows[n].file]), order)
+            return dict(zip(order, found, strict=True))
+
+
+def _digest(name: str, row: HeaderRow, descriptor: int) -> str:
+    digest = start_tensor_digest(TensorSpec(name, row.dtype, row.shape, row.nbytes))
+    piece = memoryview(bytearray(min(PIECE_BYTES, max(row.nbytes, 1))))
+    done = 0
+    while done < row.nbytes:
+        count = os.preadv(descriptor, [piece[: row.nbytes - done]], row.offset + done)
+        if not count:
+            raise OSError(f"{row.file} ended in the middle of {name!r}")
+        digest.update(piece[:count])
+        done += count
+    return digest.hexdigest()

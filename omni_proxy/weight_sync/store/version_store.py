@@ -25,9 +25,8 @@ from msgspec.structs import replace
 
 from omni_proxy.weight_sync.store import filesystem, shm_cleanup
 from omni_proxy.weight_sync.store.draft import PARTIAL, Draft
-from omni_proxy.weight_sync.store.hashing import digests_in
 from omni_proxy.weight_sync.store.manifest import RECORD, Manifest, StoredVersion, encode
-from omni_proxy.weight_sync.store.recovery import found_in, set_aside
+from omni_proxy.weight_sync.store.recovery import digests_in, found_in, set_aside
 
 CURRENT: Final = "current"
 _log = logging.getLogger(__name__)

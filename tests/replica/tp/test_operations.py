@@ -12,7 +12,7 @@ from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.tp.sharded import ShardedLlama
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
 from omni_proxy.replica.weights.target import DamagedFault, Staged, Target
-from tests.process_group.trainer_side import Trainer, _made, free_port
+from tests.process_group.trainer_process import Trainer, free_port, make_tensor
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.stages import save as save_to
@@ -154,7 +154,7 @@ def test_a_trainer_reaches_every_rank(stage):
         )
         assert answer.success, answer.message
         trainer.reply()
-        checked(stage, old | {n: _made(*each) for n, each in zip(names, sent, strict=True)})
+        checked(stage, old | {n: make_tensor(*each) for n, each in zip(names, sent, strict=True)})
         assert stage.admin("destroy_weights_update_group", group_name="g").success
     finally:
         trainer.close()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.process_group import buffers
-from tests.process_group.trainer_side import free_port
+from omni_proxy.process_group import memory
+from tests.process_group.trainer_process import free_port
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stages import weights_of
 from tests.replica.weights.syncing import (
@@ -76,14 +76,14 @@ def test_answers_are_computed_by_both_ranks_while_a_completion_waits(sync):
 
 def test_what_only_one_rank_can_arm_is_armed_at_none(sync, monkeypatch):
     everything = sent_of(SHAPES)  # more than any other test has left in kept memory
-    monkeypatch.setattr(buffers, "MEMINFO", Meminfo(1))  # of rank 0: rank 1 is another process
+    monkeypatch.setattr(memory, "MEMINFO", Meminfo(1))  # of rank 0: rank 1 is another process
     answer = sync.prepare(many(everything))
     assert not answer.success
-    assert "there is memory for 1024" in answer.message
+    assert "but only 1024 bytes" in answer.message
     assert ranks_of(answer) == [(0, False), (1, False)]
     monkeypatch.undo()
     assert states(sync.stage) == ["failed", "failed"]
-    assert "there is memory for 1024" in sync.complete().message
+    assert "but only 1024 bytes" in sync.complete().message
     assert sync.stage.admin("destroy_weights_update_group", group_name="g").success
     sync.trainer.tell("destroy", group="g")
     sync.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from omni_proxy.replica.pipeline.messages import AdminResult
-from tests.process_group.trainer_side import _made
+from tests.process_group.trainer_process import make_tensor
 from tests.replica.weights.stages import weights_of
 
 NORM = "model.norm.weight"
@@ -41,7 +41,7 @@ def one(bucket, **more):
 def values(*buckets):
     """What the model must hold of these afterwards."""
     return {
-        name: _made(dtype, shape, seed).to(torch.float32)
+        name: make_tensor(dtype, shape, seed).to(torch.float32)
         for bucket in buckets
         for name, dtype, shape, seed in bucket
     }

@@ -10,7 +10,7 @@ from omni_proxy.replica.weights.ahead import Ahead
 from omni_proxy.replica.weights.disk import WeightsFolder
 from omni_proxy.replica.weights.loading import Loading
 from omni_proxy.replica.weights.target import Target, WeightsFault
-from tests.process_group.waiting import until
+from tests.process_group.wait_helpers import wait_until
 
 OLD = {"a": torch.zeros(6), "b": torch.zeros(5, 2), "c": torch.zeros(3)}
 NEW = {name: each + 1 for name, each in OLD.items()}
@@ -161,7 +161,7 @@ def test_what_nobody_asks_for_is_dropped_with_its_file(folder, target, coming):
     open_files = len(os.listdir("/proc/self/fd"))
     folder._ahead = Ahead(keep_secs=0.01)
     told(folder, target, coming, half(coming))
-    until(lambda: len(os.listdir("/proc/self/fd")) == open_files)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == open_files)
     written(coming, LATER)
     assert applied(folder, target, sealed(coming))["a"] == {2.0}
 
@@ -189,7 +189,7 @@ def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
     updates = []
     updater = threading.Thread(target=lambda: updates.append(applied(folder, target, coming)))
     updater.start()
-    until(folder._ahead._wanted.is_set)
+    wait_until(folder._ahead._wanted.is_set)
     go_on.set()
     updater.join(20)
     reader.join(20)

@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from omni_proxy.process_group.thread_receiver import ThreadReceiver
+from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Failed, Streamed
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.weights import exchange, target
 from omni_proxy.replica.weights.operations import Rank, WeightOperations
 from omni_proxy.replica.weights.sync import Terms
-from tests.process_group.trainer_side import Trainer, _made
+from tests.process_group.trainer_process import Trainer, make_tensor
 from tests.replica.text.desk import Loop
 from tests.replica.weights import stages
 from tests.replica.weights.stages import Stage, checksum_of, weights_of
@@ -168,7 +168,7 @@ def test_a_trainer_joins_sends_and_leaves(stage, trainer, load_format):
     assert answer.message == "Succeeded to update parameter online."
     assert (answer.data["group_name"], answer.data["names"]) == ("g", [UP, LAST_NORM])
     trainer.reply()
-    new = {name: _made(*each) for name, each in zip((UP, LAST_NORM), sent, strict=True)}
+    new = {name: make_tensor(*each) for name, each in zip((UP, LAST_NORM), sent, strict=True)}
     assert stage.checksum() == checksum_of(old | new)
     assert stage.facts()["weight_version"] == "v7"
 

@@ -2,9 +2,9 @@ import threading
 
 import pytest
 
-from omni_proxy.process_group.thread_receiver import ThreadReceiver
+from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Result, Streamed
-from tests.process_group.trainer_side import free_port
+from tests.process_group.trainer_process import free_port
 from tests.replica.text.desk import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
@@ -286,13 +286,13 @@ def test_a_tensor_in_two_buckets_is_refused(sync):
 
 
 def test_a_plan_that_memory_does_not_hold_is_refused_with_the_numbers(sync, monkeypatch):
-    from omni_proxy.process_group import buffers
+    from omni_proxy.process_group import memory
 
-    monkeypatch.setattr(buffers, "MEMINFO", Meminfo(1))
+    monkeypatch.setattr(memory, "MEMINFO", Meminfo(1))
     everything = sent_of(SHAPES)  # more than any other test has left in kept memory
     answer = sync.prepare(many(everything))
     assert not answer.success
-    told = f"need {bytes_of(everything)} bytes, and there is memory for 1024"
+    told = f"need {bytes_of(everything)} bytes, but only 1024"
     assert told in answer.message
     assert sync.state() == "grouped"
     monkeypatch.undo()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process_group.trainer_side import free_port
-from tests.process_group.waiting import until
+from tests.process_group.trainer_process import free_port
+from tests.process_group.wait_helpers import wait_until
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
     DOWN,
@@ -207,7 +207,9 @@ def test_a_port_that_says_nothing_costs_the_join_its_deadline_and_nobody_else_an
     assert not answer.success
     assert "0.5 s" in answer.message
     assert replica.facts()["weight_sync"]["groups"] == []
-    until(lambda: threading.active_count() <= threads)  # they have answered, and are about to end
+    wait_until(
+        lambda: threading.active_count() <= threads
+    )  # they have answered, and are about to end
 
 
 @contextmanager

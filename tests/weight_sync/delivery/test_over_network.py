@@ -21,7 +21,7 @@ class Sender:
     def __init__(self):
         self.closed = threading.Event()
 
-    def meet(self):
+    def wait_for_ranks(self):
         self.closed.wait(PATIENCE_SECS)
 
     def close(self):

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.process_group.receiver import FileRegion
-from omni_proxy.process_group.tensor_plan import plans_of
+from omni_proxy.process_group.tensor_plan import parse_plans
 from omni_proxy.weight_sync.delivery.prefetch import AHEAD, Coming
 from tests.admin_api.house import A, B
 from tests.weight_sync.holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders
@@ -175,6 +175,6 @@ async def test_buckets_that_are_announced_one_by_one_are_not_read_ahead(running,
 
 
 def test_bytes_are_final_up_to_the_end_of_the_last_whole_bucket():
-    plans = plans_of({"num_buckets": 2, "buckets": BUCKETS}, dense=True)
+    plans = parse_plans({"num_buckets": 2, "buckets": BUCKETS}, dense=True)
     coming = Coming(None, FileRegion("f", (100, 2100)), plans)
     assert [coming.final_bytes(done) for done in (0, 1, 2)] == [0, 2100, 2220]

@@ -264,7 +264,7 @@ async def test_its_child_ends_when_versions_are_not_wanted_any_more_and_its_grou
             assert (await left(own, trainer)).success
         assert own._receiver is None
         with pytest.raises(proxy_rank.GroupError, match="shutting down"):
-            receiver.sender(proxy_rank.Meeting("127.0.0.1", 2, "h", "gloo", 1.0))
+            receiver.sender(proxy_rank.HostedRendezvous("127.0.0.1", 2, "h", "gloo", 1.0))
         await own.warm()  # somebody was quicker than that
         assert own._receiver is None
         modes.append("receive")
@@ -283,7 +283,7 @@ async def test_a_join_that_has_hardly_begun_when_its_group_is_destroyed_joins_no
         begun.set()
         go_on.wait(PATIENCE_SECS)
 
-    monkeypatch.setattr(Groups, "_make_room", dawdle)
+    monkeypatch.setattr(Groups, "_replace_dead_group", dawdle)
     place = {"master_address": "127.0.0.1", "master_port": free_port(), "group_name": "g"}
     async with trio.open_nursery() as nursery:
         nursery.start_soon(own.init, place, 1, 2)

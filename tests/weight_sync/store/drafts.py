@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 
-from omni_proxy.process_group.tensor_hashing import begun
-from omni_proxy.process_group.tensor_plan import TensorSpec, plan_of
+from omni_proxy.process_group.broadcast.tensor_hashing import start_tensor_digest
+from omni_proxy.process_group.tensor_plan import TensorSpec, make_plan
 
 
 def spec(name, *shape, dtype="uint8"):
-    return plan_of([(name, dtype, list(shape))]).tensors[0]
+    return make_plan([(name, dtype, list(shape))]).tensors[0]
 
 
 def content(tensor: TensorSpec, seed: int) -> bytes:
@@ -25,7 +25,7 @@ def write(block, buckets, seed=0):
             for tensor in bucket:
                 data = content(tensor, seed)
                 file.write(data)
-                digest = begun(tensor)
+                digest = start_tensor_digest(tensor)
                 digest.update(data)
                 digests[tensor.name] = digest.hexdigest()
     return digests

@@ -8,7 +8,7 @@ from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import Config, WorkerEntry
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.process_group.tensor_plan import plan_of
+from omni_proxy.process_group.tensor_plan import make_plan
 
 
 def tiny_version(store, seed, *, files=1, digests=True):
@@ -22,7 +22,7 @@ def tiny_version(store, seed, *, files=1, digests=True):
     for part in range(files):
         some = names[part::files]
         specs = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in some]
-        block = draft.add([plan_of(specs).tensors])
+        block = draft.add([make_plan(specs).tensors])
         with open(block.path, "r+b") as file:
             file.seek(block.starts[0])
             file.writelines(tensors[name].numpy().tobytes() for name in some)

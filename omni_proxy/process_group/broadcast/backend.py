@@ -1,0 +1,340 @@
+"""A process group with a trainer's ranks: gloo on the CPU, NCCL on a GPU.
+
+The group is built directly over prefixed stores, with the keys that torch's own group constructor
+uses, so that trainers need no special code. Invariant: it is never torch's default group and has no
+name inside torch. All functions here may block: call them in a `BlockingCall`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from omni_proxy.process_group.blocking_call import BlockingCall
+from omni_proxy.process_group.broadcast.buffers import BufferPool
+from omni_proxy.process_group.memory import out_of_memory_error
+from omni_proxy.process_group.rendezvous import GLOO, NCCL, HostedRendezvous, Rendezvous
+from omni_proxy.process_group.tensor_plan import GroupError
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.distributed_c10d import BroadcastOptions, Store
+
+SOURCE_RANK: Final = 0
+
+# Both sides need the first (two-phase.md 1.2). Without the others torch ends the whole process
+# when a collective times out or an abort takes long; here only the group may end.
+NCCL_ENVIRONMENT: Final = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+# How long an NCCL trainer may take from joining to its first broadcast.
+FIRST_BROADCAST_SECS: Final = 24 * 3600.0
+
+
+class Backend(Protocol):
+    """What receives and senders need of a group."""
+
+    backend: str
+
+    def allocate(self, nbytes: int, pool: BufferPool) -> torch.Tensor:
+        """Flat uint8 memory of `nbytes`; raises GroupError if less is free."""
+        ...
+
+    def receive(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        posted: Callable[[], None],
+        timeout_secs: float,
+    ) -> None:
+        """Receives one broadcast of rank 0 into each part; blocks.
+
+        `on_complete(n)`: n parts are complete. `posted()`: the trainer may send from now on.
+        """
+        ...
+
+    def send(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        timeout_secs: float,
+    ) -> None:
+        """Broadcasts each part as rank 0; blocks. `on_complete(n)`: n parts are sent."""
+        ...
+
+    def abort(self) -> None:
+        """Ends blocked operations of the group, if the backend can."""
+        ...
+
+
+def require_backend(backend: str, device: int = 0) -> None:
+    """Raises GroupError if this machine or this torch cannot join such a group."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise GroupError("this torch is built without torch.distributed: it can join no group")
+    if backend == GLOO and not dist.is_gloo_available():
+        raise GroupError("this torch is built without gloo")
+    if backend == NCCL:
+        import torch
+
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise GroupError(
+                "backend 'nccl' needs a CUDA device and a torch built with NCCL, and this process "
+                "has none: let the trainer make the group with backend 'gloo'"
+            )
+        if device >= (count := torch.cuda.device_count()):
+            raise GroupError(
+                f"rank {device} of this replica needs GPU {device} for itself, and {count} are "
+                "there: give it as many as it has ranks (CUDA_VISIBLE_DEVICES), or let the trainer "
+                "make the group with backend 'gloo'"
+            )
+
+
+def join_group(rendezvous: Rendezvous, address: tuple[str, int], timeout_secs: float) -> Backend:
+    """Joins a trainer's group; blocks until all ranks have joined. Raises what torch raises."""
+    from torch._C._distributed_c10d import TCPStore
+
+    # `wait_for_workers` is what counts this rank: a trainer whose store comes from a tcp://
+    # rendezvous blocks in its constructor until every rank was counted there.
+    store = TCPStore(
+        address[0],
+        address[1],
+        rendezvous.world_size,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_secs),
+        wait_for_workers=True,
+    )
+    return _make_group(rendezvous, store, timeout_secs)
+
+
+def open_store(rendezvous: HostedRendezvous) -> TCPStore:
+    """A store on the rendezvous's address, which the other ranks connect to; returns at once.
+
+    Raises GroupError if the address cannot be bound.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    host = rendezvous.host
+    try:
+        # Bound here, because torch would listen on every address of this machine.
+        listener = socket.create_server((host, rendezvous.port), family=_address_family(host))
+    except OSError as error:
+        raise GroupError(f"no store at {host}:{rendezvous.port}: {error}") from None
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        rendezvous.world_size,
+        is_master=True,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
+        # The other ranks learn this port only after this call returns.
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def host_group(rendezvous: HostedRendezvous, store: TCPStore, timeout_secs: float) -> Backend:
+    """Forms the group as rank 0; blocks until all ranks have joined. Raises what torch raises."""
+    own_rank = Rendezvous(
+        rendezvous.host,
+        store.port,
+        SOURCE_RANK,
+        rendezvous.world_size,
+        rendezvous.group_name,
+        rendezvous.backend,
+        rendezvous.timeout_s,
+    )
+    return _make_group(own_rank, store, timeout_secs)
+
+
+def _address_family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _make_group(rendezvous: Rendezvous, store: Store, timeout_secs: float) -> Backend:
+    from torch._C._distributed_c10d import PrefixStore
+
+    name = rendezvous.group_name
+    named = PrefixStore(f"{name}/", PrefixStore(name, store))
+    if rendezvous.backend == GLOO:
+        return GlooBackend(rendezvous, PrefixStore("cpu/", named), timeout_secs)
+    return NcclBackend(rendezvous, PrefixStore("cuda/", named))
+
+
+class GlooBackend:
+    """Bytes into CPU memory. Only the peer or the timeout ends a blocked receive."""
+
+    backend = GLOO
+
+    def __init__(self, rendezvous: Rendezvous, store: Store, timeout_secs: float) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        # torch's own type hints leave out what both kinds of group can do.
+        self._group: Any = ProcessGroupGloo(
+            store, rendezvous.rank, rendezvous.world_size, timedelta(seconds=timeout_secs)
+        )
+
+    def allocate(self, nbytes: int, pool: BufferPool) -> torch.Tensor:
+        return pool.take(nbytes)
+
+    def receive(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        posted: Callable[[], None],
+        timeout_secs: float,
+    ) -> None:
+        options = _broadcast_options(timeout_secs)
+        works = [self._group.broadcast([part], options) for part in parts[:1]]
+        # The peer may start while the rest is posted: a model has hundreds of tensors.
+        posted()
+        works += [self._group.broadcast([part], options) for part in parts[1:]]
+        for count, work in enumerate(works, start=1):
+            work.wait()
+            on_complete(count)
+
+    def send(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        timeout_secs: float,
+    ) -> None:
+        self.receive(parts, on_complete, lambda: None, timeout_secs)
+
+    def abort(self) -> None:
+        """Does nothing: gloo's own abort() and shutdown() have no effect (weight-sync.md 0.1)."""
+
+
+class NcclBackend:
+    """Bytes into GPU memory. An abort from another thread ends a blocked receive.
+
+    Trainers build the communicator either at once or with their first broadcast, and this side
+    cannot know which: its communicator is built in a thread of its own, which fits both.
+    """
+
+    backend = NCCL
+
+    def __init__(self, rendezvous: Rendezvous, store: Store) -> None:
+        import torch
+        from torch.distributed import ProcessGroupNCCL
+
+        for key, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        store.set_timeout(timedelta(seconds=FIRST_BROADCAST_SECS))
+        options = ProcessGroupNCCL.Options()
+        # torch's own deadline would end more than the group: the monitor's has to come first.
+        options._timeout = timedelta(seconds=2 * rendezvous.timeout_s + 60)
+        self._device = torch.device("cuda", rendezvous.device)
+        self._group: Any = ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
+        group, device = self._group, self._device
+        self._connecting: BlockingCall[None] = BlockingCall(
+            f"weights-connect-{rendezvous.group_name}",
+            lambda _: group.eager_connect_single_device(device),
+        )
+
+    def allocate(self, nbytes: int, pool: BufferPool) -> torch.Tensor:
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if nbytes > free:
+            raise out_of_memory_error(nbytes, free)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def receive(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        posted: Callable[[], None],
+        timeout_secs: float,
+    ) -> None:
+        import torch
+
+        # Before connecting: a trainer that connects with its first broadcast waits for "posted".
+        posted()
+        self._wait_connected(timeout_secs)
+        with torch.cuda.device(self._device):
+            if all(part.device.type == "cuda" for part in parts):
+                self._receive_on_gpu(parts, on_complete, timeout_secs)
+            else:
+                self._copy_through_gpu(parts, on_complete, timeout_secs, sends=False)
+
+    def send(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        timeout_secs: float,
+    ) -> None:
+        import torch
+
+        self._wait_connected(timeout_secs)
+        with torch.cuda.device(self._device):
+            self._copy_through_gpu(parts, on_complete, timeout_secs, sends=True)
+
+    def _wait_connected(self, timeout_secs: float) -> None:
+        self._connecting.wait(timeout_secs)
+        self._connecting.take_result()
+
+    def _receive_on_gpu(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        timeout_secs: float,
+    ) -> None:
+        import torch
+
+        options = _broadcast_options(timeout_secs)
+        works = [self._group.broadcast([part], options) for part in parts]
+        for count, work in enumerate(works, start=1):
+            work.wait()  # blocks the CUDA stream, not this thread
+            torch.cuda.current_stream().synchronize()
+            on_complete(count)
+
+    def _copy_through_gpu(
+        self,
+        parts: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None],
+        timeout_secs: float,
+        *,
+        sends: bool,
+    ) -> None:
+        """Host memory, one message after the other through one bounce buffer on the GPU."""
+        import torch
+
+        options = _broadcast_options(timeout_secs)
+        size = max((part.numel() for part in parts), default=0)
+        bounce = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for count, part in enumerate(parts, start=1):
+            view = bounce[: part.numel()]
+            # A receive copies too: the sentinels have to be in the bounce buffer.
+            view.copy_(part)
+            self._group.broadcast([view], options).wait()
+            if not sends:
+                part.copy_(view)
+            torch.cuda.current_stream().synchronize()
+            on_complete(count)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def _broadcast_options(timeout_secs: float) -> BroadcastOptions:
+    from torch.distributed.distributed_c10d import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank = SOURCE_RANK
+    options.timeout = timedelta(seconds=timeout_secs)
+    return options
+
+
+def error_summary(error: RuntimeError) -> str:
+    """The message of a torch error without source location, advice and stack."""
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    first, _, _ = first.partition(" This is typically caused by")
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first)

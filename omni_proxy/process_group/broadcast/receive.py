@@ -1,0 +1,375 @@
+"""One receive: the announced tensors arrive complete and in time, or a GroupError says why not.
+
+Knows no HTTP and no model. Backends do not report a peer that sends less than it announced: a
+known pattern (sentinel) at the end of each message detects that (weight-sync.md 6.5b), and shows
+how far the bytes have arrived. A peer that sends more ends the process inside gloo: a caller that
+must survive that receives in a child process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from omni_proxy.process_group.blocking_call import AbandonedThreads, BlockingCall
+from omni_proxy.process_group.broadcast.backend import Backend, error_summary
+from omni_proxy.process_group.broadcast.tensor_hashing import TensorHasher
+from omni_proxy.process_group.rendezvous import NCCL
+from omni_proxy.process_group.tensor_plan import (
+    ITEM_BYTES,
+    BroadcastMessage,
+    GroupError,
+    TensorPlan,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer
+
+# Called in the receiving thread with (complete messages, received bytes) when they grow.
+ProgressCallback = Callable[[int, int], None]
+
+# The slowest link that is not taken for dead while a message's bytes cannot be observed.
+SLOWEST_BYTES_PER_SEC: Final = 10e6
+# Below any usable link: bounds how long the backend holds an abandoned thread.
+CRAWLING_BYTES_PER_SEC: Final = 1e6
+SENTINEL_BYTES: Final = 8
+# In a shorter message the data may equal the sentinel by chance (1 in 4 billion at this length).
+SHORTEST_CHECKED_BYTES: Final = 4
+SENTINEL_EVERY_BYTES: Final = 4 << 20
+# The last bytes of a trainer that sends and exits may follow the end of its store connection; and
+# the backend has to time out after the monitor, whose error names the cause.
+GRACE_SECS: Final = 1.0
+OWNER_GONE: Final = "the trainer has gone: the connection to its store was closed"
+
+
+def sentinel_for(group_name: str, world_size: int) -> bytes:
+    """The sentinel bytes of a group; the same at all ranks, because ranks relay to each other.
+
+    A relaying rank passes on its whole buffer even if less arrived there, its sentinels included.
+    """
+    return hashlib.sha256(f"{world_size} {group_name}".encode()).digest()[:SENTINEL_BYTES]
+
+
+class Sentinels:
+    """The sentinel bytes in a block that is received into: overwritten means received so far."""
+
+    def __init__(
+        self, block: torch.Tensor, messages: tuple[BroadcastMessage, ...], sentinel: bytes
+    ) -> None:
+        import torch
+
+        self._pattern = torch.frombuffer(bytearray(sentinel), dtype=torch.uint8).to(block.device)
+        self._block = block
+        self._messages = messages
+        for message in messages:
+            for index in range(_sentinel_count(message)):
+                self._bytes_at(message, _sentinel_end(message, index)).copy_(
+                    self._pattern_of(message)
+                )
+
+    def is_intact(self, message: BroadcastMessage, end: int) -> bool:
+        """Whether nothing has arrived for the bytes just before `end` of this message."""
+        import torch
+
+        return torch.equal(self._bytes_at(message, end), self._pattern_of(message))
+
+    def first_incomplete(self) -> BroadcastMessage | None:
+        """The first message whose end never arrived; valid only when all messages are complete."""
+        for message in self._messages:
+            long_enough = message.nbytes >= SHORTEST_CHECKED_BYTES
+            if long_enough and self.is_intact(message, message.nbytes):
+                return message
+        return None
+
+    def _bytes_at(self, message: BroadcastMessage, end: int) -> torch.Tensor:
+        stop = message.offset + end
+        return self._block[stop - min(SENTINEL_BYTES, message.nbytes) : stop]
+
+    def _pattern_of(self, message: BroadcastMessage) -> torch.Tensor:
+        return self._pattern[: min(SENTINEL_BYTES, message.nbytes)]
+
+
+def _sentinel_end(message: BroadcastMessage, index: int) -> int:
+    """Where sentinel `index` of a message ends: every SENTINEL_EVERY_BYTES, and at its end."""
+    return min((index + 1) * SENTINEL_EVERY_BYTES, message.nbytes)
+
+
+def _sentinel_count(message: BroadcastMessage) -> int:
+    return max(1, -(-message.nbytes // SENTINEL_EVERY_BYTES))
+
+
+class ReceiveMonitor:
+    """How many bytes of a plan have arrived, and when the last of them did."""
+
+    def __init__(self, plan: TensorPlan, sentinels: Sentinels | None) -> None:
+        self.messages_done = 0
+        self.bytes_come = 0
+        self.voices_changed = time.monotonic()
+        self._messages = plan.messages
+        self._sentinels = sentinels
+        self._bytes_done = 0
+        self._sentinels_passed = 0
+
+    def update(self, messages_done: int) -> bool:
+        """Whether anything arrived since the last call."""
+        before = self.messages_done, self.bytes_come
+        if messages_done > self.messages_done:
+            completed = self._messages[self.messages_done : messages_done]
+            self._bytes_done += sum(message.nbytes for message in completed)
+            self.messages_done, self._sentinels_passed = messages_done, 0
+        self.bytes_come = self._bytes_done + self._bytes_of_current()
+        changed = before != (self.messages_done, self.bytes_come)
+        if changed:
+            self.voices_changed = time.monotonic()
+        return changed
+
+    def final_bytes_of_current(self) -> int:
+        """How many bytes of the current message are final: all before the last passed sentinel."""
+        if not self._sentinels_passed:
+            return 0
+        return max(0, self.bytes_come - self._bytes_done - SENTINEL_BYTES)
+
+    def unobservable_bytes(self) -> int:
+        """How many bytes may arrive from now on without the monitor seeing any progress."""
+        if self._sentinels is not None or self.messages_done == len(self._messages):
+            return 0
+        return self._messages[self.messages_done].nbytes
+
+    def position(self) -> str:
+        """For error texts."""
+        total = len(self._messages)
+        if self.messages_done == total:
+            return f"after all {total} messages"
+        what = self._messages[self.messages_done].what
+        return f"at {what}, message {self.messages_done + 1} of {total}"
+
+    def _bytes_of_current(self) -> int:
+        if self._sentinels is None or self.messages_done == len(self._messages):
+            return 0
+        message = self._messages[self.messages_done]
+        count = _sentinel_count(message)
+        while self._sentinels_passed < count and not self._sentinels.is_intact(
+            message, _sentinel_end(message, self._sentinels_passed)
+        ):
+            self._sentinels_passed += 1
+        return _sentinel_end(message, self._sentinels_passed - 1) if self._sentinels_passed else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveContext:
+    """The limits of a receive, what ends it from outside, and where its thread is counted.
+
+    `stop_reason` returns why it should end, if it should; `owner_gone` whether the trainer has
+    closed its store.
+    """
+
+    group_name: str
+    timeout_secs: float
+    stall_secs: float
+    first_byte_secs: float
+    stop_reason: Callable[[], str | None]
+    owner_gone: Callable[[], bool]
+    threads: AbandonedThreads
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """The result of one receive: the whole plan in `block`; `digests` only if requested."""
+
+    plan: TensorPlan
+    block: torch.Tensor
+    secs: float
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return tensor_views(self.plan, self.block)
+
+
+class BlockReceive:
+    """One receive of a plan into a block, which is flat uint8 memory of at least its size."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: TensorPlan,
+        block: torch.Tensor,
+        sentinel: bytes,
+        *,
+        digests: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._digests = digests
+        self._backend: Backend | None = backend
+        self._block: torch.Tensor | None = block
+        self._sentinels = Sentinels(block, plan.messages, sentinel)
+        # Reading GPU memory would wait for the very receive that is monitored, and bytes that are
+        # received by way of a GPU are copied to the host only when their message is complete.
+        observable = block.device.type == "cpu" and backend.backend != NCCL
+        self.monitor = ReceiveMonitor(plan, self._sentinels if observable else None)
+
+    def run(
+        self,
+        context: ReceiveContext,
+        on_progress: ProgressCallback | None = None,
+        posted: Callable[[], None] = lambda: None,
+    ) -> ReceiveResult:
+        """Blocks until everything arrived. Raises GroupError; the group is then unusable.
+
+        May be called once. `posted` is called as soon as the backend waits for the first message.
+        """
+        backend, block, self._backend, self._block = self._backend, self._block, None, None
+        assert backend is not None
+        assert block is not None
+        started = time.monotonic()
+        hasher = None
+        if self._digests:
+            hasher = TensorHasher(self._plan, _block_reader(block), context.group_name)
+        parts = [
+            block[message.offset : message.offset + message.nbytes]
+            for message in self._plan.messages
+        ]
+        call = _start_receive(context, backend, parts, posted)
+        # From here on only the call's thread holds the group: an abandoning one must not free it.
+        del backend, parts
+        try:
+            self._wait(call, context, on_progress, hasher)
+            self._require_complete()
+        except GroupError as error:
+            if hasher is not None:
+                hasher.cancel()
+            del block
+            raise GroupError(f"group {context.group_name!r}: {error}", group_dropped=True) from None
+        secs = time.monotonic() - started
+        return ReceiveResult(
+            self._plan, block, secs, hasher.digests() if hasher is not None else {}
+        )
+
+    def _wait(
+        self,
+        call: BlockingCall[None],
+        context: ReceiveContext,
+        on_progress: ProgressCallback | None,
+        hasher: TensorHasher | None,
+    ) -> None:
+        self.monitor.voices_changed = time.monotonic()
+        conditions = _EndConditions(context, self.monitor)
+
+        def update() -> None:
+            if not self.monitor.update(call.done):
+                return
+            if hasher is not None:
+                hasher.update(self.monitor.messages_done, self.monitor.final_bytes_of_current())
+            if on_progress is not None:
+                on_progress(self.monitor.messages_done, self.monitor.bytes_come)
+
+        def stop_reason() -> str | None:
+            update()
+            return conditions.reason(time.monotonic())
+
+        try:
+            context.threads.wait_for(call, stop_reason)
+        except GroupError as error:
+            # After a cancel from outside, the peer's exit may be seen first: name the cancel.
+            reason = context.stop_reason() or error
+            raise GroupError(f"the receive failed {self.monitor.position()}: {reason}") from None
+        update()
+
+    def _require_complete(self) -> None:
+        if (message := self._sentinels.first_incomplete()) is not None:
+            raise GroupError(
+                f"{message.what} was announced with {message.nbytes} bytes, but the trainer sent "
+                "fewer"
+            )
+
+
+class _EndConditions:
+    """Whether a receive has to be ended from outside: cancel, trainer gone, stall, deadline."""
+
+    def __init__(self, context: ReceiveContext, monitor: ReceiveMonitor) -> None:
+        self._context = context
+        self._monitor = monitor
+        self._deadline = time.monotonic() + context.timeout_secs
+        self._owner_gone_at: float | None = None
+
+    def reason(self, now: float) -> str | None:
+        context, changed_at = self._context, self._monitor.voices_changed
+        if self._owner_gone_at is None and context.owner_gone():
+            self._owner_gone_at = now
+        if (reason := context.stop_reason()) is not None:
+            return reason
+        if self._owner_gone_at is not None and (
+            now - max(self._owner_gone_at, changed_at) > GRACE_SECS
+        ):
+            return OWNER_GONE
+        if now - changed_at > self._stall_limit_secs():
+            if self._owner_gone_at is not None:
+                return OWNER_GONE
+            return f"nothing has come for {self._stall_limit_secs():g} s"
+        return f"not complete within {context.timeout_secs:g} s" if now > self._deadline else None
+
+    def _stall_limit_secs(self) -> float:
+        context, monitor = self._context, self._monitor
+        started = monitor.messages_done or monitor.bytes_come
+        secs = context.stall_secs if started else context.first_byte_secs
+        return secs + monitor.unobservable_bytes() / SLOWEST_BYTES_PER_SEC
+
+
+def _start_receive(
+    context: ReceiveContext,
+    backend: Backend,
+    parts: list[torch.Tensor],
+    posted: Callable[[], None],
+) -> BlockingCall[None]:
+    timeout_secs = context.timeout_secs
+    # NCCL's clock starts when all broadcasts are posted, and an abandoned NCCL receive is aborted.
+    if backend.backend != NCCL:
+        timeout_secs = min(timeout_secs, _backend_timeout_secs(context, parts)) + GRACE_SECS
+
+    def receive(call: BlockingCall[None]) -> None:
+        def on_complete(count: int) -> None:
+            call.done = count
+
+        try:
+            backend.receive(parts, on_complete, posted, timeout_secs)
+        except RuntimeError as error:
+            raise GroupError(error_summary(error)) from None
+
+    return BlockingCall(f"weights-receive-{context.group_name}", receive)
+
+
+def _backend_timeout_secs(context: ReceiveContext, parts: list[torch.Tensor]) -> float:
+    """The backend's own timeout for one broadcast, well after the monitor would have ended it.
+
+    It bounds how long an abandoned thread stays. The clock of a broadcast already runs while the
+    previous one still arrives.
+    """
+    largest_bytes = max((part.numel() for part in parts), default=0)
+    stall_secs = context.first_byte_secs + context.stall_secs
+    return stall_secs + 2 * largest_bytes / CRAWLING_BYTES_PER_SEC
+
+
+def _block_reader(block: torch.Tensor) -> Callable[[int, int], Buffer]:
+    """Reads bytes of the block; those of a GPU by way of a copy."""
+
+    def read(offset: int, nbytes: int) -> Buffer:
+        array: Any = block[offset : offset + nbytes].cpu().numpy()
+        return memoryview(array)
+
+    return read
+
+
+def tensor_views(plan: TensorPlan, block: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plan's tensors by name, as views of the block; a misaligned one is a copy."""
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor, offset in zip(plan.tensors, plan.offsets, strict=True):
+        part = block[offset : offset + tensor.nbytes]
+        if (block.storage_offset() + offset) % ITEM_BYTES[tensor.dtype]:
+            part = part.clone()
+        tensors[tensor.name] = part.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+    return tensors

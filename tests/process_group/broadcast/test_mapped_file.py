@@ -1,0 +1,121 @@
+import os
+import resource
+
+import pytest
+
+from omni_proxy.process_group.broadcast import mapped_file as module
+from omni_proxy.process_group.broadcast.mapped_file import (
+    PAGE_BYTES,
+    FileRegion,
+    map_file,
+    map_file_to_read,
+    map_resident_pages,
+    open_for_receive,
+    region_span,
+)
+from omni_proxy.process_group.tensor_plan import GroupError, make_plan
+
+
+def plan(size):
+    return make_plan([("w", "uint8", [size])], dense=True)
+
+
+def test_the_span_is_from_the_first_block_to_the_end_of_the_last():
+    assert region_span(FileRegion("f", (50, 10)), (plan(30), plan(40))) == (10, 80)
+
+
+def test_blocks_of_no_bytes_may_share_a_place():
+    assert region_span(FileRegion("f", (10, 10, 10)), (plan(0), plan(5), plan(0))) == (10, 15)
+
+
+@pytest.mark.parametrize("starts", [(10, 10), (0, 29), (30, 1)])
+def test_blocks_that_overlap_are_refused(starts):
+    with pytest.raises(GroupError, match=r"two buckets would share byte \d+ of f"):
+        region_span(FileRegion("f", starts), (plan(30), plan(30)))
+
+
+def test_a_file_with_holes_gets_its_bytes_before_they_are_written(tmp_path):
+    path = tmp_path / "version"
+    path.touch()
+    os.truncate(path, 1 << 20)
+    assert path.stat().st_blocks == 0
+    descriptor = open_for_receive(FileRegion(str(path), (4096,)), (plan(8192),))
+    os.close(descriptor)
+    assert path.stat().st_blocks * 512 >= 8192
+    assert path.stat().st_size == 1 << 20
+
+
+def test_a_full_disk_is_refused_with_the_numbers(tmp_path, monkeypatch):
+    path = tmp_path / "version"
+    path.write_bytes(bytes(8192))
+
+    def full(descriptor, offset, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    files = len(os.listdir("/proc/self/fd"))
+    said = rf"need 8192 bytes of {path}, and {tmp_path} has room for \d+ more \(No space left"
+    with pytest.raises(GroupError, match=said):
+        open_for_receive(FileRegion(str(path), (0,)), (plan(8192),))
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_file_in_memory_needs_memory(monkeypatch):
+    path = f"/dev/shm/omni-test-place-{os.getpid()}"
+    with open(path, "wb") as file:
+        file.truncate(1 << 20)
+    try:
+        monkeypatch.setattr(module, "free_bytes", lambda: 1000)
+        with pytest.raises(GroupError, match=r"need 1048576 bytes, but only 1000"):
+            open_for_receive(FileRegion(path, (0,)), (plan(1 << 20),))
+        monkeypatch.setattr(module, "free_bytes", lambda: 1 << 30)
+        os.close(open_for_receive(FileRegion(path, (0,)), (plan(1 << 20),)))
+    finally:
+        os.unlink(path)
+
+
+def test_a_file_in_memory_that_is_all_there_is_not_gone_through_again(monkeypatch):
+    path = f"/dev/shm/omni-test-whole-{os.getpid()}"
+    with open(path, "wb") as file:
+        file.write(bytes(1 << 20))
+
+    def slow(*_):
+        raise AssertionError("every page was looked for")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", slow)
+    try:
+        os.close(open_for_receive(FileRegion(path, (0,)), (plan(1 << 20),)))
+    finally:
+        os.unlink(path)
+
+
+def test_what_is_mapped_to_be_written_is_the_file_and_to_be_read_a_copy(tmp_path):
+    path = tmp_path / "version"
+    path.write_bytes(bytes(100))
+    with open(path, "r+b") as file:
+        whole = map_file(file.fileno(), 100)
+    whole[99] = 7
+    assert path.read_bytes()[99] == 7
+    read = map_file_to_read(str(path), 100)
+    read[98] = 6
+    assert path.read_bytes()[98] == 0
+    assert map_file_to_read(str(path), 0).numel() == 0
+
+
+PAGES = 4096
+
+
+def test_a_file_in_memory_that_was_mapped_ahead_is_written_to_without_a_fault():
+    descriptor = os.memfd_create("test-pages")
+    try:
+        os.posix_fallocate(descriptor, 0, PAGES * PAGE_BYTES)
+        block = map_file(descriptor, PAGES * PAGE_BYTES)
+        array = block.numpy()
+        map_resident_pages(block, 100, PAGES * PAGE_BYTES)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        array[::PAGE_BYTES] = 7
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults < PAGES / 8
+        assert os.pread(descriptor, 1, (PAGES - 1) * PAGE_BYTES) == b"\x07"
+    finally:
+        os.close(descriptor)

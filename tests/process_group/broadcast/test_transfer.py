@@ -1,0 +1,64 @@
+import threading
+
+import pytest
+
+from omni_proxy.process_group.broadcast.transfer import ReceiveOrder, Transfer
+from omni_proxy.process_group.tensor_plan import GroupError, parse_plans
+from tests.process_group.receiver_steps import TENSORS, armed, body_of, joined, left
+
+SOON_SECS = 20
+
+
+@pytest.fixture
+def underway():
+    return Transfer(
+        ReceiveOrder(parse_plans(body_of(TENSORS[:2], TENSORS[2:3], TENSORS[4:]))), lambda _: None
+    )
+
+
+def waiting(underway, buckets):
+    """Somebody who waits for more than these, and what he gets."""
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(underway.wait_past(buckets, SOON_SECS).buckets_done)
+    )
+    thread.start()
+    return thread, found
+
+
+def test_who_waits_for_a_bucket_hears_of_it_and_of_none_before_it(underway):
+    underway.report_progress(2, 37)
+    assert underway.wait_past(0, SOON_SECS).buckets_done == 1
+    thread, found = waiting(underway, 1)
+    underway.report_progress(2, 39)  # bytes of the second
+    assert underway.wait_past(1, 0).bytes_come == 39
+    underway.report_progress(3, 41)
+    thread.join(SOON_SECS)
+    assert found == [2]
+
+
+@pytest.mark.parametrize(
+    ("end", "done"),
+    [
+        (lambda underway: underway.finish("all"), 3),
+        (lambda underway: underway.fail(GroupError("it died")), 1),
+    ],
+)
+def test_its_end_is_heard_by_whoever_waits_for_a_bucket(underway, end, done):
+    underway.report_progress(2, 37)
+    thread, found = waiting(underway, 1)
+    end(underway)
+    thread.join(SOON_SECS)
+    assert found == [done]
+    assert underway.wait_past(3, SOON_SECS).buckets_done == done
+
+
+def test_a_bucket_is_told_of_while_the_next_is_still_to_come(receiver, trainer):
+    joined(receiver, trainer)
+    transfer = armed(receiver, TENSORS[:2], TENSORS[4:])
+    trainer.tell("send", group="g", tensors=TENSORS[:2])
+    assert transfer.wait_past(0, SOON_SECS).buckets_done == 1
+    trainer.tell("send", group="g", tensors=TENSORS[4:])
+    assert transfer.wait_past(1, SOON_SECS).buckets_done == 2
+    transfer.wait(SOON_SECS).close()
+    left(receiver, trainer)

@@ -1,0 +1,257 @@
+import os
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from omni_proxy.process_group.fork import child_process
+from omni_proxy.process_group.fork import forkserver_client as module
+from omni_proxy.process_group.fork.child_process import ChildEnded, ChildHandle, ChildPool
+from omni_proxy.process_group.fork.ipc import (
+    CheckTrainer,
+    Configure,
+    JsonSocket,
+    Logged,
+    ReleaseBlocks,
+)
+from omni_proxy.process_group.tensor_plan import GroupError
+from tests.process_group.receiver_steps import light
+from tests.process_group.wait_helpers import run_within, wait_until
+from tests.processes import alive
+
+BEGIN = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
+HUGE = "g" * (4 << 20)  # much more than a socket holds
+
+
+@pytest.fixture
+def child(nest):
+    child = ChildHandle(BEGIN, "child", nest)
+    yield child
+    child.kill("the test is over")
+    assert child.wait_reaped(20)
+
+
+@pytest.fixture
+def wires():
+    ours, theirs = map(JsonSocket, socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_lines_of_any_length_and_their_descriptors_come_in_order(wires):
+    ours, theirs = wires
+    sent = [Logged(1, "a" * 3), Logged(2, "b" * (3 << 20)), Logged(3, "\n c \u00e9")]
+    ends = [os.pipe() for _ in range(2)]
+
+    def send():
+        ours.send(sent[0])
+        ours.send(sent[1], ends[0][0])
+        ours.send(sent[2], ends[1][0])
+        ours._connection.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    came = [msgspec.json.decode(line, type=Logged) for line in theirs.lines()]
+    thread.join()
+    assert came == sent
+    assert len(theirs.descriptors) == 2
+    for _, write in ends:
+        os.write(write, b"x")
+    for (read, write), theirs_of_it in zip(ends, theirs.descriptors, strict=True):
+        assert os.stat(theirs_of_it) == os.stat(read)
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "the receiver process was ended by SIGKILL"),
+        (signal.SIGABRT, "the receiver process was ended by SIGABRT"),
+    ],
+)
+def test_how_a_child_ended_is_told_to_who_asks_it(child, number, said):
+    child.require_ready(60)
+    heard = []
+    child.subscribe(7, heard.append)
+    os.kill(child.pid, signal.SIGSTOP)  # so that the answer can't be first
+    os.kill(child.pid, number)
+    os.kill(child.pid, signal.SIGCONT)
+    with pytest.raises(ChildEnded, match=said):
+        child.call(CheckTrainer(child.next_number(), "g", False), 20)
+    assert child.wait_reaped(10)
+    child.subscribe(8, heard.append)
+    assert [str(each) for each in heard] == [child.end_reason, child.end_reason] == [said, said]
+    with pytest.raises(ChildEnded, match=said):
+        child.require_ready(0)
+
+
+def test_nothing_of_a_child_is_left_here(nest):
+    def live():
+        child = ChildHandle(BEGIN, "brief", nest)
+        child.require_ready(60)
+        child.kill("enough")
+        assert child.wait_reaped(10)
+        child._reader.join(30)
+
+    live()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        live()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+def test_a_child_that_does_not_answer_is_not_waited_for(child):
+    child.require_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(GroupError, match=r"no answer within 0\.1 s"):
+        child.call(CheckTrainer(child.next_number(), "g", False), 0.1)
+    child.kill("enough")
+    assert child.wait_reaped(10)
+    assert child.end_reason == "enough"
+
+
+def test_an_order_that_a_stopped_child_cannot_take_ends_it(child, monkeypatch):
+    monkeypatch.setattr(child_process, "SEND_SECS", 0.2)
+    child.require_ready(60)
+    heard = []
+    child.subscribe(7, heard.append)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(ChildEnded, match=r"hangs: it read no command for 0\.2 s"):
+        run_within(30, lambda: child.call(CheckTrainer(child.next_number(), HUGE, False), 600))
+    assert child.wait_reaped(20)
+    wait_until(lambda: not alive(child.pid))
+    assert [str(each) for each in heard] == [child.end_reason]
+    assert child.end_reason.startswith("the receiver process hangs")
+
+
+def test_nobody_waits_behind_an_order_that_a_stopped_child_does_not_take(child):
+    child.require_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
+    huge = CheckTrainer(child.next_number(), HUGE, False)
+    stuck = ThreadPoolExecutor(1).submit(child.call, huge, 600)
+    wait_until(child._process.channel._lock.locked)
+    with pytest.raises(GroupError, match=r"read no command for 0\.1 s"):
+        run_within(30, lambda: child.call(CheckTrainer(child.next_number(), "g", False), 0.1))
+    assert not stuck.done()
+    assert child.end_reason is None  # who only asks ends nobody
+    child.kill("enough")
+    with pytest.raises(ChildEnded, match="enough"):
+        stuck.result(30)
+
+
+def test_a_stopped_child_that_is_told_more_than_it_holds_is_ended(child, monkeypatch):
+    monkeypatch.setattr(child_process, "SEND_SECS", 0.2)
+    child.require_ready(60)
+    os.kill(child.pid, signal.SIGSTOP)
+    message = ""
+    while "read no command" not in message:  # short lines go in whole or not at all
+        with pytest.raises(GroupError) as refusal:
+            run_within(
+                30, lambda: child.call(CheckTrainer(child.next_number(), "g" * 1000, False), 0)
+            )
+        message = str(refusal.value)
+    assert child.end_reason is None
+    run_within(30, lambda: child.send(ReleaseBlocks((1,))))
+    assert child.wait_reaped(20)
+    assert child.end_reason == "the receiver process hangs: it read no command for 0.2 s"
+
+
+def test_after_a_line_that_was_left_in_the_middle_no_other_one_goes(wires):
+    ours, _ = wires
+    with pytest.raises(TimeoutError, match="nothing was taken"):
+        run_within(30, lambda: ours.send(Logged(1, HUGE), timeout_secs=0.05))
+    assert ours.torn
+    with pytest.raises(BrokenPipeError, match="sent only in part"):
+        ours.send(Logged(1, "short"), timeout_secs=0.05)
+
+
+def test_a_child_that_is_given_up_before_it_is_born_is_gone_at_once(nest, monkeypatch):
+    busy = "import threading; threading.Event().wait()"  # as in an import
+    monkeypatch.setattr(module, "command", lambda _: [sys.executable, "-c", busy])
+    child = ChildHandle(BEGIN, "never", nest)
+    assert not child.ready
+    child.kill("not wanted any more")
+    assert child.wait_reaped(20)
+    assert child.pid is None
+    with pytest.raises(ChildEnded, match="not wanted any more"):
+        child.require_ready(0)
+
+
+def test_a_child_that_speaks_nonsense_is_ended(nest, monkeypatch):
+    monkeypatch.setattr(module, "command", light("babble"))
+    child = ChildHandle(BEGIN, "babbling", nest)
+    with pytest.raises(ChildEnded, match="invalid message"):
+        child.require_ready(20)
+    assert child.wait_reaped(20)
+
+
+class FakeChild:
+    def __init__(self, pid):
+        self.pid = pid
+        self.why = None
+        self.released = []
+
+    def send(self, command):
+        self.released.append(command.blocks)
+
+    def kill(self, why):
+        self.why = self.why or why
+
+    def wait_reaped(self, within_secs):
+        return self.why is not None
+
+
+class FakeForkServer:
+    def __init__(self):
+        self.calls = []
+
+    def hold(self):
+        self.calls.append("held")
+
+    def warm(self):
+        self.calls.append("warm")
+
+    def release(self):
+        self.calls.append("released")
+
+    def pid(self):
+        return 1
+
+
+@pytest.fixture
+def fork_server():
+    return FakeForkServer()
+
+
+@pytest.fixture
+def children(fork_server):
+    numbers = iter((10, None, 12))
+    return ChildPool(fork_server, lambda _: FakeChild(next(numbers)))
+
+
+def test_only_those_that_live_are_counted_and_told(children):
+    first, unborn, third = (children.start_child() for _ in range(3))
+    assert children.pids() == [1, 10, 12]
+    first.kill("gone")
+    assert children.running() == [unborn, third]
+    children.release_blocks((4, 5))
+    assert [child.released for child in (first, unborn, third)] == [[], [(4, 5)], [(4, 5)]]
+
+
+def test_a_close_ends_all_and_lets_go_of_the_nest_once(children, fork_server):
+    taken = children.start_child()
+    children.warm()
+    children.close()
+    children.close()
+    children.warm()
+    assert taken.why == "the receiver was closed"
+    assert fork_server.calls == ["held", "warm", "released"]
+    with pytest.raises(GroupError, match="shutting down"):
+        children.start_child()

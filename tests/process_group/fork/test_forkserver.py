@@ -1,0 +1,98 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from omni_proxy.process_group.fork.ipc import Exited, ForkEvent, JsonSocket
+from tests.tree import ROOT
+
+NEST = """
+import os, signal, socket, sys
+from omni_proxy.process_group.fork.forkserver import run
+
+def live(connection):
+    word = connection.recv(20)
+    if word == b"fail":
+        raise ValueError("what it said last")
+    connection.sendall(word)
+    connection.recv(1)
+
+run(socket.socket(fileno=int(sys.argv[1])), live)
+"""
+
+
+@pytest.fixture
+def control():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        argv = [sys.executable, "-c", NEST, str(theirs.fileno())]
+        nest = subprocess.Popen(argv, cwd=ROOT, pass_fds=[theirs.fileno()])
+    with nest, ours:
+        yield ours
+        ours.close()
+        assert nest.wait(20) == 0
+
+
+class Fork:
+    def __init__(self, control):
+        self.errors = os.memfd_create("errors")
+        self.wire, wire = socket.socketpair()
+        self.news, news = socket.socketpair()
+        with wire, news:
+            socket.send_fds(control, [b"."], [wire.fileno(), self.errors, news.fileno()])
+
+    def status(self):
+        (line,) = JsonSocket(self.news).lines()
+        told = msgspec.json.decode(line, type=ForkEvent)
+        assert isinstance(told, Exited)
+        return told.status
+
+    def close(self):
+        self.wire.close()
+        self.news.close()
+        os.close(self.errors)
+
+
+@pytest.fixture
+def forks(control):
+    found = [Fork(control) for _ in range(3)]
+    yield found
+    for each in found:
+        each.close()
+
+
+def test_each_fork_lives_by_itself_and_its_end_is_told(forks):
+    for number, fork in enumerate(forks):
+        fork.wire.sendall(b"word %d" % number)
+    assert [fork.wire.recv(20) for fork in forks] == [b"word 0", b"word 1", b"word 2"]
+    forks[1].wire.shutdown(socket.SHUT_WR)
+    assert forks[1].status() == 0
+    forks[0].wire.sendall(b".")
+    assert forks[0].status() == 0
+
+
+def test_what_a_fork_raises_are_its_last_words(forks):
+    forks[0].wire.sendall(b"fail")
+    assert forks[0].status() == 1
+    assert b"ValueError: what it said last" in os.pread(forks[0].errors, 4096, 0)
+
+
+def test_who_does_not_want_a_fork_any_more_has_it_killed(forks):
+    forks[0].wire.sendall(b"living")
+    assert forks[0].wire.recv(20) == b"living"
+    forks[0].news.shutdown(socket.SHUT_WR)
+    assert forks[0].status() == -signal.SIGKILL
+    forks[1].wire.sendall(b"as before")
+    assert forks[1].wire.recv(20) == b"as before"
+
+
+def test_what_is_not_wanted_any_more_is_never_forked(control):
+    fork = Fork(control)
+    fork.news.shutdown(socket.SHUT_WR)
+    assert list(JsonSocket(fork.news).lines()) == []
+    assert fork.wire.recv(1) == b""
+    fork.close()

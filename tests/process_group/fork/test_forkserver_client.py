@@ -1,0 +1,140 @@
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.process_group.fork import forkserver_client as module
+from omni_proxy.process_group.fork.child_process import ChildEnded, ChildHandle
+from omni_proxy.process_group.fork.forkserver_client import SHARED_FORK_SERVER, command
+from omni_proxy.process_group.fork.ipc import CheckTrainer, Configure
+from omni_proxy.process_group.tensor_plan import GroupError
+from tests.process_group.wait_helpers import wait_until
+from tests.processes import alive
+
+BEGIN = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
+
+
+def test_a_single_file_build_starts_itself(monkeypatch):
+    assert command(5)[1:] == ["-m", "omni_proxy", "receiver-process", "5"]
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert command(5) == [sys.executable, "receiver-process", "5"]
+
+
+def test_who_forks_is_alone_with_everything_imported():
+    child = ChildHandle(BEGIN, "child", SHARED_FORK_SERVER)
+    child.require_ready(60)
+    assert len(os.listdir(f"/proc/{SHARED_FORK_SERVER.pid()}/task")) == 1
+    for pid in (SHARED_FORK_SERVER.pid(), child.pid):
+        assert "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+    child.kill("enough")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_is_for_their_parent_to_follow(number):
+    child = ChildHandle(BEGIN, "child", SHARED_FORK_SERVER)
+    child.require_ready(60)
+    before = SHARED_FORK_SERVER.pid()
+    for pid in (before, child.pid):
+        os.kill(pid, number)
+    assert child.call(CheckTrainer(child.next_number(), "g", False), 20).values == {
+        "owner_gone": 0,
+        "owner_answers": 0,
+    }
+    assert SHARED_FORK_SERVER.pid() == before
+    child.kill("enough")
+
+
+def test_children_are_forks_that_end_with_it(nest):
+    assert nest.pid() is None  # to hold it starts nothing
+    children = [ChildHandle(BEGIN, f"child-{number}", nest) for number in range(3)]
+    for child in children:
+        child.require_ready(60)
+    assert len({child.pid for child in children}) == 3
+    for child in children:
+        assert f"PPid:\t{nest.pid()}\n" in Path(f"/proc/{child.pid}/status").read_text()
+    os.kill(children[0].pid, signal.SIGSTOP)  # nothing that it does itself can end it
+    os.kill(nest.pid(), signal.SIGKILL)
+    for child in children:
+        assert child.wait_reaped(20)
+        assert child.end_reason == "the receiver process was ended by SIGKILL"
+    wait_until(lambda: not any(alive(child.pid) for child in children))
+    again = ChildHandle(BEGIN, "again", nest)
+    again.require_ready(60)
+
+
+def test_one_that_was_stopped_goes_on_when_somebody_wants_a_child_or_its_end(nest):
+    first = ChildHandle(BEGIN, "first", nest)
+    first.require_ready(60)
+    before = nest.pid()
+    os.kill(before, signal.SIGSTOP)
+    second = ChildHandle(BEGIN, "second", nest)
+    second.require_ready(20)
+    for each in (before, first.pid):
+        os.kill(each, signal.SIGSTOP)
+    first.kill("enough")
+    wait_until(lambda: not alive(first.pid))
+    assert (nest.pid(), alive(second.pid)) == (before, True)
+
+
+def test_a_fork_has_nothing_of_another_one(nest):
+    first = ChildHandle(BEGIN, "first", nest)
+    first.require_ready(60)
+    second = ChildHandle(BEGIN, "second", nest)
+    second.require_ready(60)
+    for child in (first, second):
+        held = [os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        assert len([each for each in held if each.startswith("socket:")]) == 1
+        assert len([each for each in held if each.startswith("pipe:")]) == 1
+    first.kill("enough")
+    assert first.wait_reaped(20)
+    wait_until(lambda: not alive(first.pid))
+    assert alive(second.pid)
+
+
+def test_the_last_who_lets_go_ends_it_and_what_came_out_of_it(nest):
+    nest.hold()
+    child = ChildHandle(BEGIN, "child", nest)
+    child.require_ready(60)
+    pid = nest.pid()
+    nest.release()
+    assert nest.pid() == pid
+    nest.release()
+    assert nest.pid() is None
+    assert not alive(pid)
+    assert child.wait_reaped(20)
+    wait_until(lambda: not alive(child.pid))
+    nest.hold()
+
+
+def test_a_nest_that_cannot_be_started_is_a_group_error(nest, monkeypatch):
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(module, "command", lambda _: ["/nowhere/python"])
+    with pytest.raises(GroupError, match="no receiver process could be started"):
+        nest.warm()
+    with pytest.raises(GroupError, match="no receiver process could be started"):
+        ChildHandle(BEGIN, "none", nest)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit('no module named torch')", "status 1: no module named torch"),
+        (
+            "import os; os.write(2, b'gloo::EnforceNotMet'); os.abort()",
+            "sent more bytes than it announced",
+        ),
+    ],
+)
+def test_why_there_is_none_is_told_with_its_last_words(nest, monkeypatch, code, said):
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(module, "command", lambda number: [sys.executable, "-c", code, str(number)])
+    child = ChildHandle(BEGIN, "unborn", nest)
+    with pytest.raises(ChildEnded, match=said):
+        child.require_ready(20)
+    assert child.wait_reaped(10)
+    child._reader.join(30)
+    assert nest.pid() is None
+    assert len(os.listdir("/proc/self/fd")) == files

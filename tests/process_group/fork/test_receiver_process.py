@@ -1,0 +1,88 @@
+"""What the receiving process does with the descriptors that come beside orders."""
+
+import os
+import resource
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from omni_proxy.process_group.fork.ipc import LOST, Arm, Event, JsonSocket, Send
+from omni_proxy.process_group.fork.receiver_process import (
+    PassedDescriptor,
+    _CommandExecutor,
+    _EventWriter,
+)
+from omni_proxy.process_group.group import GroupLimits
+from omni_proxy.process_group.tensor_plan import make_plan
+
+PLANS = (make_plan([("w", "uint8", [8])], dense=True),)
+
+
+@pytest.fixture
+def wires():
+    ours, theirs = map(JsonSocket, socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [Arm(1, "no such group", PLANS, 1.0, digests=False, block=3), Send(1, PLANS, block=3)],
+    ids=["arm", "send"],
+)
+def test_an_order_that_is_refused_keeps_no_descriptor(wires, order):
+    parent, child = wires
+    executor = _CommandExecutor(child, _EventWriter(child), GroupLimits(5.0, 10.0, 1.0))
+    descriptor = os.memfd_create("test-child")
+    child.descriptors.append(descriptor)
+    executor.submit(order)
+    answer = msgspec.json.Decoder(Event).decode(next(parent.lines()))
+    assert answer.error
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_descriptor_that_found_no_room_is_told_and_the_next_one_is_not_taken_for_it(wires):
+    parent, child = wires
+    lines = child.lines()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    read, write = os.pipe()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (write, limits[1]))  # no number is left
+        parent.send(Send(1, PLANS, block=3), read)
+        next(lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    parent.send(Send(2, PLANS, block=4), read)
+    next(lines)
+    lost, came = child.descriptors
+    assert lost == LOST
+    assert os.fstat(came).st_ino == os.fstat(read).st_ino
+    with pytest.raises(OSError, match="too many open files"):
+        PassedDescriptor(lost).take()
+    PassedDescriptor(lost).close()
+    for descriptor in (read, write):
+        os.close(descriptor)
+
+
+def test_a_descriptor_is_closed_or_taken_once_whoever_is_first():
+    def race(act):
+        try:
+            return act()
+        except OSError:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(200):
+            read, write = os.pipe()
+            handed = PassedDescriptor(write)
+            taken, _ = pool.map(race, (handed.take, handed.close))
+            if taken is not None:
+                os.close(taken)
+            assert os.read(read, 1) == b""  # nobody has the other end any more
+            os.close(read)
+    with pytest.raises(OSError, match="has ended"):
+        handed.take()
