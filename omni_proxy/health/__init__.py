@@ -1,1 +1,1 @@
-"""Health checks: active probes, outlier ejection, throttled starts."""
+"""Active health checks, outlier ejection, and the list of uploaded voices."""

@@ -1,7 +1,8 @@
-"""The ejector: takes workers out of the registry whose requests keep failing, `eject = "remove"`.
+"""Outlier ejection with `eject = "remove"`: removes workers whose requests keep failing.
 
-Invariant: it goes the way of DELETE, through the keeper, so a worker that the file names stays away
-until its entry changes. One that came back meanwhile, or was replaced, is left alone.
+Invariant: the removal is that of `DELETE`, through the configuration store, so a worker that the
+file names stays away until its entry changes. A worker that recovered or was replaced in between
+is not removed.
 """
 
 from __future__ import annotations
@@ -22,44 +23,45 @@ _log = logging.getLogger(__name__)
 
 
 class OutlierEjector:
-    """The fleet tells it in the middle of a request; `run` does what takes time."""
+    """The fleet reports an ejection in the middle of a request; `run` does what has to wait."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore) -> None:
         self._fleet = fleet
         self._config_store = config_store
-        self._ejected: list[Worker] = []
-        self._more = trio.Event()
-        fleet.watch_ejected(self._note)
+        self._queue: list[Worker] = []
+        self._queued = trio.Event()
+        fleet.watch_ejected(self._enqueue)
 
-    def _note(self, worker: Worker) -> None:
+    def _enqueue(self, worker: Worker) -> None:
         if self._config_store.config.routing.eject == "remove":
-            self._ejected.append(worker)
-            self._more.set()
+            self._queue.append(worker)
+            self._queued.set()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         task_status.started()
         while True:
-            while self._ejected:
-                await trio.lowlevel.checkpoint()  # it may put back what it was given
-                await self._remove(self._ejected.pop(0))
-            self._more = trio.Event()
-            await self._more.wait()
+            while self._queue:
+                await trio.lowlevel.checkpoint()  # `_remove` may queue the worker again
+                await self._remove(self._queue.pop(0))
+            self._queued = trio.Event()
+            await self._queued.wait()
 
     async def _remove(self, worker: Worker) -> None:
         def edit(state: SavedState, config: Config) -> SavedState:
-            known = self._fleet.find(worker.url) is worker
-            if not known or worker.health.state is Health.HEALTHY:
+            if self._fleet.find(worker.url) is not worker or worker.health.state is Health.HEALTHY:
                 return state
             return with_deleted(state, config, worker.url)
 
-        why = worker.health.last_error
+        error = worker.health.last_error
         await self._config_store.membership_lock.wait_released()
         try:
             changed = await self._config_store.change(edit)
-        except HttpError:  # a sync began in between: then after that one
-            self._ejected.append(worker)
+        except HttpError:  # a weight sync started in between: after that one
+            self._queue.append(worker)
             return
         if changed.outcome == "applied":
-            _log.warning("worker %s was removed: its requests keep failing: %s", worker.url, why)
+            _log.warning(
+                "worker_removed worker=%s reason=failed_requests error=%r", worker.url, error
+            )
         elif changed.error is not None:
-            _log.error("worker %s could not be removed: %s", worker.url, changed.error)
+            _log.error("worker_remove_failed worker=%s error=%s", worker.url, changed.error)

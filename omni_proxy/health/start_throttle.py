@@ -1,7 +1,7 @@
-"""Many tasks of ours that want to begin in one moment: one of them in so many turns of the loop.
+"""Spreads the starts of many tasks over iterations of the event loop.
 
-Invariant: whoever waits here waits in line. Were they all to run in each turn of the event loop, a
-request for the status would wait for all of them at every step that it takes itself.
+Invariant: waiting tasks start in the order in which they came. If all of them ran in the same
+iteration, each checkpoint of a status request would take as long as all of them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import trio
 
 
 class StartThrottle:
-    """One task begins in each turn, or in each so many: what can wait leaves them to the others."""
+    """Lets one task start in each loop iteration, or in each `iterations` of them."""
 
-    def __init__(self, turns: int = 1) -> None:
-        self._line = trio.Lock()
-        self._turns = turns
+    def __init__(self, iterations: int = 1) -> None:
+        self._lock = trio.Lock()
+        self._iterations = iterations
 
     async def wait_turn(self) -> None:
-        async with self._line:  # its release wakes the next one, in the turn after this
-            for _ in range(self._turns - 1):
+        async with self._lock:  # its release wakes the next task in the next iteration
+            for _ in range(self._iterations - 1):
                 await trio.lowlevel.checkpoint()

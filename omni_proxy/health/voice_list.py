@@ -1,7 +1,7 @@
-"""The voice list: asks the worker that keeps the uploaded voices for their names.
+"""The voice list: reads the names of uploaded voices from the worker that keeps them.
 
-Invariant: what the registry knows is on the disk before the next reading, so that it survives a
-restart. A failed reading leaves what was known; it is tried again, and is shown at GET /health.
+Invariant: what the registry knows is saved before the next read, so it survives a restart. A failed
+read leaves the known names; it is retried with back-off, and GET /health shows its error.
 Source: omni-router.md 13 (GET /v1/audio/voices?names_only=true, at most 1 MiB).
 """
 
@@ -27,20 +27,20 @@ TARGET: Final = "/v1/audio/voices?names_only=true"
 MAX_BYTES: Final = 1024 * 1024
 MAX_NAMES: Final = 10_000
 TIMEOUT_SECS: Final = 10.0
-RETRY_SECS: Final = 1.0  # after a failed reading, doubling
+RETRY_SECS: Final = 1.0  # after a failed read, doubling
 MAX_RETRY_SECS: Final = 30.0
 REFRESH_SECS: Final = 30.0  # a voice may be uploaded or deleted at the worker itself
 
-Remember = Callable[[SavedVoices], Awaitable[None]]
+SaveVoices = Callable[[SavedVoices], Awaitable[None]]
 
 
 class VoiceList:
-    """`remember` puts owner and names on the disk."""
+    """`save` writes the owner and the names to the disk."""
 
-    def __init__(self, fleet: Fleet, registry: VoiceRegistry, remember: Remember) -> None:
+    def __init__(self, fleet: Fleet, registry: VoiceRegistry, save: SaveVoices) -> None:
         self._fleet = fleet
         self._registry = registry
-        self._remember = remember
+        self._save_voices = save
         self._changed = trio.Event()
         registry.watch(lambda: self._changed.set())
 
@@ -52,7 +52,7 @@ class VoiceList:
             await self._save()
             pause_secs = inf
             if self._registry.owner:
-                owner = self._fleet.find(self._registry.owner)  # a launched one comes later
+                owner = self._fleet.find(self._registry.owner)  # a launched worker is added later
                 if owner is not None and await self._read(owner):
                     await self._save()
                     backoff.reset()
@@ -63,47 +63,47 @@ class VoiceList:
                 await self._changed.wait()
 
     async def _read(self, owner: Worker) -> bool:
-        """Whether the registry has the newest list now."""
+        """Read the names; returns whether the registry has the newest list now."""
         generation = self._registry.generation
         call = Call("GET", TARGET, timeout_secs=TIMEOUT_SECS, max_bytes=MAX_BYTES)
-        outcome = await call_worker(owner, call)
+        result = await call_worker(owner, call)
         try:
-            names = names_of(outcome)
+            names = parse_voice_names(result)
         except ValueError as error:
             if self._registry.refresh_error != str(error):
-                _log.warning("the uploaded voices of %s could not be listed: %s", owner.url, error)
+                _log.warning("voice_list_failed worker=%s error=%s", owner.url, error)
             self._registry.fail(generation, str(error))
             return False
         return self._registry.set_names(generation, names)
 
     async def _save(self) -> None:
-        """Unknown names are kept as unknown: the disk must not be older than an upload."""
+        """Unknown names are saved as unknown: after an upload the saved list would be stale."""
         names = self._registry.names
-        kept = None if names is None else tuple(sorted(names))
-        await self._remember(SavedVoices(owner=self._registry.owner, names=kept))
+        saved = None if names is None else tuple(sorted(names))
+        await self._save_voices(SavedVoices(owner=self._registry.owner, names=saved))
 
 
-def names_of(outcome: CallResult) -> list[str]:
-    """The names in a worker's answer. Raises ValueError that says why there are none."""
-    if outcome.status in ROUTE_ABSENT:
+def parse_voice_names(result: CallResult) -> list[str]:
+    """The names in a worker's response. Raises ValueError with the reason where it has none."""
+    if result.status in ROUTE_ABSENT:
         return []
-    if not outcome.ok:
-        raise ValueError(outcome.failure)
-    told = outcome.json()
-    if not isinstance(told, dict):
+    if not result.ok:
+        raise ValueError(result.failure)
+    body = result.json()
+    if not isinstance(body, dict):
         raise ValueError("the answer is no JSON object")
-    names = told.get("uploaded_voice_names")
+    names = body.get("uploaded_voice_names")
     if names is None:
-        voices = told.get("uploaded_voices", [])
-        names = [each.get("name") for each in _listed(voices) if isinstance(each, dict)]
-    texts = [name for name in _listed(names) if isinstance(name, str)]
-    found = [name for name in texts if name and name.isprintable()]
-    if len(found) > MAX_NAMES:
-        raise ValueError(f"{len(found)} names, more than {MAX_NAMES}")
-    return found
+        voices = _require_list(body.get("uploaded_voices", []))
+        names = [voice.get("name") for voice in voices if isinstance(voice, dict)]
+    strings = [name for name in _require_list(names) if isinstance(name, str)]
+    printable = [name for name in strings if name and name.isprintable()]
+    if len(printable) > MAX_NAMES:
+        raise ValueError(f"{len(printable)} names, more than {MAX_NAMES}")
+    return printable
 
 
-def _listed(value: object) -> list[object]:
+def _require_list(value: object) -> list[object]:
     if not isinstance(value, list):
         raise ValueError("the names are no list")
     return value

@@ -4,24 +4,23 @@ import trio
 import trio.lowlevel
 
 from omni_proxy.upstream_http import client
-from tests.health.prober_world import build_world
+from tests.health.prober_fixture import build_prober_fixture
 
 
 @pytest.fixture
 def world():
-    return build_world()
+    return build_prober_fixture()
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Probes answered in memory: (time, host) of each; `asked.reply` may be changed."""
-    seen = []
+def probes(monkeypatch):
+    """In-memory responses to probes: a list of (time, host); `probes.reply` makes the response."""
 
-    class Asked(list):
+    class Probes(list):
         reply = staticmethod(lambda request: httpx.Response(200))
         closed = 0
 
-    seen = Asked()
+    seen = Probes()
 
     async def answer(request):
         seen.append((trio.current_time(), request.url.host))
@@ -34,22 +33,22 @@ def asked(monkeypatch):
             await super().aclose()
 
     def open_client(worker):
-        return Client(transport=httpx.MockTransport(unread(answer)), timeout=None)
+        return Client(transport=httpx.MockTransport(streamed(answer)), timeout=None)
 
     monkeypatch.setattr(client, "open_client", open_client)
     return seen
 
 
-def unread(answer):
-    """httpx reads in-memory bodies at once; the prober wants to stream them."""
+def streamed(answer):
+    """httpx reads in-memory bodies at once; the prober streams them."""
 
-    async def streamed(request):
+    async def respond(request):
         response = await answer(request)
         body = response.content
 
-        async def pieces():
+        async def chunks():
             yield body
 
-        return httpx.Response(response.status_code, content=pieces())
+        return httpx.Response(response.status_code, content=chunks())
 
-    return streamed
+    return respond

@@ -8,106 +8,106 @@ from omni_proxy.fleet.health import Thresholds
 from omni_proxy.fleet.worker import LAUNCH_CORDON
 from omni_proxy.health import prober as probing
 from omni_proxy.health.prober import Prober
-from tests.health.prober_world import NOW, URL
+from tests.health.prober_fixture import NOW, URL
 
 
 async def running(world, nursery):
     await nursery.start(world.prober.run)
 
 
-async def test_a_worker_is_probed_at_once_again_soon_while_rising_then_each_interval(
-    world, asked, nursery, autojump_clock
+async def test_a_worker_is_probed_at_once_then_soon_while_it_recovers_then_each_interval(
+    world, probes, nursery, autojump_clock
 ):
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(21)
-    start = asked[0][0]
-    assert [round(at - start, 3) for at, _ in asked] == [0, 0.5, 10.5, 20.5]
+    start = probes[0][0]
+    assert [round(at - start, 3) for at, _ in probes] == [0, 0.5, 10.5, 20.5]
     assert worker.health.state == "healthy"
 
 
 @pytest.mark.parametrize(("chance", "pause_secs"), [(0.0, 8), (0.5, 10), (1.0, 12)])
 async def test_intervals_are_jittered_by_a_fifth(
-    asked, nursery, autojump_clock, world, chance, pause_secs
+    probes, nursery, autojump_clock, world, chance, pause_secs
 ):
     world.prober = Prober(world.fleet, world.config_store, jitter=lambda: chance)
     world.fleet.thresholds = Thresholds(rise=1)
     world.add(URL)
     await running(world, nursery)
     await trio.sleep(15)
-    assert round(asked[1][0] - asked[0][0], 3) == pause_secs
+    assert round(probes[1][0] - probes[0][0], 3) == pause_secs
 
 
-async def test_a_failing_worker_waits_for_its_interval(world, asked, nursery, autojump_clock):
-    asked.reply = lambda request: httpx.Response(500)
+async def test_a_failing_worker_waits_for_its_interval(world, probes, nursery, autojump_clock):
+    probes.reply = lambda request: httpx.Response(500)
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(25)
-    assert len(asked) == 3
+    assert len(probes) == 3
     assert worker.health.state == "unhealthy"
 
 
-async def test_a_worker_that_comes_up_long_after_the_threshold_is_taken_by_itself(
-    world, asked, nursery, autojump_clock
+async def test_a_worker_that_comes_up_long_after_the_threshold_enters_rotation(
+    world, probes, nursery, autojump_clock
 ):
-    asked.reply = lambda request: httpx.Response(503)
+    probes.reply = lambda request: httpx.Response(503)
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(300)
     assert worker.health.state == "unhealthy"
-    asked.reply = lambda request: httpx.Response(200)
+    probes.reply = lambda request: httpx.Response(200)
     await trio.sleep(15)
     assert worker.health.state == "healthy"
 
 
-async def test_a_worker_that_is_not_up_is_told_at_its_first_failed_probe_and_once(
-    world, asked, nursery, autojump_clock, caplog
+async def test_the_first_failed_probe_of_a_new_worker_is_logged_once(
+    world, probes, nursery, autojump_clock, caplog
 ):
-    asked.reply = lambda request: httpx.Response(503, text="loading")
+    probes.reply = lambda request: httpx.Response(503, text="loading")
     world.add(URL)
     await running(world, nursery)
     await trio.sleep(1)
-    told = [record.getMessage() for record in caplog.records if "not up yet" in record.message]
-    assert told == [f"Worker {URL} is not up yet: loading; it is asked again every 10 s"]
+    logged = [m for m in caplog.messages if "worker_not_up" in m]
+    assert logged == [f"worker_not_up worker={URL} error=loading retry_every=10s"]
     await trio.sleep(100)
-    assert sum("not up yet" in record.message for record in caplog.records) == 1
+    assert sum("worker_not_up" in record.message for record in caplog.records) == 1
 
 
-async def test_who_launches_a_worker_tells_itself_that_it_is_not_up(
-    world, asked, nursery, autojump_clock, caplog
+async def test_a_failed_probe_of_a_launched_worker_is_not_logged(
+    world, probes, nursery, autojump_clock, caplog
 ):
-    asked.reply = lambda request: httpx.Response(503)
+    probes.reply = lambda request: httpx.Response(503)
     world.fleet.cordon(world.add(URL), LAUNCH_CORDON)
     await running(world, nursery)
     await trio.sleep(1)
-    assert not any("not up yet" in record.message for record in caplog.records)
+    assert not any("worker_not_up" in record.message for record in caplog.records)
 
 
 async def test_a_dead_worker_is_not_probed_until_it_is_revived(
-    world, asked, nursery, autojump_clock
+    world, probes, nursery, autojump_clock
 ):
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(1)
     world.fleet.mark_dead(worker, NOW)
-    before = len(asked)
+    before = len(probes)
     await trio.sleep(100)
-    assert len(asked) == before
-    assert asked.closed == 1
+    assert len(probes) == before
+    assert probes.closed == 1
     world.fleet.revive(worker, NOW)
     await trio.sleep(1)
-    assert len(asked) == before + 2
+    assert len(probes) == before + 2
     assert worker.health.state == "healthy"
 
 
-async def test_the_result_of_a_probe_begun_before_a_revival_is_void(
-    world, asked, nursery, autojump_clock
+async def test_the_result_of_a_probe_that_began_before_a_revival_is_ignored(
+    world, probes, nursery, autojump_clock
 ):
     async def slowly():
         await trio.sleep(2)
         return httpx.Response(500)
 
-    asked.reply = lambda request: slowly()
+    probes.reply = lambda request: slowly()
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(1)
@@ -116,47 +116,47 @@ async def test_the_result_of_a_probe_begun_before_a_revival_is_void(
     assert worker.health.consecutive_failures == 0
 
 
-async def test_workers_that_come_and_go_are_followed(world, asked, nursery, autojump_clock):
+async def test_added_and_removed_workers_are_followed(world, probes, nursery, autojump_clock):
     await running(world, nursery)
     world.add(URL)
     await trio.sleep(0.1)
-    assert len(asked) == 1
+    assert len(probes) == 1
     world.remove(URL)
     await trio.sleep(100)
-    assert (len(asked), asked.closed) == (1, 1)
+    assert (len(probes), probes.closed) == (1, 1)
     world.add(URL)
     await trio.sleep(0.1)
-    assert len(asked) == 2
+    assert len(probes) == 2
 
 
-async def test_a_slow_worker_delays_nobody_else(world, asked, nursery, autojump_clock):
+async def test_a_slow_worker_delays_no_other_probe(world, probes, nursery, autojump_clock):
     async def never():
         await trio.sleep_forever()
 
-    asked.reply = lambda r: never() if r.url.host == "127.0.0.2" else httpx.Response(200)
+    probes.reply = lambda r: never() if r.url.host == "127.0.0.2" else httpx.Response(200)
     slow = world.add(URL, "http://127.0.0.2:1")
     await running(world, nursery)
     await trio.sleep(11)
-    assert [host for _, host in asked].count("127.0.0.1") == 3
+    assert [host for _, host in probes].count("127.0.0.1") == 3
     assert slow.health.last_error == "no answer within 5 s"
 
 
-async def test_so_many_workers_are_probed_at_a_time_and_waiting_for_that_is_not_their_fault(
-    world, asked, nursery, autojump_clock, monkeypatch
+async def test_parallel_probes_are_bounded_and_the_wait_counts_against_no_worker(
+    world, probes, nursery, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(probing, "PROBES_AT_ONCE", 4)
+    monkeypatch.setattr(probing, "MAX_PARALLEL_PROBES", 4)
     world.prober = probing.Prober(world.fleet, world.config_store, jitter=lambda: 0.5)
-    under_way, most = 0, 0
+    in_flight, most = 0, 0
 
     async def slow(request):
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
         await trio.sleep(4)
-        under_way -= 1
+        in_flight -= 1
         return httpx.Response(200)
 
-    asked.reply = slow
+    probes.reply = slow
     world.fleet.thresholds = Thresholds(rise=1, fall=1)
     world.configure(timeout_secs=5, interval_secs=600)
     world.add(*(f"http://127.0.0.{at}:1" for at in range(1, 21)))
@@ -166,31 +166,31 @@ async def test_so_many_workers_are_probed_at_a_time_and_waiting_for_that_is_not_
     assert {worker.health.state for worker in world.fleet.workers} == {"healthy"}
 
 
-async def test_after_a_timeout_the_client_is_a_new_one(world, asked, nursery, autojump_clock):
+async def test_a_timeout_closes_the_client(world, probes, nursery, autojump_clock):
     async def never():
         await trio.sleep_forever()
 
-    asked.reply = lambda request: never()
+    probes.reply = lambda request: never()
     world.add(URL)
     await running(world, nursery)
     await trio.sleep(6)
-    assert asked.closed == 1
+    assert probes.closed == 1
 
 
-async def test_a_shorter_interval_counts_at_once(world, asked, nursery, autojump_clock):
+async def test_a_shorter_interval_applies_at_once(world, probes, nursery, autojump_clock):
     world.configure(interval_secs=1000)
     world.add(URL)
     await running(world, nursery)
     await trio.sleep(100)
-    assert len(asked) == 2
+    assert len(probes) == 2
     world.configure(interval_secs=10)
     await trio.sleep(11)
-    assert len(asked) == 4
+    assert len(probes) == 4
 
 
-async def test_another_endpoint_counts_at_once(world, asked, nursery, autojump_clock):
+async def test_another_endpoint_applies_at_once(world, probes, nursery, autojump_clock):
     paths = []
-    asked.reply = lambda r: paths.append(r.url.raw_path) or httpx.Response(200)
+    probes.reply = lambda r: paths.append(r.url.raw_path) or httpx.Response(200)
     world.add(URL)
     await running(world, nursery)
     await trio.sleep(1)
@@ -200,26 +200,26 @@ async def test_another_endpoint_counts_at_once(world, asked, nursery, autojump_c
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "body", "error"),
     [
         (500, b"", "status=500"), (503, b"  \n", "status=503"), (500, b"CUDA error", "CUDA error"),
         (301, b"", "status=301"), (404, b"x" * 600, "x" * 512), (500, b"\xff", "\ufffd"),
     ],
 )  # fmt: skip
-async def test_a_failure_is_told_in_the_workers_words(
-    world, asked, nursery, autojump_clock, status, body, said
+async def test_a_failure_is_reported_by_the_body_of_the_response(
+    world, probes, nursery, autojump_clock, status, body, error
 ):
-    asked.reply = lambda request: httpx.Response(status, content=body)
+    probes.reply = lambda request: httpx.Response(status, content=body)
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(0.1)
-    assert worker.health.last_error == said
+    assert worker.health.last_error == error
     assert worker.health.last_status_code == status
 
 
 @pytest.mark.parametrize("status", [200, 204, 299])
-async def test_every_2xx_is_good(world, asked, nursery, autojump_clock, status):
-    asked.reply = lambda request: httpx.Response(status)
+async def test_every_2xx_is_a_success(world, probes, nursery, autojump_clock, status):
+    probes.reply = lambda request: httpx.Response(status)
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(0.1)
@@ -234,9 +234,9 @@ async def test_every_2xx_is_good(world, asked, nursery, autojump_clock, status):
     ],
 )  # fmt: skip
 async def test_the_health_body_is_kept_when_it_is_small_json(
-    world, asked, nursery, autojump_clock, body, kept
+    world, probes, nursery, autojump_clock, body, kept
 ):
-    asked.reply = lambda request: httpx.Response(200, content=body)
+    probes.reply = lambda request: httpx.Response(200, content=body)
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(0.1)
@@ -244,28 +244,28 @@ async def test_the_health_body_is_kept_when_it_is_small_json(
     assert worker.health.last_error is None
 
 
-async def test_a_new_workers_one_probe_serves_whoever_waits_for_it(
-    world, asked, nursery, autojump_clock
-):
+async def test_a_running_probe_serves_all_that_wait_for_one(world, probes, nursery, autojump_clock):
     world.configure(success_threshold=2)
     await running(world, nursery)
     worker = world.add(URL)
     await world.prober.probe_once(worker)
-    assert len(asked) == 1
+    assert len(probes) == 1
     assert worker.health.consecutive_successes == 1
 
 
-async def test_a_living_worker_can_be_probed_at_any_time(world, asked, nursery, autojump_clock):
+async def test_a_worker_that_is_not_dead_can_be_probed_at_any_time(
+    world, probes, nursery, autojump_clock
+):
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(2)
-    before = len(asked)
+    before = len(probes)
     await world.prober.probe_once(worker)
-    assert len(asked) == before + 1
+    assert len(probes) == before + 1
 
 
 async def test_a_revived_worker_is_probed_under_its_new_epoch(
-    world, asked, nursery, autojump_clock
+    world, probes, nursery, autojump_clock
 ):
     worker = world.add(URL)
     await running(world, nursery)
@@ -276,8 +276,8 @@ async def test_a_revived_worker_is_probed_under_its_new_epoch(
     assert worker.health.consecutive_successes == 1
 
 
-async def test_a_probe_that_a_revival_voided_is_not_waited_for_alone(
-    world, asked, nursery, autojump_clock
+async def test_a_probe_that_a_revival_outdated_is_followed_by_another(
+    world, probes, nursery, autojump_clock
 ):
     replies = iter([500, 200, 200])
 
@@ -285,7 +285,7 @@ async def test_a_probe_that_a_revival_voided_is_not_waited_for_alone(
         await trio.sleep(2)
         return httpx.Response(next(replies))
 
-    asked.reply = lambda request: slowly()
+    probes.reply = lambda request: slowly()
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(1)
@@ -294,11 +294,13 @@ async def test_a_probe_that_a_revival_voided_is_not_waited_for_alone(
     assert (worker.health.consecutive_successes, worker.health.last_status_code) == (1, 200)
 
 
-async def test_waiting_for_a_probe_ends_when_the_worker_goes(world, asked, nursery, autojump_clock):
+async def test_waiting_for_a_probe_ends_when_the_worker_is_removed(
+    world, probes, nursery, autojump_clock
+):
     async def never():
         await trio.sleep_forever()
 
-    asked.reply = lambda request: never()
+    probes.reply = lambda request: never()
     worker = world.add(URL)
     await running(world, nursery)
     nursery.start_soon(world.prober.probe_once, worker)
@@ -308,16 +310,16 @@ async def test_waiting_for_a_probe_ends_when_the_worker_goes(world, asked, nurse
         await world.prober.probe_once(worker)
 
 
-async def test_without_a_running_prober_nobody_waits(world, asked):
+async def test_without_a_running_prober_probe_once_returns(world, probes):
     worker = world.add(URL)
     with trio.fail_after(30):
         await world.prober.probe_once(worker)
-    assert asked == []
+    assert probes == []
 
 
 @pytest.mark.parametrize("prober", ["running", "stopped"])
-async def test_waiting_for_a_worker_that_is_not_probed_lets_others_run_and_can_be_cancelled(
-    world, asked, nursery, prober
+async def test_probe_once_of_a_worker_that_is_not_probed_is_a_checkpoint(
+    world, probes, nursery, prober
 ):
     worker = world.add(URL)
     if prober == "running":
@@ -327,25 +329,25 @@ async def test_waiting_for_a_worker_that_is_not_probed_lets_others_run_and_can_b
         await world.prober.probe_once(worker)
 
 
-async def test_it_may_be_started_again_after_an_end(world, asked, autojump_clock):
+async def test_the_prober_can_be_started_again(world, probes, autojump_clock):
     world.add(URL)
     for expected in (1, 2):
         async with trio.open_nursery() as nursery:
             await nursery.start(world.prober.run)
             await trio.sleep(0.1)
             nursery.cancel_scope.cancel()
-        assert (len(asked), asked.closed) == (expected, expected)
+        assert (len(probes), probes.closed) == (expected, expected)
 
 
-async def test_an_ejected_worker_is_probed_at_once(world, asked, nursery, autojump_clock):
+async def test_an_ejected_worker_is_probed_at_once(world, probes, nursery, autojump_clock):
     worker = world.add(URL)
     await running(world, nursery)
     await trio.sleep(3)
-    probes = len(asked)
+    before = len(probes)
     for _ in range(3):
         world.fleet.observe_request_failure(worker, status=502, error="bad gateway", at=NOW)
     await trio.lowlevel.checkpoint()
     assert worker.health.state == "unhealthy"
     await trio.sleep(1)
-    assert len(asked) == probes + 2
+    assert len(probes) == before + 2
     assert (worker.health.state, worker.health.is_half_open) == ("healthy", True)

@@ -7,12 +7,12 @@ import trio
 
 from omni_proxy.health import prober as prober_module
 from omni_proxy.upstream_http import resolver
-from tests.health.prober_world import NOW, URL, build_world, desired
+from tests.health.prober_fixture import NOW, URL, build_prober_fixture, worker_spec
 
 
 @pytest.fixture
 def world():
-    return build_world()
+    return build_prober_fixture()
 
 
 async def running(world, nursery):
@@ -20,11 +20,11 @@ async def running(world, nursery):
 
 
 async def serve_health(listener, answer):
-    """Accept, read a head, answer, close; what was asked is appended to `answer.asked`."""
+    """Accept, read a head, respond, close; each request is appended to `answer.probes`."""
     while True:
         stream = await listener.accept()
         async with stream:
-            answer.asked.append(bytes(await stream.receive_some(4096)))
+            answer.probes.append(bytes(await stream.receive_some(4096)))
             await stream.send_all(answer.reply)
 
 
@@ -32,7 +32,7 @@ async def serve_health(listener, answer):
 async def health_server(nursery):
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     answer = SimpleNamespace(
-        asked=[], reply=b'HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n{"v": 1}'
+        probes=[], reply=b'HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n{"v": 1}'
     )
     answer.port = listener.socket.getsockname()[1]
     nursery.start_soon(serve_health, listener, answer)
@@ -49,9 +49,9 @@ async def probed(world, nursery, url):
     return worker
 
 
-async def test_a_real_server_is_asked_under_its_own_name(world, nursery, health_server):
+async def test_a_probe_has_the_host_field_of_the_url(world, nursery, health_server):
     worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
-    head = health_server.asked[0].lower()
+    head = health_server.probes[0].lower()
     assert head.startswith(b"get /health http/1.1\r\n")
     assert b"host: 127.0.0.1:%d\r\n" % health_server.port in head
     assert worker.health_body == {"v": 1}
@@ -62,10 +62,10 @@ async def test_a_named_host_is_dialled_by_address_and_called_by_name(world, nurs
     worker = await probed(world, nursery, f"http://localhost:{health_server.port}")
     assert worker.health.last_error is None
     assert worker.address == ("127.0.0.1", health_server.port)
-    assert b"host: localhost:%d\r\n" % health_server.port in health_server.asked[0].lower()
+    assert b"host: localhost:%d\r\n" % health_server.port in health_server.probes[0].lower()
 
 
-async def test_the_next_address_is_tried_when_one_takes_no_connection(
+async def test_the_next_address_is_dialled_when_one_refuses(
     world, nursery, health_server, monkeypatch
 ):
     async def two(host, port):
@@ -77,7 +77,7 @@ async def test_the_next_address_is_tried_when_one_takes_no_connection(
     assert worker.address == ("127.0.0.1", health_server.port)
 
 
-async def test_nobody_listening_is_told(world, nursery):
+async def test_a_refused_connection_is_reported(world, nursery):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         worker = await probed(world, nursery, f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -104,7 +104,7 @@ async def test_a_unix_socket_worker_is_probed(world, nursery, tmp_path):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    answer = SimpleNamespace(asked=[], reply=b"HTTP/1.1 204 No Content\r\n\r\n")
+    answer = SimpleNamespace(probes=[], reply=b"HTTP/1.1 204 No Content\r\n\r\n")
     accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
     nursery.start_soon(serve_health, accepting, answer)
     worker = await probed(world, nursery, f"unix:{path}")
@@ -117,10 +117,10 @@ async def test_a_unix_socket_worker_is_probed(world, nursery, tmp_path):
 async def test_a_name_that_leads_to_a_metadata_service_is_never_dialled(
     world, nursery, monkeypatch
 ):
-    async def astray(host, port, **hints):
+    async def resolved_to_metadata(host, port, **hints):
         return [(2, 1, 6, "", ("127.0.0.1", port)), (2, 1, 6, "", ("169.254.169.254", port))]
 
-    monkeypatch.setattr(resolver.trio.socket, "getaddrinfo", astray)
+    monkeypatch.setattr(resolver.trio.socket, "getaddrinfo", resolved_to_metadata)
     worker = await probed(world, nursery, "http://sly.example:80")
     assert "169.254.169.254" in worker.health.last_error
     assert worker.address == ("sly.example", 80)
@@ -130,43 +130,43 @@ async def test_a_workers_own_key_goes_with_the_probe(world, nursery, health_serv
     monkeypatch.setenv("WORKER_KEY", "w0rk")
     await running(world, nursery)
     url = f"http://127.0.0.1:{health_server.port}"
-    world.fleet.apply([replace(desired(url), api_key_env="WORKER_KEY")], NOW)
+    world.fleet.apply([replace(worker_spec(url), api_key_env="WORKER_KEY")], NOW)
     with trio.fail_after(30):
         await world.prober.probe_once(world.fleet.find(url))
-    assert b"authorization: bearer w0rk" in health_server.asked[0].lower()
+    assert b"authorization: bearer w0rk" in health_server.probes[0].lower()
 
 
 async def test_a_key_that_cannot_be_sent_fails_the_probe_only(world, nursery, monkeypatch):
     monkeypatch.setenv("WORKER_KEY", "schlüssel\N{SNOWMAN}")
     await running(world, nursery)
-    world.fleet.apply([replace(desired(URL), api_key_env="WORKER_KEY")], NOW)
+    world.fleet.apply([replace(worker_spec(URL), api_key_env="WORKER_KEY")], NOW)
     worker = world.fleet.find(URL)
     with trio.fail_after(30):
         await world.prober.probe_once(worker)
     assert worker.health.consecutive_failures == 1
 
 
-async def test_a_refused_connection_means_that_its_cache_is_gone_and_is_said_once(world, nursery):
-    heard = []
-    world.fleet.watch_cache_cleared(heard.append)
+async def test_a_refused_connection_reports_a_lost_cache_once(world, nursery):
+    reported = []
+    world.fleet.watch_cache_cleared(reported.append)
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         worker = await probed(world, nursery, "http://127.0.0.1:{1}".format(*holder.getsockname()))
-        assert heard == [worker]
+        assert reported == [worker]
         with trio.fail_after(30):
             await world.prober.probe_once(worker)
-        assert (heard, worker.health.consecutive_failures) == ([worker], 2)
+        assert (reported, worker.health.consecutive_failures) == ([worker], 2)
 
 
 async def test_the_header_of_an_instance_counts_before_the_body(world, nursery, health_server):
-    heard = []
-    world.fleet.watch_cache_cleared(heard.append)
+    reported = []
+    world.fleet.watch_cache_cleared(reported.append)
     head = "HTTP/1.1 200 OK\r\nx-omni-instance: {}\r\ncontent-length: 17\r\n\r\n"
     same_body = '{"instance": "x"}'
     health_server.reply = (head.format("one") + same_body).encode()
     worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
-    assert (heard, worker.instance) == ([], "one")
+    assert (reported, worker.instance) == ([], "one")
     health_server.reply = (head.format("two") + same_body).encode()
     with trio.fail_after(30):
         await world.prober.probe_once(worker)
-    assert (heard, worker.instance) == ([worker], "two")
+    assert (reported, worker.instance) == ([worker], "two")

@@ -4,13 +4,13 @@ import trio
 from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.health import voice_list
-from omni_proxy.health.voice_list import REFRESH_SECS, VoiceList, names_of
+from omni_proxy.health.voice_list import REFRESH_SECS, VoiceList, parse_voice_names
 from omni_proxy.upstream_http.client import CallResult
 
 OWNER = "http://a:1"
 
 
-def told(body, status=200, error=""):
+def result_of(body, status=200, error=""):
     return CallResult(None, status, body, error, 0.0)
 
 
@@ -22,76 +22,76 @@ def told(body, status=200, error=""):
         (b"{}", []),
     ],
 )
-def test_names_come_in_two_spellings(body, names):
-    assert names_of(told(body)) == names
+def test_names_are_read_in_both_forms(body, names):
+    assert parse_voice_names(result_of(body)) == names
 
 
-def test_a_worker_without_the_route_has_none():
-    assert names_of(told(b"", status=404)) == []
+def test_a_worker_without_the_route_has_no_voices():
+    assert parse_voice_names(result_of(b"", status=404)) == []
 
 
 @pytest.mark.parametrize(
-    ("outcome", "why"),
+    ("result", "reason"),
     [
-        (told(b"", status=500), "status=500"),
-        (told(b"", status=None, error="ConnectError"), "ConnectError"),
-        (told(b"[]"), "JSON object"),
-        (told(b'{"uploaded_voice_names": 3}'), "no list"),
-        (told(b'{"uploaded_voice_names": [%b]}' % b",".join([b'"a"'] * 10_001)), "more than"),
+        (result_of(b"", status=500), "status=500"),
+        (result_of(b"", status=None, error="ConnectError"), "ConnectError"),
+        (result_of(b"[]"), "JSON object"),
+        (result_of(b'{"uploaded_voice_names": 3}'), "no list"),
+        (result_of(b'{"uploaded_voice_names": [%b]}' % b",".join([b'"a"'] * 10_001)), "more than"),
     ],
 )
-def test_an_answer_without_a_list_says_why(outcome, why):
-    with pytest.raises(ValueError, match=why):
-        names_of(outcome)
+def test_a_response_without_a_list_is_an_error_with_a_reason(result, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_voice_names(result)
 
 
-class World:
-    """A worker that keeps voices; `calls` has the times at which it was asked."""
+class VoiceOwner:
+    """A worker that keeps voices; `calls` has the times of the reads."""
 
     def __init__(self, monkeypatch):
         self.registry = VoiceRegistry()
         self.fleet = {OWNER: object()}
-        self.names, self.calls, self.kept = ["bob"], [], []
-        self.meanwhile = lambda: None
-        monkeypatch.setattr(voice_list, "call_worker", self._ask)
+        self.names, self.calls, self.saved = ["bob"], [], []
+        self.during_read = lambda: None
+        monkeypatch.setattr(voice_list, "call_worker", self._call)
 
     def find(self, url):
         worker = self.fleet.get(url)
         return worker and type("Found", (), {"url": url})()
 
-    async def _ask(self, worker, call):
+    async def _call(self, worker, call):
         self.calls.append(trio.current_time())
         await trio.sleep(1)
-        self.meanwhile()
+        self.during_read()
         if self.names is None:
-            return told(b"", status=500)
-        return told(
+            return result_of(b"", status=500)
+        return result_of(
             b'{"uploaded_voice_names": [%b]}'
             % b",".join(b'"%b"' % name.encode() for name in self.names)
         )
 
-    async def remember(self, voices):
-        if not self.kept or self.kept[-1] != voices:
-            self.kept.append(voices)
+    async def save(self, voices):
+        if not self.saved or self.saved[-1] != voices:
+            self.saved.append(voices)
 
 
 @pytest.fixture
 async def world(monkeypatch, nursery, autojump_clock):
-    made = World(monkeypatch)
-    await nursery.start(VoiceList(made, made.registry, made.remember).run)
+    made = VoiceOwner(monkeypatch)
+    await nursery.start(VoiceList(made, made.registry, made.save).run)
     return made
 
 
-async def test_the_list_is_read_after_an_upload_and_kept(world):
+async def test_the_list_is_read_and_saved_after_an_upload(world):
     await trio.sleep(5)
     assert world.calls == []
     world.registry.voices_changed(OWNER)
     await trio.sleep(2)
     assert world.registry.names == {"bob"}
-    assert world.kept[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
+    assert world.saved[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
 
 
-async def test_it_is_read_again_each_refresh(world):
+async def test_the_list_is_read_again_each_refresh(world):
     world.registry.voices_changed(OWNER)
     await trio.sleep(2)
     world.names = ["ann"]
@@ -100,16 +100,16 @@ async def test_it_is_read_again_each_refresh(world):
     assert len(world.calls) == 2
 
 
-async def test_an_upload_while_it_is_read_has_it_read_again_at_once(world):
+async def test_an_upload_during_a_read_causes_another_read_at_once(world):
     uploads = iter([lambda: world.registry.voices_changed(OWNER)])
-    world.meanwhile = lambda: next(uploads, lambda: None)()
+    world.during_read = lambda: next(uploads, lambda: None)()
     world.registry.voices_changed(OWNER)
     await trio.sleep(3)
     assert len(world.calls) == 2
     assert world.registry.state == "ready"
 
 
-async def test_a_failure_is_tried_again_ever_later(world):
+async def test_failed_reads_are_retried_with_back_off(world):
     world.names = None
     world.registry.voices_changed(OWNER)
     await trio.sleep(15)
@@ -118,7 +118,7 @@ async def test_a_failure_is_tried_again_ever_later(world):
     assert world.registry.refresh_error == "status=500"
 
 
-async def test_an_owner_that_comes_late_is_asked_once_it_is_there(world):
+async def test_an_owner_that_comes_late_is_called_once_it_is_there(world):
     worker = world.fleet.pop(OWNER)
     world.registry.restore(OWNER, ["old"])
     world.registry.voices_changed(OWNER)

@@ -1,4 +1,4 @@
-"""A fleet, a keeper's stand-in and a real prober, for the prober's tests."""
+"""A real fleet and a real prober over a fake configuration store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NOW = datetime(2026, 11, 21, tzinfo=UTC)
 URL = "http://127.0.0.1:8011"
 
 
-def desired(url):
+def worker_spec(url):
     return WorkerSpec(
         url=url, model=None, capabilities=frozenset(CAPABILITIES), disabled=False, weight=1,
         max_inflight=0, origin="file",
     )  # fmt: skip
 
 
-class World(SimpleNamespace):
+class ProberFixture(SimpleNamespace):
     def configure(self, **health):
         old, self.config_store.config = (
             self.config_store.config,
@@ -32,17 +32,17 @@ class World(SimpleNamespace):
 
     def add(self, *urls):
         self.urls.extend(urls)
-        self.fleet.apply([desired(url) for url in self.urls], NOW)
+        self.fleet.apply([worker_spec(url) for url in self.urls], NOW)
         return self.fleet.find(urls[-1])
 
     def remove(self, url):
         self.urls.remove(url)
-        self.fleet.apply([desired(known) for known in self.urls], NOW)
+        self.fleet.apply([worker_spec(known) for known in self.urls], NOW)
 
 
-def build_world():
+def build_prober_fixture():
     callbacks = []
     config_store = SimpleNamespace(config=Config(), callbacks=callbacks, subscribe=callbacks.append)
     fleet = Fleet()
     prober = Prober(fleet, config_store, jitter=lambda: 0.5)
-    return World(fleet=fleet, config_store=config_store, urls=[], prober=prober)
+    return ProberFixture(fleet=fleet, config_store=config_store, urls=[], prober=prober)
