@@ -207,7 +207,7 @@ def test_every_policy_and_every_key_of_routing_is_explained():
 
 
 def test_the_flags_that_are_said_to_be_the_same_are_flags():
-    text = MIGRATION.partition("The same word")[2].partition("Where the word differs")[0]
+    text = MIGRATION.partition("Same name, same meaning")[2].partition("Different names")[0]
     flags = re.findall(r"`(--[\w-]+)`", text)
     assert len(flags) > 25
     for flag in flags:
