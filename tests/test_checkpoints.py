@@ -29,7 +29,7 @@ ALLOWED = {
     "omni_proxy.replica.api.common.deferred_stream.__anext__": QUEUED,
     "omni_proxy.replica.api.speech.speech_socket._listen": "trio's `send` is a checkpoint",
     "omni_proxy.replica.api.common.sse.__anext__": QUEUED,
-    "omni_proxy.replica.pipeline.process._read": ENDS,
+    "omni_proxy.replica.pipeline.hosting.stage_process._read": ENDS,
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
     "omni_proxy.launch.startup_progress.wait_until_ready": "`moved` waits for an event",
     "omni_proxy.weight_sync.session.endpoint._make_room": "`until_idle` waits for an event",

@@ -25,14 +25,14 @@ from omni_proxy.config.schema import (
     TimeoutsConfig,
 )
 from omni_proxy.replica import arguments as replica
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
-from omni_proxy.replica.pipeline.coordinator import Coordinator
+from omni_proxy.replica.pipeline.config_file import parse_pipeline
+from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
+from omni_proxy.replica.pipeline.hosting.runtime import Runtime
 from omni_proxy.replica.pipeline.launch import _app
-from omni_proxy.replica.pipeline.load import read_pipeline
 from omni_proxy.replica.pipeline.plan import compile_plan
-from omni_proxy.replica.pipeline.runtime import Runtime
-from omni_proxy.replica.profiling import command as profile
+from omni_proxy.replica.profiling import profile_command as profile
 from omni_proxy.routing import routes
 from tests.admin_api.house import A, build_house, entry
 from tests.tree import PACKAGE
@@ -172,9 +172,9 @@ def test_the_configurations_that_are_shown_load():
 
 def test_the_pipelines_that_are_shown_load_and_show_every_key():
     apart, omni = (tomllib.loads(text) for text in blocks(REPLICA, "toml"))
-    assert read_pipeline(apart).name == "apart"
-    read = read_pipeline(omni)
-    built = builtin_pipeline(Choices(speech="hibari", transcription="whisper-tiny"))
+    assert parse_pipeline(apart).name == "apart"
+    read = parse_pipeline(omni)
+    built = builtin_pipeline(BuiltinOptions(speech="hibari", transcription="whisper-tiny"))
     assert (read.entry, read.entries) == (built.entry, built.entries)
     assert {s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in read.stages} == {
         s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in built.stages
@@ -220,7 +220,7 @@ def test_the_flags_that_are_said_to_be_the_same_are_flags():
 
 def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_served():
     # Nothing is started: an app asks no stage before a request comes.
-    plan = compile_plan(builtin_pipeline(Choices()))
+    plan = compile_plan(builtin_pipeline(BuiltinOptions()))
     client = Client(Coordinator(plan, Runtime(plan.config.stages)))
     served = set()
     for rule in _app(client, {"model_name": "tiny"}).url_map.iter_rules():

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from omni_proxy.replica import llamacpp
 from omni_proxy.replica.arguments import TINY, fetch_parser, serve_parser
-from omni_proxy.replica.leaving import leave
+from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 # What the torch engine imports; of `hibari` only where speech is on.
-NEEDED = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
-NEEDED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
+REQUIRED_PACKAGES = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
+REQUIRED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
 
 log = logging.getLogger(__name__)
 
@@ -35,37 +35,37 @@ class MissingPackageError(Exception):
 def main(argv: Sequence[str]) -> int:
     match list(argv):
         case ["profile", *rest]:
-            from omni_proxy.replica.profiling.command import main as profile
+            from omni_proxy.replica.profiling.profile_command import main as profile
 
             return profile(rest)
         case ["stage-process", *rest]:
             # How a single-file build starts a stage's process: it has no `python -m`.
-            from omni_proxy.replica.pipeline.child import main as stage_process
+            from omni_proxy.replica.pipeline.hosting.process_main import main as stage_process
 
             return stage_process(rest)
         case ["fetch", *rest]:
             arguments = fetch_parser().parse_args(rest)
-            return _guarded(partial(_fetch, arguments))
+            return _report_errors(partial(_fetch, arguments))
         case words:
             parser = serve_parser()
             arguments = parser.parse_args(words)
             if arguments.engine == "llamacpp":
                 if arguments.model == TINY:
                     parser.error(f"--model {TINY} needs --engine torch")
-                return _guarded(partial(_serve_llamacpp, arguments))
-            leave(_unharmed(partial(_serve_torch, arguments)))
+                return _report_errors(partial(_serve_llamacpp, arguments))
+            exit_process(_log_unexpected(partial(_serve_torch, arguments)))
 
 
-def _unharmed(work: partial[int]) -> int:
-    """As `_guarded`, and 1 for what nobody foresaw: it is told, and no thread is left to abort."""
+def _log_unexpected(work: partial[int]) -> int:
+    """As `_report_errors`, and 1 for what nobody foresaw: it is told, and no thread is left to abort."""
     try:
-        return _guarded(work)
+        return _report_errors(work)
     except Exception:
         log.exception("the replica ended by a fault")
         return 1
 
 
-def _guarded(work: partial[int]) -> int:
+def _report_errors(work: partial[int]) -> int:
     try:
         return work()
     except (ModelFileError, llamacpp.EngineError, MissingPackageError) as error:
@@ -89,7 +89,7 @@ def _serve_llamacpp(arguments: argparse.Namespace) -> int:
     model = arguments.model
     path = fetch(MODELS[model], arguments.cache, _say) if model in MODELS else Path(model)
     llamacpp.serve(
-        llamacpp.Serving(
+        llamacpp.LlamaServerConfig(
             model_path=path,
             model_name=arguments.model_name or arguments.model,
             host=arguments.host,
@@ -104,23 +104,23 @@ def _serve_llamacpp(arguments: argparse.Namespace) -> int:
 
 
 def _serve_torch(arguments: argparse.Namespace) -> int:
-    _refuse_missing(NEEDED)
+    _check_installed(REQUIRED_PACKAGES)
     if arguments.images != "off" and arguments.pipeline is None:
-        _refuse_missing(NEEDED_FOR_IMAGES, "ocr")
+        _check_installed(REQUIRED_FOR_IMAGES, "ocr")
     # With OpenMP's default, waiting threads spin: any other busy process then costs a factor of 10.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     import trio
 
     from omni_proxy.replica.pipeline.config import PipelineConfigError
+    from omni_proxy.replica.pipeline.hosting.runtime import StartError
+    from omni_proxy.replica.pipeline.http_server import ListenError
     from omni_proxy.replica.pipeline.launch import launch_server
-    from omni_proxy.replica.pipeline.runtime import StartError
-    from omni_proxy.replica.pipeline.serving import ListenError
-    from omni_proxy.replica.torch_engine import options_of, pipeline_of
+    from omni_proxy.replica.torch_engine import build_app_options, build_pipeline
 
     try:
-        pipeline = pipeline_of(arguments, _present)
-        options = options_of(arguments, pipeline)
+        pipeline = build_pipeline(arguments, _ensure_model_file)
+        options = build_app_options(arguments, pipeline)
         trio.run(
             partial(
                 launch_server,
@@ -142,7 +142,7 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_missing(packages: Sequence[str], extra: str = "replica") -> None:
+def _check_installed(packages: Sequence[str], extra: str = "replica") -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
@@ -150,7 +150,7 @@ def _refuse_missing(packages: Sequence[str], extra: str = "replica") -> None:
         )
 
 
-def _present(model: str, cache: Path) -> str:
+def _ensure_model_file(model: str, cache: Path) -> str:
     """The checked file of a model, fetched where it is not there.
 
     "" in the usual cache folder: the stage that loads the model looks there and checks by itself.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-ENDING = {signal.SIGTERM, signal.SIGINT}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 # llama.cpp counts 1 errors, 2 warnings, 3 a line per step of a request, 4 everything.
 VERBOSITY = {"error": 1, "warning": 2, "info": 2, "debug": 3}
 # Prompts of idle slots are kept in memory for reuse; llama.cpp's own bound is 8 GiB.
@@ -26,7 +26,7 @@ class EngineError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class LlamaServerConfig:
     """What one server is told: `context` is in tokens, for each of `parallel` requests.
 
     With `embeddings` it makes these beside text, and reads prompts a quarter slower.
@@ -43,18 +43,18 @@ class Serving:
     log_level: str
 
 
-def serve(serving: Serving) -> NoReturn:
+def serve(serving: LlamaServerConfig) -> NoReturn:
     xllamacpp = _engine()
-    _refuse_taken_port(serving.host, serving.port)
+    _check_port_free(serving.host, serving.port)
     # Before the engine's threads begin, which inherit it; a signal that comes early stays pending.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         server = xllamacpp.Server(_params(xllamacpp, serving))
     except RuntimeError as error:
         raise EngineError(f"llama.cpp did not start (its reason is above): {error}") from error
     sys.stderr.write(f"{serving.model_name} is served at {server.listening_address}\n")
     sys.stderr.flush()
-    signal.sigwait(ENDING)
+    signal.sigwait(STOP_SIGNALS)
     # Not through the server's destructor: it ends a running stream with a clean last chunk, which
     # makes a cut answer look whole, and it was seen to take 30 s. The kernel closes everything.
     os._exit(0)
@@ -70,7 +70,7 @@ def _engine() -> Any:
     return xllamacpp
 
 
-def _refuse_taken_port(host: str, port: int) -> None:
+def _check_port_free(host: str, port: int) -> None:
     # llama.cpp finds out only after it has loaded the model, and names no reason.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -86,7 +86,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
         ) from error
 
 
-def _params(xllamacpp: Any, serving: Serving) -> Any:
+def _params(xllamacpp: Any, serving: LlamaServerConfig) -> Any:
     params = xllamacpp.CommonParams()
     params.model.path = str(serving.model_path)
     params.model_alias = {serving.model_name}

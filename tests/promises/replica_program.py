@@ -38,7 +38,7 @@ terminal = true
 
 [[stages]]
 name = "broken"
-factory = "tests.replica.pipeline.stages:failing"
+factory = "tests.replica.pipeline.pipeline_stages:failing"
 terminal = true
 
 [[stages]]

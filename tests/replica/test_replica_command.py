@@ -34,7 +34,7 @@ def test_serving_gets_what_the_arguments_say(monkeypatch):
     argv = "--port 31005 --threads 2 --parallel 3 --context 512 --model-name chat --cache /c"
     command.main([*LLAMACPP, *argv.split(), "--no-embeddings"])
     assert served == [
-        llamacpp.Serving(
+        llamacpp.LlamaServerConfig(
             model_path=Path("/c") / MODELS["smollm2-135m"].file,
             model_name="chat",
             host="127.0.0.1",
@@ -136,7 +136,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(launch, "launch_server", launch_server)
     monkeypatch.setattr(command, "leave", leave)
-    monkeypatch.setattr(command, "_refuse_missing", lambda *_: None)
+    monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     return calls
@@ -290,7 +290,7 @@ def test_a_wrong_pipeline_ends_with_2_and_one_line_for_each_problem(launched, tm
 def test_missing_packages_are_told_with_the_cure(monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
-        command._refuse_missing(command.NEEDED)
+        command._check_installed(command.REQUIRED_PACKAGES)
 
 
 def test_a_stage_that_looks_is_there_only_where_it_was_asked_for(launched):
@@ -308,7 +308,7 @@ def test_images_without_their_extra_end_with_1_and_the_cure(monkeypatch, capsys)
         raise Left(status)
 
     monkeypatch.setattr(command, "leave", leave)
-    monkeypatch.setattr(command, "NEEDED", ())
+    monkeypatch.setattr(command, "REQUIRED_PACKAGES", ())
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
     assert "PIL; get them by pip install 'omni-proxy[ocr]'" in capsys.readouterr().err
@@ -319,7 +319,7 @@ def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
         raise Left(status)
 
     monkeypatch.setattr(command, "leave", leave)
-    monkeypatch.setattr(command, "_refuse_missing", lambda *_: None)
+    monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert status_of(["--model", "tiny", "--port", port]) == 1

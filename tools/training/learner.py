@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from omni_proxy.replica.models.llama import MLP, Attention, Batch, Llama, Span, turns
+from omni_proxy.replica.models.llama import MLP, Attention, Batch, Llama, Span, rotary_tables
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
 from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
@@ -70,7 +70,9 @@ class Learner:
     def _loss(self) -> Tensor:
         inputs, targets = self._tokens[:-1], self._tokens[1:]
         span = Span(0, len(inputs), Passing(), None)  # type: ignore[arg-type]
-        cosines, sines = (table[: len(inputs)].unsqueeze(1) for table in turns(self._model.config))
+        cosines, sines = (
+            table[: len(inputs)].unsqueeze(1) for table in rotary_tables(self._model.config)
+        )
         hidden = self._model.model(Batch(torch.tensor(inputs), (cosines, sines), (span,)))
         rows = self._model.model.norm(hidden)[self._first_target - 1 :]
         logits = functional.linear(rows, self._model.model.embed_tokens.weight)

@@ -19,12 +19,12 @@ OTHER_CODECS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x50: "MPEG"
 # The last 14 bytes of every extensible sub-format that only repeats a plain format code.
 SUBFORMAT_TAIL = bytes.fromhex("000000001000800000aa00389b71")
 LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
-MOST_CHANNELS = 64
+MAX_CHANNELS = 64
 # Programs that write into a pipe cannot know the length: they leave a size near 2 or 4 GiB.
 UNKNOWN_SIZE = 0x7FFF0000
-TAKEN = (
+SUPPORTED = (
     "a WAV file of 8, 16, 24 or 32 bit PCM or 32 bit float samples is taken, "
-    f"with any number of channels up to {MOST_CHANNELS}"
+    f"with any number of channels up to {MAX_CHANNELS}"
 )
 FULL_SCALE = {8: 1 << 7, 16: 1 << 15, 24: 1 << 31, 32: 1 << 31}  # 24 bit is read as 32, low byte 0
 
@@ -69,7 +69,7 @@ def decode_audio(data: bytes) -> tuple[Samples, int]:
     Raises AudioError for anything but a whole, uncompressed WAV file.
     """
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        raise AudioError(f"the audio {_kind_of(data)}; {TAKEN}")
+        raise AudioError(f"the audio {_kind_of(data)}; {SUPPORTED}")
     audio_format, body = _chunks(data)
     frames = len(body) // audio_format.block_bytes
     if not frames:
@@ -138,15 +138,17 @@ def _read_format(held: bytes) -> _Format:
     code, channels, rate, _, block_bytes, bits = struct.unpack_from("<HHIIHH", held)
     if code == EXTENSIBLE:
         if len(held) < 40 or held[26:40] != SUBFORMAT_TAIL:
-            raise AudioError(f"the WAV file's extensible format is unknown; {TAKEN}")
+            raise AudioError(f"the WAV file's extensible format is unknown; {SUPPORTED}")
         code = int.from_bytes(held[24:26], "little")
     if code not in (PCM, IEEE_FLOAT):
-        raise AudioError(f"the WAV file holds {OTHER_CODECS.get(code, f'codec {code}')}; {TAKEN}")
+        raise AudioError(
+            f"the WAV file holds {OTHER_CODECS.get(code, f'codec {code}')}; {SUPPORTED}"
+        )
     if bits not in ((32,) if code == IEEE_FLOAT else FULL_SCALE):
         kind = "float" if code == IEEE_FLOAT else "PCM"
-        raise AudioError(f"the WAV file holds {bits} bit {kind} samples; {TAKEN}")
-    if not 1 <= channels <= MOST_CHANNELS:
-        raise AudioError(f"the WAV file says that it has {channels} channels; {TAKEN}")
+        raise AudioError(f"the WAV file holds {bits} bit {kind} samples; {SUPPORTED}")
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise AudioError(f"the WAV file says that it has {channels} channels; {SUPPORTED}")
     if not LOWEST_RATE <= rate <= HIGHEST_RATE:
         raise AudioError(
             f"the WAV file says {rate} samples a second; {LOWEST_RATE} to {HIGHEST_RATE} are taken"

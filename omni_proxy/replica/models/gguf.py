@@ -21,7 +21,7 @@ VERSION = 3
 DEFAULT_ALIGNMENT_BYTES = 32
 BLOCK_ELEMENTS = 32
 MAX_DIMENSIONS = 4
-PIECE_ELEMENTS = 1 << 16  # unpacked pieces stay in the second-level cache
+UNPACK_ELEMENTS = 1 << 16  # unpacked pieces stay in the second-level cache
 
 Floats = NDArray[np.float32]
 
@@ -53,7 +53,7 @@ def _q8_0(rows: NDArray[Any], out: Floats) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class BlockFormat:
     """How a tensor type lays its elements out, a block at a time, and how blocks are unpacked."""
 
     name: str
@@ -62,25 +62,25 @@ class Packing:
     unpack: Callable[[NDArray[Any], Floats], None]
 
 
-PACKINGS: Mapping[int, Packing] = {
-    0: Packing("F32", np.dtype("<f4"), 1, _plain),
-    1: Packing("F16", np.dtype("<f2"), 1, _plain),
-    3: Packing(
+BLOCK_FORMATS: Mapping[int, BlockFormat] = {
+    0: BlockFormat("F32", np.dtype("<f4"), 1, _plain),
+    1: BlockFormat("F16", np.dtype("<f2"), 1, _plain),
+    3: BlockFormat(
         "Q4_1",
         np.dtype([("scale", "<f2"), ("low", "<f2"), ("q", "u1", (16,))]),
         BLOCK_ELEMENTS,
         _q4_1,
     ),
-    8: Packing("Q8_0", np.dtype([("scale", "<f2"), ("q", "i1", (32,))]), BLOCK_ELEMENTS, _q8_0),
+    8: BlockFormat("Q8_0", np.dtype([("scale", "<f2"), ("q", "i1", (32,))]), BLOCK_ELEMENTS, _q8_0),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class GGUFTensor:
     """A tensor as it lies in the file; `shape` is outermost first, as numpy and torch count."""
 
     shape: tuple[int, ...]
-    packing: Packing
+    packing: BlockFormat
     offset: int
 
     @property
@@ -165,7 +165,7 @@ class GGUFFile:
             key = cursor.string("a metadata key")
             kind = cursor.scalar("I", f"the type of {key!r}")
             self.metadata[key] = cursor.value(kind, f"the metadata {key!r}")
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
         for _ in range(tensors):
             name = cursor.string("a tensor's name")
             if name in self.tensors:
@@ -198,7 +198,7 @@ class GGUFFile:
         stored_bytes = self._bytes[start : start + stored.blocks * packing.block.itemsize]
         blocks = np.asarray(stored_bytes).view(packing.block)
         target = out.reshape(stored.blocks, packing.block_elements)
-        step = PIECE_ELEMENTS // packing.block_elements
+        step = UNPACK_ELEMENTS // packing.block_elements
         for first in range(0, stored.blocks, step):
             packing.unpack(blocks[first : first + step], target[first : first + step])
 
@@ -230,7 +230,7 @@ def _head(cursor: _Cursor) -> tuple[int, int]:
     return cursor.scalar("Q", "the number of tensors"), cursor.scalar("Q", "the number of pairs")
 
 
-def _tensor(cursor: _Cursor, name: str) -> StoredTensor:
+def _tensor(cursor: _Cursor, name: str) -> GGUFTensor:
     what = f"the tensor {name!r}"
     dimensions = cursor.scalar("I", what)
     if dimensions > MAX_DIMENSIONS:
@@ -239,11 +239,11 @@ def _tensor(cursor: _Cursor, name: str) -> StoredTensor:
     kind, offset = cursor.scalar("I", what), cursor.scalar("Q", what)
     if 0 in sizes:
         cursor.fail(f"{what} is empty: its dimensions are {sizes}")
-    packing = PACKINGS.get(kind)
+    packing = BLOCK_FORMATS.get(kind)
     if packing is None:
-        known = ", ".join(each.name for each in PACKINGS.values())
+        known = ", ".join(each.name for each in BLOCK_FORMATS.values())
         cursor.fail(f"{what} has the type {kind}; only {known} can be read")
     row = math.prod(sizes[:1])  # one where there are no dimensions
     if row % packing.block_elements:
         cursor.fail(f"{what} has rows of {row}, no multiple of {packing.block_elements}")
-    return StoredTensor(tuple(reversed(sizes)), packing, offset)
+    return GGUFTensor(tuple(reversed(sizes)), packing, offset)

@@ -17,14 +17,14 @@ from omni_proxy.replica.audio.resample import Samples, resample
 
 VOICE = "heart"
 # OpenAI's clients name one of theirs always; all mean the only voice there is (api-server.md 1.4).
-OTHER_NAMES = (
+VOICE_ALIASES = (
     *("default", "alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
     *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
 )
 SLOWEST, FASTEST = 0.25, 4.0
 MODEL_SLOWEST, MODEL_FASTEST = 0.5, 2.0
 # The package cuts a long sentence at clauses only: words without any took 13 s in one piece.
-MOST_PHONEMES = 400
+MAX_PHONEMES = 400
 
 
 class VoiceError(ValueError):
@@ -37,7 +37,7 @@ class MissingVoiceError(Exception):
 
 def voices() -> tuple[str, ...]:
     """Return every name that `check_voice` accepts, the voice's own first."""
-    return (VOICE, *OTHER_NAMES)
+    return (VOICE, *VOICE_ALIASES)
 
 
 def check_voice(name: str) -> str:
@@ -54,7 +54,7 @@ def check_speed(speed: float) -> float:
     return speed
 
 
-class Voice:
+class HibariVoice:
     """The loaded voice. One thread at a time may use it."""
 
     def __init__(self, engine: Any) -> None:
@@ -62,7 +62,7 @@ class Voice:
         self.sample_rate: int = engine.sample_rate
 
     @classmethod
-    def load(cls, threads: int = 1) -> Voice:
+    def load(cls, threads: int = 1) -> HibariVoice:
         """Load model and lexicons; speaks one word, since the first costs half a second more.
 
         Raises MissingVoiceError.
@@ -116,16 +116,16 @@ def _plain_digits(sentence: str) -> str:
 
 def _pieces(phonemes: str) -> Iterator[str]:
     """Cut between words where there is a blank, so that no run of the model takes seconds."""
-    while len(phonemes) > MOST_PHONEMES:
-        cut = phonemes.rfind(" ", 1, MOST_PHONEMES)
-        cut = cut if cut > 0 else MOST_PHONEMES
+    while len(phonemes) > MAX_PHONEMES:
+        cut = phonemes.rfind(" ", 1, MAX_PHONEMES)
+        cut = cut if cut > 0 else MAX_PHONEMES
         yield phonemes[:cut]
         phonemes = phonemes[cut:].lstrip(" ")
     if phonemes:
         yield phonemes
 
 
-class SentenceCutter:
+class IncrementalSentences:
     """Gives back sentences as soon as they are complete in a text that arrives in pieces.
 
     Invariant: what `feed` and `flush` give back together is what `split` makes of the whole text.

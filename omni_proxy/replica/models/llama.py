@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from omni_proxy.replica.models.kv import KVShape, SequenceKV
 
-Part = tuple[Sequence[int], SequenceKV]
+BatchPart = tuple[Sequence[int], SequenceKV]
 
 TIED_NAMES = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -64,7 +64,7 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(values, requires_grad=False)
 
 
-def rows_of(joined: Tensor, sizes: Sequence[int]) -> list[Weight]:
+def split_rows(joined: Tensor, sizes: Sequence[int]) -> list[Weight]:
     return [Weight(rows) for rows in torch.split(joined, list(sizes))]
 
 
@@ -88,7 +88,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, columns)[:, :tokens].t().contiguous()
 
 
-def turns(config: LlamaConfig) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Return the cosines and signed sines of every position, each [context, head_size].
 
     A head's first half is turned against its second ("rotate half"), so the sines of the first
@@ -101,7 +101,7 @@ def turns(config: LlamaConfig) -> tuple[Tensor, Tensor]:
     return torch.cat((cosines, cosines), dim=1), torch.cat((-sines, sines), dim=1)
 
 
-def turn_(heads: Tensor, cosines: Tensor, sines: Tensor) -> None:
+def rotate_(heads: Tensor, cosines: Tensor, sines: Tensor) -> None:
     """Turn [tokens, heads, head_size] by the angles [tokens, 1, head_size], in place."""
     swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
     heads.mul_(cosines).addcmul_(swapped, sines)
@@ -131,10 +131,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The new tokens of all sequences in one row; `turns` holds their angles' cosines and sines."""
+    """The new tokens of all sequences in one row; `rotary` holds their angles' cosines and sines."""
 
     tokens: Tensor
-    turns: tuple[Tensor, Tensor]
+    rotary: tuple[Tensor, Tensor]
     spans: tuple[Span, ...]
 
 
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         self.head_size, hidden = config.head_size, config.hidden_size
         kv_size = self.kv_heads * self.head_size
         self.joined = torch.empty(hidden + 2 * kv_size, hidden)
-        self.q_proj, self.k_proj, self.v_proj = rows_of(self.joined, (hidden, kv_size, kv_size))
+        self.q_proj, self.k_proj, self.v_proj = split_rows(self.joined, (hidden, kv_size, kv_size))
         self.o_proj = Weight(torch.empty(hidden, hidden))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         """Map [tokens, hidden] to the same; the new keys and values go into each span's KV."""
         joined = project(x, self.joined).view(len(x), -1, self.head_size)
         turned = self.heads + self.kv_heads
-        turn_(joined[:, :turned], *batch.turns)
+        rotate_(joined[:, :turned], *batch.rotary)
         out = x.new_empty((len(x), self.heads, self.head_size))
         for span in batch.spans:
             rows = joined[span.start : span.stop]
@@ -193,7 +193,7 @@ class MLP(nn.Module):
         super().__init__()
         inner, hidden = config.intermediate_size, config.hidden_size
         self.joined = torch.empty(2 * inner, hidden)
-        self.gate_proj, self.up_proj = rows_of(self.joined, (inner, inner))
+        self.gate_proj, self.up_proj = split_rows(self.joined, (inner, inner))
         self.down_proj = Weight(torch.empty(hidden, inner))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLP:
@@ -251,7 +251,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self._turns = turns(config)
+        self._rotary = rotary_tables(config)
 
     def new_kv(self) -> SequenceKV:
         config = self.config
@@ -263,7 +263,7 @@ class Llama(nn.Module):
         )
         return SequenceKV(shape, like=self.model.embed_tokens.weight.data)
 
-    def forward(self, parts: Sequence[Part], *, all_positions: bool = False) -> Tensor:
+    def forward(self, parts: Sequence[BatchPart], *, all_positions: bool = False) -> Tensor:
         """Append each part's tokens to its KV and return logits.
 
         [len(parts), vocab], those of each part's last token; with `all_positions`
@@ -287,7 +287,7 @@ class Llama(nn.Module):
             rows: Tensor = self.model.norm(self.model(self._batch([(tokens, self.new_kv())])))
         return rows.clone()
 
-    def _batch(self, parts: Sequence[Part]) -> Batch:
+    def _batch(self, parts: Sequence[BatchPart]) -> Batch:
         flat, positions = self._checked(parts)
         embedding = self.model.embed_tokens.weight
         spans, start = [], 0
@@ -296,14 +296,14 @@ class Llama(nn.Module):
             mask = causal_mask(kv.length, len(tokens), embedding.device)
             spans.append(Span(start, start + len(tokens), kv, mask))
             start += len(tokens)
-        if self._turns[0].device != embedding.device or self._turns[0].dtype != embedding.dtype:
-            self._turns = (self._turns[0].to(embedding), self._turns[1].to(embedding))
+        if self._rotary[0].device != embedding.device or self._rotary[0].dtype != embedding.dtype:
+            self._rotary = (self._rotary[0].to(embedding), self._rotary[1].to(embedding))
         rows = torch.tensor(positions, device=embedding.device)
-        cosines, sines = (table[rows].unsqueeze(1) for table in self._turns)
+        cosines, sines = (table[rows].unsqueeze(1) for table in self._rotary)
         flat_tensor = torch.tensor(flat, device=embedding.device)
         return Batch(flat_tensor, (cosines, sines), tuple(spans))
 
-    def _checked(self, parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+    def _checked(self, parts: Sequence[BatchPart]) -> tuple[list[int], list[int]]:
         flat: list[int] = []
         positions: list[int] = []
         for tokens, kv in parts:

@@ -1,6 +1,6 @@
 """Text in images, by RapidOCR (PP-OCRv4 on onnxruntime), which comes with the extra `ocr`.
 
-Invariant: no image of more than MOST_PIXELS is unpacked, and what the detector sees is bounded in
+Invariant: no image of more than MAX_PIXELS is unpacked, and what the detector sees is bounded in
 its sides and in their ratio, since its memory grows with both. Nothing of the extra is imported
 before it is used.
 """
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-MOST_PIXELS: Final = 40_000_000
-MOST_SIDE: Final = 2000  # in pixels; beyond it the detector would scale down by itself
-MOST_RATIO: Final = 8  # of the sides; the detector brings the short one to at least 736 pixels
-LEAST_SIDE: Final = 32
+MAX_PIXELS: Final = 40_000_000
+MAX_SIDE: Final = 2000  # in pixels; beyond it the detector would scale down by itself
+MAX_SIDE_RATIO: Final = 8  # of the sides; the detector brings the short one to at least 736 pixels
+MIN_SIDE: Final = 32
 MISSING = (
     "images cannot be read: {}; pip install 'omni-proxy[ocr]', and on a machine without libGL put "
     "opencv-python-headless in the place of opencv-python"
@@ -30,26 +30,26 @@ _DAMAGED = (OSError, SyntaxError, EOFError, LookupError, TypeError, ValueError, 
 
 Line: TypeAlias = tuple[str, float]
 # What RapidOCR finds: the four corners (x, y), the text, how sure it is.
-Found: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
+OcrDetection: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
 
 
 class ImageError(ValueError):
     """The image cannot be read; the text says why and what can."""
 
 
-class ReaderMissingError(Exception):
+class MissingOcrError(Exception):
     """The packages that read images cannot be loaded; the text says how to get them."""
 
 
-class Reader:
+class OcrReader:
     """One loaded recogniser. Not for several threads at once."""
 
     def __init__(self, threads: int = 1) -> None:
-        """Load the models that the package brings along. Raises ReaderMissingError."""
+        """Load the models that the package brings along. Raises MissingOcrError."""
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
-            raise ReaderMissingError(MISSING.format(error)) from error
+            raise MissingOcrError(MISSING.format(error)) from error
         self._recognise: Any = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
 
     def read(self, image_bytes: bytes) -> list[Line]:
@@ -57,22 +57,22 @@ class Reader:
 
         Of an animation only the first frame is read. Raises ImageError.
         """
-        found, _ = self._recognise(framed(decoded(image_bytes)))
-        return in_lines(found or [])
+        found, _ = self._recognise(pad_to_detector(decode_image(image_bytes)))
+        return join_lines(found or [])
 
 
-def decoded(image_bytes: bytes) -> Image.Image:
-    """Return the image upright, in RGB, its sides at most MOST_SIDE. Raises ImageError."""
+def decode_image(image_bytes: bytes) -> Image.Image:
+    """Return the image upright, in RGB, its sides at most MAX_SIDE. Raises ImageError."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(BytesIO(image_bytes), formats=FORMATS) as file:
-            if file.width * file.height > MOST_PIXELS:
+            if file.width * file.height > MAX_PIXELS:
                 raise ImageError(
                     f"the image has {file.width} x {file.height} pixels; at most "
-                    f"{MOST_PIXELS} are read"
+                    f"{MAX_PIXELS} are read"
                 )
-            file.draft("RGB", (MOST_SIDE, MOST_SIDE))
+            file.draft("RGB", (MAX_SIDE, MAX_SIDE))
             image = _on_white(ImageOps.exif_transpose(file))
     except UnidentifiedImageError:
         raise ImageError(f"this is no image of a known form: {', '.join(FORMATS)}") from None
@@ -82,7 +82,7 @@ def decoded(image_bytes: bytes) -> Image.Image:
         raise
     except _DAMAGED as error:
         raise ImageError(f"the image is damaged: {error}") from None
-    image.thumbnail((MOST_SIDE, MOST_SIDE))
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
     return image
 
 
@@ -96,11 +96,11 @@ def _on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(paper, layer).convert("RGB")
 
 
-def framed(image: Image.Image) -> Image.Image:
+def pad_to_detector(image: Image.Image) -> Image.Image:
     """Return the image on white paper of sides that the detector takes."""
     from PIL import Image
 
-    least = max(LEAST_SIDE, -(-max(image.size) // MOST_RATIO))
+    least = max(MIN_SIDE, -(-max(image.size) // MAX_SIDE_RATIO))
     if min(image.size) >= least:
         return image
     paper = Image.new("RGB", (max(image.width, least), max(image.height, least)), "white")
@@ -108,7 +108,7 @@ def framed(image: Image.Image) -> Image.Image:
     return paper
 
 
-def in_lines(found: Sequence[Found]) -> list[Line]:
+def join_lines(found: Sequence[OcrDetection]) -> list[Line]:
     """Join what stands side by side: a line is as sure as the least sure of its pieces.
 
     A piece belongs to a line if its middle is within the upper and lower edge of the line's first.
@@ -131,7 +131,7 @@ class _Piece:
 
     __slots__ = ("bottom", "confidence", "left", "middle", "text", "top")
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: OcrDetection) -> None:
         corners, text, confidence = found
         heights = [corner[1] for corner in corners]
         self.top, self.bottom = min(heights), max(heights)

@@ -46,7 +46,7 @@ def stored_name(name: str) -> str:
     return f"blk.{number}.{LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-def config_of(file: GGUFFile) -> LlamaConfig:
+def llama_config(file: GGUFFile) -> LlamaConfig:
     """Return the sizes; GGUFError for another architecture or for angles scaled in any way."""
     architecture = file.require("general.architecture", str)
     if architecture != "llama":
@@ -78,7 +78,7 @@ def config_of(file: GGUFFile) -> LlamaConfig:
 
 def load_weights(file: GGUFFile) -> Llama:
     """Return the model with every weight read; GGUFError where one is missing or misshapen."""
-    model = Llama(config_of(file))
+    model = Llama(llama_config(file))
     config = model.config
     turned = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 

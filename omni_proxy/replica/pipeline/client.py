@@ -12,20 +12,20 @@ from uuid import uuid4
 
 import trio
 
-from omni_proxy.replica.pipeline.chunks import Assembly, Splitter
-from omni_proxy.replica.pipeline.coordinator import Coordinator
-from omni_proxy.replica.pipeline.delivery import Delivery, Done
-from omni_proxy.replica.pipeline.lowering import lowered
+from omni_proxy.replica.pipeline.coordination.chunks import ChunkAssembler, ChunkSplitter
+from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
+from omni_proxy.replica.pipeline.coordination.delivery import Delivery, DeliveryEnd
 from omni_proxy.replica.pipeline.messages import ProfilerStart
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
     GenerateRequest,
-    Message,
+    PromptMessage,
     QueueFullError,
     RequestAborted,
     RequestFailed,
     SamplingParams,
+    to_omni_request,
 )
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "GenerateChunk",
     "GenerateRequest",
     "Generation",
-    "Message",
+    "PromptMessage",
     "QueueFullError",
     "RequestAborted",
     "RequestFailed",
@@ -53,7 +53,7 @@ class Generation:
         self.request_id = request_id
         self._coordinator = coordinator
         self._request = request
-        self._splitter = Splitter(request_id)
+        self._splitter = ChunkSplitter(request_id)
         self._delivery: Delivery | None = None
         self._over = False
 
@@ -95,7 +95,7 @@ class Generation:
         if self._over:
             raise RequestFailed("this generation is closed", 500)
         if self._delivery is None:
-            request = lowered(self._request)
+            request = to_omni_request(self._request)
             self._delivery = self._coordinator.open(self.request_id, request)
         return self._delivery
 
@@ -105,7 +105,7 @@ class Generation:
         except RequestFailed:
             self._close()
             raise
-        if isinstance(item, Done):
+        if isinstance(item, DeliveryEnd):
             self._splitter.end(item.results)
         else:
             self._splitter.piece(item.stage, item.chunk, whole=item.whole)
@@ -131,7 +131,7 @@ class Client:
     ) -> CompletionResult:
         """The whole answer; being cancelled while it waits aborts the request."""
         async with self.generate(request, request_id) as generation:
-            assembly = Assembly(generation.request_id)
+            assembly = ChunkAssembler(generation.request_id)
             async for chunk in generation:
                 assembly.add(chunk)
             return assembly.result()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-MERGE_TERMINALS = "omni_proxy.replica.pipeline.merge:merge_terminals"
+MERGE_TERMINALS = "omni_proxy.replica.pipeline.plan:merge_terminals"
 # What a request may bring beside its text, by the key of its inputs. A task in `entries` may be
 # followed by some of them (`chat+audio+image`): that entry is for requests that bring them all.
 MEDIA = {"audios": "audio", "images": "image", "videos": "video"}
@@ -73,7 +73,7 @@ class PipelineConfig:
     stages: tuple[StageConfig, ...] = ()
 
 
-def checked(config: PipelineConfig) -> PipelineConfig:
+def validate_config(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with its entry filled in.
 
     Raises PipelineConfigError with every problem found.
@@ -85,7 +85,7 @@ def checked(config: PipelineConfig) -> PipelineConfig:
     return config
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def closest_name_hint(name: str, known: Iterable[str]) -> str:
     """A hint that ends a sentence, or nothing."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -122,7 +122,7 @@ def _problems(config: PipelineConfig) -> Iterator[str]:
 def _unknown(key: str, used: tuple[str, ...], names: tuple[str, ...]) -> Iterator[str]:
     for name in used:
         if name not in names:
-            yield f"{key}: no stage is named {name}{nearest(name, names)}"
+            yield f"{key}: no stage is named {name}{closest_name_hint(name, names)}"
 
 
 def _dotted(key: str, name: str) -> Iterator[str]:

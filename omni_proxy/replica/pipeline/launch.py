@@ -21,9 +21,9 @@ import trio
 
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig
-from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
-from omni_proxy.replica.pipeline.serving import Server, bound
-from omni_proxy.replica.pipeline.shell import LOG_FORMAT
+from omni_proxy.replica.pipeline.hosting.runtime import Runtime, StartError, open_pipeline
+from omni_proxy.replica.pipeline.hosting.stage_runner import LOG_FORMAT
+from omni_proxy.replica.pipeline.http_server import ReplicaServer, bind_listener
 from omni_proxy.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ async def launch_server(
     options.setdefault("model_name", pipeline_config.name)
     options.setdefault("model_path", pipeline_config.model_path)
     failures: list[StartError] = []
-    with bound(host, port) as listener:
+    with bind_listener(host, port) as listener:
         try:
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async with trio.open_nursery() as nursery:
-                    life = _Life(drain_secs)
+                    life = _ServerLifecycle(drain_secs)
                     nursery.start_soon(life.heed, signals)
                     await life.lead(pipeline_config, listener, options)
                     nursery.cancel_scope.cancel()
@@ -73,7 +73,7 @@ async def launch_server(
 
 
 @dataclass(slots=True)
-class _Life:
+class _ServerLifecycle:
     drain_secs: float
     stopping: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -97,7 +97,7 @@ class _Life:
         with self.scope:
             async with open_pipeline(config) as (coordinator, self.runtime):
                 # While the stages' threads load, this one imports the web layer.
-                server = Server(_app(Client(coordinator), options), listener)
+                server = ReplicaServer(_app(Client(coordinator), options), listener)
                 async with trio.open_nursery() as nursery:
                     await nursery.start(server.serve)
                     nursery.start_soon(self._once_ready, listener, options)
@@ -121,7 +121,7 @@ class _Life:
 def _app(client: Client, options: AppOptions) -> QuartTrio:
     from omni_proxy.replica.api.app import build_app
     from omni_proxy.replica.api.route_context import RouteContext
-    from omni_proxy.replica.profiling import routes as profiling
+    from omni_proxy.replica.profiling import profile_routes as profiling
 
     served = RouteContext(client=client, **options)
     app = build_app(served)

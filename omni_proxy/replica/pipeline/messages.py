@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, field
 
-FaultKind = Literal["caller", "server", "dropped"]
+FailureKind = Literal["caller", "server", "dropped"]
 
 
 class OmniRequest(Struct, frozen=True):
@@ -96,7 +96,7 @@ class Result(Struct, frozen=True, tag="result"):
     data: dict[str, Any]
 
 
-class Streamed(Struct, frozen=True, tag="streamed"):
+class ResultChunk(Struct, frozen=True, tag="streamed"):
     """A piece of a result that is still being made; text in it is new text only."""
 
     request_id: str
@@ -106,13 +106,13 @@ class Streamed(Struct, frozen=True, tag="streamed"):
     modality: str = "text"
 
 
-class Failed(Struct, frozen=True, tag="failed"):
+class StageFailure(Struct, frozen=True, tag="failed"):
     """A stage gave a request up: the caller's fault (400), ours (500), or an admin's wish."""
 
     request_id: str
     stage: str
     error: str
-    kind: FaultKind = "server"
+    kind: FailureKind = "server"
 
 
 class AdminResult(Struct, frozen=True, tag="admin_result"):
@@ -150,6 +150,10 @@ class StageStats(Struct, frozen=True, tag="stage_stats"):
     values: dict[str, float]
 
 
-In: TypeAlias = Submit | StreamChunk | Abort | Admin | ProfilerStart | ProfilerStop | Shutdown
-Out: TypeAlias = Result | Streamed | Failed | AdminResult | StageReady | StageEnded | StageStats
-Emit: TypeAlias = Callable[[Out], None]
+StageInput: TypeAlias = (
+    Submit | StreamChunk | Abort | Admin | ProfilerStart | ProfilerStop | Shutdown
+)
+StageOutput: TypeAlias = (
+    Result | ResultChunk | StageFailure | AdminResult | StageReady | StageEnded | StageStats
+)
+Emit: TypeAlias = Callable[[StageOutput], None]

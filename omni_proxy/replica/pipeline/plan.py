@@ -16,7 +16,7 @@ from omni_proxy.replica.pipeline.config import (
     PipelineConfig,
     PipelineConfigError,
     StageConfig,
-    checked,
+    validate_config,
 )
 from omni_proxy.replica.pipeline.messages import OmniRequest, StagePayload
 
@@ -24,7 +24,7 @@ Route = Callable[[StagePayload], Any]
 Merge = Callable[[Mapping[str, Any]], Any]
 
 
-class FlowFault(Exception):
+class FlowError(Exception):
     """The pipeline led a request astray; the text names the stage (HTTP: 500)."""
 
 
@@ -37,14 +37,14 @@ class StagePlan:
     merge: Merge | None
 
     def chosen(self, payload: StagePayload) -> tuple[str, ...]:
-        """The stages that shall follow for this payload; raises FlowFault."""
+        """The stages that shall follow for this payload; raises FlowError."""
         targets = self.config.targets
         if self.route is None:
             return targets
         chosen = self.route(payload)
         names = (chosen,) if isinstance(chosen, str) else tuple(chosen or ())
         if unknown := [name for name in names if name not in targets]:
-            raise FlowFault(
+            raise FlowError(
                 f"the route of stage {self.config.name} chose {unknown[0]!r}, which is not in "
                 "its next"
             )
@@ -76,12 +76,12 @@ def compile_plan(config: PipelineConfig) -> Plan:
 
     Raises PipelineConfigError with every problem found.
     """
-    config = checked(config)
+    config = validate_config(config)
     problems: list[str] = []
 
     def found(key: str, dotted: str) -> Any:
         try:
-            return resolve(dotted) if dotted else None
+            return import_dotted(dotted) if dotted else None
         except (ImportError, AttributeError) as error:
             problems.append(f"{key}: cannot import {dotted}: {error}")
             return None
@@ -100,8 +100,39 @@ def compile_plan(config: PipelineConfig) -> Plan:
     return Plan(config, stages, terminal_merge)
 
 
-def resolve(dotted: str) -> Callable[..., Any]:
+# Dotted names in pipeline files of earlier releases, accepted for one release.
+_OLD_MODULES = {
+    f"omni_proxy.replica.{old}": f"omni_proxy.replica.{new}"
+    for old, new in (
+        ("stages." + "speak", "stages.synthesize"),
+        ("stages." + "look", "stages.ocr"),
+        ("pipeline." + "merge", "pipeline.plan"),
+    )
+}
+
+
+def import_dotted(dotted: str) -> Callable[..., Any]:
     """Import `package.module:function`; raises ImportError or AttributeError."""
     module, _, function = dotted.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    found: Callable[..., Any] = getattr(
+        importlib.import_module(_OLD_MODULES.get(module, module)), function
+    )
     return found
+
+
+# How the results of several stages become one.
+#
+# Invariant: a merge of terminals returns `{stage: result}`; a fan-in returns one stage's `data`.
+
+
+def merge_terminals(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every result under its stage's name."""
+    return dict(results)
+
+
+def merge_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fan-in for stages whose results have different keys; of a shared key the last one stays."""
+    merged: dict[str, Any] = {}
+    for result in data.values():
+        merged |= result
+    return merged

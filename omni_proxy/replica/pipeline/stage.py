@@ -1,6 +1,6 @@
 """What a stage is: a scheduler with an inbox; and the scheduler for stages that are a function.
 
-Invariant: a request's fault becomes one `Failed`, never an exception out of `run`. After an
+Invariant: a request's fault becomes one `StageFailure`, never an exception out of `run`. After an
 `Abort` nothing more is emitted for that request. Each request's calls happen one after another.
 """
 
@@ -17,14 +17,14 @@ from typing import Any, Protocol
 from omni_proxy.replica.pipeline.messages import (
     Abort,
     Emit,
-    Failed,
-    In,
     Result,
+    ResultChunk,
     Shutdown,
+    StageFailure,
+    StageInput,
     StagePayload,
     StageStats,
     StreamChunk,
-    Streamed,
     Submit,
 )
 
@@ -38,7 +38,7 @@ StageFunction = Callable[[StagePayload, EmitChunk, Aborted], dict[str, Any]]
 Record = Callable[[str, str, dict[str, Any]], None]
 
 
-def record_nothing(event_name: str, request_id: str, metadata: dict[str, Any]) -> None:
+def ignore_event(event_name: str, request_id: str, metadata: dict[str, Any]) -> None:
     """Stands where the shell puts a profiler's recorder."""
 
 
@@ -47,14 +47,14 @@ class Scheduler(Protocol):
 
     supports_admin: bool
 
-    def run(self, inbox: queue.SimpleQueue[In], emit: Emit) -> None: ...
+    def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None: ...
 
 
-class CallerFault(Exception):
+class CallerError(Exception):
     """Raised by a stage's function: the request itself is at fault (HTTP: 400)."""
 
 
-class Feed(Protocol):
+class StreamConsumer(Protocol):
     """One request's state in a stage that another stage streams into."""
 
     def feed(self, chunk: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Feed(Protocol):
         """Return the result, after the last piece."""
 
 
-OpenFeed = Callable[[StagePayload, EmitChunk, Aborted], Feed]
+OpenConsumer = Callable[[StagePayload, EmitChunk, Aborted], StreamConsumer]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class _Job:
     payload: StagePayload
     fed: bool
     chunks: deque[StreamChunk] = field(default_factory=deque)
-    feed: Feed | None = None
+    feed: StreamConsumer | None = None
     aborted: bool = False
     queued: bool = False
     chunk_count: int = 0
@@ -95,10 +95,10 @@ class FunctionScheduler:
         function: StageFunction,
         *,
         concurrency: int = 1,
-        open_feed: OpenFeed | None = None,
+        open_feed: OpenConsumer | None = None,
         marks: str = "",
     ) -> None:
-        self.record: Record = record_nothing
+        self.record: Record = ignore_event
         self._marks = marks
         self._stage = stage_name
         self._function = function
@@ -109,7 +109,7 @@ class FunctionScheduler:
         self._running = 0
         self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
 
-    def run(self, inbox: queue.SimpleQueue[In], emit: Emit) -> None:
+    def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
         workers = [
             threading.Thread(
                 target=self._work, args=(emit,), name=f"{self._stage}-{n}", daemon=True
@@ -128,7 +128,7 @@ class FunctionScheduler:
         for worker in workers:
             worker.join()
 
-    def _take(self, message: In, emit: Emit) -> None:
+    def _take(self, message: StageInput, emit: Emit) -> None:
         match message:
             case Submit(payload, _, fed):
                 job = _Job(payload, fed)
@@ -162,16 +162,18 @@ class FunctionScheduler:
                 self._running += 1
             try:
                 result = self._advance(job, emit)
-            except CallerFault as fault:
+            except CallerError as fault:
                 self._end(
-                    job, emit, Failed(job.payload.request_id, self._stage, str(fault), "caller")
+                    job,
+                    emit,
+                    StageFailure(job.payload.request_id, self._stage, str(fault), "caller"),
                 )
             except (
                 Exception
             ) as fault:  # the function is anyone's: its fault is that request's alone
                 log.exception("stage %s failed a request", self._stage)
                 reason = f"{type(fault).__name__}: {fault}"
-                self._end(job, emit, Failed(job.payload.request_id, self._stage, reason))
+                self._end(job, emit, StageFailure(job.payload.request_id, self._stage, reason))
             else:
                 if result is not None:
                     self._end(job, emit, Result(job.payload.request_id, self._stage, result))
@@ -187,7 +189,7 @@ class FunctionScheduler:
             if not job.aborted:
                 modality = "audio" if chunk.get("audio_data") is not None else "text"
                 request_id = job.payload.request_id
-                emit(Streamed(request_id, self._stage, chunk, job.chunk_count, modality))
+                emit(ResultChunk(request_id, self._stage, chunk, job.chunk_count, modality))
                 job.chunk_count += 1
 
         def aborted() -> bool:
@@ -210,7 +212,7 @@ class FunctionScheduler:
         finally:
             self.record(f"{self._marks}_end", payload.request_id, {})
 
-    def _drain(self, job: _Job, feed: Feed) -> dict[str, Any] | None:
+    def _drain(self, job: _Job, feed: StreamConsumer) -> dict[str, Any] | None:
         while True:
             with self._lock:
                 if job.aborted or not job.chunks:
@@ -221,7 +223,7 @@ class FunctionScheduler:
             if chunk.last:
                 return feed.finish()
 
-    def _end(self, job: _Job, emit: Emit, message: Result | Failed) -> None:
+    def _end(self, job: _Job, emit: Emit, message: Result | StageFailure) -> None:
         with self._lock:
             if job.aborted:
                 return

@@ -19,7 +19,7 @@ from typing import IO, Any
 log = logging.getLogger(__name__)
 
 
-class Recorder:
+class EventRecorder:
     """One file's worth of events: the coordinator's, or those of the stages of one process."""
 
     def __init__(self, owner: str = "") -> None:
@@ -74,7 +74,7 @@ class Recorder:
             "metadata": dict(metadata or {}),
         }
         try:
-            line = json.dumps(event, default=summarised)
+            line = json.dumps(event, default=to_json_value)
             with self._lock:
                 if self._file is not None:
                     self._file.write(line + "\n")
@@ -90,7 +90,7 @@ class Recorder:
                 log.error("the events' file was not closed whole: %s", error)
 
 
-def summarised(value: object) -> object:
+def to_json_value(value: object) -> object:
     """What stands in an event for something JSON can't hold: tensors shortly, the rest as repr."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
@@ -106,4 +106,4 @@ def summarised(value: object) -> object:
     }
 
 
-STAGES = Recorder()  # of all stages that run in this process
+STAGE_EVENTS = EventRecorder()  # of all stages that run in this process

@@ -54,7 +54,7 @@ def read_events(source: Path, warn: Callable[[str], None]) -> list[Event]:
     return sorted(events, key=lambda event: event["timestamp_ns"])
 
 
-def report(events: Sequence[Event]) -> dict[str, Any]:
+def build_report(events: Sequence[Event]) -> dict[str, Any]:
     """The whole report; times in ms."""
     return {
         "timelines": timelines(events),
@@ -137,7 +137,7 @@ def hops(events: Sequence[Event]) -> Iterator[tuple[str, str, str, float]]:
                     yield came_from, to, "stream_chunk", (at - begun) / NS_PER_MS
 
 
-def table(made: Mapping[str, Any]) -> str:
+def render_table(made: Mapping[str, Any]) -> str:
     stage = ("stage", "interval", "count", "total_ms", "avg_ms", "p95_ms")
     hop = ("src", "dst", "kind", "count", "total_ms", "avg_ms", "p95_ms")
     return "\n".join(

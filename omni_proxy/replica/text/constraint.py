@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 ANY_OBJECT = '{"type": "object"}'
 # A larger one takes the library most of a second; OpenAI takes 5,000 properties of 120,000 letters.
-MOST_SCHEMA_BYTES = 128 * 1024
-MOST_COMPILED = 16
-MOST_TOLD = 300  # letters of what the library says
+MAX_SCHEMA_BYTES = 128 * 1024
+MAX_COMPILED = 16
+MAX_ERROR_CHARS = 300  # letters of what the library says
 # Between two parts of a JSON text: nothing, a blank, or a new line with its indentation.
 WHITESPACE = r"[ ]?|\n[ ]{0,12}"
 MISSING = (
@@ -59,7 +59,7 @@ def check_schema(schema: str) -> None:
         raise ConstraintError(_in_a_line("; ".join(messages)))
 
 
-class Constraints:
+class ConstraintFactory:
     """What makes the constraints of one model's answers. Any thread may call it.
 
     The last schemas are kept compiled: `n` answers, and a client that asks again, need a copy.
@@ -77,7 +77,7 @@ class Constraints:
             matcher = self._compiled.pop(schema, None) or self._compile(schema)
             one = Constraint(matcher.deep_copy(), self._tokenizer.vocab_size)
             self._compiled[schema] = matcher
-            if len(self._compiled) > MOST_COMPILED:
+            if len(self._compiled) > MAX_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
         return one
 
@@ -127,7 +127,7 @@ class Constraint:
             raise ConstraintError(f"response_format: the schema cannot be enforced: {told}")
 
 
-class _Spelling:
+class _TokenizerAdapter:
     """A tokenizer as the library reads it; a control token has its name, which is no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -144,7 +144,7 @@ class _Spelling:
 
 
 def _in_a_line(told: str) -> str:
-    return " ".join(told.split())[:MOST_TOLD]
+    return " ".join(told.split())[:MAX_ERROR_CHARS]
 
 
 def _library() -> Any:
@@ -156,7 +156,7 @@ def _library() -> Any:
 
 
 def _trie(library: Any, tokenizer: Tokenizer) -> Any:
-    spelling = library.TokenizerWrapper(_Spelling(tokenizer))
+    spelling = library.TokenizerWrapper(_TokenizerAdapter(tokenizer))
     return library.LLTokenizer(
         spelling, n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.eos_ids)
     )
@@ -168,8 +168,8 @@ def _limits(library: Any) -> Any:
 
 def _grammar(library: Any, schema: str) -> str:
     size = len(schema.encode("utf-8", errors="replace"))
-    if size > MOST_SCHEMA_BYTES:
-        raise ConstraintError(f"it has {size} bytes; at most {MOST_SCHEMA_BYTES} are taken")
+    if size > MAX_SCHEMA_BYTES:
+        raise ConstraintError(f"it has {size} bytes; at most {MAX_SCHEMA_BYTES} are taken")
     try:
         grammar: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
     except ValueError as error:

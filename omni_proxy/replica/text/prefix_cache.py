@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
-class KeysValues(Protocol):
+class CacheableKV(Protocol):
     """What the cache asks of a sequence's KV; `length` counts tokens."""
 
     @property
     def length(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def fork(self, length: int) -> KeysValues: ...
+    def fork(self, length: int) -> CacheableKV: ...
 
 
-KV = TypeVar("KV", bound=KeysValues)
+KV = TypeVar("KV", bound=CacheableKV)
 
 
 @dataclass(frozen=True, slots=True)

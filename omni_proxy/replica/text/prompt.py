@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omni_proxy.replica.pipeline.messages import FaultKind, StagePayload
-from omni_proxy.replica.text.sampling import Sampling, SamplingError, sampling_of
+from omni_proxy.replica.pipeline.messages import FailureKind, StagePayload
+from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_sampling
 
 
-class PromptFault(Exception):
+class PromptError(Exception):
     """The request cannot be computed; `kind` says whose fault that is."""
 
-    def __init__(self, message: str, kind: FaultKind = "caller") -> None:
+    def __init__(self, message: str, kind: FailureKind = "caller") -> None:
         super().__init__(message)
-        self.kind: FaultKind = kind
+        self.kind: FailureKind = kind
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class PromptLimits:
     """What a prompt must fit in: `max_tokens` for prompt and answer, of ids below `vocabulary`."""
 
     stage: str
@@ -46,20 +46,20 @@ class Prompt:
     arrived_s: float
 
 
-def prompt_of(payload: StagePayload, fit: Fit, now_s: float) -> Prompt:
-    """Raises PromptFault."""
+def parse_prompt(payload: StagePayload, fit: PromptLimits, now_s: float) -> Prompt:
+    """Raises PromptError."""
     request = payload.request
     embedded = request.metadata.get("task") == "embed"
     # An embedding needs no room for an answer.
     tokens = _tokens_of(payload.data, fit, fit.max_tokens if embedded else fit.max_tokens - 1)
     room = fit.max_tokens - len(tokens)
     try:
-        sampling = sampling_of(request.params, fit.stage)
+        sampling = parse_sampling(request.params, fit.stage)
     except SamplingError as error:
-        raise PromptFault(str(error)) from error
+        raise PromptError(str(error)) from error
     for token in sampling.logit_bias:
         if token >= fit.vocabulary:
-            raise PromptFault(
+            raise PromptError(
                 f"logit_bias: token {token} is out of vocabulary: the model's tokens are 0 to "
                 f"{fit.vocabulary - 1}"
             )
@@ -74,23 +74,23 @@ def prompt_of(payload: StagePayload, fit: Fit, now_s: float) -> Prompt:
     )
 
 
-def _tokens_of(data: Any, fit: Fit, most: int) -> tuple[int, ...]:
+def _tokens_of(data: Any, fit: PromptLimits, most: int) -> tuple[int, ...]:
     tokens = data.get("token_ids") if isinstance(data, Mapping) else None
     if not isinstance(tokens, list | tuple):
-        raise PromptFault(
+        raise PromptError(
             f"stage {fit.stage} got no token_ids: a stage that makes them has to stand before it",
             "server",
         )
     if not tokens:
-        raise PromptFault("The prompt is empty: it needs at least one token")
+        raise PromptError("The prompt is empty: it needs at least one token")
     if len(tokens) > most:
-        raise PromptFault(
+        raise PromptError(
             f"The prompt has {len(tokens)} tokens, and the model's context length is "
             f"{fit.max_tokens} tokens for prompt and answer together: shorten the prompt"
         )
     for token in tokens:
         if type(token) is not int or not 0 <= token < fit.vocabulary:
-            raise PromptFault(
+            raise PromptError(
                 f"Token {token!r} is out of vocabulary: the model's tokens are 0 to "
                 f"{fit.vocabulary - 1}"
             )

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # The kept tokens are looked for among so many best ones before the whole vocabulary is sorted:
 # sorting 49152 logits costs 3 ms, finding the best 512 costs a tenth of that.
-NARROW = 512
-MOST_STOPS = 256  # each is looked for after every token
+TOP_CANDIDATES = 512
+MAX_STOPS = 256  # each is looked for after every token
 # Below this temperature logits would overflow, and the likeliest token is drawn anyway.
-COLD = 1e-5
-MOST_LOGPROBS = 20  # OpenAI's bound
-MOST_BIASES = 1024
-MOST_DIGITS = 10
+GREEDY_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20  # OpenAI's bound
+MAX_BIASES = 1024
+MAX_TOKEN_ID_DIGITS = 10
 
 
 class SamplingError(ValueError):
@@ -65,10 +65,10 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLD or self.top_k == 1
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
 
-def sampling_of(params: Mapping[str, Any], stage: str) -> Sampling:
+def parse_sampling(params: Mapping[str, Any], stage: str) -> Sampling:
     """Read a request's `params`; those in `stage_sampling[stage]` win over the common ones.
 
     Raises SamplingError.
@@ -114,8 +114,8 @@ def _integer(low: int, high: int, wanted: str) -> Callable[[str, Any], int]:
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else _listed(name, value)
     strings = tuple(strings)
-    if len(strings) > MOST_STOPS:
-        raise SamplingError(f"{name} holds {len(strings)} strings; at most {MOST_STOPS} are taken")
+    if len(strings) > MAX_STOPS:
+        raise SamplingError(f"{name} holds {len(strings)} strings; at most {MAX_STOPS} are taken")
     for each in strings:
         if not isinstance(each, str) or not each:
             raise SamplingError(f"{name} must hold strings that are not empty, not {each!r}")
@@ -139,17 +139,17 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def biases_of(name: str, value: Any) -> dict[int, float]:
+def parse_biases(name: str, value: Any) -> dict[int, float]:
     """Token ids with their biases; ids may be texts, as keys of JSON are. Raises SamplingError."""
     if not isinstance(value, Mapping):
         raise SamplingError(f"{name} must be an object of token ids and numbers, not {value!r:.40}")
-    if len(value) > MOST_BIASES:
-        raise SamplingError(f"{name} holds {len(value)} tokens; at most {MOST_BIASES} are taken")
+    if len(value) > MAX_BIASES:
+        raise SamplingError(f"{name} holds {len(value)} tokens; at most {MAX_BIASES} are taken")
     check = _number(lambda bias: -100 <= bias <= 100, "within -100 and 100")
     found = {}
     for key, bias in value.items():
         text = str(key)
-        if not (text.isascii() and text.isdigit() and len(text) < MOST_DIGITS):
+        if not (text.isascii() and text.isdigit() and len(text) < MAX_TOKEN_ID_DIGITS):
             raise SamplingError(f"{name}: each key must be a token id, not {key!r:.40}")
         found[int(text)] = check(f"{name}.{text}", bias)
     return found
@@ -173,15 +173,15 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _ids,
     "logprobs": _flag,
     "ignore_eos": _flag,
-    "top_logprobs": _integer(0, MOST_LOGPROBS, f"within 0 and {MOST_LOGPROBS}"),
+    "top_logprobs": _integer(0, MAX_LOGPROBS, f"within 0 and {MAX_LOGPROBS}"),
     "presence_penalty": _number(lambda value: -2 <= value <= 2, "within -2 and 2"),
     "frequency_penalty": _number(lambda value: -2 <= value <= 2, "within -2 and 2"),
-    "logit_bias": biases_of,
+    "logit_bias": parse_biases,
     "json_schema": _text,
 }
 
 
-class Chooser:
+class TokenSampler:
     """Chooses one request's tokens, in their order.
 
     `likeliest` holds, where `top_logprobs` asks for them, the best tokens of the last choice with
@@ -272,7 +272,7 @@ def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor | None:
         return ids[_kept(best, best, sampling)].sort().values
     if sampling.top_p >= 1.0 and sampling.min_p == 0.0:
         return None
-    best, ids = logits.topk(min(NARROW, vocabulary))
+    best, ids = logits.topk(min(TOP_CANDIDATES, vocabulary))
     keep = _kept(best, logits, sampling)
     if keep[-1] and len(best) < vocabulary:
         best, ids = logits.topk(vocabulary)

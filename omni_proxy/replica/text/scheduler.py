@@ -23,28 +23,32 @@ from omni_proxy.replica.pipeline.messages import (
     Admin,
     AdminResult,
     Emit,
-    Failed,
-    In,
-    Out,
     Result,
+    ResultChunk,
     Shutdown,
+    StageFailure,
+    StageInput,
+    StageOutput,
     StagePayload,
     StageStats,
-    Streamed,
     Submit,
 )
-from omni_proxy.replica.pipeline.stage import Record, record_nothing
-from omni_proxy.replica.text.admin import AdminFunction, PauseMode, answer, own_functions
-from omni_proxy.replica.text.compiling import Compiled, Compiling
-from omni_proxy.replica.text.constraint import Constraints
-from omni_proxy.replica.text.meters import Meters
+from omni_proxy.replica.pipeline.stage import Record, ignore_event
+from omni_proxy.replica.text.batch_queue import BatchLimits, BatchQueue, SchedulerMetrics
+from omni_proxy.replica.text.constraint import ConstraintFactory
+from omni_proxy.replica.text.constraint_compiler import CompiledConstraint, ConstraintCompiler
+from omni_proxy.replica.text.model_worker import ModelWorker
 from omni_proxy.replica.text.prefix_cache import PrefixCache
-from omni_proxy.replica.text.prompt import Fit, Prompt, PromptFault, prompt_of
-from omni_proxy.replica.text.roster import Limits, Roster
+from omni_proxy.replica.text.prompt import Prompt, PromptError, PromptLimits, parse_prompt
 from omni_proxy.replica.text.sampling import SamplingError
 from omni_proxy.replica.text.sequence import Sequence, usage
-from omni_proxy.replica.text.slow import SlowFunction, SlowOperations, StepDone
-from omni_proxy.replica.text.worker import ModelWorker
+from omni_proxy.replica.text.slow_operations import SlowFunction, SlowOperations, StepDone
+from omni_proxy.replica.text.stage_operations import (
+    AdminFunction,
+    PauseMode,
+    common_operations,
+    run_operation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ STATS_INTERVAL_S = 0.5
 DROPPED = "The request was dropped by an admin action."
 
 
-def tell_nobody(message: Out) -> None:
+def discard_output(message: StageOutput) -> None:
     """Stands where `run` puts the stage's way out."""
 
 
@@ -71,30 +75,32 @@ class TextScheduler:
         self,
         stage_name: str,
         worker: ModelWorker,
-        limits: Limits,
+        limits: BatchLimits,
         cache: PrefixCache[SequenceKV],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker = worker
         self.cache = cache
-        self.roster = Roster(limits)
+        self.batch_queue = BatchQueue(limits)
         self.model_path = worker.text.name
         self.load_format = "auto"
         self.weight_version = "default"
         self.paused = False
         self.pause_mode: PauseMode | None = None
-        self.record: Record = record_nothing
-        self.emit: Emit = tell_nobody
+        self.record: Record = ignore_event
+        self.emit: Emit = discard_output
         self._stage = stage_name
         self._limits = limits
-        self._fit = Fit(stage_name, min(worker.context, limits.max_total_tokens), worker.vocabulary)
+        self._fit = PromptLimits(
+            stage_name, min(worker.context, limits.max_total_tokens), worker.vocabulary
+        )
         self._embeds: deque[Prompt] = deque()
-        self._compiling = Compiling(stage_name, Constraints(worker.tokenizer))
+        self._compiling = ConstraintCompiler(stage_name, ConstraintFactory(worker.tokenizer))
         self._clock = clock
-        self._meters = Meters(told_s=clock())
-        self.admin_actions: dict[str, AdminFunction] = own_functions(self)
+        self._meters = SchedulerMetrics(told_s=clock())
+        self.admin_actions: dict[str, AdminFunction] = common_operations(self)
         self._slow = SlowOperations(stage_name, clock)
-        self._post: Callable[[StepDone | Compiled], None] = queue.SimpleQueue[Any]().put
+        self._post: Callable[[StepDone | CompiledConstraint], None] = queue.SimpleQueue[Any]().put
         self.sync_facts: Callable[[], dict[str, Any]] = dict
         self.weights_damaged: Callable[[], None] = lambda: None
         self.at_end: list[Callable[[], None]] = []
@@ -107,11 +113,11 @@ class TextScheduler:
             "json_schemas": True,
         }
 
-    def run(self, inbox: queue.SimpleQueue[In], emit: Emit) -> None:
+    def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
         """Serve until Shutdown; what is held then gets no answer."""
         self.emit = emit
         # In a queue of the stage's messages these are the only ones that are its own.
-        self._post = cast("Callable[[StepDone | Compiled], None]", inbox.put)
+        self._post = cast("Callable[[StepDone | CompiledConstraint], None]", inbox.put)
         try:
             while self._drain(inbox):
                 self.step()
@@ -146,7 +152,7 @@ class TextScheduler:
 
     # What comes in
 
-    def _drain(self, inbox: queue.SimpleQueue[In]) -> bool:
+    def _drain(self, inbox: queue.SimpleQueue[StageInput]) -> bool:
         """Take all that has come; where nothing can be computed, wait for more. False: the end."""
         while True:
             try:
@@ -159,7 +165,7 @@ class TextScheduler:
                 return False
             self.take(message)
 
-    def _wait(self, inbox: queue.SimpleQueue[In]) -> In:
+    def _wait(self, inbox: queue.SimpleQueue[StageInput]) -> StageInput:
         self.tell_stats()
         try:
             return inbox.get(timeout=STATS_INTERVAL_S)
@@ -172,14 +178,14 @@ class TextScheduler:
     @property
     def busy(self) -> bool:
         """Is there something that a step would compute?"""
-        return not self.halted and bool(self._embeds or len(self.roster))
+        return not self.halted and bool(self._embeds or len(self.batch_queue))
 
     @property
     def halted(self) -> bool:
         """Does a pause, or an operation that goes on, forbid every step?"""
         return self.paused or self._slow.halting
 
-    def take(self, message: In | StepDone | Compiled) -> None:
+    def take(self, message: StageInput | StepDone | CompiledConstraint) -> None:
         """Act on one message between two steps; one that is not for a text stage is ignored."""
         match message:
             case Submit(payload):
@@ -189,10 +195,10 @@ class TextScheduler:
             case Admin(action=action) if action in self._slow:
                 self._tell_end(self._slow.begin(message, self._post))
             case Admin():
-                self.emit(answer(message, self._stage, self.admin_actions))
+                self.emit(run_operation(message, self._stage, self.admin_actions))
             case StepDone():
                 self._take_done(message)
-            case Compiled():
+            case CompiledConstraint():
                 self._constrained(message)
             case _:
                 pass
@@ -209,10 +215,10 @@ class TextScheduler:
         self.record("scheduler_request_build_start", request_id, {})
         try:
             if request_id in self.active_ids():
-                raise PromptFault(f"Request {request_id} already exists")
-            self._enqueue(prompt_of(payload, self._fit, self._clock()))
-        except PromptFault as fault:
-            self.emit(Failed(request_id, self._stage, str(fault), fault.kind))
+                raise PromptError(f"Request {request_id} already exists")
+            self._enqueue(parse_prompt(payload, self._fit, self._clock()))
+        except PromptError as fault:
+            self.emit(StageFailure(request_id, self._stage, str(fault), fault.kind))
             return
         except Exception as error:  # no request may end the loop that all others live on
             log.exception("stage %s could not take a request", self._stage)
@@ -225,31 +231,31 @@ class TextScheduler:
         if prompt.embedded:
             self._embeds.append(prompt)
         else:
-            self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer))
+            self.batch_queue.waiting.append(Sequence(prompt, self.worker.tokenizer))
         self._built(prompt.request_id)
 
-    def _constrained(self, done: Compiled) -> None:
+    def _constrained(self, done: CompiledConstraint) -> None:
         """The constraint of a request is there: it waits for its turn from now on."""
         prompt, made = done.prompt, self._compiling.take(done)
         if isinstance(made, Exception):
             self._fail(prompt.request_id, made)
         elif made is not None:
-            self.roster.waiting.append(Sequence(prompt, self.worker.tokenizer, made))
+            self.batch_queue.waiting.append(Sequence(prompt, self.worker.tokenizer, made))
             self._built(prompt.request_id)
 
     def _built(self, request_id: str) -> None:
         self.record("scheduler_request_build_end", request_id, {})
-        self.record("scheduler_queue_enter", request_id, {"waiting": len(self.roster.waiting)})
+        self.record("scheduler_queue_enter", request_id, {"waiting": len(self.batch_queue.waiting)})
 
     def active_ids(self) -> list[str]:
         """Ids of all requests that have had no answer yet."""
-        sequences = [sequence.request_id for sequence in self.roster]
+        sequences = [sequence.request_id for sequence in self.batch_queue]
         return sequences + [prompt.request_id for prompt in self._embeds] + self._compiling.ids
 
     def _forget(self, request_id: str) -> int:
-        sequence = self.roster.find(request_id)
+        sequence = self.batch_queue.find(request_id)
         if sequence is not None:
-            self.roster.remove(sequence)
+            self.batch_queue.remove(sequence)
             return 1
         before = len(self._embeds)
         self._embeds = deque(each for each in self._embeds if each.request_id != request_id)
@@ -264,7 +270,7 @@ class TextScheduler:
             case "abort":
                 return self.drop_all()
             case "retract":
-                return self.roster.retract()
+                return self.batch_queue.retract()
             case "in_place":
                 return 0
 
@@ -274,12 +280,12 @@ class TextScheduler:
     def drop_all(self) -> int:
         """End every request as dropped; return how many there were."""
         dropped = self.active_ids()
-        self.roster.clear()
+        self.batch_queue.clear()
         self._embeds.clear()
         self._compiling.clear()
         self._meters.aborted += len(dropped)
         for request_id in dropped:
-            self.emit(Failed(request_id, self._stage, DROPPED, "dropped"))
+            self.emit(StageFailure(request_id, self._stage, DROPPED, "dropped"))
         return len(dropped)
 
     # What is computed
@@ -290,10 +296,10 @@ class TextScheduler:
             return
         if self._embeds:
             self._embed(self._embeds.popleft())
-        for sequence in self.roster.admit():
+        for sequence in self.batch_queue.admit():
             with self._failing([sequence]):
                 self._begin(sequence)
-        batch = self.roster.batch()
+        batch = self.batch_queue.batch()
         if batch:
             self._compute(batch)
         if self._clock() - self._meters.told_s >= STATS_INTERVAL_S:
@@ -308,15 +314,17 @@ class TextScheduler:
             if not isinstance(error, SamplingError):
                 log.exception("stage %s failed a batch", self._stage)
             for sequence in sequences:
-                if sequence in self.roster.running:
-                    self.roster.remove(sequence)
+                if sequence in self.batch_queue.running:
+                    self.batch_queue.remove(sequence)
                     self._fail(sequence.request_id, error)
 
     def _fail(self, request_id: str, error: Exception) -> None:
         if isinstance(error, SamplingError):  # what was asked for cannot be
-            self.emit(Failed(request_id, self._stage, str(error), "caller"))
+            self.emit(StageFailure(request_id, self._stage, str(error), "caller"))
             return
-        self.emit(Failed(request_id, self._stage, f"{type(error).__name__}: {error}", "server"))
+        self.emit(
+            StageFailure(request_id, self._stage, f"{type(error).__name__}: {error}", "server")
+        )
 
     def _embed(self, prompt: Prompt) -> None:
         tokens = prompt.token_ids
@@ -367,19 +375,19 @@ class TextScheduler:
             self.record("scheduler_first_emit", request_id, {})
         if text and sequence.prompt.streamed:
             number = sequence.chunks_sent
-            self.emit(Streamed(request_id, self._stage, sequence.chunk(text), number))
+            self.emit(ResultChunk(request_id, self._stage, sequence.chunk(text), number))
         if sequence.finish_reason is not None:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        self.roster.remove(sequence)
+        self.batch_queue.remove(sequence)
         if sequence.kv is not None:
             self.cache.keep(sequence.tokens[: sequence.computed], sequence.kv, sequence.epoch)
         data = sequence.result(self.weight_version, self._clock())
         self.emit(Result(sequence.request_id, self._stage, data))
 
     def tell_stats(self) -> None:
-        values = self._meters.gauges(self.roster, self._limits.max_total_tokens)
+        values = self._meters.gauges(self.batch_queue, self._limits.max_total_tokens)
         values["num_waiting_reqs"] += len(self._embeds) + len(self._compiling)
         values["gen_throughput"] = self._meters.throughput(self._clock())
         values["paused"] = float(self.paused)

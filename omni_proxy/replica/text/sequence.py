@@ -11,12 +11,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from omni_proxy.replica.models.kv import SequenceKV
-from omni_proxy.replica.models.llama import Part
+from omni_proxy.replica.models.llama import BatchPart
 from omni_proxy.replica.models.tokenizer import Tokenizer, Utf8Stream
 from omni_proxy.replica.text.constraint import Constraint
+from omni_proxy.replica.text.logit_shaping import make_sampler
 from omni_proxy.replica.text.prompt import Prompt
-from omni_proxy.replica.text.shaping import chooser_of
-from omni_proxy.replica.text.stops import StopStrings
+from omni_proxy.replica.text.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length"]
 
@@ -39,7 +39,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self._stop_hit: str | int | None = None
         self._tokenizer = tokenizer
-        self._chooser = chooser_of(prompt.sampling, constraint)
+        self._chooser = make_sampler(prompt.sampling, constraint)
         self._characters = Utf8Stream()
         self._stops = StopStrings(prompt.sampling.stop)
         self._text: list[str] = []
@@ -71,7 +71,7 @@ class Sequence:
     def drop_kv(self) -> None:
         self.kv = None
 
-    def part(self, count: int) -> Part:
+    def part(self, count: int) -> BatchPart:
         """The next `count` pending tokens, for a forward pass that appends them to the KV."""
         if self.kv is None:
             raise RuntimeError(f"request {self.request_id} runs without a KV")

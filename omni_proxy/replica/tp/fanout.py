@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
-from omni_proxy.replica.text.slow import DAMAGED, PeerFault, StepDone
+from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
 from omni_proxy.replica.tp.messages import FromFollower, Overdue, Vote, give_up, verdict
 
 COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
@@ -177,7 +177,7 @@ class FanOut:
         operation.votes = {r: vote for r, vote in operation.votes.items() if vote.number > number}
         self._leading.tell(verdict(operation.order.op_id, number, fault))
         if fault and done.error is None:
-            done = StepDone(done.op_id, error=PeerFault(fault))
+            done = StepDone(done.op_id, error=PeerError(fault))
         self._leading.advance(done)
         self._note_halt(operation)
 

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 import msgspec
 
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, In, Out
-from omni_proxy.replica.text.compiling import Compiled
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
+from omni_proxy.replica.text.constraint_compiler import CompiledConstraint
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import PeerFault, StepDone
-from omni_proxy.replica.text.stage import (
+from omni_proxy.replica.text.slow_operations import PeerError, StepDone
+from omni_proxy.replica.text.stage_settings import (
     TextSettings,
-    bounds_of,
-    loaded,
+    batch_limits_and_cache,
+    load_model,
     with_weight_operations,
 )
 from omni_proxy.replica.tp.group import Group, RankLost, join_store
@@ -35,11 +35,11 @@ from omni_proxy.replica.weights.target import DamagedFault
 def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
     """Load rank `rank`'s part of the model; the ranks meet at the leader's `port`."""
     own = TextSettings(**settings)
-    text = loaded(own)
+    text = load_model(own)
     group = Group(rank, own.tp)
     model = ShardedLlama(text.model, Shard(text.model.config, rank, own.tp), group.add_up)
     worker = RankedWorker(dataclasses.replace(text, model=model), group)
-    scheduler = FollowerScheduler(stage_name, worker, *bounds_of(own))
+    scheduler = FollowerScheduler(stage_name, worker, *batch_limits_and_cache(own))
     scheduler.port = port
     return with_weight_operations(scheduler, own)
 
@@ -55,11 +55,11 @@ class FollowerScheduler(TextScheduler):
         self._mirror = Mirror(worker.new_kv)
         self._slow_steps: dict[str, _SlowStep] = {}
 
-    def run(self, inbox: SimpleQueue[In], emit: Emit) -> None:
+    def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
         group = self.worker.group
         group.meet(join_store(self.port, group.size))
 
-        def tell(message: Out) -> None:
+        def tell(message: StageOutput) -> None:
             if isinstance(message, AdminResult):
                 self._slow_steps.pop(message.op_id, None)
                 rank = self.worker.tp_rank
@@ -68,7 +68,7 @@ class FollowerScheduler(TextScheduler):
         self._vote = cast("Any", emit)
         super().run(inbox, tell)
 
-    def take(self, message: In | StepDone | Compiled) -> None:
+    def take(self, message: StageInput | StepDone | CompiledConstraint) -> None:
         match message:
             case Admin(action=action, payload=payload) if action == STEP:
                 self._mirror.apply(payload["kv"])
@@ -108,7 +108,7 @@ class FollowerScheduler(TextScheduler):
             return
         slow.done = None
         if fault and done.error is None:
-            done = StepDone(op_id, error=PeerFault(fault))
+            done = StepDone(op_id, error=PeerError(fault))
         super().take(done)
 
 

@@ -19,16 +19,16 @@ from typing import Any
 
 import msgspec
 
-from omni_proxy.replica.pipeline.frames import (
-    Begin,
+from omni_proxy.replica.pipeline.hosting.frames import (
+    FrameDecoder,
     FrameError,
-    Frames,
+    ProcessStart,
     StageCall,
     ToStage,
-    framed,
+    encode_frame,
 )
+from omni_proxy.replica.pipeline.hosting.stage_process import command
 from omni_proxy.replica.pipeline.messages import Admin, StageEnded, StageReady
-from omni_proxy.replica.pipeline.process import command
 from omni_proxy.replica.tp.group import RankLost
 from omni_proxy.replica.tp.messages import FromFollower, FromRank
 
@@ -47,7 +47,7 @@ class Follower:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._connection, theirs = socket.socketpair()
-        self._frames = Frames()
+        self._frames = FrameDecoder()
         with theirs:
             self._process = subprocess.Popen(
                 command(theirs.fileno()), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
@@ -58,7 +58,9 @@ class Follower:
         return self._process.pid
 
     def begin(self, call: StageCall) -> None:
-        self.send(framed(Begin([call], sys.path, logging.getLogger().getEffectiveLevel())))
+        self.send(
+            encode_frame(ProcessStart([call], sys.path, logging.getLogger().getEffectiveLevel()))
+        )
 
     def send(self, frame: bytes) -> None:
         self._connection.sendall(frame)
@@ -155,7 +157,7 @@ class Followers:
         """Send to all; raises RankLost."""
         if self.lost:
             raise RankLost(self.lost)
-        frame = framed(ToStage(self._stage, message))
+        frame = encode_frame(ToStage(self._stage, message))
         for member in self._members:
             try:
                 member.send(frame)

@@ -18,13 +18,17 @@ from typing import Any, cast
 from torch import Tensor
 
 from omni_proxy.replica.models.kv import SequenceKV
-from omni_proxy.replica.models.llama import Batch, Llama, Part
+from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
 from omni_proxy.replica.models.text_model import TextModel
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, In, Out
-from omni_proxy.replica.text.compiling import Compiled
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
+from omni_proxy.replica.text.constraint_compiler import CompiledConstraint
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import StepDone
-from omni_proxy.replica.text.stage import TextSettings, bounds_of, with_weight_operations
+from omni_proxy.replica.text.slow_operations import StepDone
+from omni_proxy.replica.text.stage_settings import (
+    TextSettings,
+    batch_limits_and_cache,
+    with_weight_operations,
+)
 from omni_proxy.replica.tp.fanout import FanOut
 from omni_proxy.replica.tp.followers import Followers
 from omni_proxy.replica.tp.group import Group, RankLost, open_store
@@ -36,7 +40,7 @@ from omni_proxy.replica.tp.sharded import ShardedLlama
 
 FOLLOWER = "omni_proxy.replica.tp.follower:build"
 
-FromElsewhere = StepDone | Compiled | FromRank | Overdue | RankLost
+FromElsewhere = StepDone | CompiledConstraint | FromRank | Overdue | RankLost
 
 
 def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
@@ -55,7 +59,7 @@ def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderSche
         followers.await_ready()
         group.meet(store)
         worker = LeadingWorker(dataclasses.replace(text, model=model), group, followers)
-        scheduler = LeaderScheduler(stage_name, worker, *bounds_of(settings))
+        scheduler = LeaderScheduler(stage_name, worker, *batch_limits_and_cache(settings))
         return with_weight_operations(scheduler, settings)
     except BaseException:
         followers.close()
@@ -74,7 +78,7 @@ class LeaderLlama(ShardedLlama):
     def new_kv(self) -> SequenceKV:
         return MirroredKV(self.kv_shape, self.model.embed_tokens.weight.data, self._journal)
 
-    def forward(self, parts: Sequence[Part], *, all_positions: bool = False) -> Tensor:
+    def forward(self, parts: Sequence[BatchPart], *, all_positions: bool = False) -> Tensor:
         with self._in_step():
             return super().forward(parts, all_positions=all_positions)
 
@@ -82,7 +86,7 @@ class LeaderLlama(ShardedLlama):
         with self._in_step():
             return super().hidden(tokens)
 
-    def _batch(self, parts: Sequence[Part]) -> Batch:
+    def _batch(self, parts: Sequence[BatchPart]) -> Batch:
         batch = super()._batch(parts)  # what it refuses, the followers never hear of
         told = [(cast("MirroredKV", kv).number, list(tokens)) for tokens, kv in parts]
         self._told = True
@@ -132,7 +136,7 @@ class LeaderScheduler(TextScheduler):
         self._way_out: Emit = self.emit
         self.info |= {"tp_size": worker.tp_size, "follower_pids": worker.followers.pids}
 
-    def run(self, inbox: SimpleQueue[In], emit: Emit) -> None:
+    def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
         self._way_out = emit
         try:
             self.worker.followers.listen(cast("Callable[[FromElsewhere], None]", inbox.put))
@@ -140,7 +144,7 @@ class LeaderScheduler(TextScheduler):
         finally:
             self.worker.close()
 
-    def _catch(self, message: Out) -> None:
+    def _catch(self, message: StageOutput) -> None:
         """Let all out but rank 0's answers, which are a part of the stage's."""
         if isinstance(message, AdminResult):
             self._fan_out.own_answer(message)
@@ -151,7 +155,7 @@ class LeaderScheduler(TextScheduler):
     def halted(self) -> bool:
         return super().halted or self._fan_out.halting
 
-    def take(self, message: In | FromElsewhere) -> None:
+    def take(self, message: StageInput | FromElsewhere) -> None:
         match message:
             case Admin():
                 self._fan_out.run(message, lambda: super(LeaderScheduler, self).take(message))

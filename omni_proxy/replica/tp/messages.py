@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from omni_proxy.replica.pipeline.messages import Admin, Out
+from omni_proxy.replica.pipeline.messages import Admin, StageOutput
 
 STEP = "tp_step"
 VERDICT = "tp_verdict"
@@ -28,7 +28,7 @@ class Vote(Struct, frozen=True, tag="vote"):
     damaged: bool = False
 
 
-FromFollower: TypeAlias = Out | Vote
+FromFollower: TypeAlias = StageOutput | Vote
 
 
 class FromRank(Struct, frozen=True):

@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor
 
 from omni_proxy.replica.models.text_model import TextModel
-from omni_proxy.replica.text.worker import ModelWorker
+from omni_proxy.replica.text.model_worker import ModelWorker
 from omni_proxy.replica.tp.group import Group
 from omni_proxy.replica.tp.sharded import ShardedLlama
 

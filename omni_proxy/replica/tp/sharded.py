@@ -17,11 +17,11 @@ from omni_proxy.replica.models.llama import (
     MLP,
     Attention,
     Batch,
+    BatchPart,
     Layer,
     Llama,
-    Part,
     Weight,
-    rows_of,
+    split_rows,
 )
 from omni_proxy.replica.tp.shard import Shard
 
@@ -38,7 +38,7 @@ class ShardedAttention(Attention):
         self.heads, self.kv_heads = len(shard.heads), len(shard.kv_heads)
         rows, kv_rows = self.heads * self.head_size, self.kv_heads * self.head_size
         self.joined = torch.empty(rows + 2 * kv_rows, hidden)
-        self.q_proj, self.k_proj, self.v_proj = rows_of(self.joined, (rows, kv_rows, kv_rows))
+        self.q_proj, self.k_proj, self.v_proj = split_rows(self.joined, (rows, kv_rows, kv_rows))
         self.o_proj = Weight(torch.empty(hidden, rows))
         self._add_up = add_up
 
@@ -53,7 +53,7 @@ class ShardedMLP(MLP):
         super(MLP, self).__init__()
         hidden, inner = shard.config.hidden_size, len(shard.inner)
         self.joined = torch.empty(2 * inner, hidden)
-        self.gate_proj, self.up_proj = rows_of(self.joined, (inner, inner))
+        self.gate_proj, self.up_proj = split_rows(self.joined, (inner, inner))
         self.down_proj = Weight(torch.empty(hidden, inner))
         self._add_up = add_up
 
@@ -89,7 +89,7 @@ class ShardedLlama(Llama):
     def new_kv(self) -> SequenceKV:
         return SequenceKV(self.kv_shape, like=self.model.embed_tokens.weight.data)
 
-    def follow(self, parts: Sequence[Part]) -> None:
+    def follow(self, parts: Sequence[BatchPart]) -> None:
         """Append each part's tokens to its KV, as `forward` does, without making logits."""
         with torch.inference_mode():
             batch = self._batch(parts)

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.replica.text.admin import Answer
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import DAMAGED, Aside, PeerFault, Step
+from omni_proxy.replica.text.slow_operations import DAMAGED, BackgroundStep, PeerError, Step
+from omni_proxy.replica.text.stage_operations import OperationOutcome
 from omni_proxy.replica.weights.states import Misplaced
 from omni_proxy.replica.weights.target import ApplyFault, DamagedFault, Staged, Target, WeightsFault
 from omni_proxy.replica.weights.wholeness import Wholeness
@@ -110,12 +110,12 @@ class Lifecycle:
         """Nobody will end the session that is open, if one is."""
         session, self.session = self.session, None
         if session is not None:
-            with suppress(PeerFault):
-                yield Aside(session.staged.forget)
+            with suppress(PeerError):
+                yield BackgroundStep(session.staged.forget)
 
     def update(
         self, wish: Wish, bring: Bringing, told: Told, *, in_session: bool = True
-    ) -> Generator[Step, Any, Answer]:
+    ) -> Generator[Step, Any, OperationOutcome]:
         """Run one update, which running requests refuse; `told` is in its answer's data.
 
         While a session is open it keeps the new weights, but for an update not `in_session`.
@@ -129,7 +129,7 @@ class Lifecycle:
 
     def take_in(
         self, wish: Wish, bring: Bringing, told: Told, *, in_session: bool = True
-    ) -> Generator[Step, Any, Answer]:
+    ) -> Generator[Step, Any, OperationOutcome]:
         """The same whatever is running."""
         dropped, flushed = 0, None
         staged: Staged | None = None
@@ -144,8 +144,8 @@ class Lifecycle:
                 flushed = True if wish.flush_cache else None
         except Exception as error:  # whatever it was, the caller must learn what weights there are
             if staged is not None:
-                with suppress(PeerFault):
-                    yield Aside(staged.forget)
+                with suppress(PeerError):
+                    yield BackgroundStep(staged.forget)
             return self.failed(wish, error, {"num_paused_requests": dropped, **told})
         if wish.keep_pause:
             self._hold()
@@ -155,15 +155,15 @@ class Lifecycle:
         """Put new weights in place and forget what was computed with the old ones."""
         scheduler = self._scheduler
         # No request that goes on may mix the keys of two sets of weights.
-        scheduler.roster.retract()
+        scheduler.batch_queue.retract()
         try:
             # Only another rank's failure would make it necessary to go back.
             yield staged.apply if self._target.split else staged.apply_for_good
-        except PeerFault as fault:
+        except PeerError as fault:
             staged.undo()
             raise ApplyFault(str(fault)) from fault
         # The swap is done at every rank: one that is late with this has it none the less.
-        with suppress(PeerFault):
+        with suppress(PeerError):
             yield staged.forget
         # Even where the caller wants no flush: what is kept there belongs to the old weights.
         scheduler.cache.flush()
@@ -173,7 +173,7 @@ class Lifecycle:
         if wish.torch_empty_cache and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def end_session(self) -> Generator[Step, Any, Answer]:
+    def end_session(self) -> Generator[Step, Any, OperationOutcome]:
         """Swap in what the session holds; refused under running requests, else it is over then."""
         session, scheduler = self.session, self._scheduler
         if session is None:
@@ -220,7 +220,7 @@ class Lifecycle:
         if not self._scheduler.paused:
             self._scheduler.pause("in_place")
 
-    def _refuse(self, wish: Wish, active: list[str]) -> Answer:
+    def _refuse(self, wish: Wish, active: list[str]) -> OperationOutcome:
         if wish.keep_pause or wish.pause_on_failure:
             self._hold()
         data = {
@@ -232,13 +232,13 @@ class Lifecycle:
         }
         return False, ACTIVE, data, ACTIVE_ERROR
 
-    def failed(self, wish: Wish, error: Exception, told: Told) -> Answer:
+    def failed(self, wish: Wish, error: Exception, told: Told) -> OperationOutcome:
         """The answer for an update that did not come to its end."""
         if not isinstance(error, Misplaced):  # that one came at the wrong time, and ended nothing
             self.wholeness.broken()
         held = self.wholeness.told(self._scheduler.weight_version)
         match error:
-            case WeightsFault() | GroupError() | PeerFault():
+            case WeightsFault() | GroupError() | PeerError():
                 message = f"{str(error).rstrip('.')}. Nothing was changed: {held}"
             case ApplyFault():
                 message = f"The swap failed and was undone: {held}. {error}"

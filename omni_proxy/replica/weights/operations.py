@@ -16,9 +16,9 @@ import torch
 from omni_proxy.process_group.rendezvous import Rendezvous
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
-from omni_proxy.replica.text.admin import Answer, failure
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow import Aside, PeerFault, SlowFunction, Steps
+from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, SlowFunction, Steps
+from omni_proxy.replica.text.stage_operations import OperationOutcome, failure
 from omni_proxy.replica.weights.checker import Checker
 from omni_proxy.replica.weights.disk import WeightsFolder
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
@@ -96,7 +96,7 @@ class WeightOperations:
         scheduler.at_end.append(self._sync.close)
         resume = scheduler.admin_actions["continue_generation"]
 
-        def continue_generation(payload: dict[str, Any]) -> Answer:
+        def continue_generation(payload: dict[str, Any]) -> OperationOutcome:
             # Whoever goes on with weights of two versions has given the rest of a sync up.
             self._lifecycle.wholeness.broken()
             return resume(payload)
@@ -137,8 +137,10 @@ class WeightOperations:
     def read_weights_ahead(self, order: Admin) -> Steps:
         """So much of a file is final that an update from disk will name once all of it is."""
         try:
-            nbytes = yield Aside(partial(self._folder.read_ahead, order.payload, self._target))
-        except (WeightsFault, PeerFault) as error:
+            nbytes = yield BackgroundStep(
+                partial(self._folder.read_ahead, order.payload, self._target)
+            )
+        except (WeightsFault, PeerError) as error:
             return failure(str(error))
         return True, "ok", {"ahead_bytes": nbytes}, None
 
@@ -151,7 +153,7 @@ class WeightOperations:
         answer = yield from self._lifecycle.update(wish, bring, {"metadata_only": False})
         return answer
 
-    def _busy(self) -> Answer | None:
+    def _busy(self) -> OperationOutcome | None:
         """The refusal of what would come between an update's preparation and its end."""
         self._sync.look()
         try:
@@ -181,7 +183,7 @@ class WeightOperations:
                 device=self._rank.rank,
             )
             yield from self._sync.join(rendezvous)
-        except (WeightsFault, GroupError, PeerFault) as error:
+        except (WeightsFault, GroupError, PeerError) as error:
             message = f"Failed to initialize custom process group: {error}"
             status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
             return False, message, told | status, message

@@ -18,7 +18,12 @@ import torch
 
 from omni_proxy.process_group.blocking_call import CancelToken
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
-from omni_proxy.replica.text.slow import Aside, PeerFault, Step, Stoppable
+from omni_proxy.replica.text.slow_operations import (
+    BackgroundStep,
+    InterruptibleCall,
+    PeerError,
+    Step,
+)
 from omni_proxy.replica.weights.states import (
     CONFLICT,
     Book,
@@ -115,7 +120,7 @@ class Sync:
     # Groups
 
     def join(self, rendezvous: Rendezvous) -> Part[None]:
-        """Raises GroupError, Misplaced for a name that a living trainer has, PeerFault."""
+        """Raises GroupError, Misplaced for a name that a living trainer has, PeerError."""
         group = Membership(
             rendezvous.group_name,
             f"{rendezvous.master_address}:{rendezvous.master_port}",
@@ -127,7 +132,9 @@ class Sync:
         stop = self._joining[name] = CancelToken()
         try:
             # The ranks meet all or not at all: where one cannot, the others need not wait for it.
-            yield Aside(Stoppable(partial(self._join, rendezvous, stop, known), stop.cancel))
+            yield BackgroundStep(
+                InterruptibleCall(partial(self._join, rendezvous, stop, known), stop.cancel)
+            )
         except Misplaced:
             self.book.not_replaced(group)
             raise
@@ -136,8 +143,8 @@ class Sync:
             raise
         except Exception:
             # What not every rank has joined is of use to none; nor is what nobody foresaw.
-            with suppress(PeerFault):
-                yield Aside(partial(self._destroy, name))
+            with suppress(PeerError):
+                yield BackgroundStep(partial(self._destroy, name))
             self._not_joined(group)
             raise
         finally:
@@ -155,8 +162,8 @@ class Sync:
             # Its receiver may not know of it yet, and would have nothing to destroy.
             self._joining[name].cancel(f"group {name!r} was destroyed")
         try:
-            with suppress(PeerFault):
-                yield Aside(partial(self._destroy, name))
+            with suppress(PeerError):
+                yield BackgroundStep(partial(self._destroy, name))
         finally:
             self._let_go(name)
             self.book.left(name)
@@ -212,7 +219,7 @@ class Sync:
         return plans
 
     def arm(self, wanted: Arming, *, halting: bool) -> Part[Reception]:
-        """Ready at every rank; raises GroupError (also Misplaced) and PeerFault: then at none."""
+        """Ready at every rank; raises GroupError (also Misplaced) and PeerError: then at none."""
         self.look()
         name = wanted.group_name
         transfer = self.book.prepare(name, len(wanted.plans), self._clock())
@@ -237,7 +244,7 @@ class Sync:
         armed = current.armed
         assert armed is not None
         try:
-            wait = Stoppable(partial(self._wait, current, secs), armed.abort)
+            wait = InterruptibleCall(partial(self._wait, current, secs), armed.abort)
             yield _step(wait, halting=halting)
         except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
@@ -267,8 +274,8 @@ class Sync:
             self._current = None
         if not kept:
             # What this rank staged is lost to it where another one could not.
-            with suppress(PeerFault):
-                yield Aside(current.close)
+            with suppress(PeerError):
+                yield BackgroundStep(current.close)
 
     def _arm(self, current: Reception, ready_secs: float) -> None:
         name = current.transfer.group_name
@@ -285,8 +292,8 @@ class Sync:
         if dropped or not refused or self._size > 1:
             # What a new trainer is joining under this name is not ours to end.
             ours = self.book.is_current(transfer) and not self.book.is_joining(transfer.group_name)
-            with suppress(PeerFault):
-                yield Aside(
+            with suppress(PeerError):
+                yield BackgroundStep(
                     partial(self._release, current, str(error), destroy=ours and not dropped)
                 )
             self.book.report(transfer, Event.LOST, str(error))
@@ -336,4 +343,4 @@ class Sync:
 
 
 def _step(call: Callable[[], Any], *, halting: bool) -> Step:
-    return call if halting else Aside(call)
+    return call if halting else BackgroundStep(call)

@@ -16,7 +16,7 @@ from typing import Any
 
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
-from omni_proxy.replica.text.slow import Aside, PeerFault, Steps
+from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, Steps
 from omni_proxy.replica.weights.lifecycle import Bringing, Lifecycle, Wish
 from omni_proxy.replica.weights.states import MISPLACED, Misplaced
 from omni_proxy.replica.weights.sync import MOST_SECS, Arming, Reception, Sync
@@ -50,10 +50,10 @@ class TwoPhase:
         try:
             terms = self._sync.terms
             ready_secs = min(deadline_of(payload, terms.ready_secs), terms.ready_secs)
-            plans = yield Aside(partial(self._sync.planned, payload))
+            plans = yield BackgroundStep(partial(self._sync.planned, payload))
             wanted = Arming(name, plans, ready_secs, whole=bool(payload.get("buckets")))
             current = yield from self._sync.arm(wanted, halting=False)
-        except (WeightsFault, GroupError, PeerFault) as error:
+        except (WeightsFault, GroupError, PeerError) as error:
             if isinstance(error, Misplaced):
                 return False, str(error), told | {"status_code": error.status}, str(error)
             # Whoever is refused the next bucket of a sync has nothing to end it with.
@@ -112,7 +112,7 @@ class TwoPhase:
     def _receive(self, current: Reception, secs: float, *, halting: bool) -> Bringing:
         yield from self._sync.come(current, secs, halting=halting)
         step = partial(self._sync.stage, current)
-        staged: Staged = yield step if halting else Aside(step)
+        staged: Staged = yield step if halting else BackgroundStep(step)
         return staged
 
 

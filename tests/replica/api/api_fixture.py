@@ -16,12 +16,12 @@ import trio
 from werkzeug.datastructures import Headers
 
 from omni_proxy.replica.api.app import create_app
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
-from omni_proxy.replica.pipeline.runtime import open_pipeline
-from omni_proxy.replica.pipeline.serving import Server, bound
-from omni_proxy.replica.pipeline.stage import CallerFault, FunctionScheduler
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from omni_proxy.replica.pipeline.http_server import ReplicaServer, bind_listener
+from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 RATE = 8000
 USAGE = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
@@ -69,7 +69,7 @@ def play(payload, emit_chunk, aborted):
     if aborted():
         HEARD.aborted.set()
     if "fault" in script:
-        raise CallerFault(script["fault"])
+        raise CallerError(script["fault"])
     if "bug" in script:
         raise RuntimeError(script["bug"])
     return with_audio(script.get("result", {}))
@@ -105,7 +105,7 @@ SCRIPTED = PipelineConfig(
         StageConfig(name="play", factory="tests.replica.api.api_fixture:build", terminal=True),
     ),
 )
-TINY = builtin_pipeline(Choices(model="tiny"))
+TINY = builtin_pipeline(BuiltinOptions(model="tiny"))
 
 
 class World:
@@ -229,8 +229,8 @@ async def aborted():
 @asynccontextmanager
 async def listening(app):
     """The app on a real port of loopback; yields that port."""
-    with bound("127.0.0.1", 0) as listener:
-        server = Server(app, listener)
+    with bind_listener("127.0.0.1", 0) as listener:
+        server = ReplicaServer(app, listener)
         async with trio.open_nursery() as nursery:
             await nursery.start(server.serve)
             yield listener.getsockname()[1]

@@ -13,8 +13,8 @@ import trio
 from omni_proxy.replica.api.app import create_app
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
-from omni_proxy.replica.pipeline.runtime import open_pipeline
-from omni_proxy.replica.pipeline.stage import CallerFault, FunctionScheduler
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 RATE = 24_000
 WORD_SAMPLES = 120
@@ -43,7 +43,7 @@ def speak(payload, emit_chunk, aborted):
     whole, rate = b"", RATE
     for sentence in filter(None, (part.strip() for part in text.split("."))):
         if "REFUSED" in sentence:
-            raise CallerFault("nobody says that")
+            raise CallerError("nobody says that")
         if "BROKEN" in sentence:
             raise RuntimeError("the voice broke")
         if "HELD" in sentence:
@@ -67,7 +67,7 @@ def hear(payload, emit_chunk, aborted):
     prompt = payload.request.metadata["asr_params"].get("prompt", "")
     text = f"{len(samples)} samples"
     if "REFUSED" in prompt:
-        raise CallerFault("nobody hears that")
+        raise CallerError("nobody hears that")
     if "HELD" in prompt and "LATER" not in prompt:
         hold(aborted)
     emit_chunk({"text": text})

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.replica.models.hibari import (
-    MOST_PHONEMES,
+    MAX_PHONEMES,
+    HibariVoice,
+    IncrementalSentences,
     MissingVoiceError,
-    SentenceCutter,
-    Voice,
     VoiceError,
     check_speed,
     check_voice,
@@ -23,7 +23,7 @@ TEXT = 'Good morning. The train to London leaves soon! "Will you come?" asked Dr
 
 @pytest.fixture(scope="module")
 def voice():
-    return Voice.load()
+    return HibariVoice.load()
 
 
 def spoken(voice, text=TEXT, **how):
@@ -62,7 +62,7 @@ def test_a_speed_out_of_bounds_is_refused(speed):
 def test_a_missing_package_is_told_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "hibari", None)
     with pytest.raises(MissingVoiceError, match=r"omni-proxy\[replica\]"):
-        Voice.load()
+        HibariVoice.load()
 
 
 def test_every_sentence_is_one_array_of_sound(voice):
@@ -115,7 +115,7 @@ def test_a_long_sentence_comes_in_several_pieces(voice):
     assert len(voice.split(words)) == 1
     pieces = list(voice.sentences(words))
     assert len(pieces) > 2
-    assert max(len(piece) for piece in pieces) < MOST_PHONEMES * 0.2 * voice.sample_rate
+    assert max(len(piece) for piece in pieces) < MAX_PHONEMES * 0.2 * voice.sample_rate
 
 
 ALPHABET = st.one_of(st.sampled_from("aB .!?…\n\"”)' 1,"), st.characters())
@@ -124,7 +124,7 @@ ALPHABET = st.one_of(st.sampled_from("aB .!?…\n\"”)' 1,"), st.characters())
 @given(st.text(ALPHABET, max_size=60), st.data())
 @settings(max_examples=300)
 def test_sentences_of_a_stream_are_those_of_the_whole_text(text, data):
-    cutter = SentenceCutter(hibari.Hibari.split_sentences)
+    cutter = IncrementalSentences(hibari.Hibari.split_sentences)
     found, rest = [], text
     while rest:
         length = data.draw(st.integers(1, len(rest)))
@@ -135,7 +135,7 @@ def test_sentences_of_a_stream_are_those_of_the_whole_text(text, data):
 
 
 def test_a_sentence_is_given_back_when_the_next_one_begins():
-    cutter = SentenceCutter(hibari.Hibari.split_sentences)
+    cutter = IncrementalSentences(hibari.Hibari.split_sentences)
     given_back = [
         cutter.feed(piece) for piece in ["Hel", "lo.", " ", "How", " are", " you?\n", "F"]
     ]

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from omni_proxy.replica.models import ocr
 from omni_proxy.replica.models.ocr import (
     FORMATS,
-    LEAST_SIDE,
-    MOST_RATIO,
-    MOST_SIDE,
+    MAX_SIDE,
+    MAX_SIDE_RATIO,
+    MIN_SIDE,
     ImageError,
-    Reader,
-    ReaderMissingError,
-    decoded,
-    framed,
-    in_lines,
+    MissingOcrError,
+    OcrReader,
+    decode_image,
+    join_lines,
+    pad_to_detector,
 )
-from tests.replica.models.drawn import drawn, file_of, needs_reader
+from tests.replica.models.drawn_images import drawn, file_of, needs_reader
 
 INVOICE = ("Invoice 4711", "Total: 42.50 EUR")
 
@@ -40,27 +40,27 @@ def test_pieces_side_by_side_are_one_line_and_lines_go_down():
         piece("Total", 10, 97),
         piece("4711", 200, 15, confidence=0.8),
     ]
-    assert in_lines(found) == [("Invoice 4711", 0.8), ("Total 42.50", 0.7)]
-    assert in_lines([]) == []
+    assert join_lines(found) == [("Invoice 4711", 0.8), ("Total 42.50", 0.7)]
+    assert join_lines([]) == []
 
 
 @given(st.permutations([(row, column) for row in range(4) for column in range(3)]))
 def test_the_order_in_which_pieces_are_found_does_not_matter(places):
     found = [piece(f"{row}{column}", column * 60, row * 25) for row, column in places]
-    assert [text for text, _ in in_lines(found)] == [
+    assert [text for text, _ in join_lines(found)] == [
         " ".join(f"{row}{column}" for column in range(3)) for row in range(4)
     ]
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_images_of_every_form_are_unpacked(form):
-    image = decoded(file_of(drawn("Hi"), form))
+    image = decode_image(file_of(drawn("Hi"), form))
     assert (image.mode, image.size) == ("RGB", (560, 100))
     assert min(image.convert("L").get_flattened_data()) < 50
 
 
 def test_what_is_transparent_is_white():
-    image = decoded(file_of(drawn("Hi", mode="RGBA", paper=(0, 0, 0, 0))))
+    image = decode_image(file_of(drawn("Hi", mode="RGBA", paper=(0, 0, 0, 0))))
     assert image.getpixel((0, 0)) == (255, 255, 255)
 
 
@@ -68,32 +68,32 @@ def test_a_photograph_is_turned_upright():
     image = drawn("Hi").rotate(90, expand=True)
     exif = image.getexif()
     exif[0x0112] = 6  # the camera was turned to the right
-    assert decoded(file_of(image, "JPEG", exif=exif)).size == (560, 100)
+    assert decode_image(file_of(image, "JPEG", exif=exif)).size == (560, 100)
 
 
 def test_of_an_animation_the_first_frame_is_taken():
     frames = [blank(10, 10), drawn("Hi", paper="black").resize((10, 10))]
     data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert decoded(data).getpixel((5, 5)) == (255, 255, 255)
+    assert decode_image(data).getpixel((5, 5)) == (255, 255, 255)
 
 
 def test_a_large_image_is_made_smaller():
-    assert decoded(file_of(blank(3000, 1500))).size == (MOST_SIDE, MOST_SIDE // 2)
+    assert decode_image(file_of(blank(3000, 1500))).size == (MAX_SIDE, MAX_SIDE // 2)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2000, 1), (1, 2000), (2000, 249), (500, 160)])
 def test_the_detector_sees_nothing_that_it_cannot_take(size):
-    width, height = framed(blank(*size)).size
-    assert min(width, height) >= LEAST_SIDE
-    assert max(width, height) <= MOST_RATIO * min(width, height)
+    width, height = pad_to_detector(blank(*size)).size
+    assert min(width, height) >= MIN_SIDE
+    assert max(width, height) <= MAX_SIDE_RATIO * min(width, height)
     assert (width, height) >= size
 
 
 def test_what_would_unpack_to_too_much_is_refused_unread(monkeypatch):
     data = file_of(blank(100, 100))
-    monkeypatch.setattr(ocr, "MOST_PIXELS", 9_999)
+    monkeypatch.setattr(ocr, "MAX_PIXELS", 9_999)
     with pytest.raises(ImageError, match=r"100 x 100 pixels; at most 9999"):
-        decoded(data)
+        decode_image(data)
 
 
 @pytest.mark.parametrize("size", [(10_000, 10_000), (60_000, 60_000)])
@@ -101,14 +101,14 @@ def test_a_file_that_claims_to_be_huge_is_refused(size):
     data = file_of(blank(1, 1), "GIF")
     claimed = b"".join(side.to_bytes(2, "little") for side in size)
     with pytest.raises(ImageError, match="pixels"):
-        decoded(data[:6] + claimed + data[10:])
+        decode_image(data[:6] + claimed + data[10:])
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", b"<svg/>", b"BM" + b"\0" * 60])
 def test_what_is_no_image_is_told_with_what_can_be_read(data):
     pytest.importorskip("PIL")
     with pytest.raises(ImageError, match="no image of a known form: PNG, JPEG, WEBP, GIF"):
-        decoded(data)
+        decode_image(data)
 
 
 def test_a_damaged_image_is_told_or_read_but_never_anything_else():
@@ -120,7 +120,9 @@ def test_a_damaged_image_is_told_or_read_but_never_anything_else():
         for _ in range(chance.randint(1, 4)):
             data[chance.randrange(min(len(data), 200))] = chance.randrange(256)
         try:
-            decoded(bytes(data[: chance.randrange(len(data))] if chance.random() < 0.3 else data))
+            decode_image(
+                bytes(data[: chance.randrange(len(data))] if chance.random() < 0.3 else data)
+            )
         except ImageError:
             refused += 1
     assert 100 < refused < 400
@@ -128,13 +130,13 @@ def test_a_damaged_image_is_told_or_read_but_never_anything_else():
 
 def test_a_missing_package_is_told_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
-    with pytest.raises(ReaderMissingError, match=r"pip install 'omni-proxy\[ocr\]'.*headless"):
-        Reader()
+    with pytest.raises(MissingOcrError, match=r"pip install 'omni-proxy\[ocr\]'.*headless"):
+        OcrReader()
 
 
 @pytest.fixture(scope="module")
 def reader():
-    return Reader()
+    return OcrReader()
 
 
 def read(reader, image):

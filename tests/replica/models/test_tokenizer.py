@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.replica.models.tiny import TinyTokenizer
 from omni_proxy.replica.models.tokenizer import (
-    LONGEST_PIECE,
+    MAX_ENCODE_CHARS,
     BytePairTokenizer,
     Utf8Stream,
     byte_letters,
@@ -73,7 +73,7 @@ def test_characters_the_vocabulary_cannot_spell_become_one_replacement_each(text
 
 @pytest.mark.parametrize("letter", [" ", "\n", "^", "7", "a", "😀"])
 def test_a_very_long_run_of_one_character_does_not_break_it(tokenizer, letter):
-    text = letter * (LONGEST_PIECE * 16)
+    text = letter * (MAX_ENCODE_CHARS * 16)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

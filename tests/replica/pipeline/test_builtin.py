@@ -1,18 +1,20 @@
 import pytest
 
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline, capabilities
-from omni_proxy.replica.pipeline.flow import Flow
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline, capabilities
+from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
 from omni_proxy.replica.pipeline.messages import OmniRequest
 from omni_proxy.replica.pipeline.plan import compile_plan
 
-EVERYTHING = Choices(speech="hibari", transcription="whisper-tiny", images="ocr")
-SEES = Choices(images="ocr")
+EVERYTHING = BuiltinOptions(speech="hibari", transcription="whisper-tiny", images="ocr")
+SEES = BuiltinOptions(images="ocr")
 BOTH = {"audios": [b"x"], "images": [b"y"]}
 
 
 def way(choices, inputs, **metadata):
     """The stages a request passes, in order, and those that answer."""
-    flow = Flow(compile_plan(builtin_pipeline(choices)), "r", OmniRequest(inputs, {}, metadata))
+    flow = RequestFlow(
+        compile_plan(builtin_pipeline(choices)), "r", OmniRequest(inputs, {}, metadata)
+    )
     passed, sends = [], flow.begin()
     while sends:
         name, _ = sends.pop(0)
@@ -29,7 +31,13 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 @pytest.mark.parametrize(
     ("choices", "inputs", "metadata", "passed", "answers"),
     [
-        (Choices(), CHAT, {"output_modalities": ["text"]}, ["prepare", "decode"], {"decode"}),
+        (
+            BuiltinOptions(),
+            CHAT,
+            {"output_modalities": ["text"]},
+            ["prepare", "decode"],
+            {"decode"},
+        ),
         (EVERYTHING, CHAT, {}, ["prepare", "decode"], {"decode"}),
         (
             EVERYTHING,
@@ -59,7 +67,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         (EVERYTHING, "say it", {"task": "tts"}, ["speak"], {"speak"}),
         (EVERYTHING, b"RIFF", {"task": "asr"}, ["transcribe"], {"transcribe"}),
         (EVERYTHING, "x", {"task": "embed"}, ["prepare", "decode"], {"decode"}),
-        (Choices(), CHAT | {"audios": [b"x"]}, {}, ["prepare", "decode"], {"decode"}),
+        (BuiltinOptions(), CHAT | {"audios": [b"x"]}, {}, ["prepare", "decode"], {"decode"}),
     ],
 )
 def test_a_request_passes_only_the_stages_it_needs(choices, inputs, metadata, passed, answers):
@@ -67,13 +75,13 @@ def test_a_request_passes_only_the_stages_it_needs(choices, inputs, metadata, pa
 
 
 def test_stages_live_in_processes_only_where_that_was_chosen():
-    choices = Choices(speech="hibari", own_process=frozenset({"speak"}))
+    choices = BuiltinOptions(speech="hibari", own_process=frozenset({"speak"}))
     stages = {stage.name: stage.process for stage in builtin_pipeline(choices).stages}
     assert stages == {"prepare": "", "decode": "", "speak": "speak"}
 
 
 def test_what_was_chosen_reaches_the_stages():
-    choices = Choices(
+    choices = BuiltinOptions(
         model="m.gguf", threads=2, max_running=3, max_in_flight=9, transcription="whisper-tiny"
     )
     config = builtin_pipeline(choices)
@@ -84,7 +92,7 @@ def test_what_was_chosen_reaches_the_stages():
 
 
 def test_it_can_do_what_its_stages_can():
-    assert capabilities(builtin_pipeline(Choices())) == {"chat", "streaming"}
+    assert capabilities(builtin_pipeline(BuiltinOptions())) == {"chat", "streaming"}
     assert capabilities(builtin_pipeline(EVERYTHING)) == {
         "chat",
         "streaming",
@@ -93,4 +101,4 @@ def test_it_can_do_what_its_stages_can():
         "audio_input",
         "image_input",
     }
-    assert "image_input" not in capabilities(builtin_pipeline(Choices(transcription="x")))
+    assert "image_input" not in capabilities(builtin_pipeline(BuiltinOptions(transcription="x")))

@@ -2,8 +2,9 @@ import pytest
 import trio
 
 from omni_proxy.replica.pipeline.client import Client
-from omni_proxy.replica.pipeline.coordinator import Coordinator
-from omni_proxy.replica.pipeline.messages import Abort, Result, Streamed, Submit
+from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from omni_proxy.replica.pipeline.messages import Abort, Result, ResultChunk, Submit
 from omni_proxy.replica.pipeline.plan import compile_plan
 from omni_proxy.replica.pipeline.requests import (
     GenerateRequest,
@@ -11,8 +12,7 @@ from omni_proxy.replica.pipeline.requests import (
     RequestAborted,
     RequestFailed,
 )
-from omni_proxy.replica.pipeline.runtime import open_pipeline
-from tests.replica.pipeline.stages import HERE, pipeline, stage
+from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 HI = GenerateRequest("hi", stream=True)
 
@@ -33,7 +33,7 @@ class Board:
             request_id = message.payload.request_id
             token = trio.lowlevel.current_trio_token()
             for number in range(self.pieces):
-                piece = Streamed(request_id, "a", {"text": str(number)}, number)
+                piece = ResultChunk(request_id, "a", {"text": str(number)}, number)
                 token.run_sync_soon(self.hub.receive, piece)
             if self.ends:
                 whole = {"text": "".join(map(str, range(self.pieces))) + "!"}

@@ -2,20 +2,20 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.replica.pipeline.config import PipelineConfigError, checked
-from tests.replica.pipeline.stages import pipeline, stage
+from omni_proxy.replica.pipeline.config import PipelineConfigError, validate_config
+from tests.replica.pipeline.pipeline_stages import pipeline, stage
 
 
 def problems(*stages, **keys):
     with pytest.raises(PipelineConfigError) as refused:
-        checked(pipeline(*stages, **keys))
+        validate_config(pipeline(*stages, **keys))
     return refused.value.problems
 
 
 def test_the_first_stage_is_the_entry_unless_one_is_named():
     two = (stage("a", next=("b",)), stage("b", terminal=True))
-    assert checked(pipeline(*two)).entry == "a"
-    assert checked(pipeline(two[1], entry="b")).entry == "b"
+    assert validate_config(pipeline(*two)).entry == "a"
+    assert validate_config(pipeline(two[1], entry="b")).entry == "b"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from omni_proxy.replica.pipeline.launch import _Life
+from omni_proxy.replica.pipeline.launch import _ServerLifecycle
 
 
 def watchdogs():
@@ -21,7 +21,7 @@ def _unfrozen():
 
 async def test_a_replica_watches_its_loop_once_it_is_ready(nursery):
     ready = trio.Event()
-    life = _Life(1.0, runtime=SimpleNamespace(ready=ready))
+    life = _ServerLifecycle(1.0, runtime=SimpleNamespace(ready=ready))
     before = len(watchdogs())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nursery.start_soon(life._once_ready, listener, {"model_name": "m"})

@@ -19,15 +19,15 @@ PAYLOAD = m.StagePayload("r", m.OmniRequest("hi", {"a": 1}, {"task": "tts"}), {"
     ],
 )
 def test_a_message_to_a_stage_survives_the_wire(message):
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.In) == message
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.StageInput) == message
 
 
 @pytest.mark.parametrize(
     "message",
     [
         m.Result("r", "s", {"text": "a", "output_token_logprobs": [[-0.5, 3, None]]}),
-        m.Streamed("r", "s", {"audio_data": b"\0"}, 2, "audio"),
-        m.Failed("r", "s", "bad", "caller"),
+        m.ResultChunk("r", "s", {"audio_data": b"\0"}, 2, "audio"),
+        m.StageFailure("r", "s", "bad", "caller"),
         m.AdminResult("o", "s", "model_info", True, "ok", {"rank": 0}, None, 0),
         m.StageReady("s", {"supports_admin": True}),
         m.StageEnded("s", "why"),
@@ -35,4 +35,4 @@ def test_a_message_to_a_stage_survives_the_wire(message):
     ],
 )
 def test_a_message_from_a_stage_survives_the_wire(message):
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.Out) == message
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.StageOutput) == message

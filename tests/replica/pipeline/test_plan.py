@@ -2,8 +2,8 @@ import pytest
 
 from omni_proxy.replica.pipeline.config import PipelineConfigError
 from omni_proxy.replica.pipeline.messages import OmniRequest
-from omni_proxy.replica.pipeline.plan import compile_plan
-from tests.replica.pipeline.stages import HERE, pipeline, stage
+from omni_proxy.replica.pipeline.plan import compile_plan, import_dotted
+from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,15 @@ def test_functions_that_cannot_be_imported_are_all_told():
     first, second = refused.value.problems
     assert first.startswith(f"stages[0].route: cannot import {HERE}:no_such_route")
     assert second.startswith("stages[1].merge: cannot import no.such.module:f")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("omni_proxy.replica.stages.synthesize:build", "omni_proxy.replica.stages.synthesize"),
+        ("omni_proxy.replica.stages.ocr:build", "omni_proxy.replica.stages.ocr"),
+        ("omni_proxy.replica.pipeline.plan:merge_fields", "omni_proxy.replica.pipeline.plan"),
+    ],
+)
+def test_dotted_names_of_the_last_release_still_work(old, new):
+    assert import_dotted(old).__module__ == new

@@ -6,17 +6,17 @@ import pytest
 from omni_proxy.replica.pipeline.messages import (
     Abort,
     Admin,
-    Failed,
     OmniRequest,
     Result,
+    ResultChunk,
     Shutdown,
+    StageFailure,
     StagePayload,
     StageStats,
     StreamChunk,
-    Streamed,
     Submit,
 )
-from omni_proxy.replica.pipeline.stage import CallerFault, FunctionScheduler
+from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 
 class Running:
@@ -67,8 +67,8 @@ def test_the_functions_pieces_come_before_its_result(run):
     running = run(work)
     running.submit("r", "whole")
     assert [running.next() for _ in range(3)] == [
-        Streamed("r", "s", {"text": "a"}, 0, "text"),
-        Streamed("r", "s", {"audio_data": b"1234"}, 1, "audio"),
+        ResultChunk("r", "s", {"text": "a"}, 0, "text"),
+        ResultChunk("r", "s", {"audio_data": b"1234"}, 1, "audio"),
         Result("r", "s", {"text": "whole"}),
     ]
 
@@ -76,15 +76,15 @@ def test_the_functions_pieces_come_before_its_result(run):
 def test_a_fault_is_that_requests_alone(run):
     def work(payload, emit_chunk, aborted):
         if payload.data == "caller":
-            raise CallerFault("too long")
+            raise CallerError("too long")
         return {"x": 1 / payload.data}
 
     running = run(work)
     running.submit("a", "caller")
     running.submit("b", 0)
     running.submit("c", 2)
-    assert running.next() == Failed("a", "s", "too long", "caller")
-    assert running.next() == Failed("b", "s", "ZeroDivisionError: division by zero", "server")
+    assert running.next() == StageFailure("a", "s", "too long", "caller")
+    assert running.next() == StageFailure("b", "s", "ZeroDivisionError: division by zero", "server")
     assert running.next() == Result("c", "s", {"x": 0.5})
 
 

@@ -2,13 +2,13 @@ import json
 
 import pytest
 
-from omni_proxy.replica.profiling.command import main
-from omni_proxy.replica.profiling.recorder import Recorder
+from omni_proxy.replica.profiling.profile_command import main
+from omni_proxy.replica.profiling.recorder import EventRecorder
 
 
 @pytest.fixture
 def source(tmp_path):
-    recorder = Recorder("<decode>")
+    recorder = EventRecorder("<decode>")
     recorder.start("run", str(tmp_path / "events"))
     for request in ("r&1", "r2"):
         for name in ("stage_input_received", "scheduler_prefill_start", "scheduler_first_emit"):

@@ -5,11 +5,11 @@ import trio
 
 from omni_proxy.replica.api.app import build_app
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
-from omni_proxy.replica.pipeline.runtime import open_pipeline
-from omni_proxy.replica.profiling import routes
-from omni_proxy.replica.profiling.command import main
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from omni_proxy.replica.profiling import profile_routes
+from omni_proxy.replica.profiling.profile_command import main
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True}
 KEY = {"Authorization": "Bearer k"}
@@ -18,7 +18,7 @@ KEY = {"Authorization": "Bearer k"}
 def app_with_profiling(client, key):
     served = RouteContext(client=client, admin_api_key=key)
     app = build_app(served)
-    routes.mount(app, served)
+    profile_routes.mount(app, served)
     return app
 
 
@@ -28,7 +28,7 @@ def recorded(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("events")
 
     async def record():
-        choices = Choices(model="tiny", own_process=frozenset(request.param))
+        choices = BuiltinOptions(model="tiny", own_process=frozenset(request.param))
         async with open_pipeline(builtin_pipeline(choices)) as (coordinator, runtime):
             app = app_with_profiling(Client(coordinator), "k")
             with trio.fail_after(60):
@@ -120,7 +120,7 @@ def test_a_completed_stage_tells_whether_it_was_the_last_and_what_follows(record
     ],
 )
 async def test_bad_requests_say_what_is_missing(path, body, status, words, monkeypatch):
-    monkeypatch.delenv(routes.FOLDER_VARIABLE, raising=False)
+    monkeypatch.delenv(profile_routes.FOLDER_VARIABLE, raising=False)
     app = app_with_profiling(Client.__new__(Client), None)
     sent = {"json": body} if body is not None else {}
     answer = await app.test_client().post(path, **sent)

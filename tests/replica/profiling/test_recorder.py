@@ -5,20 +5,20 @@ import threading
 import numpy as np
 import pytest
 
-from omni_proxy.replica.profiling.recorder import Recorder
+from omni_proxy.replica.profiling.recorder import EventRecorder
 
 
 @pytest.fixture(autouse=True)
 def recorders(monkeypatch):
     """Every recorder of a test closes its file at the end."""
     made = []
-    init = Recorder.__init__
+    init = EventRecorder.__init__
 
     def kept(self, *args):
         init(self, *args)
         made.append(self)
 
-    monkeypatch.setattr(Recorder, "__init__", kept)
+    monkeypatch.setattr(EventRecorder, "__init__", kept)
     yield
     for recorder in made:
         recorder.stop()
@@ -32,7 +32,7 @@ def lines(folder):
 
 
 def test_an_event_is_one_line_with_its_keys_in_order(tmp_path):
-    recorder = Recorder()
+    recorder = EventRecorder()
     recorder.start("run", str(tmp_path / "new"), "decode")
     recorder.record("stage_complete", "r", "decode", {"terminal": True})
     path = tmp_path / "new" / f"events_decode_{os.getpid()}.jsonl"
@@ -46,7 +46,7 @@ def test_an_event_is_one_line_with_its_keys_in_order(tmp_path):
 
 
 def test_nothing_is_recorded_while_idle(tmp_path):
-    recorder = Recorder("s")
+    recorder = EventRecorder("s")
     recorder.record("a", "r", "s")
     recorder.start("run", str(tmp_path))
     recorder.stop()
@@ -55,7 +55,7 @@ def test_nothing_is_recorded_while_idle(tmp_path):
 
 
 def test_stages_of_one_process_share_the_file_of_the_first(tmp_path):
-    recorder = Recorder()
+    recorder = EventRecorder()
     recorder.start("run", str(tmp_path), "first")
     recorder.start("run", str(tmp_path), "second")
     recorder.record("a", "r", "second")
@@ -65,7 +65,7 @@ def test_stages_of_one_process_share_the_file_of_the_first(tmp_path):
 
 
 def test_another_run_takes_over_and_only_its_own_id_ends_it(tmp_path):
-    recorder = Recorder("s")
+    recorder = EventRecorder("s")
     recorder.start("one", str(tmp_path / "1"))
     recorder.start("two", str(tmp_path / "2"))
     recorder.stop("one")
@@ -78,7 +78,7 @@ def test_another_run_takes_over_and_only_its_own_id_ends_it(tmp_path):
 
 
 def test_tensors_are_summarised_and_scalars_told(tmp_path):
-    recorder = Recorder("s")
+    recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
     recorder.record(
         "a", "r", "s", {"t": np.zeros((2, 3), np.float32), "n": np.array(4), "o": {1, 2}}
@@ -95,7 +95,7 @@ def test_tensors_are_summarised_and_scalars_told(tmp_path):
 
 
 def test_what_cannot_be_written_is_dropped_and_counted(tmp_path):
-    recorder = Recorder("s")
+    recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
     circle = {}
     circle["self"] = circle
@@ -106,7 +106,7 @@ def test_what_cannot_be_written_is_dropped_and_counted(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_logged_and_nothing_is_recorded(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    recorder = Recorder("s")
+    recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path / "file" / "x"))
     recorder.record("a", "r", "s")
     assert recorder.run_id is None
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_made_is_logged_and_nothing_is_recorded(tmp_path
 
 @pytest.mark.parametrize("count", [8])
 def test_threads_never_mix_their_lines(tmp_path, count):
-    recorder = Recorder("s")
+    recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
 
     def write(number):

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from omni_proxy.replica.profiling.report import (
     PAIRS,
+    build_report,
     hop_rows,
     intervals,
     read_events,
-    report,
+    render_table,
     stage_rows,
-    table,
     timelines,
 )
 
@@ -107,12 +107,17 @@ def test_a_timeline_counts_from_the_requests_first_event():
 
 
 def test_the_keys_of_the_report_stand_in_their_order():
-    assert list(report([])) == ["timelines", "stage_breakdown", "hop_breakdown", "request_count"]
+    assert list(build_report([])) == [
+        "timelines",
+        "stage_breakdown",
+        "hop_breakdown",
+        "request_count",
+    ]
 
 
 def test_the_table_is_padded_to_its_columns():
-    made = report([event("stage_input_received", 0), event("stage_complete", 5)])
-    assert table(made).split("\n") == [
+    made = build_report([event("stage_input_received", 0), event("stage_complete", 5)])
+    assert render_table(made).split("\n") == [
         "# Requests: 1",
         "",
         "## Stage breakdown",

@@ -7,15 +7,15 @@ import pytest
 from omni_proxy.replica.audio.resample import resample
 from omni_proxy.replica.audio.wav import encode_wav
 from omni_proxy.replica.model_file import MODELS, cache_folder
-from omni_proxy.replica.models.hibari import Voice
-from omni_proxy.replica.models.mel import RATE
-from omni_proxy.replica.models.whisper import Whisper
-from omni_proxy.replica.models.whisper_file import WhisperFileError
+from omni_proxy.replica.models.hibari import HibariVoice
+from omni_proxy.replica.models.whisper.mel import RATE
+from omni_proxy.replica.models.whisper.whisper import Whisper
+from omni_proxy.replica.models.whisper.whisper_file import WhisperFileError
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
 from omni_proxy.replica.stages import transcribe
-from omni_proxy.replica.stages.transcribe import Transcribing
-from tests.replica.models.small_whisper import small_whisper
-from tests.replica.stages.staging import running
+from omni_proxy.replica.stages.transcribe import TranscribeStage
+from tests.replica.models.whisper.small_whisper import small_whisper
+from tests.replica.stages.stage_harness import running
 
 FILE = cache_folder(os.environ) / MODELS["whisper-tiny"].file
 NOISE = (np.random.default_rng(3).standard_normal(2 * 24_000) * 0.1).astype(np.float32)
@@ -35,7 +35,7 @@ def whisper():
 
 @pytest.fixture
 def stage(whisper):
-    scheduler = FunctionScheduler("transcribe", Transcribing(whisper, max_audio_secs=60))
+    scheduler = FunctionScheduler("transcribe", TranscribeStage(whisper, max_audio_secs=60))
     with running(scheduler) as stage:
         yield stage
 
@@ -131,7 +131,7 @@ class Held:
 
 def test_an_aborted_transcription_says_no_more_and_the_next_one_comes(whisper):
     held = Held(whisper)
-    with running(FunctionScheduler("transcribe", Transcribing(held))) as stage:
+    with running(FunctionScheduler("transcribe", TranscribeStage(held))) as stage:
         stage.submit("gone", {"audio": as_media(np.tile(NOISE, 60))}, **ASR)
         assert stage.next().request_id == "gone"
         stage.abort("gone")
@@ -154,7 +154,7 @@ def test_a_model_that_was_not_fetched_is_told_with_the_cure(tmp_path):
 )
 def test_what_was_spoken_is_transcribed():
     pytest.importorskip("hibari")
-    voice = Voice.load()
+    voice = HibariVoice.load()
     spoken = np.concatenate(list(voice.sentences("The weather is very nice today.")))
     with running(transcribe.build("transcribe")) as stage:
         chunks, end = stage.ask({"audio": encode_wav(spoken, voice.sample_rate)}, **ASR)

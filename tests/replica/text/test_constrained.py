@@ -6,9 +6,9 @@ import threading
 import jsonschema_rs
 import pytest
 
-from omni_proxy.replica.pipeline.messages import Failed, Result, Streamed
-from omni_proxy.replica.text.compiling import Compiled
-from tests.replica.text.desk import Desk, Loop, long_prompt, submission, undisturbed
+from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
+from omni_proxy.replica.text.constraint_compiler import CompiledConstraint
+from tests.replica.text.scheduler_harness import Desk, Loop, long_prompt, submission, undisturbed
 
 pytest.importorskip("llguidance")
 
@@ -165,7 +165,7 @@ def test_what_waits_for_its_constraint_counts_and_can_be_dropped():
     desk.admin("pause_generation", mode="abort")
     desk.ready()
     assert desk.scheduler.active_ids() == []
-    assert [each.kind for each in desk.of(Failed, "a")] == ["caller", "dropped"]
+    assert [each.kind for each in desk.of(StageFailure, "a")] == ["caller", "dropped"]
 
 
 @pytest.mark.parametrize("schema", ['{"not": {}}', "[", '{"type": "strin"}'])
@@ -180,7 +180,7 @@ def test_a_fault_of_ours_is_not_the_callers():
     desk = Constraining()
     desk.ask("a", PERSON)
     assert desk.came.acquire(timeout=60)
-    desk.scheduler.take(Compiled(desk.compiled[0].prompt, RuntimeError("a fault")))
+    desk.scheduler.take(CompiledConstraint(desk.compiled[0].prompt, RuntimeError("a fault")))
     assert desk.failure("a").kind == "server"
 
 
@@ -188,7 +188,7 @@ def test_the_loop_waits_for_a_constraint_and_goes_on():
     with Loop(Desk().scheduler) as loop:
         text = json.dumps(PERSON)
         loop.inbox.put(submission("a", long_prompt(20), json_schema=text, stream=True, seed=1))
-        loop.next(Streamed)
+        loop.next(ResultChunk)
         assert fits(PERSON, loop.next(Result).data["text"])
 
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from omni_proxy.replica.text import constraint
 from omni_proxy.replica.text.constraint import (
     ANY_OBJECT,
-    MOST_COMPILED,
-    MOST_SCHEMA_BYTES,
+    MAX_COMPILED,
+    MAX_SCHEMA_BYTES,
     ConstraintError,
-    Constraints,
+    ConstraintFactory,
     MissingLibraryError,
     check_schema,
 )
-from tests.replica.text.desk import tiny
+from tests.replica.text.scheduler_harness import tiny
 
 pytest.importorskip("llguidance")
 
@@ -54,7 +54,7 @@ SCHEMAS = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner), max
 
 def constrained(schema, tokenizer=None):
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return Constraints(tokenizer or tiny().tokenizer).constraint(text)
+    return ConstraintFactory(tokenizer or tiny().tokenizer).constraint(text)
 
 
 def ids(allowed):
@@ -83,7 +83,7 @@ def test_whatever_is_drawn_fits_the_schema(schema, seed):
 
 
 def test_two_answers_to_one_schema_do_not_meet():
-    constraints = Constraints(tiny().tokenizer)
+    constraints = ConstraintFactory(tiny().tokenizer)
     schema = json.dumps({"enum": ["ab", "cd"]})
     first, second = constraints.constraint(schema), constraints.constraint(schema)
     for letter in '"a':
@@ -95,10 +95,10 @@ def test_two_answers_to_one_schema_do_not_meet():
 
 
 def test_only_the_last_schemas_are_kept():
-    constraints = Constraints(tiny().tokenizer)
-    for number in range(MOST_COMPILED + 3):
+    constraints = ConstraintFactory(tiny().tokenizer)
+    for number in range(MAX_COMPILED + 3):
         constraints.constraint(json.dumps({"const": number}))
-    assert len(constraints._compiled) == MOST_COMPILED
+    assert len(constraints._compiled) == MAX_COMPILED
     assert json.dumps({"const": 2}) not in constraints._compiled
     assert json.dumps({"const": 3}) in constraints._compiled
 
@@ -141,12 +141,12 @@ def test_blanks_between_two_parts_do_not_go_on_for_ever():
         ({"type": "string", "pattern": "("}, "unclosed group"),
         ({"type": "string", "format": "nonsense"}, "nonsense"),
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
-        ({"enum": ["x" * MOST_SCHEMA_BYTES]}, f"at most {MOST_SCHEMA_BYTES}"),
+        ({"enum": ["x" * MAX_SCHEMA_BYTES]}, f"at most {MAX_SCHEMA_BYTES}"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema, words):
-    for refusing in (check_schema, Constraints(tiny().tokenizer).constraint):
+    for refusing in (check_schema, ConstraintFactory(tiny().tokenizer).constraint):
         with pytest.raises(ConstraintError) as refused:
             refusing(json.dumps(schema))
         assert words in str(refused.value)

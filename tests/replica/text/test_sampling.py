@@ -7,13 +7,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from omni_proxy.replica.text.sampling import (
-    NARROW,
-    Chooser,
+    TOP_CANDIDATES,
     Sampling,
     SamplingError,
+    TokenSampler,
     kept_tokens,
+    parse_sampling,
     penalised,
-    sampling_of,
 )
 
 
@@ -37,7 +37,7 @@ def kept_naively(logits, sampling):
 
 @given(
     seed=st.integers(0, 1000),
-    size=st.sampled_from([1, 5, 60, NARROW, 3 * NARROW]),
+    size=st.sampled_from([1, 5, 60, TOP_CANDIDATES, 3 * TOP_CANDIDATES]),
     spread=st.sampled_from([0.01, 1.0, 5.0]),
     top_k=st.sampled_from([-1, 1, 3, 50, 600, 10_000]),
     top_p=st.sampled_from([0.01, 0.5, 0.93, 1.0]),
@@ -65,7 +65,7 @@ def test_the_filters_keep_what_the_naive_ones_keep(seed, size, spread, top_k, to
 )
 def test_tokens_are_drawn_as_often_as_their_shares_say(sampling):
     logits, draws = random_logits(7, 9, 1.5), 6000
-    chooser = Chooser(sampling)
+    chooser = TokenSampler(sampling)
     counts = Counter(chooser.choose(logits, [])[0] for _ in range(draws))
     scaled = logits / sampling.temperature
     kept = kept_naively(scaled, sampling)
@@ -80,7 +80,7 @@ def test_one_seed_draws_the_same_tokens_and_another_does_not():
     logits = random_logits(1, 500, 1.0)
 
     def drawn(seed):
-        chooser = Chooser(Sampling(seed=seed))
+        chooser = TokenSampler(Sampling(seed=seed))
         return [chooser.choose(logits, [])[0] for _ in range(30)]
 
     assert drawn(11) == drawn(11)
@@ -93,30 +93,30 @@ def test_one_seed_draws_the_same_tokens_and_another_does_not():
 )
 def test_cold_or_one_candidate_means_the_likeliest(sampling):
     logits = random_logits(3, 700, 1.0)
-    assert Chooser(sampling).choose(logits, [])[0] == int(logits.argmax())
+    assert TokenSampler(sampling).choose(logits, [])[0] == int(logits.argmax())
 
 
 def test_a_nearly_cold_choice_does_not_overflow():
     logits = torch.tensor([1.0, 30.0, 29.0])
-    assert Chooser(Sampling(temperature=2e-5, seed=1)).choose(logits, [])[0] == 1
+    assert TokenSampler(Sampling(temperature=2e-5, seed=1)).choose(logits, [])[0] == 1
 
 
 def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign():
     logits = torch.tensor([2.0, -2.0, 0.5, 1.0])
     assert penalised(logits, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 0.5, 1.0]
     assert logits.tolist() == [2.0, -2.0, 0.5, 1.0]
-    choice, _ = Chooser(Sampling(temperature=0, repetition_penalty=4.0)).choose(logits, [0])
+    choice, _ = TokenSampler(Sampling(temperature=0, repetition_penalty=4.0)).choose(logits, [0])
     assert choice == 3
 
 
 def test_the_log_probability_is_that_before_the_filters():
     logits = random_logits(5, 50, 1.0)
     wanted = Sampling(temperature=0.5, top_k=2, seed=3, logprobs=True)
-    token, logprob = Chooser(wanted).choose(logits, [])
+    token, logprob = TokenSampler(wanted).choose(logits, [])
     assert logprob == pytest.approx(float((logits / 0.5).log_softmax(-1)[token]), abs=1e-5)
-    token, logprob = Chooser(Sampling(temperature=0, logprobs=True)).choose(logits, [])
+    token, logprob = TokenSampler(Sampling(temperature=0, logprobs=True)).choose(logits, [])
     assert logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
-    assert Chooser(Sampling()).choose(logits, [])[1] is None
+    assert TokenSampler(Sampling()).choose(logits, [])[1] is None
 
 
 @pytest.mark.parametrize(
@@ -133,43 +133,45 @@ def test_the_log_probability_is_that_before_the_filters():
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(field, value):
     with pytest.raises(SamplingError, match=field):
-        sampling_of({field: value}, "decode")
+        parse_sampling({field: value}, "decode")
 
 
 def test_unset_and_foreign_params_are_left_alone():
-    assert sampling_of({"temperature": None, "stream": True, "extra_params": {}}, "a") == Sampling()
+    assert (
+        parse_sampling({"temperature": None, "stream": True, "extra_params": {}}, "a") == Sampling()
+    )
 
 
 def test_params_are_read():
     params = {"temperature": 0, "top_k": 4.0, "stop": "end", "stop_token_ids": (3, 3), "seed": -5}
-    assert sampling_of(params, "decode") == Sampling(
+    assert parse_sampling(params, "decode") == Sampling(
         temperature=0.0, top_k=4, stop=("end",), stop_token_ids=frozenset({3}), seed=-5
     )
 
 
 def test_a_stages_own_sampling_wins_over_the_common_one():
     params = {"temperature": 1.5, "top_p": 0.5, "stage_sampling": {"decode": {"temperature": 0.2}}}
-    assert sampling_of(params, "decode") == Sampling(temperature=0.2, top_p=0.5)
-    assert sampling_of(params, "talk") == Sampling(temperature=1.5, top_p=0.5)
+    assert parse_sampling(params, "decode") == Sampling(temperature=0.2, top_p=0.5)
+    assert parse_sampling(params, "talk") == Sampling(temperature=1.5, top_p=0.5)
 
 
 def test_a_stages_own_sampling_has_known_fields_only():
     with pytest.raises(SamplingError, match=r"stage_sampling\.decode has no field 'warmth'"):
-        sampling_of({"stage_sampling": {"decode": {"warmth": 1}}}, "decode")
+        parse_sampling({"stage_sampling": {"decode": {"warmth": 1}}}, "decode")
     with pytest.raises(SamplingError, match="must be an object"):
-        sampling_of({"stage_sampling": {"decode": [1]}}, "decode")
+        parse_sampling({"stage_sampling": {"decode": [1]}}, "decode")
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
 def test_a_whole_number_beyond_all_floats_is_refused(name):
     with pytest.raises(SamplingError, match=f"{name} must be a number"):
-        sampling_of({"stage_sampling": {"decode": {name: 10**400}}}, "decode")
+        parse_sampling({"stage_sampling": {"decode": {name: 10**400}}}, "decode")
 
 
 def test_more_stop_strings_than_can_be_looked_for_at_every_token_are_refused():
     with pytest.raises(SamplingError, match="stop holds 257 strings; at most 256"):
-        sampling_of({"stop": [f"zz{number}" for number in range(257)]}, "decode")
+        parse_sampling({"stop": [f"zz{number}" for number in range(257)]}, "decode")
 
 
 def test_a_limit_beyond_every_context_is_none():
-    assert sampling_of({"max_new_tokens": 2**40}, "decode").max_new_tokens == 2**40
+    assert parse_sampling({"max_new_tokens": 2**40}, "decode").max_new_tokens == 2**40

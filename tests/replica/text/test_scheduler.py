@@ -2,13 +2,13 @@ import msgspec
 import pytest
 
 from omni_proxy.replica.pipeline.messages import (
-    Failed,
     ProfilerStart,
     Result,
+    ResultChunk,
+    StageFailure,
     StreamChunk,
-    Streamed,
 )
-from tests.replica.text.desk import Desk, long_prompt, tiny, tokens_of, undisturbed
+from tests.replica.text.scheduler_harness import Desk, long_prompt, tiny, tokens_of, undisturbed
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40}
 
@@ -21,8 +21,8 @@ def test_a_stream_says_what_the_whole_answer_says():
     whole = desk.result("whole")
     assert desk.streamed("stream") == desk.result("stream")["text"] == whole["text"]
     assert len(whole["text"]) > 60
-    assert not desk.of(Streamed, "whole")
-    chunks = desk.of(Streamed, "stream")
+    assert not desk.of(ResultChunk, "whole")
+    chunks = desk.of(ResultChunk, "stream")
     assert [each.chunk_id for each in chunks] == list(range(len(chunks)))
     ids = [token for each in chunks for token in each.chunk["token_ids"]]
     assert ids == whole["token_ids"]
@@ -60,7 +60,9 @@ def test_log_probabilities_come_one_for_each_token():
     rows = result["output_token_logprobs"]
     assert [token for _, token, _ in rows] == result["token_ids"]
     assert all(logprob < 0 and nothing is None for logprob, _, nothing in rows)
-    streamed = [r for each in desk.of(Streamed, "a") for r in each.chunk["output_token_logprobs"]]
+    streamed = [
+        r for each in desk.of(ResultChunk, "a") for r in each.chunk["output_token_logprobs"]
+    ]
     assert streamed == rows
 
 
@@ -145,9 +147,9 @@ def test_a_long_prompt_never_stalls_a_running_answer_for_more_than_a_chunk():
     desk.submit("long", long_prompt(320), max_new_tokens=2)
     for step in range(1, 10):
         desk.step()
-        assert len(desk.scheduler.roster.find("short").tokens) == len(tokens_of("The sea")) + 1 + (
-            step
-        )
+        assert len(desk.scheduler.batch_queue.find("short").tokens) == len(
+            tokens_of("The sea")
+        ) + 1 + (step)
         assert desk.worker.batches[-1] == [1, 32]
     desk.finish()
     assert desk.result("long")["usage"]["prompt_tokens"] == 320
@@ -175,17 +177,17 @@ def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_told
     desk.submit("gone", long_prompt(40), stream=True, max_new_tokens=100)
     desk.submit("stays", max_new_tokens=12)
     desk.step(5)
-    told = len(desk.of(Streamed, "gone"))
-    used = desk.scheduler.roster.used_tokens
+    told = len(desk.of(ResultChunk, "gone"))
+    used = desk.scheduler.batch_queue.used_tokens
     assert told
     desk.abort("gone")
-    assert desk.scheduler.roster.used_tokens < used - 40
+    assert desk.scheduler.batch_queue.used_tokens < used - 40
     desk.step()
     assert len(desk.worker.batches[-1]) == 1
     desk.finish()
-    assert len(desk.of(Streamed, "gone")) == told
+    assert len(desk.of(ResultChunk, "gone")) == told
     assert not desk.of(Result, "gone")
-    assert not desk.of(Failed, "gone")
+    assert not desk.of(StageFailure, "gone")
     assert desk.result("stays")["usage"]["completion_tokens"] == 12
     desk.scheduler.tell_stats()
     assert desk.stats()["aborted_total"] == 1
@@ -210,8 +212,8 @@ def test_running_out_of_tokens_makes_the_youngest_give_way_and_changes_no_text()
     begun, held = {}, []
     while desk.scheduler.busy:
         desk.step()
-        held.append(desk.scheduler.roster.used_tokens)
-        begun |= {each.request_id: each.begun for each in desk.scheduler.roster}
+        held.append(desk.scheduler.batch_queue.used_tokens)
+        begun |= {each.request_id: each.begun for each in desk.scheduler.batch_queue}
     assert max(held) <= 300
     assert begun["r0"] == 1
     assert max(begun.values()) > 1  # or nobody had to give way
@@ -259,11 +261,11 @@ def test_a_batch_that_raises_fails_its_own_requests_and_the_next_ones_are_comput
     desk.worker.to_raise = RuntimeError("no memory left")
     desk.finish()
     for name in "ab":
-        assert desk.failure(name) == Failed(
+        assert desk.failure(name) == StageFailure(
             name, "decode", "RuntimeError: no memory left", "server"
         )
     assert desk.result("c")["usage"]["completion_tokens"] == 4
-    assert desk.scheduler.roster.used_tokens == 0
+    assert desk.scheduler.batch_queue.used_tokens == 0
 
 
 def test_logits_that_are_no_numbers_fail_the_request(monkeypatch):
@@ -353,7 +355,7 @@ def test_a_request_that_nobody_foresaw_fails_alone():
     desk.submit("sane", **GREEDY)
     desk.submit("odd", stage_sampling=["no", "object"])
     desk.finish()
-    (failed,) = desk.of(Failed, "odd")
+    (failed,) = desk.of(StageFailure, "odd")
     assert failed.kind == "server"
     assert desk.result("sane")["finish_reason"] == "length"
 
@@ -370,6 +372,6 @@ def test_a_prompt_that_is_too_long_is_not_looked_through():
     desk = Desk(max_total_tokens=100)
     tokens = Seen([7] * 5000)
     desk.submit("long", tokens)
-    (failed,) = desk.of(Failed, "long")
+    (failed,) = desk.of(StageFailure, "long")
     assert (failed.kind, "5000 tokens" in failed.error) == ("caller", True)
     assert tokens.looked == 0

@@ -3,13 +3,13 @@
 import pytest
 
 from omni_proxy.replica.pipeline.messages import (
-    Failed,
     OmniRequest,
     Result,
+    StageFailure,
     StagePayload,
     Submit,
 )
-from tests.replica.text.desk import Desk, long_prompt
+from tests.replica.text.scheduler_harness import Desk, long_prompt
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40}
 
@@ -63,7 +63,7 @@ def test_a_live_id_is_refused_and_free_again_afterwards():
     desk = Desk()
     desk.submit("a", max_new_tokens=2)
     desk.submit("a", max_new_tokens=2)
-    (failure,) = desk.of(Failed, "a")
+    (failure,) = desk.of(StageFailure, "a")
     assert (failure.error, failure.kind) == ("Request a already exists", "caller")
     desk.finish()
     desk.submit("a", max_new_tokens=2)

@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.replica.text.stage import build
-from tests.replica.text.desk import submission, undisturbed
+from tests.replica.text.scheduler_harness import submission, undisturbed
 
 
 def test_the_factory_makes_a_stage_that_answers():

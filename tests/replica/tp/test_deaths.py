@@ -5,23 +5,23 @@ import signal
 
 import pytest
 
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
-from omni_proxy.replica.pipeline.runtime import open_pipeline
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp import leader
 from omni_proxy.replica.tp.group import RankLost
 from tests.processes import alive
-from tests.replica.pipeline.stages import until
-from tests.replica.text.desk import undisturbed
+from tests.replica.pipeline.pipeline_stages import until
+from tests.replica.text.scheduler_harness import undisturbed
 
 LONG = SamplingParams(temperature=0, max_new_tokens=2000)
 SHORT = SamplingParams(temperature=0, max_new_tokens=12)
 
 
 def over_two(**choices):
-    return builtin_pipeline(Choices(model="tiny", tp=2, **choices))
+    return builtin_pipeline(BuiltinOptions(model="tiny", tp=2, **choices))
 
 
 def asked(sampling):

@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
-from omni_proxy.replica.text.slow import DAMAGED, PeerFault, StepDone
+from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
 from omni_proxy.replica.tp.fanout import COLLECT_SECS, NOT_COLLECTED, FanOut
 from omni_proxy.replica.tp.messages import GIVE_UP, VERDICT, Overdue, Vote
 
@@ -225,7 +225,7 @@ def test_a_step_that_failed_elsewhere_has_failed_here_as_well():
     leader.vote(2, fault="no room")
     assert leader.verdicts() == [(1, "rank 2: no room")]
     (done,) = leader.advanced
-    assert isinstance(done.error, PeerFault)
+    assert isinstance(done.error, PeerError)
     leader.ended(1, False, "rank 2: no room")
     leader.ended(2, False, "no room")
     assert leader.only_answer().message == "rank 2: no room"
@@ -290,7 +290,7 @@ def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_go_on_later():
     leader.time_is_over()
     told = f"{NOT_COLLECTED}: no answer from rank 2"
     assert leader.verdicts() == [(1, told)]
-    assert isinstance(leader.advanced[0].error, PeerFault)
+    assert isinstance(leader.advanced[0].error, PeerError)
     assert not leader.only_answer().success
     leader.vote(2)
     assert leader.verdicts() == [(1, told)]

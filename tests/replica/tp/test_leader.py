@@ -6,9 +6,9 @@ import torch
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.text_model import load_text_model
-from omni_proxy.replica.pipeline.messages import Failed, Result, Streamed
+from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
 from omni_proxy.replica.text.stage import build
-from tests.replica.text.desk import Loop, long_prompt, submission, undisturbed
+from tests.replica.text.scheduler_harness import Loop, long_prompt, submission, undisturbed
 from tests.replica.weights.stages import running
 
 SMOLLM2 = cache_folder(os.environ) / MODELS["smollm2-135m"].file
@@ -54,7 +54,7 @@ def test_a_text_with_a_cached_beginning_is_that_of_one_process(pair):
 
 def test_a_text_that_was_retracted_and_computed_again_is_that_of_one_process(pair):
     request_id = pair.submit(max_new_tokens=40, stream=True)
-    pair.next(Streamed, lambda told: told.request_id == request_id)
+    pair.next(ResultChunk, lambda told: told.request_id == request_id)
     assert pair.admin("pause_generation", mode="retract").data["num_paused_requests"] == 1
     assert pair.admin("continue_generation").success
     assert said(pair.result(request_id)) == said(alone("The sea", max_new_tokens=40))
@@ -82,7 +82,7 @@ def test_an_embedding_is_that_of_one_process(pair):
 
 def test_a_request_that_is_refused_disturbs_no_rank(pair):
     pair.loop.inbox.put(submission("bad", [9_999]))
-    assert "out of vocabulary" in pair.next(Failed).error
+    assert "out of vocabulary" in pair.next(StageFailure).error
     assert said(pair.generate()) == said(alone("The sea"))
 
 

@@ -6,14 +6,14 @@ from safetensors.torch import save
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.pipeline.messages import AdminResult
-from omni_proxy.replica.text.slow import DAMAGED, PeerFault
+from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.tp.sharded import ShardedLlama
 from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
 from omni_proxy.replica.weights.target import DamagedFault, Staged, Target
 from tests.process_group.trainer_process import Trainer, free_port, make_tensor
-from tests.replica.text.desk import undisturbed
+from tests.replica.text.scheduler_harness import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.stages import save as save_to
 
@@ -191,7 +191,7 @@ def test_a_swap_that_could_not_be_undone_pauses_and_names_the_damage(tmp_path, m
     steps = Lifecycle(scheduler, target).update(Wish(weight_version="v7"), by(lambda: staged), {})
     stage = next(steps)
     steps.send(stage())
-    steps.throw(PeerFault("rank 0: its device is full"))
+    steps.throw(PeerError("rank 0: its device is full"))
     with pytest.raises(StopIteration) as ended:
         steps.send(None)
     success, message, data, _ = ended.value.value
@@ -220,7 +220,7 @@ def test_a_swap_that_another_rank_could_not_do_is_undone(tmp_path):
     swap = steps.send(stage())
     swap()
     assert checksum_of(dict(target)) == rank_checksum(weights_of(7), 0)
-    forget = steps.throw(PeerFault("rank 1: its device is full"))
+    forget = steps.throw(PeerError("rank 1: its device is full"))
     forget.call()
     with pytest.raises(StopIteration) as ended:
         steps.send(None)

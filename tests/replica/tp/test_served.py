@@ -1,13 +1,13 @@
 import trio
 
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from tests.replica.api.api_fixture import opened
 from tests.replica.weights.stages import checksum_of, save, weights_of
 
 
 async def test_the_ranks_are_seen_over_http_and_follow_an_update_or_refuse_it_together(tmp_path):
     with trio.fail_after(40):
-        async with opened(builtin_pipeline(Choices(model="tiny", tp=2))) as world:
+        async with opened(builtin_pipeline(BuiltinOptions(model="tiny", tp=2))) as world:
             facts = await (await world.get("/server_info")).get_json()
             assert facts["tp_size"] == 2
             file = save(tmp_path / "new.safetensors", weights_of(7))

@@ -10,7 +10,7 @@ from omni_proxy.replica.models import tiny
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Result
 from omni_proxy.replica.text.stage import build
 from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
-from tests.replica.text.desk import Loop, submission
+from tests.replica.text.scheduler_harness import Loop, submission
 
 
 def weights_of(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:

@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import save
 
 from omni_proxy.process_group.receiver import ThreadReceiver
-from omni_proxy.replica.pipeline.messages import Failed, Streamed
+from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.weights import exchange, target
 from omni_proxy.replica.weights.operations import Rank, WeightOperations
 from omni_proxy.replica.weights.sync import Terms
 from tests.process_group.trainer_process import Trainer, make_tensor
-from tests.replica.text.desk import Loop
+from tests.replica.text.scheduler_harness import Loop
 from tests.replica.weights import stages
 from tests.replica.weights.stages import Stage, checksum_of, weights_of
 
@@ -232,7 +232,7 @@ def test_an_announcement_that_cannot_be_met_changes_nothing_but_the_pause(stage,
 
 def test_active_requests_refuse_a_distributed_update_and_pause_the_stage(stage):
     stage.submit(max_new_tokens=5000, stream=True)
-    stage.next(Streamed)
+    stage.next(ResultChunk)
     answer = stage.admin("update_weights_from_distributed", announced([LAST_NORM], weights_of(0)))
     assert answer.error == "active requests present during weight update"
     assert answer.data["engine_paused"] is stage.facts()["engine_paused"] is True
@@ -317,7 +317,7 @@ def test_a_session_does_not_end_under_running_requests(stage):
     stage.admin("begin_weight_update")
     from_tensor(stage, some(1, UP))
     request_id = stage.submit(max_new_tokens=300, stream=True)
-    stage.next(Streamed)
+    stage.next(ResultChunk)
     answer = stage.admin("end_weight_update")
     assert answer.error == "active requests present during weight update"
     # Paused, they are computed anew.
@@ -343,13 +343,13 @@ def test_whole_weights_from_disk_end_a_session_that_was_left_open(stage, tmp_pat
 def test_a_version_is_named_and_aborts_all_unless_told_not_to(stage):
     assert stage.facts()["weight_version"] == "default"
     request_id = stage.submit(max_new_tokens=4000, stream=True)
-    stage.next(Streamed)
+    stage.next(ResultChunk)
     answer = stage.admin("update_weight_version", new_version="v3", abort_all_requests=False)
     assert answer.success
     assert answer.data == {"new_version": "v3", "num_paused_requests": 0}
     answer = stage.admin("update_weight_version", new_version="v4")
     assert answer.data == {"new_version": "v4", "num_paused_requests": 1}
-    (dropped,) = [told for told in stage.seen if isinstance(told, Failed)]
+    (dropped,) = [told for told in stage.seen if isinstance(told, StageFailure)]
     assert (dropped.request_id, dropped.kind) == (request_id, "dropped")
     assert stage.generate()["weight_version"] == "v4"
     assert not stage.admin("update_weight_version", new_version="").success

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_proxy.replica.pipeline.messages import Failed, Streamed
+from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
 from tests.replica.weights.stages import checksum_of, save, weights_of
 
 EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -274,7 +274,7 @@ def test_another_load_format_is_refused(stage, tmp_path):
 def test_active_requests_forbid_an_update_and_are_named(stage, tmp_path):
     save(tmp_path / "new.safetensors", weights_of(1))
     request_id = stage.submit(max_new_tokens=4000, stream=True)
-    stage.next(Streamed)
+    stage.next(ResultChunk)
     answer = stage.update("new.safetensors", weight_version="v1")
     assert not answer.success
     assert answer.message.startswith("active requests are present; set abort_all_requests=true")
@@ -306,7 +306,7 @@ def test_only_a_retracting_pause_lets_requests_live_through_an_update(stage, tmp
 def test_a_retracted_request_goes_on_with_the_new_weights_alone(stage, tmp_path):
     save(tmp_path / "new.safetensors", weights_of(1))
     request_id = stage.submit(max_new_tokens=200, stream=True)
-    stage.next(Streamed)
+    stage.next(ResultChunk)
     stage.admin("pause_generation", mode="retract")
     assert stage.update("new.safetensors", weight_version="v1").success
     stage.admin("continue_generation")
@@ -317,12 +317,12 @@ def test_a_retracted_request_goes_on_with_the_new_weights_alone(stage, tmp_path)
 def test_requests_are_dropped_only_for_weights_that_fit(stage, tmp_path):
     save(tmp_path / "new.safetensors", weights_of(1))
     request_id = stage.submit(max_new_tokens=4000, stream=True)
-    stage.next(Streamed)
+    stage.next(ResultChunk)
     answer = stage.update("nothing.safetensors", abort_all_requests=True)
     assert (answer.success, answer.data["num_paused_requests"]) == (False, 0)
     answer = stage.update("new.safetensors", abort_all_requests=True)
     assert (answer.success, answer.data["num_paused_requests"]) == (True, 1)
-    (dropped,) = [told for told in stage.seen if isinstance(told, Failed)]
+    (dropped,) = [told for told in stage.seen if isinstance(told, StageFailure)]
     assert (dropped.request_id, dropped.kind) == (request_id, "dropped")
 
 

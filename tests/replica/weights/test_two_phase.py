@@ -3,9 +3,9 @@ import threading
 import pytest
 
 from omni_proxy.process_group.receiver import ThreadReceiver
-from omni_proxy.replica.pipeline.messages import Result, Streamed
+from omni_proxy.replica.pipeline.messages import Result, ResultChunk
 from tests.process_group.trainer_process import free_port
-from tests.replica.text.desk import undisturbed
+from tests.replica.text.scheduler_harness import undisturbed
 from tests.replica.weights.stages import checksum_of, running, weights_of
 from tests.replica.weights.syncing import (
     BODY,
@@ -203,7 +203,7 @@ def test_answers_are_computed_until_the_swap_and_go_on_after_it(sync):
     assert stage.generate()["text"] == undisturbed(**greedy)["text"]
     completing = stage.send("complete_weights_update", BODY | {"weight_version": "v6"})
     long = stage.submit(max_new_tokens=1500, stream=True)
-    stage.next(Streamed, lambda told: told.request_id == long)
+    stage.next(ResultChunk, lambda told: told.request_id == long)
     assert stage.facts()["engine_paused"] is False
     # Whoever asks meanwhile is answered: the checker too, whose sum is that of the old weights.
     assert holds(stage)

@@ -30,7 +30,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateRequest,
-    Message,
+    PromptMessage,
     SamplingParams,
 )
 
@@ -102,7 +102,7 @@ class GenerateRoutes:
 
     async def _lowered(self, body: RolloutBody) -> GenerateRequest:
         sampling = body.sampling_params or RolloutSampling()
-        prompt: str | list[int] | list[Message]
+        prompt: str | list[int] | list[PromptMessage]
         media: dict[str, list[Any]] = {}
         if body.messages is not None:
             reader = MediaReader(self._context)

@@ -24,7 +24,7 @@ from omni_proxy.replica.api.common.media import (
     to_stage_audio,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.pipeline.requests import Message
+from omni_proxy.replica.pipeline.requests import PromptMessage
 
 MAX_MESSAGES = 10_000  # more than any model's context holds; each is walked through here
 MAX_IMAGES = 16  # of one request; reading each of them takes seconds
@@ -65,7 +65,7 @@ class MediaReader:
 
     async def messages(
         self, given: Sequence[tuple[str, Any]], listed: Mapping[str, Sequence[str]]
-    ) -> list[Message]:
+    ) -> list[PromptMessage]:
         """From roles and contents and the lists beside them, by kind. Raises DetailError 400."""
         if len(given) > MAX_MESSAGES:
             told = f"messages has {len(given)} elements; at most {MAX_MESSAGES} are taken"
@@ -135,11 +135,11 @@ class MediaReader:
         return decode_base64(source, rules.most_bytes)
 
 
-def _message(role: str, parts: list[dict[str, Any]]) -> Message:
+def _message(role: str, parts: list[dict[str, Any]]) -> PromptMessage:
     """Text alone becomes one string, which is what every chat template knows."""
     if all(part["type"] == "text" for part in parts):
-        return Message(role, "\n".join(part["text"] for part in parts))
-    return Message(role, parts)
+        return PromptMessage(role, "\n".join(part["text"] for part in parts))
+    return PromptMessage(role, parts)
 
 
 def raise_unsupported_medium(medium: str, where: str) -> NoReturn:

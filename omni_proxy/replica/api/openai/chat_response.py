@@ -18,7 +18,7 @@ from omni_proxy.replica.api.common.sse import Event
 from omni_proxy.replica.api.openai.logprobs import LogprobAligner, chat_logprobs, require_logprobs
 from omni_proxy.replica.api.openai.multi_generation import openai_usage, total_usage
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk
-from omni_proxy.replica.text.stops import StopStrings
+from omni_proxy.replica.text.stop_strings import StopStrings
 
 
 def truncate_at_stop(text: str, stops: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from omni_proxy.replica.api.common.errors import DetailError
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import SamplingParams
-from omni_proxy.replica.text.sampling import SamplingError, biases_of
+from omni_proxy.replica.text.sampling import SamplingError, parse_biases
 
 # What fits into a message between stages.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -79,7 +79,7 @@ def sampling_params(
 def check_biases(body: CommonFields, context: RouteContext) -> None:
     """Raises DetailError 400 for a bias that no stage would take: before a stream's head is sent."""
     try:
-        biases = biases_of("logit_bias", body.logit_bias or {})
+        biases = parse_biases("logit_bias", body.logit_bias or {})
     except SamplingError as error:
         raise DetailError(400, str(error)) from None
     told = (info.get("vocabulary") for info in context.client.stage_info().values())

@@ -20,7 +20,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Transcript:
+class TranscriptResponse:
     """One transcript. `segments` have id, start and end in seconds, and text."""
 
     text: str
@@ -29,7 +29,7 @@ class Transcript:
     segments: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
-    def of(cls, result: CompletionResult, duration_secs: float) -> Transcript:
+    def of(cls, result: CompletionResult, duration_secs: float) -> TranscriptResponse:
         """`duration_secs` is that of the upload, where the pipeline tells none."""
         extra = result.extra
         return cls(

@@ -36,7 +36,7 @@ from omni_proxy.replica.api.common.multipart import (
     read_form,
 )
 from omni_proxy.replica.api.common.sse import CONTENT_TYPE
-from omni_proxy.replica.api.openai.transcript_format import Transcript, TranscriptEvents
+from omni_proxy.replica.api.openai.transcript_format import TranscriptEvents, TranscriptResponse
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.speech.speech_routes import register_speech_errors
 from omni_proxy.replica.pipeline.client import GenerateRequest, SamplingParams
@@ -159,7 +159,7 @@ class _Routes:
             timing.ended()
         finally:
             timing.left()
-        heard = Transcript.of(result, duration_secs)
+        heard = TranscriptResponse.of(result, duration_secs)
         match asked.response_format:
             case "json":
                 return json_response(heard.plain())

@@ -21,7 +21,7 @@ from omni_proxy.replica.api.openai.completions import CompletionBody
 from omni_proxy.replica.api.openai.embeddings import EmbeddingBody
 from omni_proxy.replica.api.openai.transcriptions import TranscriptionFields
 from omni_proxy.replica.api.speech.speech_fields import FIELD_TYPES
-from omni_proxy.replica.profiling.routes import StartBody, StartEventsBody, StopBody
+from omni_proxy.replica.profiling.profile_routes import StartBody, StartEventsBody, StopBody
 
 JSON, FORM, TEXT = "application/json", "multipart/form-data", "text/plain"
 EVENTS = "text/event-stream"

@@ -30,7 +30,7 @@ from omni_proxy.replica.api.speech.speech_routes import register_speech_errors
 from omni_proxy.replica.api.speech.voice_store import (
     MAX_VOICES_VARIABLE,
     StoredVoice,
-    VoiceError,
+    StoredVoiceError,
     VoiceStore,
     default_folder,
     folded_name,
@@ -85,7 +85,7 @@ class _Routes:
         await trio.to_thread.run_sync(_check_sample, sample)
         try:
             await trio.to_thread.run_sync(self._store.keep, voice, sample.data)
-        except VoiceError as refused:
+        except StoredVoiceError as refused:
             raise SpeechError(str(refused), "name") from None
         return json_response(voice)
 
@@ -94,7 +94,7 @@ class _Routes:
         missing = {"success": False, "error": f"Voice '{name}' not found"}
         try:
             folded = folded_name(name)
-        except VoiceError:
+        except StoredVoiceError:
             return json_response(missing, 404)
         if not await trio.to_thread.run_sync(self._store.delete, folded):
             return json_response(missing, 404)
@@ -105,7 +105,7 @@ def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
     """Return what the form says of the voice. Raises SpeechError."""
     try:
         name = folded_name(form.fields.get("name", ""))
-    except VoiceError as refused:
+    except StoredVoiceError as refused:
         raise SpeechError(str(refused), "name") from None
     texts = {}
     for field in ("consent", "ref_text", "speaker_description"):

@@ -22,7 +22,7 @@ FOLDER_VARIABLE: Final = "SPEAKER_SAMPLES_DIR"
 MAX_VOICES_VARIABLE: Final = "SPEAKER_MAX_UPLOADED"
 
 
-class VoiceError(ValueError):
+class StoredVoiceError(ValueError):
     """The voice cannot be kept; the text says why."""
 
 
@@ -66,12 +66,12 @@ class VoiceStore:
     def keep(self, voice: StoredVoice, sample: bytes) -> None:
         """Write a voice, in place of an older one of that name.
 
-        Raises VoiceError once the folder holds as many as it may.
+        Raises StoredVoiceError once the folder holds as many as it may.
         """
         with self._lock:
             names = {known.name for known in self.voices()}
             if voice.name not in names and len(names) >= self._most:
-                raise VoiceError(
+                raise StoredVoiceError(
                     f"there are {len(names)} uploaded voices already, the most that are kept; "
                     "delete one first"
                 )
@@ -108,15 +108,15 @@ class VoiceStore:
 
 
 def folded_name(name: str) -> str:
-    """Return the name under which a voice is kept. Raises VoiceError for one that is no name."""
+    """Return the name under which a voice is kept. Raises StoredVoiceError for one that is no name."""
     folded = name.strip().lower()
     if not VOICE_NAME.fullmatch(folded):
-        raise VoiceError(
+        raise StoredVoiceError(
             "name must be 1 to 64 characters of A-Z, a-z, 0-9, '_', '.' and '-', "
             "and must not begin with '.'"
         )
     if folded in RESERVED_NAMES:
-        raise VoiceError(f"name must not be {folded!r}: that is the model's own voice")
+        raise StoredVoiceError(f"name must not be {folded!r}: that is the model's own voice")
     return folded
 
 

@@ -1,7 +1,7 @@
 import trio
 
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
-from omni_proxy.replica.torch_engine import bounded
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
+from omni_proxy.replica.torch_engine import with_weight_params
 from tests.replica.api.api_fixture import HOLD, opened, until
 
 # What no trainer may expect here, said as such.
@@ -53,7 +53,9 @@ async def test_server_info_tells_a_trainer_of_the_weights_and_of_what_is_kept_of
 
 
 async def test_server_info_owns_up_to_a_cache_that_is_turned_off():
-    config = bounded(builtin_pipeline(Choices(model="tiny")), {"prefix_cache_entries": 0})
+    config = with_weight_params(
+        builtin_pipeline(BuiltinOptions(model="tiny")), {"prefix_cache_entries": 0}
+    )
     async with opened(config) as world:
         assert (await get_json(world, "/server_info"))["disable_radix_cache"] is True
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import trio
 
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
-from omni_proxy.replica.torch_engine import bounded
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
+from omni_proxy.replica.torch_engine import with_weight_params
 from tests.replica.api.api_fixture import MESSAGES, opened
 from tests.replica.api.native.test_weight_routes import (
     checksum,
@@ -25,7 +25,9 @@ A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 @pytest.fixture
 async def tiny():
     params = {"weights_isolation": "thread"}
-    async with opened(bounded(builtin_pipeline(Choices(model="tiny")), params)) as world:
+    async with opened(
+        with_weight_params(builtin_pipeline(BuiltinOptions(model="tiny")), params)
+    ) as world:
         yield world
 
 

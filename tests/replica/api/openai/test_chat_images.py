@@ -3,12 +3,12 @@ import base64
 import pytest
 
 from omni_proxy.replica.api.openai.chat_media import MAX_IMAGES
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline, capabilities
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline, capabilities
 from tests.replica.api.api_fixture import MESSAGES, TINY, opened
-from tests.replica.models.drawn import drawn, file_of, needs_reader
+from tests.replica.models.drawn_images import drawn, file_of, needs_reader
 
 BYTES = b"\x89PNG an image"
-SEES = builtin_pipeline(Choices(images="ocr"))
+SEES = builtin_pipeline(BuiltinOptions(images="ocr"))
 
 
 def b64(data=BYTES):

@@ -8,7 +8,7 @@ import pytest
 import trio
 from pydantic import BaseModel, Field
 
-from omni_proxy.replica.pipeline.builtin import Choices, builtin_pipeline
+from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from tests.replica.api.api_fixture import listening, opened
 
 pytest.importorskip("llguidance")
@@ -37,7 +37,7 @@ def model(request):
 async def using(model):
     """Runs a function of the base URL beside the server, in a thread."""
     async with (
-        opened(builtin_pipeline(Choices(model=model))) as world,
+        opened(builtin_pipeline(BuiltinOptions(model=model))) as world,
         listening(world.app) as port,
     ):
 

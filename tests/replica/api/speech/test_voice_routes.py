@@ -6,7 +6,7 @@ import trio
 
 from omni_proxy.replica.api.speech.voice_store import (
     StoredVoice,
-    VoiceError,
+    StoredVoiceError,
     VoiceStore,
     default_folder,
 )
@@ -206,7 +206,7 @@ def test_voices_outlive_the_store_that_kept_them(tmp_path):
     (tmp_path / "broken.json").write_bytes(b"{")
     store = VoiceStore(tmp_path, 1)
     assert store.voices() == [voice]
-    with pytest.raises(VoiceError):
+    with pytest.raises(StoredVoiceError):
         store.keep(StoredVoice("bert", "yes", 1, 3, "audio/wav"), b"abc")
 
 

@@ -1,0 +1,213 @@
+"""Transcription by Whisper tiny.en: samples in, English text with times out.
+
+Invariant: the pieces given to `on_text` add up to the text of the transcript. Sound longer than a
+window is cut where it is quiet. Nothing is decoded after `aborted()` has said so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni_proxy.replica.audio.resample import Samples
+from omni_proxy.replica.model_file import MODELS, cache_folder
+from omni_proxy.replica.models.tokenizer import Utf8Stream, byte_letters
+from omni_proxy.replica.models.whisper.mel import RATE, WINDOW_SAMPLES, log_mel
+from omni_proxy.replica.models.whisper.whisper_file import (
+    WhisperFile,
+    WhisperFileError,
+    read_whisper_file,
+)
+from omni_proxy.replica.models.whisper.whisper_net import WhisperNet
+
+LANGUAGE = "en"
+MAX_WINDOW_TOKENS = 220  # nobody says more in 30 s; a decoder that goes round in circles would
+STUCK_TOKENS = 24  # so many of only two kinds are no speech: a held tone gave "Aaaaaa"
+SILENT_PEAK = 1e-3  # 60 dB below full scale
+NO_SPEECH_PROBABILITY = 0.6
+# A window ends in the quietest fifth of a second of its last ten seconds.
+SEARCH_SAMPLES, QUIET_SAMPLES = 10 * RATE, RATE // 5
+
+OnText = Callable[[str], None]
+Aborted = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What was said between two times, in seconds from the start."""
+
+    start: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """The whole text and its segments; where aborted, what was decoded until then.
+
+    `cut`: there was more to say than tokens to say it with.
+    """
+
+    text: str
+    language: str
+    duration_secs: float
+    segments: tuple[Segment, ...]
+    cut: bool = False
+
+
+class Whisper:
+    """The loaded model. Several threads may use it at once."""
+
+    def __init__(self, file: WhisperFile) -> None:
+        self._net = WhisperNet(file.variables)
+        if len(file.vocabulary) != self._net.vocab_size:
+            raise WhisperFileError(
+                f"{len(file.vocabulary)} words do not fit a model of {self._net.vocab_size}"
+            )
+        place = {word: token for token, word in enumerate(file.vocabulary)}
+        try:
+            self._end = place["<|endoftext|>"]
+            self._prompt = [place["<|startoftranscript|>"], place["<|notimestamps|>"]]
+            self._no_speech = place["<|nocaptions|>"]
+        except KeyError as error:
+            raise WhisperFileError(f"the vocabulary lacks {error}") from error
+        letters = byte_letters()
+        # All that follows the end of text controls the model and is no text.
+        self._words = [bytes(letters[c] for c in word) for word in file.vocabulary[: self._end]]
+        self._never = torch.zeros(self._net.vocab_size)
+        self._never[[*file.suppressed, *range(self._end + 1, self._net.vocab_size)]] = -torch.inf
+        self._never_first = self._never.clone()
+        self._never_first[list(file.suppressed_first)] = -torch.inf
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Whisper:
+        """Load a model.bin, by default the fetched one. Raises WhisperFileError."""
+        if path is None:
+            path = cache_folder(os.environ) / MODELS["whisper-tiny"].file
+        if not path.exists():
+            raise WhisperFileError(
+                f"{path} is not there: run `omni-proxy replica fetch whisper-tiny`"
+            )
+        return cls(read_whisper_file(path))
+
+    def transcribe(
+        self,
+        samples_16k: Samples,
+        on_text: OnText = lambda _text: None,
+        aborted: Aborted = lambda: False,
+        most_tokens: int | None = None,
+    ) -> Transcript:
+        """Transcribe float32 samples at 16 kHz; `on_text` gets each new piece of the text.
+
+        `aborted` is asked before each window and each token; `most_tokens` bounds all windows.
+        """
+        segments = []
+        pieces = _TextJoiner(on_text)
+        budget = _TokenBudget(most_tokens)
+        for start, end in windows(samples_16k):
+            if aborted() or budget.spent:
+                break
+            told = len(pieces.text)
+            pieces.next_window()
+            self._transcribe_window(samples_16k[start:end], pieces, aborted, budget)
+            if text := pieces.text[told:].strip():
+                segments.append(Segment(start / RATE, end / RATE, text))
+        duration_secs = len(samples_16k) / RATE
+        return Transcript(pieces.text, LANGUAGE, duration_secs, tuple(segments), budget.spent)
+
+    def _transcribe_window(
+        self, samples: Samples, pieces: _TextJoiner, aborted: Aborted, budget: _TokenBudget
+    ) -> None:
+        if np.abs(samples).max(initial=0.0) < SILENT_PEAK:
+            return
+        text = Utf8Stream()
+        for token in self._tokens(torch.from_numpy(log_mel(samples)), aborted):
+            if not budget.take():
+                break
+            pieces.feed(text.feed(self._words[token]))
+        pieces.feed(text.flush())
+
+    def _tokens(self, mel: Tensor, aborted: Aborted) -> Iterator[int]:
+        """Yield the likeliest token after each, up to the end of the text or a dead end."""
+        decoding = self._net.encode(mel)
+        scores = self._net.decode(self._prompt, decoding)
+        # The first token of the prompt is followed by this one where nobody speaks.
+        if scores[0].softmax(0)[self._no_speech] > NO_SPEECH_PROBABILITY:
+            return
+        token = int((scores[-1] + self._never_first).argmax())
+        recent: deque[int] = deque(maxlen=STUCK_TOKENS)
+        for place in range(MAX_WINDOW_TOKENS):
+            stuck = place >= STUCK_TOKENS and len(set(recent)) <= 2
+            if token == self._end or stuck or aborted():
+                return
+            yield token
+            recent.append(token)
+            token = int((self._net.decode([token], decoding)[-1] + self._never).argmax())
+
+
+def windows(samples: Samples) -> Iterator[tuple[int, int]]:
+    """Yield first and last sample of the windows: at most 30 s each, together all of them."""
+    start = 0
+    while len(samples) - start > WINDOW_SAMPLES:
+        search = start + WINDOW_SAMPLES - SEARCH_SAMPLES
+        cut = search + _quietest(samples[search : start + WINDOW_SAMPLES])
+        yield start, cut
+        start = cut
+    if start < len(samples):
+        yield start, len(samples)
+
+
+def _quietest(samples: Samples) -> int:
+    """Return the middle of the stretch with the least energy."""
+    energy = np.cumsum(np.square(samples, dtype=np.float64))
+    stretches = energy[QUIET_SAMPLES:] - energy[:-QUIET_SAMPLES]
+    return int(stretches.argmin()) + QUIET_SAMPLES // 2
+
+
+class _TokenBudget:
+    """The tokens that may still be said; `spent` once one more was wanted."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self.spent = False
+        self._left = tokens
+
+    def take(self) -> bool:
+        if self._left is not None:
+            self.spent = self._left <= 0
+            self._left -= 1
+        return not self.spent
+
+
+class _TextJoiner:
+    """Joins what the windows say by single blanks; blanks wait for the text that follows them."""
+
+    def __init__(self, on_text: OnText) -> None:
+        self.text = ""
+        self._on_text = on_text
+        self._waiting = ""
+        self._fresh = True
+
+    def next_window(self) -> None:
+        self._waiting = ""
+        self._fresh = True
+
+    def feed(self, piece: str) -> None:
+        self._waiting += piece
+        if self._fresh:
+            self._waiting = self._waiting.lstrip()
+        ready = self._waiting.rstrip()
+        if not ready:
+            return
+        self._waiting = self._waiting[len(ready) :]
+        if self._fresh and self.text:
+            ready = " " + ready
+        self._fresh = False
+        self.text += ready
+        self._on_text(ready)

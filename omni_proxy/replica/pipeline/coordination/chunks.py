@@ -1,0 +1,160 @@
+"""From what stages made to what a reader gets, and from chunks to one whole answer.
+
+Invariant: of each stage's text, tokens and audio every part goes out once, streamed or at the end;
+the last chunk, and no other, is terminal and has a finish reason.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk
+
+_OWN = frozenset(
+    {
+        "text",
+        "token_ids",
+        "output_token_logprobs",
+        "audio_data",
+        "sample_rate",
+        "modality",
+        "finish_reason",
+        "usage",
+        "weight_version",
+    }
+)
+
+
+class ChunkSplitter:
+    """Pieces and results in; `pending` chunks out."""
+
+    def __init__(self, request_id: str) -> None:
+        self.pending: deque[GenerateChunk] = deque()
+        self._request_id = request_id
+        self._sent: defaultdict[str, StreamedLengths] = defaultdict(StreamedLengths)
+
+    def piece(self, stage: str, chunk: dict[str, Any], *, whole: bool) -> None:
+        """Take a piece, or a stage's whole result that comes while others still work."""
+        sent = self._sent[stage]
+        part = sent.rest(chunk) if whole else chunk
+        sent.note(part)
+        if any(part.get(key) for key in ("text", "token_ids", "audio_data")) or not whole:
+            self.pending.append(_chunk(self._request_id, stage, part))
+
+    def end(self, results: Mapping[str, dict[str, Any]]) -> None:
+        """Take the whole results: what is left of the others goes first, the text's comes last."""
+        main = next((stage for stage in results if "text" in results[stage]), next(iter(results)))
+        for stage, whole in results.items():
+            if stage != main:
+                self.piece(stage, whole, whole=True)
+        extra: dict[str, Any] = {}
+        for whole in results.values():
+            extra |= _extra(whole)
+        rest = self._sent[main].rest(results[main])
+        finish_reason = rest.get("finish_reason") or "stop"
+        rest = rest | extra | {"finish_reason": finish_reason}
+        self.pending.append(_chunk(self._request_id, main, rest, terminal=True))
+
+
+def _extra(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in _OWN}
+
+
+def _chunk(
+    request_id: str, stage: str, data: dict[str, Any], *, terminal: bool = False
+) -> GenerateChunk:
+    audio = data.get("audio_data")
+    return GenerateChunk(
+        request_id=request_id,
+        text=data.get("text") or "",
+        token_ids=data.get("token_ids") or (),
+        audio=audio or None,
+        sample_rate=data.get("sample_rate") or 0,
+        modality=data.get("modality") or ("audio" if audio else "text"),
+        finish_reason=data.get("finish_reason") if terminal else None,
+        usage=data.get("usage"),
+        logprobs=data.get("output_token_logprobs"),
+        weight_version=data.get("weight_version"),
+        stage=stage,
+        terminal=terminal,
+        extra=_extra(data),
+    )
+
+
+class ChunkAssembler:
+    """Joins a request's chunks into one answer."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._texts: list[str] = []
+        self._audio: list[bytes] = []
+        self._sample_rate = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] | None = None
+        self._extra: dict[str, Any] = {}
+        self._last: GenerateChunk | None = None
+
+    def add(self, chunk: GenerateChunk) -> None:
+        self._texts.append(chunk.text)
+        self._token_ids += chunk.token_ids
+        if chunk.audio:
+            self._audio.append(chunk.audio)
+            self._sample_rate = chunk.sample_rate or self._sample_rate
+        if chunk.logprobs is not None:
+            self._logprobs = [*(self._logprobs or []), *chunk.logprobs]
+        self._extra |= chunk.extra
+        if chunk.terminal:
+            self._last = chunk
+
+    def result(self) -> CompletionResult:
+        """The answer; only after the terminal chunk."""
+        assert self._last is not None, "the terminal chunk has not come"
+        return CompletionResult(
+            request_id=self._request_id,
+            text="".join(self._texts),
+            audio=b"".join(self._audio) if self._audio else None,
+            sample_rate=self._sample_rate,
+            finish_reason=self._last.finish_reason or "stop",
+            usage=self._last.usage,
+            logprobs=self._logprobs,
+            weight_version=self._last.weight_version,
+            token_ids=self._token_ids,
+            extra=self._extra,
+        )
+
+
+# How much of a stage's result has gone out in pieces, and what is left of the whole.
+#
+# Invariant: pieces plus rest is the whole result, each character, token and byte once.
+
+GROWING = ("text", "token_ids", "output_token_logprobs", "audio_data")
+
+
+class StreamedLengths:
+    """Lengths of what one stage streamed for one request."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+
+    def note(self, chunk: dict[str, Any]) -> None:
+        for key in GROWING:
+            if piece := chunk.get(key):
+                self._lengths[key] = self._lengths.get(key, 0) + len(piece)
+
+    def rest(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """`whole` without what was streamed; keys that do not grow stay."""
+        lengths = self._lengths
+        return {
+            key: value[lengths[key] :] if key in lengths and value else value
+            for key, value in whole.items()
+        }
+
+
+def size_bytes(chunk: dict[str, Any]) -> int:
+    """About what a waiting chunk holds in memory."""
+    tokens = len(chunk.get("token_ids") or ()) + 3 * len(chunk.get("output_token_logprobs") or ())
+    return 256 + len(chunk.get("text") or "") + len(chunk.get("audio_data") or b"") + 8 * tokens

@@ -1,0 +1,58 @@
+"""`omni-proxy replica profile SOURCE`: a report out of recorded events, as table, JSON or a page.
+
+Status 0, also where lines had to be skipped: they are told on stderr. 1: the output can't be
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omni_proxy.replica.profiling.report import build_report, read_events, render_table
+from omni_proxy.replica.profiling.report_page import render_page
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    events = read_events(arguments.source, _say)
+    made = build_report(events)
+    if arguments.format == "json":
+        text = json.dumps(made, indent=2)
+    elif arguments.format == "html":
+        text = render_page(made, str(arguments.source))
+    else:
+        text = render_table(made)
+    if arguments.out == "-":
+        sys.stdout.write(text + "\n")
+        return 0
+    try:
+        Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        _say(f"cannot write {arguments.out}: {error.strerror}")
+        return 1
+    _say(f"{made['request_count']} requests written to {arguments.out}")
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"omni-proxy replica profile: {text}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy replica profile",
+        description="Where the time of recorded requests went: by stage and by hop.",
+        epilog="Events are recorded between POST /start_request_profile and /stop_request_profile "
+        "of a replica.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", type=Path, help="a file of events, or a folder of such files"
+    )
+    parser.add_argument("--format", choices=["table", "json", "html"], default="table")
+    parser.add_argument("--out", metavar="PATH", default="-", help="a file; - is stdout (default)")
+    return parser

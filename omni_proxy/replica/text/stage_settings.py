@@ -1,0 +1,120 @@
+"""Parameters of the text stage, checked before a model is loaded, and what is made of them.
+
+Invariant: a `TextSettings` holds values in range. It imports neither the stage's factory nor the
+tensor-parallel leader, which both import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_args
+
+import torch
+
+from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.models.text_model import TextModel, load_text_model
+from omni_proxy.replica.text.batch_queue import BatchLimits
+from omni_proxy.replica.text.prefix_cache import PrefixCache
+from omni_proxy.replica.text.scheduler import TextScheduler
+from omni_proxy.replica.weights.operations import Rank, WeightOperations
+from omni_proxy.replica.weights.sync import MOST_SECS, TERMS, Isolation, Terms
+
+SchedulerKind = TypeVar("SchedulerKind", bound=TextScheduler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """A text stage's parameters.
+
+    `model` is a name or the path of a GGUF file. `max_total_tokens` bounds the tokens of all
+    running requests together, and so the length of one; `prefill_chunk` is how many tokens of
+    prompts one batch may hold beside the running answers. 0 `prefix_cache_entries` turn it off.
+    `threads` 0 leaves torch as it is. `tp` is over how many processes the model is split, 1 for
+    none. Weights are read from disk below `weights_root` alone; "" refuses all that. How they come
+    over a trainer's group is in `weights_isolation` and the `weights_*_secs` (`Terms`).
+    """
+
+    model: str = "tiny"
+    seed: int = 0
+    threads: int = 0
+    max_running: int = 16
+    max_total_tokens: int = 16_384
+    prefill_chunk: int = 256
+    prefix_cache_entries: int = 16
+    prefix_cache_bytes: int = 256 * 2**20
+    prefix_min_tokens: int = 16
+    weights_root: str = "/"
+    weights_isolation: Isolation = TERMS.isolation
+    weights_join_secs: float = TERMS.join_secs
+    weights_ready_secs: float = TERMS.ready_secs
+    weights_receive_secs: float = TERMS.receive_secs
+    weights_stall_secs: float = TERMS.stall_secs
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_total_tokens", "prefill_chunk", "prefix_min_tokens", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("threads", "prefix_cache_entries", "prefix_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("join", "ready", "receive", "stall"):
+            secs = getattr(self, f"weights_{name}_secs")
+            if not 0 < secs <= MOST_SECS:
+                raise ValueError(f"weights_{name}_secs must be within 0 and {MOST_SECS:g}")
+        if self.weights_isolation not in get_args(Isolation):
+            raise ValueError(
+                f"weights_isolation is {' or '.join(get_args(Isolation))}, not "
+                f"{self.weights_isolation!r}"
+            )
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            isolation=self.weights_isolation,
+            join_secs=self.weights_join_secs,
+            ready_secs=self.weights_ready_secs,
+            receive_secs=self.weights_receive_secs,
+            stall_secs=self.weights_stall_secs,
+        )
+
+
+def parse_settings(stage_name: str, params: Mapping[str, Any]) -> TextSettings:
+    """Raises ValueError for parameters that are unknown or out of range."""
+    known = [each.name for each in fields(TextSettings)]
+    unknown = sorted(params.keys() - set(known))
+    if unknown:
+        raise ValueError(
+            f"stage {stage_name} has no parameter {unknown[0]!r}; a text stage has "
+            + ", ".join(known)
+        )
+    return TextSettings(**params)
+
+
+def load_model(settings: TextSettings) -> TextModel:
+    """The whole model, after what shall hold for the process that computes with it."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    return load_text_model(settings.model, seed=settings.seed)
+
+
+def batch_limits_and_cache(settings: TextSettings) -> tuple[BatchLimits, PrefixCache[SequenceKV]]:
+    return (
+        BatchLimits(settings.max_running, settings.max_total_tokens, settings.prefill_chunk),
+        PrefixCache(
+            settings.prefix_cache_entries, settings.prefix_cache_bytes, settings.prefix_min_tokens
+        ),
+    )
+
+
+def with_weight_operations(scheduler: SchedulerKind, settings: TextSettings) -> SchedulerKind:
+    """The same scheduler, which knows the admin actions on weights from now on."""
+    worker = scheduler.worker
+    WeightOperations(
+        scheduler,
+        weights_root=settings.weights_root,
+        rank=Rank(worker.tp_rank, worker.tp_size),
+        terms=settings.terms,
+    )
+    return scheduler

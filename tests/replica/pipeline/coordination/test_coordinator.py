@@ -1,0 +1,367 @@
+"""The coordinator against a naive model: sequences of what clients and stages may do."""
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator, StageUnavailable
+from omni_proxy.replica.pipeline.coordination.delivery import DeliveryEnd
+from omni_proxy.replica.pipeline.messages import (
+    Abort,
+    OmniRequest,
+    ProfilerStart,
+    ProfilerStop,
+    Result,
+    ResultChunk,
+    StageEnded,
+    StageFailure,
+    StageReady,
+    StageStats,
+    Submit,
+)
+from omni_proxy.replica.pipeline.plan import compile_plan
+from omni_proxy.replica.pipeline.requests import QueueFullError, RequestFailed
+from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
+
+STAGES = ("a", "d", "s")
+IDS = ("r0", "r1", "r2")
+REQUEST = OmniRequest("hi", {}, {"output_modalities": ["text", "audio"]})
+
+
+class Board:
+    """Notes what reaches which stage."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, stage_name, message):
+        self.sent.append((stage_name, message))
+
+    def kinds(self, kind):
+        return [name for name, message in self.sent if isinstance(message, kind)]
+
+
+def config(**keys):
+    return pipeline(
+        stage("a", next=("d",)),
+        stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
+        stage("s", "speaker", terminal=True),
+        **keys,
+    )
+
+
+def coordinator(board=None, **keys):
+    return Coordinator(compile_plan(config(**keys)), board or Board())
+
+
+class Naive:
+    """What is known of each request, by id: (state, stages that owe a result)."""
+
+    def __init__(self, bound):
+        self.bound = bound
+        self.down = set()
+        self.requests = {}
+        self.early_ends = 0
+
+    def live(self, request_id):
+        return self.requests.get(request_id, ("", ()))[0] in ("pending", "running")
+
+    def open(self, request_id):
+        if request_id in self.requests:
+            return 400
+        if sum(map(self.live, self.requests)) >= self.bound:
+            return "full"
+        if "a" in self.down:
+            self.early_ends += 1
+            return 503
+        self.requests[request_id] = ["pending", {"a"}]
+        return "opened"
+
+    def end(self, request_id, state):
+        if self.live(request_id):
+            self.requests[request_id][0] = state
+            self.early_ends += 1
+
+    def result(self, request_id, name):
+        if not self.live(request_id):
+            return
+        entry = self.requests[request_id]
+        entry[0] = "running"
+        if name not in entry[1]:
+            return
+        if name == "a":
+            entry[1] = {"d", "s"}
+        else:
+            entry[1].discard(name)
+        # The fed stage is told of the end, too.
+        wanted = {"a": {"d", "s"}, "d": {"s"}, "s": set()}[name]
+        if wanted & self.down:
+            self.end(request_id, "failed")
+        elif not entry[1]:
+            entry[0] = "completed"
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.sampled_from(IDS)),
+        st.tuples(st.just("abort"), st.sampled_from(IDS)),
+        st.tuples(st.just("release"), st.sampled_from(IDS)),
+        st.tuples(st.just("result"), st.sampled_from(IDS), st.sampled_from(STAGES)),
+        st.tuples(st.just("result"), st.sampled_from(IDS), st.sampled_from(STAGES)),
+        st.tuples(
+            st.just("failed"),
+            st.sampled_from(IDS),
+            st.sampled_from(["caller", "server", "dropped"]),
+        ),
+        st.tuples(st.just("ended"), st.sampled_from(STAGES)),
+        st.tuples(st.just("ready"), st.sampled_from(STAGES)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATIONS)
+def test_requests_go_the_ways_of_a_naive_model(operations):
+    trio.run(play, operations)
+
+
+async def play(operations):
+    world = World()
+    for operation, *words in operations:
+        getattr(world, operation)(*words)
+        compare(world.hub, world.naive, world.deliveries, world.board)
+
+
+class World:
+    """Does each thing to the coordinator and to the model."""
+
+    def __init__(self):
+        self.board, self.naive = Board(), Naive(bound=2)
+        self.hub = coordinator(self.board, max_in_flight=2)
+        for name in STAGES:
+            self.hub.receive(StageReady(name, {}))
+        self.deliveries = {}
+
+    def open(self, request_id):
+        try:
+            self.deliveries[request_id] = self.hub.open(request_id, REQUEST)
+            told = "opened"
+        except QueueFullError:
+            told = "full"
+        except RequestFailed as error:
+            told = error.status
+        assert told == self.naive.open(request_id)
+
+    def abort(self, request_id):
+        assert self.hub.abort(request_id) == self.naive.live(request_id)
+        self.naive.end(request_id, "aborted")
+
+    def release(self, request_id):
+        if request_id in self.naive.requests:
+            self.hub.release(self.deliveries[request_id])
+            self.naive.end(request_id, "aborted")
+            del self.naive.requests[request_id]
+
+    def result(self, request_id, name):
+        self.hub.receive(Result(request_id, name, {"text": "x"}))
+        self.naive.result(request_id, name)
+
+    def failed(self, request_id, kind):
+        self.hub.receive(StageFailure(request_id, "a", "bad", kind))
+        self.naive.end(request_id, "aborted" if kind == "dropped" else "failed")
+
+    def ended(self, name):
+        self.hub.receive(StageEnded(name, "gone"))
+        self.naive.down.add(name)
+        for request_id, (_, owing) in self.naive.requests.items():
+            if name in owing:
+                self.naive.end(request_id, "failed")
+
+    def ready(self, name):
+        self.hub.receive(StageReady(name, {}))
+        self.naive.down.discard(name)
+
+
+def compare(hub, naive, deliveries, board):
+    told = hub.health()
+    states = [state for state, _ in naive.requests.values()]
+    assert told["request_states"] == {state: states.count(state) for state in set(states)}
+    assert told["total_requests"] == len(states)
+    assert told["pending_completions"] == hub.live_count == sum(map(naive.live, naive.requests))
+    assert told["status"] == ("unhealthy" if naive.down else "healthy")
+    assert told["stream_delivery"]["open_stream_count"] == len(states)
+    # Every early end is told to every stage, once.
+    assert len(board.kinds(Abort)) == naive.early_ends * len(STAGES)
+    for request_id, (state, _) in naive.requests.items():
+        end = deliveries[request_id].end
+        kinds = {"completed": DeliveryEnd, "failed": RequestFailed, "aborted": RequestFailed}
+        assert isinstance(end, kinds.get(state, type(None)))
+
+
+async def test_an_abort_reaches_the_stages_before_the_reader():
+    order = []
+
+    class Ordered(Board):
+        def send(self, stage_name, message):
+            if isinstance(message, Abort):
+                order.append(delivery.end)
+            super().send(stage_name, message)
+
+    hub = coordinator(Ordered())
+    delivery = hub.open("r", REQUEST)
+    assert hub.abort("r")
+    assert not hub.abort("r")
+    assert order == [None] * 3
+    with pytest.raises(RequestFailed, match="aborted"):
+        await delivery.take()
+
+
+async def test_admission_is_bounded_by_what_has_not_ended():
+    hub = coordinator(max_in_flight=1)
+    first = hub.open("one", REQUEST)
+    with pytest.raises(QueueFullError, match=r"The request queue is full\."):
+        hub.open("two", REQUEST)
+    hub.release(first)
+    hub.open("two", REQUEST)
+
+
+async def test_an_id_is_taken_until_its_reader_is_gone():
+    hub = coordinator()
+    first = hub.open("r", REQUEST)
+    hub.abort("r")
+    with pytest.raises(RequestFailed, match="Request r already exists") as refused:
+        hub.open("r", REQUEST)
+    assert refused.value.status == 400
+    hub.release(first)
+    second = hub.open("r", REQUEST)
+    hub.release(first)  # the earlier owner has no say any more
+    assert second.end is None
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "text"),
+    [
+        (StageFailure("r", "a", "too long", "caller"), 400, "too long"),
+        (StageFailure("r", "a", "out of memory"), 500, "out of memory"),
+        (
+            StageFailure("r", "a", "The request was dropped by an admin action.", "dropped"),
+            500,
+            "aborted",
+        ),
+        (StageEnded("a", "killed"), 500, "stage a ended: killed"),
+    ],
+)
+async def test_one_fault_ends_the_request_everywhere(message, status, text):
+    board = Board()
+    hub = coordinator(board)
+    delivery = hub.open("r", REQUEST)
+    hub.receive(message)
+    assert board.kinds(Abort) == list(STAGES)
+    with pytest.raises(RequestFailed, match=text) as ended:
+        await delivery.take()
+    assert ended.value.status == status
+
+
+async def test_only_terminal_stages_are_heard_by_the_reader():
+    hub = coordinator()
+    delivery = hub.open("r", REQUEST)
+    hub.receive(ResultChunk("r", "a", {"text": "inner"}))
+    hub.receive(Result("r", "a", {}))
+    hub.receive(ResultChunk("r", "d", {"text": "outer"}))
+    assert (await delivery.take()).chunk == {"text": "outer"}
+
+
+async def test_a_stage_that_is_down_refuses_at_once_and_is_told_of():
+    hub = coordinator()
+    for name in STAGES:
+        hub.receive(StageReady(name, {}))
+    hub.receive(StageEnded("a", "ended by SIGKILL"))
+    assert hub.health()["failed_stages"] == {"a": "ended by SIGKILL"}
+    with pytest.raises(RequestFailed, match=r"stage a is not running \(ended by SIGKILL\)") as down:
+        hub.open("r", REQUEST)
+    assert down.value.status == 503
+    assert hub.health()["total_requests"] == 0
+    hub.receive(StageReady("a", {}))
+    assert "failed_stages" not in hub.health()
+
+
+async def test_health_is_starting_until_every_stage_was_ready_once():
+    hub = coordinator()
+    seen = [hub.health()["status"]]
+    for name in STAGES:
+        hub.receive(StageReady(name, {}))
+        seen.append(hub.health()["status"])
+    assert seen == ["starting", "starting", "starting", "healthy"]
+    assert list(hub.health()) == [
+        "status",
+        "running",
+        "stages",
+        "entry_stage",
+        "total_requests",
+        "pending_completions",
+        "request_states",
+        "stream_delivery",
+    ]
+
+
+async def test_stop_fails_what_is_live_and_refuses_what_comes():
+    hub = coordinator()
+    delivery = hub.open("r", REQUEST)
+    hub.stop()
+    with pytest.raises(RequestFailed, match="not running") as ended:
+        await delivery.take()
+    assert ended.value.status == 503
+    with pytest.raises(RequestFailed, match="not running"):
+        hub.open("s", REQUEST)
+    with pytest.raises(RequestFailed, match="not running"):
+        await hub.admin("model_info", {})
+    assert (hub.health()["status"], hub.health()["running"]) == ("unhealthy", False)
+
+
+async def test_a_route_that_breaks_ends_its_request_alone():
+    plan = compile_plan(
+        pipeline(stage("a", next=("b",), route=f"{HERE}:crashing"), stage("b", terminal=True))
+    )
+    hub = Coordinator(plan, Board())
+    delivery, other = hub.open("r", REQUEST), hub.open("s", REQUEST)
+    hub.receive(Result("r", "a", {}))
+    with pytest.raises(RequestFailed, match="KeyError: 'route'") as ended:
+        await delivery.take()
+    assert ended.value.status == 500
+    assert other.end is None
+
+
+async def test_a_message_that_cannot_be_sent_ends_its_request_alone():
+    class Closed(Board):
+        def send(self, stage_name, message):
+            if isinstance(message, Submit):
+                raise StageUnavailable(f"stage {stage_name} is far away")
+
+    with pytest.raises(RequestFailed, match="far away"):
+        coordinator(Closed()).open("r", REQUEST)
+
+
+async def test_gauges_are_the_newest_of_each_stage_and_go_with_it():
+    hub = coordinator()
+    hub.receive(StageStats("a", {"num_running_reqs": 1.0}))
+    hub.receive(StageStats("a", {"num_running_reqs": 2.0}))
+    assert hub.stats() == {"a": {"num_running_reqs": 2.0}}
+    hub.receive(StageEnded("a", "gone"))
+    assert hub.stats() == {}
+
+
+async def test_the_profiler_is_told_to_every_stage_and_keeps_the_run_id(tmp_path):
+    board = Board()
+    hub = coordinator(board)
+    hub.profiler_start(ProfilerStart("run", "", str(tmp_path), False))
+    hub.open("r", REQUEST)
+    assert board.kinds(ProfilerStart) == list(STAGES)
+    assert hub.profiler_stop("another") == "another"
+    assert hub.profiling_run_id == "run"
+    assert hub.profiler_stop() == "run"
+    assert hub.profiler_stop() is None
+    assert len(board.kinds(ProfilerStop)) == 3 * len(STAGES)
+    (file,) = tmp_path.iterdir()
+    assert "request_admission" in file.read_text()

@@ -1,0 +1,203 @@
+"""Stages in processes of their own: real children, ended in every way they can be."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from omni_proxy.replica.pipeline.hosting.stage_process import command
+from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed
+from tests.replica.pipeline.pipeline_stages import pipeline, stage, until
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def two_in_one_process():
+    return pipeline(
+        stage("a", next=("b",), process="p"),
+        stage("b", terminal=True, process="p", env={"OMNI_TEST": "own"}),
+    )
+
+
+@pytest.mark.usefixtures("soon")
+async def test_stages_of_one_process_share_it_and_it_ends_with_the_pipeline():
+    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+        await runtime.ready.wait()
+        (host,) = runtime.hosts
+        pid = host.pid
+        result = await Client(hub).completion(GenerateRequest("hi"))
+        assert (result.text, result.extra["pid"]) == ("HI", pid)
+        assert pid != os.getpid()
+    assert gone(pid)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_process_has_the_environment_that_its_stages_name():
+    config = pipeline(
+        stage(
+            "a",
+            "environment",
+            terminal=True,
+            process="p",
+            env={"OMNI_TEST": "own"},
+            params={"name": "OMNI_TEST"},
+        )
+    )
+    async with open_pipeline(config) as (hub, runtime):
+        await runtime.ready.wait()
+        assert (await Client(hub).completion(GenerateRequest(""))).text == "own"
+    assert "OMNI_TEST" not in os.environ
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_killed_process_fails_its_requests_and_comes_back():
+    config = pipeline(
+        stage("a", "until_aborted", terminal=True, process="p"),
+        stage("other", terminal=True),
+        entries={"tts": "other"},
+    )
+    async with open_pipeline(config) as (hub, runtime):
+        await runtime.ready.wait()
+        client = Client(hub)
+        async with client.generate(GenerateRequest("x"), "r") as generation:
+            assert (await anext(generation)).text == "begun"
+            first = runtime.hosts[1].pid
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(
+                RequestFailed, match="stage a ended: process p was ended by SIGKILL"
+            ):
+                await anext(generation)
+        assert client.health()["status"] == "unhealthy"
+        assert "SIGKILL" in client.health()["failed_stages"]["a"]
+        with pytest.raises(RequestFailed, match="stage a is not running") as refused:
+            await client.completion(GenerateRequest("x"))
+        assert refused.value.status == 503
+        # The other stage has not noticed.
+        assert (await client.completion(GenerateRequest("hi", task="tts"))).text == "HI"
+        await until(lambda: client.health()["status"] == "healthy")
+        assert runtime.hosts[1].pid not in (None, first)
+        async with client.generate(GenerateRequest("x"), "r") as generation:
+            assert (await anext(generation)).text == "begun"
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_process_that_does_not_listen_any_more_is_killed_at_the_end():
+    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+        await runtime.ready.wait()
+        pid = runtime.hosts[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        hub.stop()
+        runtime.cut()
+    assert gone(pid)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_signals_to_the_group_are_left_to_the_parent():
+    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+        await runtime.ready.wait()
+        pid = runtime.hosts[0].pid
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        assert (await Client(hub).completion(GenerateRequest("hi"))).extra["pid"] == pid
+
+
+PARENT = """
+import os, sys, trio
+from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from tests.replica.pipeline.pipeline_stages import pipeline, stage
+
+async def main():
+    config = pipeline(stage("a", "until_aborted", terminal=True, process="p"))
+    async with open_pipeline(config) as (hub, runtime):
+        await runtime.ready.wait()
+        print(runtime.hosts[0].pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_child_does_not_outlive_a_parent_that_is_killed():
+    parent = await trio.lowlevel.open_process(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE
+    )
+    async with parent.stdout:
+        child = int(await parent.stdout.receive_some(100))
+        assert not gone(child)
+        parent.kill()
+        await parent.wait()
+        # It is no child of ours: whoever adopted it takes its status some time.
+        await until(lambda: gone(child) or state_of(child) == "Z")
+
+
+def state_of(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+@pytest.mark.usefixtures("soon")
+async def test_what_cannot_leave_a_process_fails_its_request_alone():
+    config = pipeline(
+        stage("a", "unsendable", terminal=True, process="p"),
+        stage("b", process="p", terminal=True),
+        entries={"tts": "b"},
+    )
+    async with open_pipeline(config) as (hub, runtime):
+        await runtime.ready.wait()
+        client = Client(hub)
+        with pytest.raises(RequestFailed, match="cannot leave its process"):
+            await client.completion(GenerateRequest("x"))
+        assert (await client.completion(GenerateRequest("hi", task="tts"))).text == "HI"
+
+
+@pytest.mark.usefixtures("soon")
+async def test_what_cannot_enter_a_process_fails_its_request_alone():
+    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+        await runtime.ready.wait()
+        client = Client(hub)
+        with pytest.raises(RequestFailed, match="cannot be sent") as refused:
+            await client.completion(GenerateRequest({"x": object()}))
+        assert refused.value.status == 500
+        assert (await client.completion(GenerateRequest("hi"))).text == "HI"
+
+
+@pytest.mark.usefixtures("soon")
+async def test_an_abort_reaches_a_stage_in_its_process(tmp_path):
+    config = pipeline(
+        stage("a", "until_aborted", terminal=True, process="p", params={"told": str(tmp_path)})
+    )
+    async with open_pipeline(config) as (hub, runtime):
+        await runtime.ready.wait()
+        async with Client(hub).generate(GenerateRequest("x"), "r") as generation:
+            await anext(generation)
+        await until(lambda: (tmp_path / "r").exists() and (tmp_path / "r").read_text())
+    assert (tmp_path / "r").read_text() == "aborted\n"
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_megabyte_passes_in_both_directions():
+    text = "ab" * 500_000
+    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+        await runtime.ready.wait()
+        assert (await Client(hub).completion(GenerateRequest(text))).text == text.upper()
+
+
+def test_a_single_file_build_starts_a_child_through_its_own_command(monkeypatch):
+    assert command(5) == [sys.executable, "-m", "omni_proxy", "replica", "stage-process", "5"]
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert command(5) == [sys.executable, "replica", "stage-process", "5"]

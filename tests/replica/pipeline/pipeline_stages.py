@@ -1,0 +1,176 @@
+"""Factories of real stages for the tests, importable from a child process too."""
+
+import os
+import threading
+
+import trio
+
+from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
+from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Shutdown
+from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
+
+HERE = "tests.replica.pipeline.pipeline_stages"
+
+
+def text_of(payload):
+    data = payload.data
+    return data.get("text", data.get("raw_inputs")) if isinstance(data, dict) else data
+
+
+def upper(stage_name, suffix=""):
+    """Letter by letter where streamed."""
+
+    def work(payload, emit_chunk, _aborted):
+        text = text_of(payload).upper() + suffix
+        if payload.request.params.get("stream"):
+            for letter in text[:-1]:
+                emit_chunk({"text": letter})
+        return {"text": text, "pid": os.getpid(), "thread": threading.current_thread().name}
+
+    return FunctionScheduler(stage_name, work)
+
+
+def speaker(stage_name):
+    """Four bytes of audio for each letter it is given or fed."""
+
+    class Speech:
+        def __init__(self, emit_chunk):
+            self.emit_chunk = emit_chunk
+            self.audio = b""
+
+        def feed(self, chunk):
+            audio = b"".join(letter.encode().ljust(4, b".") for letter in chunk.get("text", ""))
+            self.audio += audio
+            if audio:
+                self.emit_chunk({"audio_data": audio, "sample_rate": 8000})
+
+        def finish(self):
+            return {"audio_data": self.audio, "sample_rate": 8000}
+
+    def speak(payload, emit_chunk, _aborted):
+        speech = Speech(emit_chunk)
+        speech.feed({"text": text_of(payload)})
+        return speech.finish()
+
+    return FunctionScheduler(
+        stage_name, speak, open_feed=lambda payload, emit_chunk, aborted: Speech(emit_chunk)
+    )
+
+
+def failing(stage_name, caller=False):
+    def fail(payload, _emit_chunk, _aborted):
+        raise CallerError("your fault") if caller else RuntimeError("our fault")
+
+    return FunctionScheduler(stage_name, fail)
+
+
+def until_aborted(stage_name, told=""):
+    """Emits one piece, then works until it is aborted; writes its id into the folder `told`."""
+
+    def work(payload, emit_chunk, aborted):
+        emit_chunk({"text": "begun"})
+        pause = threading.Event()
+        while not aborted():
+            pause.wait(0.002)
+        if told:
+            with open(f"{told}/{payload.request_id}", "a") as file:
+                file.write("aborted\n")
+        return {"text": "never"}
+
+    return FunctionScheduler(stage_name, work, concurrency=4)
+
+
+def unsendable(stage_name):
+    return FunctionScheduler(stage_name, lambda payload, emit_chunk, aborted: {"text": object()})
+
+
+def environment(stage_name, name):
+    return FunctionScheduler(
+        stage_name, lambda payload, emit_chunk, aborted: {"text": os.environ.get(name, "")}
+    )
+
+
+def unstartable(stage_name):
+    raise ValueError("no such weights")
+
+
+def lacking(stage_name):
+    import surely_not_installed  # noqa: F401
+
+
+class Administered:
+    """Answers each operation with what `answers` has for it; an absent one is never answered."""
+
+    supports_admin = True
+
+    def __init__(self, stage_name, answers):
+        self.stage, self.answers = stage_name, answers
+        self.info = {"answers": sorted(answers)}
+
+    def run(self, inbox, emit):
+        while not isinstance(message := inbox.get(), Shutdown):
+            if isinstance(message, Admin) and message.action in self.answers:
+                emit(
+                    AdminResult(
+                        message.op_id,
+                        self.stage,
+                        message.action,
+                        self.answers[message.action],
+                        "told",
+                        {"got": message.payload, "timeout_s": message.timeout_s},
+                        error=None if self.answers[message.action] else f"{self.stage} refused",
+                        rank=0,
+                    )
+                )
+
+
+def administered(stage_name, answers):
+    return Administered(stage_name, answers)
+
+
+class Broken:
+    supports_admin = False
+
+    def run(self, inbox, emit):
+        inbox.get()
+        raise MemoryError("no room")
+
+
+def broken(stage_name):
+    return Broken()
+
+
+def exclaimed(data):
+    return {"text": " and ".join(data[name]["text"] for name in sorted(data))}
+
+
+def only_audio(payload):
+    return ["s"] if "audio" in payload.request.metadata["output_modalities"] else []
+
+
+def astray(payload):
+    return ["nowhere"]
+
+
+def crashing(payload):
+    raise KeyError("route")
+
+
+def stage(name, factory="upper", **keys):
+    return StageConfig(name=name, factory=f"{HERE}:{factory}", **keys)
+
+
+def pipeline(*stages, **keys):
+    return PipelineConfig(name="test", stages=stages, **keys)
+
+
+def chosen_none(payload):
+    return []
+
+
+async def until(condition):
+    """What another thread or process has reached can only be asked for again and again."""
+    while True:
+        if condition():
+            return
+        await trio.sleep(0.005)

@@ -1,0 +1,110 @@
+"""Runs one stage in a thread of its own and collects what it says."""
+
+import queue
+import threading
+from contextlib import contextmanager
+
+from omni_proxy.replica.pipeline.messages import (
+    Abort,
+    OmniRequest,
+    Result,
+    ResultChunk,
+    Shutdown,
+    StageFailure,
+    StagePayload,
+    StreamChunk,
+    Submit,
+)
+
+PATIENCE_SECS = 60
+
+
+class Inbox:
+    """A queue that knows when its reader has come back for more than was put in."""
+
+    def __init__(self) -> None:
+        self._held = queue.SimpleQueue()
+        self._change = threading.Condition()
+        self._put = self._asked = 0
+
+    def put(self, message) -> None:
+        with self._change:
+            self._put += 1
+        self._held.put(message)
+
+    def get(self):
+        with self._change:
+            self._asked += 1
+            self._change.notify_all()
+        return self._held.get()
+
+    def wait_until_taken(self) -> None:
+        with self._change:
+            assert self._change.wait_for(lambda: self._asked > self._put, PATIENCE_SECS)
+
+
+class Stage:
+    """The inbox of a running stage, and its outbox without the gauges."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self._said = queue.SimpleQueue()
+
+    def hear(self, message) -> None:
+        if isinstance(message, Result | StageFailure | ResultChunk):
+            self._said.put(message)
+
+    def next(self):
+        return self._said.get(timeout=PATIENCE_SECS)
+
+    def submit(self, request_id, inputs, *, fed=False, params=None, **metadata):
+        request = OmniRequest(inputs, params or {}, metadata)
+        payload = StagePayload(request_id, request, {"raw_inputs": inputs})
+        self.inbox.put(Submit(payload, "decode" if fed else "", fed))
+
+    def stream_open(self, request_id, *texts):
+        """Stream texts into the stage that more will follow."""
+        for text in texts:
+            self.inbox.put(StreamChunk(request_id, "decode", {"text": text}))
+
+    def stream(self, request_id, *texts):
+        """Stream texts into the stage, the last of them as the last."""
+        self.stream_open(request_id, *texts[:-1])
+        self.inbox.put(StreamChunk(request_id, "decode", {"text": texts[-1]}, last=True))
+
+    def settle(self):
+        """Return once the stage has taken all messages so far out of its inbox."""
+        self.inbox.wait_until_taken()
+
+    def abort(self, request_id):
+        self.inbox.put(Abort(request_id))
+
+    def ask(self, inputs, *texts, **how):
+        """Return the streamed chunks and the end of one request, which must come as one."""
+        self.submit("r", inputs, fed=bool(texts), **how)
+        if texts:
+            self.stream("r", *texts)
+        chunks = []
+        while isinstance(message := self.next(), ResultChunk):
+            assert message.request_id == "r"
+            assert message.chunk_id == len(chunks)
+            chunks.append(message.chunk)
+        return chunks, message
+
+    def fault(self, inputs, *texts, **how):
+        _, end = self.ask(inputs, *texts, **how)
+        assert isinstance(end, StageFailure)
+        return end.kind, end.error
+
+
+@contextmanager
+def running(scheduler):
+    stage = Stage()
+    thread = threading.Thread(target=scheduler.run, args=(stage.inbox, stage.hear))
+    thread.start()
+    try:
+        yield stage
+    finally:
+        stage.inbox.put(Shutdown())
+        thread.join(PATIENCE_SECS)
+        assert not thread.is_alive()
