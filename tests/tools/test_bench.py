@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import legs, profile, report, sides
+from tools.bench import load_run as legs
+from tools.bench import profile, proxies, report
 from tools.bench.build import BuildError, build, compiler
 
 needs_cc = pytest.mark.skipif(compiler() is None, reason="no C compiler (cc, gcc or $CC)")
@@ -144,7 +145,7 @@ def test_a_stream_that_is_cut_or_out_of_order_is_an_error(chunks: bytes, reason:
 
 @needs_cc
 def test_a_leg_without_a_proxy_has_latency_but_no_cost(workers: list[int]) -> None:
-    leg = legs.run_leg(sides.NOTHING, legs.Load("few", "unary", 2), workers, 0.1)
+    leg = legs.run_leg(proxies.NOTHING, legs.Load("few", "unary", 2), workers, 0.1)
     assert (leg.errors, leg.cpu_us) == (0, None)
     assert leg.units
 
@@ -161,20 +162,20 @@ def test_a_proxy_that_cannot_start_is_quoted() -> None:
     says = shlex.join([sys.executable, "-c", "raise SystemExit('no such key: server.prot')"])
     with (
         pytest.raises(legs.LegError, match=r"ended with status 1(.|\n)*no such key: server.prot"),
-        legs.started(sides.proxy(says + " {port}", "broken"), [1]),
+        legs.started(proxies.proxy(says + " {port}", "broken"), [1]),
     ):
         pass
 
 
 def test_a_proxy_command_gets_its_port_and_each_worker_as_a_word(tmp_path: Path) -> None:
-    side = sides.proxy("router --port {port} --worker-urls {worker_urls}", "router")
+    side = proxies.proxy("router --port {port} --worker-urls {worker_urls}", "router")
     assert side.command is not None
-    assert side.command(sides.Place(7, [8, 9], tmp_path)) == [
+    assert side.command(proxies.Place(7, [8, 9], tmp_path)) == [
         *("router", "--port", "7", "--worker-urls"),
         *("http://127.0.0.1:8", "http://127.0.0.1:9"),
     ]
     with pytest.raises(ValueError, match="nobody knows where it is"):
-        sides.proxy("router --port 8000", "router")
+        proxies.proxy("router --port 8000", "router")
 
 
 def test_without_a_compiler_the_message_says_what_to_install(

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tools.bench import borrowed, crowd, goals, legs, report, scale, sides
+from tools.bench import connection_memory, goals, load_run, peers, process_scaling, proxies, report
 from tools.bench.build import build, compiler
 from tools.bench.picture import Bar, Group, picture
 
@@ -32,12 +32,12 @@ def installing(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
                 (bin_folder / name).write_text("#!/bin/sh\n")
                 (bin_folder / name).chmod(0o755)
 
-    monkeypatch.setattr(borrowed, "_step", step)
+    monkeypatch.setattr(peers, "_step", step)
     return steps
 
 
-def leg(side: str, cpu_us: float | None, p50_us: float) -> legs.Leg:
-    return legs.Leg("unary c=1", side, cpu_us, 15.0, 10, 10.0, 1.0, p50_us, 2.0, 0.0, 0, "")
+def leg(side: str, cpu_us: float | None, p50_us: float) -> load_run.Leg:
+    return load_run.Leg("unary c=1", side, cpu_us, 15.0, 10, 10.0, 1.0, p50_us, 2.0, 0.0, 0, "")
 
 
 def a_round(ours: float, peer: float) -> report.Round:
@@ -70,7 +70,7 @@ def test_a_part_that_cannot_be_measured_says_why_and_the_others_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(how: goals.Measuring, found: goals.Found) -> None:
-        raise legs.LegError("it gave no answer\nand more")
+        raise load_run.LegError("it gave no answer\nand more")
 
     for part in (
         "_paired",
@@ -94,21 +94,21 @@ def test_a_part_that_cannot_be_measured_says_why_and_the_others_are(
 def test_a_crowd_shrinks_to_the_descriptors_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert crowd.fitting(crowd.IDLE, 20_000) is crowd.IDLE
-    fewer = crowd.fitting(crowd.SLOW, 1_600)
-    assert fewer.load.connections == (1_600 - crowd.SPARE_DESCRIPTORS) // 2
+    assert connection_memory.fitting(connection_memory.IDLE, 20_000) is connection_memory.IDLE
+    fewer = connection_memory.fitting(connection_memory.SLOW, 1_600)
+    assert fewer.load.connections == (1_600 - connection_memory.SPARE_DESCRIPTORS) // 2
     assert "only 500 of 2000 for 'slow stream'" in capsys.readouterr().err
-    with pytest.raises(legs.LegError, match="ulimit -Hn"):
-        crowd.fitting(crowd.IDLE, 500)
+    with pytest.raises(load_run.LegError, match="ulimit -Hn"):
+        connection_memory.fitting(connection_memory.IDLE, 500)
 
 
 def test_bytes_of_each_are_those_that_came_with_the_crowd() -> None:
-    assert crowd.Held("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes == 2_000
+    assert connection_memory.Held("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes == 2_000
 
 
 @needs_cc
 def test_an_idle_crowd_rests_and_stays_whole() -> None:
-    with legs.fake_worker() as ports:
+    with load_run.fake_worker() as ports:
         argv = [str(build("load")), "idle", str(ports[0]), "300", "50", "100"]
         ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 0
@@ -118,11 +118,11 @@ def test_an_idle_crowd_rests_and_stays_whole() -> None:
 def test_a_router_gets_its_workers_and_a_port_for_its_metrics(
     installing: list[list[str]], tmp_path: Path
 ) -> None:
-    side = sides.PEERS["smg"]()
+    side = proxies.PEERS["smg"]()
     assert side is not None
-    assert side.name == f"smg {borrowed.VERSIONS['smg']}"
+    assert side.name == f"smg {peers.VERSIONS['smg']}"
     assert side.command is not None
-    words = side.command(sides.Place(7, [8, 9], tmp_path))
+    words = side.command(proxies.Place(7, [8, 9], tmp_path))
     assert words[1:8] == [
         *("launch", "--host", "127.0.0.1", "--port", "7"),
         *("--worker-urls", "http://127.0.0.1:8"),
@@ -133,46 +133,46 @@ def test_a_router_gets_its_workers_and_a_port_for_its_metrics(
 def test_a_router_is_installed_once(
     installing: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = borrowed.borrowed("smg")
-    assert [argv[-1] for argv in installing[1:]] == [f"smg=={borrowed.VERSIONS['smg']}"]
-    assert borrowed.borrowed("smg") == first
+    first = peers.borrowed("smg")
+    assert [argv[-1] for argv in installing[1:]] == [f"smg=={peers.VERSIONS['smg']}"]
+    assert peers.borrowed("smg") == first
     assert len(installing) == 2
     assert "installing smg" in capsys.readouterr().err
 
 
 def test_an_install_that_was_broken_off_is_done_again(installing: list[list[str]]) -> None:
-    program = borrowed.borrowed("smg")
+    program = peers.borrowed("smg")
     (program.parents[1] / "whole").unlink()
     for file in program.parent.iterdir():
         file.unlink()
     program.parent.rmdir()
-    assert borrowed.borrowed("smg").exists()
+    assert peers.borrowed("smg").exists()
     assert len(installing) == 4
 
 
 def test_a_step_that_fails_is_quoted_with_advice(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(borrowed.NotInstalled, match="smg==1 could not be installed:\n  no such"):
-        borrowed._step(["sh", "-c", "echo 'no such package' >&2; exit 1"], "smg==1", "go online")
+    with pytest.raises(peers.NotInstalled, match="smg==1 could not be installed:\n  no such"):
+        peers._step(["sh", "-c", "echo 'no such package' >&2; exit 1"], "smg==1", "go online")
 
 
 def test_a_router_over_tls_is_refused() -> None:
-    with pytest.raises(sides.NoTools, match="without TLS only"):
-        sides.PEERS["smg"](secure=True)
+    with pytest.raises(proxies.NoTools, match="without TLS only"):
+        proxies.PEERS["smg"](secure=True)
 
 
 def test_a_changed_configuration_keeps_the_rest(tmp_path: Path) -> None:
-    side = scale.with_processes(sides.proxy("door --config {config}", "door"), 3)
+    side = process_scaling.with_processes(proxies.proxy("door --config {config}", "door"), 3)
     assert side.command is not None
-    side.command(sides.Place(7, [8], tmp_path))
-    text = (tmp_path / sides.OMNI_FILE).read_text()
+    side.command(proxies.Place(7, [8], tmp_path))
+    text = (tmp_path / proxies.OMNI_FILE).read_text()
     assert text.startswith("[server]\nprocesses = 3\nhost =")
     assert 'url = "http://127.0.0.1:8"' in text
     with pytest.raises(ValueError, match="worker alone has no configuration"):
-        sides.reconfigured(sides.NOTHING, "x", str)
+        proxies.reconfigured(proxies.NOTHING, "x", str)
 
 
 def test_rates_compare_within_a_round() -> None:
-    assert scale.Carried(2, [300.0, 100.0], [100.0, 100.0]).ratios == [3.0, 1.0]
+    assert process_scaling.Carried(2, [300.0, 100.0], [100.0, 100.0]).ratios == [3.0, 1.0]
 
 
 def test_the_picture_is_well_formed_and_its_longest_bar_fills_the_width() -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.process_group.wait_helpers import wait_until
-from tools.bench.weights_fleet import Figure, rows_of
-from tools.bench.weights_lateness import quantile_bound
-from tools.bench.weights_memory import tree, unbacked_bytes, watched
+from tools.bench.weights.fleet import Figure, rows_of
+from tools.bench.weights.loop_delay import quantile_bound
+from tools.bench.weights.memory import tree, unbacked_bytes, watched
 
 MIB = 1 << 20
 # Takes memory as it is told to: some of its own, and a shared file that a fork of it maps as well.

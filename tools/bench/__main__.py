@@ -4,13 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.bench import runs
-from tools.bench.borrowed import NotInstalled
+from tools.bench import measurements
 from tools.bench.build import BuildError, build
-from tools.bench.legs import QUICK, LegError
+from tools.bench.load_run import QUICK, LegError
+from tools.bench.peers import NotInstalled
 from tools.bench.processes import end_on_signals, raise_descriptor_limit
-from tools.bench.secure import NoTools
-from tools.bench.sides import PEERS
+from tools.bench.proxies import PEERS
+from tools.bench.tls import NoTools
 
 CPU_BENCHES = ("unary", "stream", "all", "tls")
 WHAT = """\
@@ -39,7 +39,7 @@ def _arguments() -> argparse.Namespace:
     kinds = [*CPU_BENCHES, "memory", "fields", "front", "processes", "goals", "profile"]
     parser.add_argument("what", choices=kinds)
     parser.add_argument(
-        "profiled", nargs="?", choices=list(runs.PROFILED), help="of profile; unary"
+        "profiled", nargs="?", choices=list(measurements.PROFILED), help="of profile; unary"
     )
     quick = f"3 rounds, and of the loads only {' and '.join(QUICK)}"
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -84,13 +84,13 @@ def _weights(argv: list[str]) -> int:
 # Benches of something else, each with words of its own.
 OTHERS = {"--replica": _replica, "--weights": _weights}
 KINDS = {
-    **dict.fromkeys(CPU_BENCHES, runs.paired),
-    "memory": runs.memory,
-    "fields": runs.fields,
-    "front": runs.front,
-    "processes": runs.processes,
-    "goals": runs.goals,
-    "profile": runs.profile,
+    **dict.fromkeys(CPU_BENCHES, measurements.paired),
+    "memory": measurements.memory,
+    "fields": measurements.fields,
+    "front": measurements.front,
+    "processes": measurements.processes,
+    "goals": measurements.goals,
+    "profile": measurements.profile,
 }
 
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from tools.bench import crowd, policies, report, scale, waiting
-from tools.bench.borrowed import NotInstalled
-from tools.bench.fields import new_field
-from tools.bench.front import front_waits
-from tools.bench.legs import LOADS, QUICK, LegError, Load, fake_worker
+from tools.bench import connection_memory, policies, process_scaling, report, request_memory
+from tools.bench.admin_latency import front_waits
+from tools.bench.header_fields import new_field
+from tools.bench.load_run import LOADS, QUICK, LegError, Load, fake_worker
 from tools.bench.paired import Loads, measure
+from tools.bench.peers import NotInstalled
 from tools.bench.picture import Bar, Group
-from tools.bench.secure import NoTools
-from tools.bench.sides import NOTHING, PEERS, Side, proxy
+from tools.bench.proxies import NOTHING, PEERS, Side, proxy
+from tools.bench.tls import NoTools
 
 ROUTER = "sglang-router"
 PROCESSES = 2
@@ -204,8 +204,8 @@ def _many_workers(how: Measuring, found: Found) -> None:
 def _memory(how: Measuring, found: Found) -> None:
     ours, peer = how.ours(), PEERS["haproxy"]()
     sides = [side for side in (peer, ours) if side is not None]
-    for kind, most_kib in ((crowd.IDLE, 4), (crowd.SLOW, 6)):
-        ones = crowd.crowds(sides, [kind])
+    for kind, most_kib in ((connection_memory.IDLE, 4), (connection_memory.SLOW, 6)):
+        ones = connection_memory.crowds(sides, [kind])
         mine = ones[-1]
         what = f"memory per {kind.name}, of {mine.count:,}"
         beside = ", ".join(f"{one.side} {one.each_bytes / KIB:.2f} KiB" for one in ones[:-1])
@@ -218,18 +218,20 @@ def _memory(how: Measuring, found: Found) -> None:
 
 
 def _waiting(how: Measuring, found: Found) -> None:
-    for name, (count, body) in waiting.BODIES.items():
-        grown = waiting.bytes_per_byte(how.ours(), count, body)
+    for name, (count, body) in request_memory.BODIES.items():
+        grown = request_memory.bytes_per_byte(how.ours(), count, body)
         what = f"memory per byte of waiting requests, {name}"
         found.rows.append(Row(what, f"{grown:.2f} bytes", "<= 4", "", grown <= 4))
         found.facts[what] = grown
 
 
 def _processes(how: Measuring, found: Found) -> None:
-    both = scale.carried(how.ours(), PROCESSES, how.rounds, how.secs)
-    allowed = scale.cores_allow(PROCESSES)
+    both = process_scaling.carried(how.ours(), PROCESSES, how.rounds, how.secs)
+    allowed = process_scaling.cores_allow(PROCESSES)
     goal = 1.8 if allowed else 1.0
-    aim = "" if allowed else f">= 1.8 with {3 * PROCESSES} idle cores; here {scale.cores()}"
+    aim = (
+        "" if allowed else f">= 1.8 with {3 * PROCESSES} idle cores; here {process_scaling.cores()}"
+    )
     per_sec = f"{median(both.many_per_sec):.0f} and {median(both.one_per_sec):.0f} a second"
     met = median(both.ratios) >= goal
     ratio = report.spread(both.ratios, 2)

@@ -26,7 +26,7 @@ import trio
 
 from tools.bench import report
 from tools.bench.processes import running
-from tools.bench.stand_in import stand_in
+from tools.bench.simulated_worker import stand_in
 
 CONFIG = """\
 [server]

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from tools.bench import report
 from tools.bench.build import BuildError
-from tools.bench.legs import LOADS, LegError, fake_worker, run_leg
+from tools.bench.load_run import LOADS, LegError, fake_worker, run_leg
 from tools.bench.processes import end_on_signals
-from tools.bench.sides import OMNI_PROXY, Side, proxy, reconfigured
+from tools.bench.proxies import OMNI_PROXY, Side, proxy, reconfigured
 
 MANY = 500
 FEW = 2

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.bench.weights_parts import GROUP_SECS, Ours, WeightsBenchError
+from tools.bench.weights.receivers import GROUP_SECS, Ours, WeightsBenchError
 
 SHARED_MEMORY = "/dev/shm"
 LOOK_SECS = 1.0

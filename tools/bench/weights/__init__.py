@@ -16,11 +16,11 @@ from typing import Any
 
 from tools.bench import report
 from tools.bench.processes import end_on_signals
-from tools.bench.weights_fleet import PEAK, FleetError, through
-from tools.bench.weights_fleet import WANTED as FLEET_WANTED
-from tools.bench.weights_fleet import rows_of as fleet_rows
-from tools.bench.weights_parts import Ours, Plain, WeightsBenchError, sender
-from tools.bench.weights_relay import Relayed
+from tools.bench.weights.delivery import Relayed
+from tools.bench.weights.fleet import PEAK, FleetError, through
+from tools.bench.weights.fleet import WANTED as FLEET_WANTED
+from tools.bench.weights.fleet import rows_of as fleet_rows
+from tools.bench.weights.receivers import Ours, Plain, WeightsBenchError, sender
 
 MIB = 1 << 20
 BLOCK_MIB = 64

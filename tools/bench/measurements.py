@@ -11,15 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from tools.bench import crowd, report, scale, waiting
+from tools.bench import connection_memory, process_scaling, report, request_memory
 from tools.bench import goals as promises
-from tools.bench.fields import new_field
-from tools.bench.front import front_waits
-from tools.bench.legs import LOADS, QUICK, LegError, Load
+from tools.bench.admin_latency import front_waits
+from tools.bench.header_fields import new_field
+from tools.bench.load_run import LOADS, QUICK, LegError, Load
 from tools.bench.paired import Loads, measure
 from tools.bench.picture import picture
 from tools.bench.profile import profile as profiled
-from tools.bench.sides import NOTHING, PEERS, Side, omni_command, proxy
+from tools.bench.proxies import NOTHING, PEERS, Side, omni_command, proxy
 
 PROFILED = {"unary": "unary c=32", "stream": "stream 17k/s"}
 
@@ -148,13 +148,13 @@ def goals(arguments: argparse.Namespace) -> int:
 
 def memory(arguments: argparse.Namespace) -> int:
     ours = [] if arguments.peer_only else [_ours(arguments)]
-    found = crowd.crowds([*_peers(arguments), *ours])
+    found = connection_memory.crowds([*_peers(arguments), *ours])
     _tell(report.machine())
     print("\nresident memory of a connection")
-    print("\n".join(report.columns(crowd.table(found))))
+    print("\n".join(report.columns(connection_memory.table(found))))
     for side in ours:
         print("\nresident memory of waiting requests, by their bytes")
-        print("\n".join(report.columns(waiting.table(side))))
+        print("\n".join(report.columns(request_memory.table(side))))
     return 0
 
 
@@ -185,9 +185,11 @@ def fields(arguments: argparse.Namespace) -> int:
 
 
 def processes(arguments: argparse.Namespace) -> int:
-    both = scale.carried(_ours(arguments), promises.PROCESSES, arguments.rounds, arguments.secs)
+    both = process_scaling.carried(
+        _ours(arguments), promises.PROCESSES, arguments.rounds, arguments.secs
+    )
     _tell(report.machine())
-    print(f"\nrequests a second: median (lowest..highest); {scale.cores()} cores for all")
+    print(f"\nrequests a second: median (lowest..highest); {process_scaling.cores()} cores for all")
     rows = [
         [f"{both.processes} processes", report.spread(both.many_per_sec, 0)],
         ["1 process", report.spread(both.one_per_sec, 0)],

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tools.bench.processes import running
-from tools.bench.weights_memory import watched
+from tools.bench.weights.memory import watched
 
 if TYPE_CHECKING:
     from omni_proxy.process_group.receiver import FileRegion, PendingReceive
@@ -58,7 +58,7 @@ class Sender:
 
 @contextmanager
 def sender(count: int, nbytes: int) -> Iterator[Sender]:
-    argv = [sys.executable, "-m", "tools.bench.broadcaster"]
+    argv = [sys.executable, "-m", "tools.bench.weights.broadcaster"]
     with running(argv, subprocess.PIPE) as process:
         yield Sender(process, count, nbytes)
 

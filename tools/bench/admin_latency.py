@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import quantiles
 from subprocess import DEVNULL
 
-from tools.bench.legs import LegError, Load, fake_worker, started
+from tools.bench.load_run import LegError, Load, fake_worker, started
 from tools.bench.processes import running
-from tools.bench.sides import Side
+from tools.bench.proxies import Side
 
 PATH = "/workers"
 PACE_SECS = 0.01

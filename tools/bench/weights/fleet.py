@@ -21,8 +21,8 @@ import httpx
 
 from tools.bench import report
 from tools.bench.processes import running
-from tools.bench.weights_lateness import lateness_of
-from tools.bench.weights_memory import tree, watched
+from tools.bench.weights.loop_delay import lateness_of
+from tools.bench.weights.memory import tree, watched
 from tools.training.endpoint import Endpoint
 from tools.training.sync import Sync, Wishes
 

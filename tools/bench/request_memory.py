@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic
 
-from tools.bench.legs import LegError, started
+from tools.bench.load_run import LegError, started
 from tools.bench.processes import rss_bytes
-from tools.bench.sides import Side
+from tools.bench.proxies import Side
 
 WAITING_SECS = 30.0
 WAITS = b'"user":"waits"'

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tools.bench.build import build
 from tools.bench.processes import cpu_secs, rss_mib, running
-from tools.bench.secure import bridge
-from tools.bench.sides import Place, Side, free_port
+from tools.bench.proxies import Place, Side, free_port
+from tools.bench.tls import bridge
 
 WORKERS = 8
 WARM_MS = 700  # a stream's first events and an interpreter's warming are not what is measured

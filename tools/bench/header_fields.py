@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 
 from tools.bench import report
-from tools.bench.legs import Load, fake_worker, run_leg
-from tools.bench.sides import Side
+from tools.bench.load_run import Load, fake_worker, run_leg
+from tools.bench.proxies import Side
 
 WITHOUT = Load("without", "unary", 32)
 WITH = Load("with a new field in each", "unique", 32)
