@@ -30,6 +30,7 @@ from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.unroutable_reason import reasons
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.worker_notes import WorkerNotes
 from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.wire.proxy_headers import HOP_FIELD, PROXY_FIELD
@@ -42,7 +43,10 @@ def create_app(rooms: Services) -> QuartTrio:
     app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
     keys = KeyCheck(rooms.config_store)
     pauses = partial(_pauses_told, rooms, keys)
-    records = WorkerRecords(rooms.fleet, rooms.drains, lambda: reasons(rooms, pauses()), pauses)
+    notes = WorkerNotes(rooms.fleet)
+    records = WorkerRecords(
+        rooms.fleet, rooms.drains, notes, lambda: reasons(rooms, pauses()), pauses
+    )
     chosen = SelectorResolver(rooms, records)
     app.before_request(keys.before_request)
     OpenReads(rooms.config_store).mount(app)
@@ -50,7 +54,7 @@ def create_app(rooms: Services) -> QuartTrio:
     speak_json(app)
     for routes in (
         PoolRoutes(rooms, keys, records),
-        WorkerRoutes(rooms, records, drains := DrainRoutes(rooms, records)),
+        WorkerRoutes(rooms, records, notes, drains := DrainRoutes(rooms, records)),
         drains,
         FeedRoutes(rooms),
         MetricsRoutes(rooms),

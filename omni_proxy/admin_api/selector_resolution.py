@@ -64,7 +64,7 @@ class SelectorResolver:
         return told
 
     def _facts(self, worker: Worker) -> Facts:
-        record = self._records.one(worker)
+        record = self._records.record(worker)
         labels = record["labels"]
         known = {
             "id": worker.id,

@@ -1,5 +1,6 @@
-"""The fleet: every worker that may be routed to, and what is known of it.
+"""The fleet: the workers that requests may be routed to, and the state of each.
 
-Invariant: all changes are synchronous atoms of `Fleet`, so no reader ever sees half of one. Pure:
-it probes nothing, dials nothing and reads no clock; `watch`, `admin_api` and `dataplane` bring it the facts.
+`registry` has the set of workers, `worker` one of them, `health` its state machine, `worker_state`
+its state as a value for other processes, `voices` the registry of uploaded voices. Invariant: each
+change is one synchronous method, so no reader sees half of it. No I/O, no clock, no JSON.
 """

@@ -1,6 +1,6 @@
-"""Capabilities as bits, so that "can it do all of this" is one `&` on the request path.
+"""Capabilities as bit masks: whether a worker has all that a request requires is one `&`.
 
-The names are the contract's (`config.schema`); nothing else may appear in a mask.
+Invariant: a mask has only bits of the names in `config.schema.CAPABILITIES`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def capability_mask(names: Iterable[str]) -> int:
 
 
 def capability_names(mask: int) -> list[str]:
-    """Sorted, as the contract prints them."""
+    """The names of a mask, sorted."""
     return list(_sorted_names(mask))
 
 

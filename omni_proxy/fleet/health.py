@@ -1,12 +1,13 @@
-"""The health machine of one worker.
+"""The health state machine and circuit breaker of one worker.
 
     unknown ──rise──> healthy ──fall──> unhealthy ──rise──> healthy    (on_threshold = "unhealthy")
        └─────fall──────┴──fall──> dead ──revive──> unknown              (on_threshold = "dead")
 
 rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row, or
-`max_worker_retries` failed requests in a row without a good answer. The first with a failed probe
-among them ends in `on_threshold`, all else in `eject`; back from there it owes a trial, one request
-at a time. Invariant: dead is left by `revive` only. Source: omni-router.md 9, rules of config.md.
+`max_worker_retries` failed requests in a row. A run with a failed probe in it ends in `on_threshold`,
+any other in `eject`; an ejected worker's breaker is tripped: when it is healthy again it is half-open
+and gets one request at a time, until one succeeds. Invariant: only `revive` leaves dead. Source:
+omni-router.md 9, rules of config.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LAST_ERROR_CHARS = 512
 
 
 class Health(StrEnum):
-    """The four states of the contract; only `HEALTHY` is routable."""
+    """The four states of the API; only `HEALTHY` is routable."""
 
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
@@ -31,13 +32,13 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What the machine is told by the configuration."""
+    """The configured thresholds of the state machine."""
 
     rise: int = 2
     fall: int = 3
     on_threshold: Health = Health.UNHEALTHY
     eject: Health = Health.UNHEALTHY
-    max_failed_requests: int = 0  # failed requests in a row that eject; 0: only `fall` does
+    max_failed_requests: int = 0  # failed requests in a row that eject; 0: no such bound
     probe_failures_only: bool = (
         False  # `fall` counts failed probes alone, as sglang-router's health check does
     )
@@ -49,25 +50,25 @@ def thresholds_of(config: Config, *, probe_failures_only: bool = False) -> Thres
         rise=config.health.success_threshold,
         fall=config.health.failure_threshold,
         on_threshold=Health(config.health.on_threshold),
-        # One that is to be removed is out at once; what takes it out of the registry comes after.
+        # eject = "remove": unhealthy at once, the outlier ejector removes it later.
         eject=Health.DEAD if eject == "dead" else Health.UNHEALTHY,
         max_failed_requests=config.routing.max_worker_retries,
         probe_failures_only=probe_failures_only,
     )
 
 
-class _Hot:
-    """What every request looks at, close together as in `fleet.worker`."""
+class _RequestFields:
+    """Fields that every request reads, see `fleet.worker`."""
 
     __slots__ = ("breaker_tripped", "failed_requests")
 
 
-class HealthMachine(_Hot):
-    """State and counters of one worker; every method is one atom."""
+class HealthMachine(_RequestFields):
+    """State and counters of one worker; every method is one atomic change."""
 
     __slots__ = (
-        "_run",
-        "_trials",
+        "_failure_run",
+        "_half_open_count",
         "consecutive_failures",
         "consecutive_successes",
         "declared_dead",
@@ -89,23 +90,23 @@ class HealthMachine(_Hot):
         self.last_error: str | None = None
         self.last_checked_at: datetime | None = None
         self.since = now
-        self.declared_dead = False  # by a person, not by probes or by the launcher
-        self.epoch = 0  # raised by mark_dead and revive: a probe begun before is void
-        self.probe_failed = False  # the present run of failures holds a failed probe
-        self.failed_requests = 0  # requests without a good answer in between; > 0 on trial
-        self.breaker_tripped = False  # ejected: good probes alone don't bring it back whole
-        self.half_open_id = 0  # the number of the trial that runs, 0 while none does
-        self._trials = 0
-        self._run = 0  # failures in a row since it was ejected last: what `fall` is compared with
+        self.declared_dead = False  # by an operator, not by probes or the launcher
+        self.epoch = 0  # rises with mark_dead and revive: a probe begun before is void
+        self.probe_failed = False  # the current run of failures has a failed probe in it
+        self.failed_requests = 0  # failed requests since the last successful one
+        self.breaker_tripped = False  # ejected: half-open until a request succeeds
+        self.half_open_id = 0  # number of the half-open request in flight, 0 without one
+        self._half_open_count = 0
+        self._failure_run = 0  # failures in a row since the last ejection, compared with `fall`
 
     def record_probe_success(
         self, thresholds: Thresholds, at: datetime, status: int | None
     ) -> None:
-        """Count a good probe (requests never count as successes)."""
+        """Count a good probe (successful requests do not count towards `rise`)."""
         if self.state is Health.DEAD:
             return
         self._note(at, status, None)
-        self.consecutive_failures = self._run = 0
+        self.consecutive_failures = self._failure_run = 0
         self.probe_failed = False
         self.consecutive_successes += 1
         if self.consecutive_successes >= thresholds.rise:
@@ -119,7 +120,7 @@ class HealthMachine(_Hot):
         self._note(at, status, error)
         self.probe_failed = True
         self._count()
-        if self._run >= thresholds.fall:
+        if self._failure_run >= thresholds.fall:
             self._enter(thresholds.on_threshold, at)
 
     def record_request_failure(
@@ -130,80 +131,81 @@ class HealthMachine(_Hot):
         error: str,
         half_open_id: int = 0,
     ) -> bool:
-        """Count a failed request that speaks of the worker's health; whether that ejected it.
+        """Count a failed request that is evidence about the worker's health; True if it ejected it.
 
-        Of a worker that is out, or on trial, it is noted and no more: it began before that. Unless
-        it is the trial (`half_open_id` is its number).
+        While the worker is ejected or half-open a failure is only noted, as the request began
+        before; unless it is the half-open request, whose number is `half_open_id`.
         """
         if self.state is Health.DEAD:
             return False
         self._note(at, status, error)
-        tried = self.breaker_tripped and half_open_id == self.half_open_id != 0
-        if not tried and (self.breaker_tripped or self.state is Health.UNHEALTHY):
+        half_open = self.breaker_tripped and half_open_id == self.half_open_id != 0
+        if not half_open and (self.breaker_tripped or self.state is Health.UNHEALTHY):
             return False
-        self._count(in_run=not thresholds.probe_failures_only)
+        self._count(in_failure_run=not thresholds.probe_failures_only)
         self.failed_requests += 1
-        whole = not thresholds.probe_failures_only and self._run >= thresholds.fall
-        if whole and self.probe_failed and not tried:
+        over_fall = not thresholds.probe_failures_only and self._failure_run >= thresholds.fall
+        if over_fall and self.probe_failed and not half_open:
             self._enter(thresholds.on_threshold, at)
             return False
-        enough = whole or 0 < thresholds.max_failed_requests <= self.failed_requests
-        if tried or enough:
-            self._run = 0
+        enough = over_fall or 0 < thresholds.max_failed_requests <= self.failed_requests
+        if half_open or enough:
+            self._failure_run = 0
             self.breaker_tripped = True
             self._enter(thresholds.eject, at)
             return True
         return False
 
     def record_request_success(self, half_open_id: int) -> bool:
-        """A request had a good answer; `half_open_id` is its number if it was one. True: fully in now."""
+        """Count a good response to request `half_open_id` (0: not half-open). True if that closed
+        the breaker."""
         if self.state is not Health.HEALTHY:
             return False
         if self.breaker_tripped:
             if not half_open_id or half_open_id != self.half_open_id:
-                return False  # begun before it was ejected: that says nothing
+                return False  # begun before the ejection: no evidence
             self.breaker_tripped = False
             self.half_open_id = self.failed_requests = 0
             return True
         self.failed_requests = 0
         if not self.probe_failed:
-            self.consecutive_failures = self._run = 0
+            self.consecutive_failures = self._failure_run = 0
         return False
 
     def begin_half_open(self) -> int:
-        """One request goes to it, and until that one is over no other; its number."""
-        self._trials += 1
-        self.half_open_id = self._trials
+        """One request goes to the worker, and no other until it has ended; returns its number."""
+        self._half_open_count += 1
+        self.half_open_id = self._half_open_count
         return self.half_open_id
 
     def end_half_open(self, half_open_id: int) -> bool:
-        """Over without a verdict: the next request is another trial. False if it is settled."""
+        """The request ended without evidence: the next may be half-open. False if it was recorded."""
         if half_open_id != self.half_open_id:
             return False
         self.half_open_id = 0
         return True
 
     def process_exited(self, at: datetime, error: str) -> None:
-        """Its process has ended: no threshold is needed to know that."""
+        """Its process has exited: unhealthy at once, without a threshold."""
         if self.state is Health.DEAD:
             return
         self._note(at, None, error)
         self._count()
         self.epoch += 1
         self.failed_requests = 0
-        self.breaker_tripped = False  # what comes back is another process
+        self.breaker_tripped = False  # a restart is another process
         self._enter(Health.UNHEALTHY, at)
 
     def mark_dead(self, at: datetime, *, declared: bool = False) -> None:
-        """`declared`: a person said so, and only a person takes it back."""
+        """`declared`: by an operator; only `revive` by an operator undoes it."""
         self.epoch += 1
         self.declared_dead = self.declared_dead or declared
         self._enter(Health.DEAD, at)
 
     def revive(self, at: datetime) -> None:
-        """Forget the past; only a dead worker changes state (it becomes unknown)."""
+        """Reset all counters; only a dead worker changes state (it becomes unknown)."""
         self.epoch += 1
-        self.consecutive_failures = self._run = 0
+        self.consecutive_failures = self._failure_run = 0
         self.consecutive_successes = 0
         self.failed_requests = 0
         self.probe_failed = False
@@ -215,17 +217,17 @@ class HealthMachine(_Hot):
 
     @property
     def half_open_count(self) -> int:
-        """How many it has been given so far."""
-        return self._trials
+        """Half-open requests begun so far."""
+        return self._half_open_count
 
     @property
     def is_half_open(self) -> bool:
         return self.breaker_tripped and self.state is Health.HEALTHY
 
-    def _count(self, *, in_run: bool = True) -> None:
+    def _count(self, *, in_failure_run: bool = True) -> None:
         self.consecutive_successes = 0
         self.consecutive_failures += 1
-        self._run += in_run
+        self._failure_run += in_failure_run
 
     def _note(self, at: datetime, status: int | None, error: str | None) -> None:
         self.last_checked_at = at

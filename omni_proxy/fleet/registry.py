@@ -1,8 +1,8 @@
-"""The registry of workers, and the candidates a request may choose from.
+"""The registry of workers, and the candidates of a request.
 
 Invariant: a worker that stays keeps its object (health, counts, connections) through every change.
-`revision` rises with every change that can alter an answer of `candidates`; the lists it hands out
-are shared and must not be changed by the caller.
+`revision` rises with every change that can alter a result of `candidates`; the lists it returns are
+shared, and callers must not change them. Every change of a worker goes through `Fleet`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from omni_proxy.fleet.health import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 
-CANDIDATE_LISTS = 1024  # models are named by clients: bound what they can make us remember
+CANDIDATE_LISTS = 1024  # clients choose model names: a bound on memory
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """What one `apply` did, as worker objects in registration order."""
+    """The workers that one `apply` added, removed and changed, in registration order."""
 
     added: tuple[Worker, ...]
     removed: tuple[Worker, ...]
@@ -32,32 +32,32 @@ class MembershipChange:
         return bool(self.added or self.removed or self.changed)
 
 
-async def _nobody_else() -> None:
-    """There is one process."""
+async def _no_replicas() -> None:
+    """With one process there is nothing to wait for."""
 
 
 class Fleet:
-    """All known workers. Every method is an atom; watchers are told after it, once per change."""
+    """All workers. Every method is one atomic change; watchers run after it, once per change."""
 
     def __init__(self) -> None:
         self.revision = 0
-        # Wait for it where what is so here has to be so wherever requests are routed.
-        self.await_replicated: Callable[[], Awaitable[None]] = _nobody_else
+        # Returns when every process that routes requests has this state.
+        self.await_replicated: Callable[[], Awaitable[None]] = _no_replicas
         self.thresholds = Thresholds()
         self.has_inflight_limits = (
-            False  # some worker has a max_inflight, so a pick has to look at room
+            False  # some worker has a max_inflight: a pick looks at free slots
         )
-        self.has_named_models = False  # some worker names a model, so a request's model may matter
-        self.had_workers = False  # one was registered at some time since the start
+        self.has_named_models = False  # some worker has a model: a request's model may matter
+        self.had_workers = False  # a worker was registered at some time since the start
         self._by_url: dict[str, Worker] = {}
-        self.models: set[str] = set()  # which workers name; another set where they change
+        self.models: set[str] = set()  # of all workers; replaced, never changed in place
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
         self._member_watchers: list[Callable[[], None]] = []
         self._worker_watchers: list[Callable[[Worker], None]] = []
         self._health_watchers: list[Callable[[Worker, Health], None]] = []
         self._ejection_watchers: list[Callable[[Worker], None]] = []
-        self._forgetful_watchers: list[Callable[[Worker], None]] = []
+        self._cache_watchers: list[Callable[[Worker], None]] = []
 
     @property
     def workers(self) -> list[Worker]:
@@ -66,32 +66,33 @@ class Fleet:
     def watch(self, callback: Callable[[], None]) -> None:
         """`callback` runs synchronously after each change of membership, health or switch.
 
-        Thousands of workers come up within seconds: what looks at all of them each time is for
-        `watch_members`, what looks at one for `watch_worker`. Each change is told by one of them.
+        Thousands of workers may start within seconds: a callback that visits all of them belongs to
+        `watch_members`, one that visits a single worker to `watch_worker`. Each change calls one of
+        the two.
         """
         self._watchers.append(callback)
 
     def watch_members(self, callback: Callable[[], None]) -> None:
-        """`callback` after a change of who is there, of what is configured of them, or of many."""
+        """`callback()` after a change of membership, of settings, or of many workers."""
         self._member_watchers.append(callback)
 
     def watch_worker(self, callback: Callable[[Worker], None]) -> None:
-        """`callback(worker)` after a change of that one alone; it may have been removed."""
+        """`callback(worker)` after a change of one worker, which may have been removed since."""
         self._worker_watchers.append(callback)
 
     def names(self, model: str) -> bool:
-        """Whether some worker says that this is its model."""
+        """Whether some worker has this model."""
         return model in self.models
 
     def find(self, url: str) -> Worker | None:
         return self._by_url.get(url)
 
     def get(self, id_or_url: str) -> Worker | None:
-        """By URL or by worker id, encoded or not (omni-router.md 2)."""
+        """By URL or worker id, percent-encoded or not (omni-router.md 2)."""
         return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))
 
     def apply(self, entries: Sequence[WorkerSpec], now: datetime) -> MembershipChange:
-        """Make the fleet be `entries`, in their order."""
+        """Make the fleet equal to `entries`, in their order."""
         before = self._by_url
         after: dict[str, Worker] = {}
         added: list[Worker] = []
@@ -124,97 +125,97 @@ class Fleet:
         return change
 
     def is_over_limit(self, worker: Worker) -> bool:
-        """Of one that was just counted up: whether somebody else has been quicker.
+        """Whether another process took the last slot of a worker that was just acquired.
 
-        Nobody is, where one process picks."""
+        Never with one process.
+        """
         return False
 
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
         """Routable workers with every capability of `mask`, narrowed to the model.
 
-        Workers that name another model drop out; where no candidate names one, the request's model
-        is ignored (omni-router.md 8). The list is kept until the fleet changes.
+        Workers with another model drop out; if no candidate has a model, the request's model is
+        ignored (omni-router.md 8). The list is cached until the fleet changes.
         """
         if model is not None and model not in self.models:
-            # All names that nobody has are one: clients choose them, as many and as long as they
-            # like.
+            # One key for all unknown names: clients choose them, any number and of any length.
             model = "" if self.models else None
         key = (model, mask)
-        found = self._candidates.get(key)
-        if found is None:
-            found = [w for w in self._by_url.values() if w.routable and w.mask & mask == mask]
-            if model is not None and any(w.model for w in found):
-                found = [w for w in found if w.model == model]
+        candidates = self._candidates.get(key)
+        if candidates is None:
+            candidates = [w for w in self._by_url.values() if w.routable and w.mask & mask == mask]
+            if model is not None and any(w.model for w in candidates):
+                candidates = [w for w in candidates if w.model == model]
             if len(self._candidates) >= CANDIDATE_LISTS:
                 self._candidates.clear()
-            self._candidates[key] = found
-        return found
+            self._candidates[key] = candidates
+        return candidates
 
     def observe_probe(
         self, worker: Worker, *, status: int | None, error: str | None, at: datetime, epoch: int
     ) -> None:
-        """Take a probe's result; `error` is None when it was good, a stale epoch voids it."""
+        """Record a probe result; `error` is None for a good one, a stale epoch voids it."""
         if epoch != worker.health.epoch:
             return
-        with_state = worker.health.state
+        before = worker.health.state
         if error is None:
             worker.health.record_probe_success(self.thresholds, at, status)
         else:
             worker.health.record_probe_failure(self.thresholds, at, status, error)
-        self._after(worker, with_state)
+        self._notify_health(worker, before)
 
     def observe_request_failure(
         self, worker: Worker, *, status: int | None, error: str, at: datetime, half_open_id: int = 0
     ) -> None:
-        """`half_open_id` is the request's number, if it was one."""
+        """`half_open_id`: the number of the half-open request, 0 for any other."""
         before = worker.health.state
         ejected = worker.health.record_request_failure(
             self.thresholds, at, status, error, half_open_id
         )
-        self._after(worker, before)
+        self._notify_health(worker, before)
         if ejected:
             for callback in self._ejection_watchers:
                 callback(worker)
 
     def observe_success(self, worker: Worker, half_open_id: int = 0) -> None:
-        """Matters only where `machine.failed_requests` is not 0; `half_open_id` is the request's number."""
+        """Needed only while `health.failed_requests` is not 0; `half_open_id` as above."""
         if worker.health.record_request_success(half_open_id):
             self._changed(worker)
 
     def begin_half_open(self, worker: Worker) -> int:
-        """A request goes to a worker that owes a trial: nobody else may until it is over."""
+        """A request goes to a half-open worker: no other until it ended. Returns its number."""
         half_open_id = worker.health.begin_half_open()
         self._changed(worker)
         return half_open_id
 
     def end_half_open(self, worker: Worker, half_open_id: int) -> None:
-        """The request is over; where nothing was learnt the next one is a trial again."""
+        """The request ended; without evidence the next one is half-open again."""
         if worker.health.end_half_open(half_open_id):
             self._changed(worker)
 
     def process_exited(self, worker: Worker, error: str, at: datetime) -> None:
-        """The launcher saw its process end."""
+        """The launcher saw its process exit."""
         before = worker.health.state
         worker.health.process_exited(at, error)
-        self._after(worker, before)
+        self._notify_health(worker, before)
         self.set_version(worker, None, 0)
         self.cache_cleared(worker)
 
     def mark_dead(self, worker: Worker, at: datetime, *, declared: bool = False) -> None:
-        """`declared`: by a person; who restarts its process leaves it dead then."""
+        """`declared`: by an operator; a restart of its process then leaves it dead."""
         before = worker.health.state
         worker.health.mark_dead(at, declared=declared)
-        self._after(worker, before)
+        self._notify_health(worker, before)
 
     def revive(self, worker: Worker, at: datetime) -> None:
-        before, on_trial = worker.health.state, worker.health.breaker_tripped
+        before, tripped = worker.health.state, worker.health.breaker_tripped
         worker.health.revive(at)
-        self._after(worker, before)
-        if on_trial and before is worker.health.state:
+        self._notify_health(worker, before)
+        if tripped and before is worker.health.state:
             self._changed(worker)
 
     def cordon(self, worker: Worker, reason: str) -> None:
-        """Keep a worker out of routing for a reason of ours, beside what an operator said."""
+        """Take a worker out of rotation for a reason of the proxy, independent of `disabled`."""
         worker.cordon_reasons.add(reason)
         self._changed(worker)
 
@@ -223,19 +224,20 @@ class Fleet:
         self._changed(worker)
 
     def set_version(self, worker: Worker, label: str | None, epoch: int) -> None:
-        """Which weights it has now; None and 0 while that is not known."""
+        """Set the version of its weights; None and 0 while unknown."""
         version = WeightVersion(label, epoch)
         if version != worker.version:
             worker.version = version
             self._changed(worker)
 
     def set_hop_line(self, worker: Worker, hop_line: bytes) -> None:
-        """What its requests carry from now on, so that they are known where they come back."""
+        """Set the header line of its requests by which a proxy loop is detected."""
         if hop_line != worker.hop_line:
             worker.hop_line = hop_line
             self._changed(worker)
 
     def count_by_state(self) -> dict[str, int]:
+        """Worker counts by state, by their names in the API."""
         workers = self._by_url.values()
         states = [worker.health.state for worker in workers]
         return {
@@ -248,22 +250,17 @@ class Fleet:
             "total_workers": len(states),
         }
 
-    def summary(self, status: str) -> dict[str, object]:
-        """The pool summary of omni-router.md 4."""
-        records = [worker.record() for worker in self._by_url.values()]
-        return {"status": status, **self.count_by_state(), "workers": records}
-
     def watch_ejected(self, callback: Callable[[Worker], None]) -> None:
-        """`callback(worker)` after request failures alone have put it out."""
+        """`callback(worker)` after failed requests ejected it."""
         self._ejection_watchers.append(callback)
 
     def watch_cache_cleared(self, callback: Callable[[Worker], None]) -> None:
-        """`callback(worker)` when what it had cached is gone: it may run twice for one cause."""
-        self._forgetful_watchers.append(callback)
+        """`callback(worker)` when its prefix cache is gone; may run twice for one cause."""
+        self._cache_watchers.append(callback)
 
     def cache_cleared(self, worker: Worker) -> None:
-        """It was removed, restarted or flushed."""
-        for callback in self._forgetful_watchers:
+        """Its prefix cache is gone: removed, restarted or flushed."""
+        for callback in self._cache_watchers:
             callback(worker)
 
     def watch_health(self, callback: Callable[[Worker, Health], None]) -> None:
@@ -273,21 +270,21 @@ class Fleet:
     def _make(self, entry: WorkerSpec, now: datetime) -> Worker:
         return Worker(entry, now)
 
-    def _after(self, worker: Worker, before: Health) -> None:
+    def _notify_health(self, worker: Worker, before: Health) -> None:
         if worker.health.state is not before:
             self._changed(worker)
             for callback in self._health_watchers:
                 callback(worker, before)
 
     def _changed(self, worker: Worker | None = None) -> None:
-        """`worker`: it alone."""
+        """Notify the watchers; `worker` if only that one changed."""
         self.revision += 1
         self._candidates.clear()
         if worker is None:
             for callback in self._member_watchers:
                 callback()
         else:
-            for look in self._worker_watchers:
-                look(worker)
+            for on_worker in self._worker_watchers:
+                on_worker(worker)
         for callback in self._watchers:
             callback()

@@ -1,8 +1,8 @@
-"""The voice registry: which worker keeps the uploaded voices, and how they are called.
+"""The voice registry: which worker keeps the uploaded voices, and their names.
 
-Invariant: while the names are unknown (`names` is None) every named voice counts as uploaded, so a
-request never reaches a worker that lacks its voice. A list that was asked for before the last
-change is never taken. Source: omni-router.md 13. No I/O, no clock.
+Invariant: while the names are unknown (`names` is None) every named voice counts as uploaded, so no
+request reaches a worker that lacks its voice. A list that was requested before the last change is
+never applied. Source: omni-router.md 13. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ class VoiceRegistry:
     def __init__(self) -> None:
         self.owner = ""
         self.names: frozenset[str] | None = None
-        self.refresh_error = ""  # why the newest reading of the list failed
-        self.generation = 0  # rises with each change; a list read under an older one is stale
-        self.current = False  # the names were read from the owner since the last change
+        self.refresh_error = ""  # why the last refresh failed
+        self.generation = 0  # rises with each change; a list of an older one is stale
+        self.current = False  # the names were refreshed since the last change
         self._configured = ""
         self._present = False  # the owner was seen in the fleet
         self._watchers: list[Callable[[], None]] = []
-        self._learned: list[Callable[[], None]] = []
+        self._name_watchers: list[Callable[[], None]] = []
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """`callback()` after each change that asks for another reading of the list."""
+        """`callback()` after each change that makes a refresh of the names necessary."""
         self._watchers.append(callback)
 
     def watch_names(self, callback: Callable[[], None]) -> None:
-        """`callback()` after the names were read and are not what they were."""
-        self._learned.append(callback)
+        """`callback()` after a refresh that changed the names."""
+        self._name_watchers.append(callback)
 
     def configure(self, owner: str) -> None:
-        """`[routing] voice_owner`; "" leaves whatever owner there is."""
+        """Apply `[routing] voice_owner`; "" keeps the current owner."""
         if owner == self._configured:
             return
         self._configured = owner
@@ -41,21 +41,21 @@ class VoiceRegistry:
             self._set_owner(owner)
 
     def restore(self, owner: str, names: Iterable[str] | None) -> None:
-        """What was known when the program ended; the configured owner wins."""
+        """Restore the saved state; a configured owner takes precedence."""
         if not owner or self.owner not in ("", owner):
             return
         self.owner = owner
         self.names = None if names is None else frozenset(names)
 
     def voices_changed(self, owner: str) -> None:
-        """This worker took an upload or a deletion."""
+        """This worker took an upload or a deletion: it is the owner, and its names changed."""
         if owner != self.owner:
             self._set_owner(owner)
         else:
             self._invalidate()
 
     def set_names(self, generation: int, names: Iterable[str]) -> bool:
-        """The list as its owner told it. False where a change came in between."""
+        """Apply a list of the owner. False, and nothing applied, after a change in between."""
         if generation != self.generation:
             return False
         found = frozenset(name.lower() for name in names)
@@ -63,39 +63,39 @@ class VoiceRegistry:
         self.current = True
         if found != self.names:
             self.names = found
-            for callback in self._learned:
+            for callback in self._name_watchers:
                 callback()
         return True
 
-    def fail(self, generation: int, error: str) -> None:
-        """The list could not be read: what was known stays."""
+    def refresh_failed(self, generation: int, error: str) -> None:
+        """A refresh failed: the known names stay."""
         if generation == self.generation:
             self.refresh_error = error
             self.current = False
 
     def follow(self, owner: str, names: Iterable[str] | None) -> None:
-        """As the main process has it."""
+        """Take over the state of the main process."""
         self.owner = owner
         self.names = None if names is None else frozenset(names)
 
     def update_presence(self, urls: Iterable[str]) -> str:
-        """The URL of an owner that has just left the fleet, "" where none did.
+        """Drop an owner that left the fleet; returns its URL, "" if none did.
 
-        A configured owner stays the owner. One that was restored and has not come yet is waited
-        for: a launched replica is registered later than the state is read.
+        A configured owner stays. A restored one that is not registered yet is waited for: a
+        launched replica registers after the state was read.
         """
         if not self.owner:
             return ""
         was_present, self._present = self._present, self.owner in urls
         if self._present or not was_present or self.owner == self._configured:
             return ""
-        gone, self.owner = self.owner, ""
+        left, self.owner = self.owner, ""
         self.names = None
         self._changed()
-        return gone
+        return left
 
     def requires_owner(self, voices: Iterable[str]) -> bool:
-        """Whether a request that names these voices (lower-case) must go to the owner."""
+        """Whether a request with these voices (lower-case) must go to the owner."""
         if not self.owner:
             return False
         names = self.names
@@ -103,7 +103,7 @@ class VoiceRegistry:
 
     @property
     def state(self) -> str:
-        """A word of `registry_state` in GET /health (omni-router.md 4)."""
+        """`registry_state` in GET /health (omni-router.md 4)."""
         if not self.owner:
             return "unassigned"
         if self.current:
@@ -125,8 +125,8 @@ class VoiceRegistry:
         self.generation += 1
         self.current = False
         self.refresh_error = ""
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for callback in self._watchers:
             callback()

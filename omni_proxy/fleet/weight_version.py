@@ -1,8 +1,8 @@
-"""Which weights a worker has: the label that it gives them, and our own number of them.
+"""The version of a worker's weights: the label that the worker reports, and the proxy's own epoch.
 
-Invariant: `lines` may stand in an answer's head whatever the label holds. A label that is no plain
-header text is percent-encoded; one that is too long is cut, its hash behind it. Equal label and
-epoch are equal versions.
+Invariant: `lines` may stand in a response head whatever the label holds. A label that is not plain
+header text is percent-encoded; one that is too long is cut and followed by its hash. Versions with
+equal label and epoch are equal.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _HASH_DIGITS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """`label`: None while it is not known. `epoch`: 0 where no update of ours put them there."""
+    """`label`: None while unknown. `epoch`: 0 if the weights came from no update of the proxy."""
 
     label: str | None = None
     epoch: int = 0
-    shown: str = field(init=False, compare=False)  # the label as heads have it, "" without one
+    shown: str = field(init=False, compare=False)  # the label as a header value, "" without one
     lines: bytes = field(init=False, compare=False)  # header lines, each ended by CRLF
 
     def __post_init__(self) -> None:
@@ -33,9 +33,10 @@ class WeightVersion:
         object.__setattr__(self, "lines", (label + epoch).encode("ascii"))
 
     def end_header_lines(self, start: WeightVersion) -> bytes:
-        """What says that an answer which began with `start` has come to these; b"" where it did.
+        """Trailer lines for a response that began with `start` and ends with this version.
 
-        Without a label the field stands all the same, empty: changed, to what is not known yet.
+        b"" if they are the same. Without a label the field is empty: changed to a version that is
+        not known yet.
         """
         if not self.differs_from(start):
             return b""
@@ -45,9 +46,9 @@ class WeightVersion:
         return lines.encode("ascii")
 
     def differs_from(self, start: WeightVersion) -> bool:
-        """A label that was only learnt meanwhile is no change of the weights."""
-        learnt = start == UNKNOWN_VERSION and not self.epoch
-        return self != start and not learnt
+        """A label that only became known in between is no change of the weights."""
+        became_known = start == UNKNOWN_VERSION and not self.epoch
+        return self != start and not became_known
 
     def __str__(self) -> str:
         label = "unknown" if self.label is None else repr(self.label)

@@ -1,7 +1,7 @@
-"""A worker's standing as one value, so that another process can have the same fleet.
+"""The state of a worker as one value, so that another process can route by the same fleet.
 
-Invariant: `apply_state(worker, row_of(...))` leaves nothing out that decides whether and for what the
-worker is picked. Health is judged in one process only; the others are told what it came to.
+Invariant: `apply_state(worker, worker_state(...))` leaves out nothing that decides whether and for
+what the worker is picked. Only the main process judges health; the others are sent its result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 
-HALF_OPEN_ELSEWHERE: Final = (
-    -1
-)  # in `HealthMachine.half_open_id`: somebody else's, or not for us to begin
+HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: the request is, or may be, another process's
 
 
 class WorkerState(Struct, frozen=True, array_like=True):
-    """`serial` tells two workers apart that had the same URL one after the other; `cell` is where
-    its requests are counted."""
+    """`serial` differs for two workers that had the same URL one after the other; `cell` is the
+    index of its shared in-flight counter."""
 
     entry: WorkerSpec
     serial: int
@@ -31,10 +29,10 @@ class WorkerState(Struct, frozen=True, array_like=True):
     address: tuple[str, int] | str
     state: Health
     last_error: str | None
-    failed: bool  # request failures without a good answer since
-    breaker_tripped: bool  # a trial
-    half_open_taken: bool  # ... which runs already, or is another door's to begin
-    half_open_count: int  # how many it has been given so far
+    failed: bool  # some request failed since the last successful one
+    breaker_tripped: bool  # ejected, and no half-open request has succeeded yet
+    half_open_taken: bool  # one is in flight, or only another process may begin it
+    half_open_count: int  # half-open requests begun so far
     cordon_reasons: tuple[str, ...]
     label: str | None
     epoch: int
@@ -42,18 +40,18 @@ class WorkerState(Struct, frozen=True, array_like=True):
 
 
 def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
-    machine = worker.health
+    health = worker.health
     return WorkerState(
         entry=configured_entry(worker),
         serial=serial,
         cell=cell,
         address=worker.address,
-        state=machine.state,
-        last_error=machine.last_error,
-        failed=machine.failed_requests > 0,
-        breaker_tripped=machine.breaker_tripped,
-        half_open_taken=machine.breaker_tripped and machine.half_open_id != 0,
-        half_open_count=machine.half_open_count,
+        state=health.state,
+        last_error=health.last_error,
+        failed=health.failed_requests > 0,
+        breaker_tripped=health.breaker_tripped,
+        half_open_taken=health.breaker_tripped and health.half_open_id != 0,
+        half_open_count=health.half_open_count,
         cordon_reasons=tuple(sorted(worker.cordon_reasons)),
         label=worker.version.label,
         epoch=worker.version.epoch,
@@ -62,32 +60,32 @@ def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
 
 
 def configured_entry(worker: Worker) -> WorkerSpec:
-    """What `worker.matches`."""
+    """The spec that `worker.matches`."""
     return WorkerSpec(**{field.name: getattr(worker, field.name) for field in fields(WorkerSpec)})
 
 
-def apply_state(worker: Worker, row: WorkerState) -> bool:
-    """All of it but the entry and the trial; whether that can alter a pick or a request."""
-    machine = worker.health
+def apply_state(worker: Worker, state: WorkerState) -> bool:
+    """Apply all but the spec and the half-open request; whether a pick or a request can change."""
+    health = worker.health
     before = (
-        machine.state,
-        machine.breaker_tripped,
+        health.state,
+        health.breaker_tripped,
         worker.cordon_reasons,
         worker.version,
         worker.hop_line,
     )
-    worker.hop_line = row.hop_line
-    worker.address = row.address
-    worker.cordon_reasons = set(row.cordon_reasons)
-    if (worker.version.label, worker.version.epoch) != (row.label, row.epoch):
-        worker.version = WeightVersion(row.label, row.epoch)
-    machine.state = row.state
-    machine.last_error = row.last_error
-    machine.failed_requests = int(row.failed)
-    machine.breaker_tripped = row.breaker_tripped
+    worker.hop_line = state.hop_line
+    worker.address = state.address
+    worker.cordon_reasons = set(state.cordon_reasons)
+    if (worker.version.label, worker.version.epoch) != (state.label, state.epoch):
+        worker.version = WeightVersion(state.label, state.epoch)
+    health.state = state.state
+    health.last_error = state.last_error
+    health.failed_requests = int(state.failed)
+    health.breaker_tripped = state.breaker_tripped
     now = (
-        machine.state,
-        machine.breaker_tripped,
+        health.state,
+        health.breaker_tripped,
         worker.cordon_reasons,
         worker.version,
         worker.hop_line,

@@ -72,7 +72,7 @@ class VoiceList:
         except ValueError as error:
             if self._registry.refresh_error != str(error):
                 _log.warning("voice_list_failed worker=%s error=%s", owner.url, error)
-            self._registry.fail(generation, str(error))
+            self._registry.refresh_failed(generation, str(error))
             return False
         return self._registry.set_names(generation, names)
 

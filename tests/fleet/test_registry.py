@@ -5,7 +5,7 @@ from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.capabilities import capability_mask
 from omni_proxy.fleet.health import Health, Thresholds
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
-from tests.fleet.entries import NOW, entry, fleet_of, heal
+from tests.fleet.entries import NOW, entry, fleet_of
 
 names = st.sampled_from("abcde")
 models = st.sampled_from([None, "m", "n"])
@@ -253,13 +253,6 @@ def test_a_failed_request_counts_like_a_failed_probe_but_ejects():
     assert worker.health.state is fleet.thresholds.eject is Health.UNHEALTHY
 
 
-def test_a_summary_holds_the_counts_and_every_record():
-    fleet = fleet_of(entry("a"), entry("b", disabled=True))
-    told = fleet.summary("ok")
-    assert (told["status"], told["disabled_workers"], told["routable_workers"]) == ("ok", 1, 1)
-    assert [record["url"] for record in told["workers"]] == ["http://a:1", "http://b:1"]
-
-
 def test_ejection_is_told_once_and_a_threshold_of_probes_is_none():
     fleet = fleet_of(entry("a"), entry("b"))
     heard = []
@@ -280,21 +273,6 @@ def test_what_is_removed_lost_or_flushed_has_forgotten_what_it_had():
     fleet.process_exited(b, "SIGKILL", NOW)
     fleet.cache_cleared(c)
     assert heard == [a, b, c]
-
-
-def test_a_record_shows_that_a_worker_is_on_trial_and_keeps_the_words_for_health():
-    fleet = fleet_of(entry("a"))
-    (worker,) = fleet.workers
-    for _ in range(fleet.thresholds.fall):
-        fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
-    told = worker.record()
-    assert (told["health_state"], told["routable"], told["trial"]) == ("unhealthy", False, False)
-    heal(fleet, worker)
-    told = worker.record()
-    assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", True, True)
-    fleet.begin_half_open(worker)
-    told = worker.record()
-    assert (told["health_state"], told["routable"], told["trial"]) == ("healthy", False, True)
 
 
 def test_names_that_no_worker_has_take_no_memory():

@@ -44,7 +44,7 @@ def test_a_list_that_was_asked_for_before_a_change_is_not_taken():
 
 def test_a_failed_reading_keeps_what_was_known():
     registry = kept_at(A, "bob")
-    registry.fail(registry.generation, "status=500")
+    registry.refresh_failed(registry.generation, "status=500")
     assert registry.names == {"bob"}
     assert (registry.state, registry.refresh_error) == ("degraded", "status=500")
 

@@ -1,17 +1,28 @@
-import json
+"""Workers: rotation, specs, and request counters against a dict of dicts."""
+
+from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.fleet.entries import NOW, entry, fleet_of
+from omni_proxy.fleet import worker as worker_module
+from omni_proxy.fleet.worker import (
+    CLASSES,
+    FAILED,
+    ROUTED,
+    SUCCEEDED,
+    counter_offset,
+    counts_by_class,
+    zero_counters,
+)
+from omni_proxy.routing.routes import match_route
+from tests.fleet.entries import entry, fleet_of
 
-CONTRACT_KEYS = {
-    "worker_id", "display_id", "url", "model", "capabilities", "active_requests", "health_state",
-    "disabled", "routable", "consecutive_failures", "consecutive_successes", "routed_requests",
-    "successful_requests", "failed_requests", "routed_requests_by_class",
-    "successful_requests_by_class", "failed_requests_by_class", "last_status_code", "last_error",
-    "last_checked_at",
-}  # fmt: skip
-OUR_KEYS = {"id", "origin", "weight", "max_inflight", "in_flight", "since", "held_by"}
+NAMES = ("generation", "speech_http", "transcription")
+STEPS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.sampled_from([ROUTED, SUCCEEDED, FAILED])), max_size=30
+)
 
 
 @pytest.fixture
@@ -20,31 +31,10 @@ def worker():
     return only
 
 
-def test_a_record_has_the_contracts_keys_and_ours(worker):
-    assert worker.record().keys() >= CONTRACT_KEYS | OUR_KEYS
-
-
-def test_a_record_says_what_is_so(worker):
-    worker.in_flight = 2
-    worker.add_counts("generation", routed=3, succeeded=3)
-    worker.add_counts("speech_http", routed=1, failed=1)
-    told = json.loads(json.dumps(worker.record()))
-    assert told["worker_id"] == told["id"] == "http%3A%2F%2Fa%3A1"
-    assert (told["display_id"], told["url"]) == ("a:1", "http://a:1")
-    assert told["capabilities"] == sorted(told["capabilities"])
-    assert told["active_requests"] == told["in_flight"] == 2
-    assert (told["routed_requests"], told["successful_requests"], told["failed_requests"]) == (
-        4, 3, 1,
-    )  # fmt: skip
-    assert told["routed_requests_by_class"] == {"generation": 3, "speech_http": 1}
-    assert told["last_checked_at"] == NOW.isoformat()
-    assert (told["health_state"], told["last_status_code"]) == ("healthy", 200)
-
-
-def test_a_worker_is_routable_while_healthy_enabled_and_held_by_nobody(worker):
+def test_a_worker_is_routable_while_healthy_enabled_and_not_cordoned(worker):
     assert worker.routable
     worker.cordon_reasons.add("updating")
-    assert (worker.routable, worker.record()["held_by"]) == (False, ["updating"])
+    assert not worker.routable
     worker.cordon_reasons.clear()
     worker.configure(entry("a", disabled=True))
     assert not worker.routable
@@ -62,8 +52,39 @@ def test_a_worker_is_routable_while_healthy_enabled_and_held_by_nobody(worker):
         {"api_key_env": "KEY"},
     ],
 )
-def test_every_field_of_an_entry_tells_it_from_another(worker, change):
+def test_a_spec_that_differs_in_any_field_does_not_match(worker, change):
     assert worker.matches(entry("a"))
     assert not worker.matches(entry("a", **change))
     worker.configure(entry("a", **change))
     assert worker.matches(entry("a", **change))
+
+
+@given(STEPS)
+def test_each_class_has_its_own_counters(steps):
+    counts, naive = zero_counters(), Counter()
+    for name, kind in steps:
+        counts[counter_offset(name) + kind] += 1
+        naive[name, kind] += 1
+    for kind in (ROUTED, SUCCEEDED, FAILED):
+        assert counts_by_class(counts, kind) == {
+            name: n for (name, of), n in naive.items() if of == kind
+        }
+
+
+def test_a_route_counts_at_the_offset_of_its_class():
+    route = match_route("POST", "/v1/audio/speech")
+    assert (
+        route.counter_index
+        == counter_offset("speech_http")
+        != match_route("POST", "/generate").counter_index
+    )
+
+
+def test_there_are_at_most_so_many_classes(monkeypatch):
+    monkeypatch.setattr(worker_module, "_offsets", {})
+    counts = zero_counters()
+    for number in range(CLASSES):
+        counts[counter_offset(f"class {number}") + FAILED] += 1
+    assert len(counts_by_class(counts, FAILED)) == CLASSES
+    with pytest.raises(AssertionError, match="one too many"):
+        counter_offset("one too many")

@@ -52,7 +52,7 @@ def body(least: int = 0, /, **properties: Schema) -> Schema:
 
 def _worker() -> Schema:
     texts = ("worker_id", "id", "display_id", "url", "worker_type", "connection_mode", "origin")
-    flags = ("disabled", "routable", "trial", "is_healthy")
+    flags = ("disabled", "routable", "half_open", "trial", "is_healthy")
     counts = (
         "active_requests", "consecutive_failures", "consecutive_successes", "routed_requests",
         "successful_requests", "failed_requests", "weight", "max_inflight", "in_flight",

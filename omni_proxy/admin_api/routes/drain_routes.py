@@ -40,7 +40,7 @@ class DrainRoutes:
         worker = self._changes.find(name)
         drain = await self._begin(worker, secs, remove=False)
         told = {"status": RUNS if drain.state == RUNS else DRAINED}
-        record = self._records.one(worker)
+        record = self._records.record(worker)
         headers = {"Location": f"/workers/{worker.id}", **etag(self._rooms.config_store.revision)}
         return reply({**told, "worker": record}, 202 if drain.state == RUNS else 200, headers)
 

@@ -124,7 +124,7 @@ class RlRoutes:
         return worker
 
     def _record(self, worker: Worker, told: Facts) -> dict[str, object]:
-        record = self._records.one(worker)
+        record = self._records.record(worker)
         return {
             "id": worker.id,
             "url": worker.url,

@@ -25,6 +25,7 @@ from omni_proxy.admin_api.responses import etag, json_object, reply
 from omni_proxy.admin_api.routes.drain_routes import DrainRoutes, asked_to_drain
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.worker_notes import WorkerNotes
 from omni_proxy.admin_api.worker_requests import WorkerBody, judge_add, judge_patch, judge_switch
 from omni_proxy.config.overlay import SavedState, WorkerSpec, with_override
 from omni_proxy.config.schema import Config
@@ -37,7 +38,10 @@ View = Callable[Given, Awaitable[Response]]
 
 
 class WorkerRoutes:
-    def __init__(self, rooms: Services, records: WorkerRecords, drains: DrainRoutes) -> None:
+    def __init__(
+        self, rooms: Services, records: WorkerRecords, notes: WorkerNotes, drains: DrainRoutes
+    ) -> None:
+        self._notes = notes
         self._rooms = rooms
         self._records = records
         self._drains = drains
@@ -61,7 +65,7 @@ class WorkerRoutes:
 
     async def one(self, name: str) -> Response:
         worker = self._changes.find(name)
-        return reply({**self._records.one(worker), **self._records.job(worker)})
+        return reply({**self._records.record(worker), **self._notes.job_status(worker)})
 
     async def add(self) -> Response:
         body = await json_object()
@@ -70,9 +74,9 @@ class WorkerRoutes:
         await self._changes.refuse_bad_name(url)
         worker = await self._changes.add(_entry(url, judged))
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
-        self._records.note(worker, judged.remarks)
+        self._notes.update(worker, judged.remarks)
         if judged.in_background:
-            self._records.note(worker, {"asked_at": datetime.now(UTC)})
+            self._notes.update(worker, {"asked_at": datetime.now(UTC)})
             return self._accepted(
                 worker, "worker added; its first probe is under way", judged.ignored
             )
@@ -89,7 +93,7 @@ class WorkerRoutes:
         at_once = judged.switches.keys() <= {"disabled"}
         await self._changes.change(self._switching(worker, judged.switches), at_once=at_once)
         log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
-        self._records.note(worker, judged.remarks)
+        self._notes.update(worker, judged.remarks)
         if judged.is_dead:
             self._rooms.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
         elif judged.is_dead is False:
@@ -104,7 +108,7 @@ class WorkerRoutes:
         judged = judge_patch(await json_object())
         worker = self._changes.find(name)
         await self._changes.change(self._switching(worker, {}), at_once=True)
-        self._records.note(worker, judged.remarks)
+        self._notes.update(worker, judged.remarks)
         return self._accepted(worker, "worker updated", judged.ignored)
 
     async def delete(self, name: str) -> Response:
@@ -141,7 +145,7 @@ class WorkerRoutes:
 
     def _done(self, worker: Worker) -> Response:
         headers = etag(self._rooms.config_store.revision)
-        told = {"status": "ok", **_naming(worker), "worker": self._records.one(worker)}
+        told = {"status": "ok", **_naming(worker), "worker": self._records.record(worker)}
         return reply(told, headers=headers)
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
@@ -149,7 +153,7 @@ class WorkerRoutes:
             "status": "accepted",
             **_naming(worker),
             "message": message,
-            "worker": self._records.one(worker),
+            "worker": self._records.record(worker),
         }
         if ignored:
             answer["ignored"] = ignored

@@ -100,7 +100,8 @@ class Snapshots:
             "health": machine.state.value,
             "routable": worker.routable,
             "disabled": worker.disabled,
-            "trial": machine.is_half_open,
+            "half_open": machine.is_half_open,
+            "trial": machine.is_half_open,  # the old name of half_open, for one release
             "held_by": sorted(worker.cordon_reasons),
             "why": why(worker),
             "since": machine.since.isoformat(),

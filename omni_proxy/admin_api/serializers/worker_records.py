@@ -1,16 +1,16 @@
-"""Worker records as both dialects read them: the fleet's own, with smg's keys beside.
+"""The JSON records of workers: the keys of the API, with the keys of sgl-model-gateway beside them.
 
-What only smg knows (labels, priority, cost) is kept here and shown, and nothing routes by it.
-Invariant: notes live as long as their worker object and are never written to disk.
+`worker_record` has what the fleet knows; `WorkerRecords` adds why a worker is out of rotation, its
+pause, its drain and its note. Must not change anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
 
 from omni_proxy.admin_api.serializers.unroutable_reason import Why
+from omni_proxy.admin_api.worker_notes import WorkerNotes
+from omni_proxy.fleet.capabilities import capability_names
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -18,7 +18,7 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 Pauses = Callable[[], Mapping[str, PauseRecord]]  # by worker URL
-STATUS = {
+GATEWAY_STATUS = {
     Health.UNKNOWN: "pending",
     Health.HEALTHY: "ready",
     Health.UNHEALTHY: "not_ready",
@@ -26,75 +26,68 @@ STATUS = {
 }
 
 
-@dataclass(slots=True)
-class Notes:
-    """smg's remarks on a worker; the defaults are smg's."""
-
-    priority: int = 50
-    cost: float = 1.0
-    labels: dict[str, object] = field(default_factory=dict)
-    asked_at: datetime | None = None  # added in the background, and not seen well since
+def worker_record(worker: Worker) -> dict[str, object]:
+    """The record of omni-router.md 3, then the proxy's own keys."""
+    health = worker.health
+    checked = health.last_checked_at
+    return {
+        "worker_id": worker.id,
+        "id": worker.id,
+        "display_id": worker.display_id,
+        "url": worker.url,
+        "model": worker.model,
+        "capabilities": capability_names(worker.mask),
+        "active_requests": worker.in_flight,
+        "health_state": health.state.value,
+        "disabled": worker.disabled,
+        "routable": worker.routable,
+        "consecutive_failures": health.consecutive_failures,
+        "consecutive_successes": health.consecutive_successes,
+        "routed_requests": sum(worker.routed.values()),
+        "successful_requests": sum(worker.succeeded.values()),
+        "failed_requests": sum(worker.failed.values()),
+        "routed_requests_by_class": worker.routed,
+        "successful_requests_by_class": worker.succeeded,
+        "failed_requests_by_class": worker.failed,
+        "last_status_code": health.last_status_code,
+        "last_error": health.last_error,
+        "last_checked_at": checked.isoformat() if checked else None,
+        "origin": worker.origin,
+        "weight": worker.weight,
+        "max_inflight": worker.max_inflight,
+        "in_flight": worker.in_flight,
+        "peak_in_flight": worker.peak_in_flight,
+        "since": health.since.isoformat(),
+        "registered_at": worker.registered_at.isoformat(),
+        "held_by": sorted(worker.cordon_reasons),
+        "half_open": health.is_half_open,
+        "trial": health.is_half_open,  # the old name of half_open, for one release
+        "weight_version": worker.weight_version,
+        "weight_epoch": worker.weight_epoch,
+        "health": worker.health_body,
+    }
 
 
 class WorkerRecords:
-    """Reads the fleet; holds nothing but notes."""
-
     def __init__(
-        self, fleet: Fleet, drains: WorkerDrains, reasons: Callable[[], Why], pauses: Pauses
+        self,
+        fleet: Fleet,
+        drains: WorkerDrains,
+        notes: WorkerNotes,
+        reasons: Callable[[], Why],
+        pauses: Pauses,
     ) -> None:
         self._fleet = fleet
+        self._drains = drains
+        self._notes = notes
         self._reasons = reasons
         self._pauses = pauses
-        self._drains = drains
-        self._notes: dict[Worker, Notes] = {}
 
-    def one(self, worker: Worker) -> dict[str, object]:
+    def record(self, worker: Worker) -> dict[str, object]:
         return self._record(worker, self._reasons(), self._pauses())
 
-    def _record(
-        self, worker: Worker, why: Why, pauses: Mapping[str, PauseRecord]
-    ) -> dict[str, object]:
-        pause = pauses.get(worker.url)
-        notes = self._notes.get(worker, Notes())
-        return {
-            **worker.record(),
-            "why": why(worker),
-            "paused": pause.told() if pause is not None else None,
-            "draining": self._drains.get_record(worker),
-            "model_id": worker.model,
-            "worker_type": "regular",
-            "connection_mode": "http",
-            "is_healthy": worker.health.state is Health.HEALTHY,
-            "status": STATUS[worker.health.state],
-            "load": worker.in_flight,
-            "priority": notes.priority,
-            "cost": notes.cost,
-            "labels": notes.labels,
-        }
-
-    def job(self, worker: Worker) -> dict[str, object]:
-        """smg's status of an addition that goes on in the background; nothing once it is done."""
-        notes = self._notes.get(worker)
-        if notes is None or notes.asked_at is None:
-            return {}
-        machine = worker.health
-        if machine.state is Health.HEALTHY:
-            notes.asked_at = None
-            return {}
-        status = "processing" if machine.last_checked_at else "pending"
-        if machine.state is Health.DEAD:
-            status = "failed"
-        told = {
-            "job_type": "AddWorker",
-            "worker_url": worker.url,
-            "status": status,
-            "message": machine.last_error or "waiting for its first probes",
-            "timestamp": notes.asked_at.isoformat(),
-        }
-        return {"job_status": told}
-
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
-        """The pool summary; `model` narrows the list of records, not the counts."""
+        """The pool summary of omni-router.md 4; `model` narrows the records, not the counts."""
         workers = [w for w in self._fleet.workers if model is None or w.model == model]
         why, pauses = self._reasons(), self._pauses()
         return {
@@ -103,10 +96,23 @@ class WorkerRecords:
             "workers": [self._record(worker, why, pauses) for worker in workers],
         }
 
-    def note(self, worker: Worker, remarks: dict[str, object]) -> None:
-        """Keep the remarks, by the names that `Notes` has."""
-        notes = self._notes.setdefault(worker, Notes())
-        for name in Notes.__slots__:
-            if name in remarks:
-                setattr(notes, name, remarks[name])
-        self._notes = {w: self._notes[w] for w in self._fleet.workers if w in self._notes}
+    def _record(
+        self, worker: Worker, why: Why, pauses: Mapping[str, PauseRecord]
+    ) -> dict[str, object]:
+        pause = pauses.get(worker.url)
+        note = self._notes.get(worker)
+        return {
+            **worker_record(worker),
+            "why": why(worker),
+            "paused": pause.told() if pause is not None else None,
+            "draining": self._drains.get_record(worker),
+            "model_id": worker.model,
+            "worker_type": "regular",
+            "connection_mode": "http",
+            "is_healthy": worker.health.state is Health.HEALTHY,
+            "status": GATEWAY_STATUS[worker.health.state],
+            "load": worker.in_flight,
+            "priority": note.priority,
+            "cost": note.cost,
+            "labels": note.labels,
+        }

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from omni_proxy.admin_api.serializers.worker_records import worker_record
+from tests.fleet.entries import NOW, entry, fleet_of, heal
+
+CONTRACT_KEYS = {
+    "worker_id", "display_id", "url", "model", "capabilities", "active_requests", "health_state",
+    "disabled", "routable", "consecutive_failures", "consecutive_successes", "routed_requests",
+    "successful_requests", "failed_requests", "routed_requests_by_class",
+    "successful_requests_by_class", "failed_requests_by_class", "last_status_code", "last_error",
+    "last_checked_at",
+}  # fmt: skip
+OUR_KEYS = {"id", "origin", "weight", "max_inflight", "in_flight", "since", "held_by", "half_open"}
+
+
+@pytest.fixture
+def worker():
+    (only,) = fleet_of(entry("a")).workers
+    return only
+
+
+def test_a_record_has_the_keys_of_the_api(worker):
+    assert worker_record(worker).keys() >= CONTRACT_KEYS | OUR_KEYS
+
+
+def test_a_record_shows_the_state_and_the_counts(worker):
+    worker.in_flight = 2
+    worker.add_counts("generation", routed=3, succeeded=3)
+    worker.add_counts("speech_http", routed=1, failed=1)
+    record = json.loads(json.dumps(worker_record(worker)))
+    assert record["worker_id"] == record["id"] == "http%3A%2F%2Fa%3A1"
+    assert (record["display_id"], record["url"]) == ("a:1", "http://a:1")
+    assert record["capabilities"] == sorted(record["capabilities"])
+    assert record["active_requests"] == record["in_flight"] == 2
+    assert (record["routed_requests"], record["successful_requests"], record["failed_requests"]) == (
+        4, 3, 1,
+    )  # fmt: skip
+    assert record["routed_requests_by_class"] == {"generation": 3, "speech_http": 1}
+    assert record["last_checked_at"] == NOW.isoformat()
+    assert (record["health_state"], record["last_status_code"]) == ("healthy", 200)
+
+
+def test_a_record_names_why_a_worker_is_cordoned(worker):
+    worker.cordon_reasons.add("updating")
+    record = worker_record(worker)
+    assert (record["routable"], record["held_by"]) == (False, ["updating"])
+
+
+def test_a_record_has_the_label_of_the_weights():
+    fleet = fleet_of(entry("a"))
+    fleet.set_version(fleet.workers[0], "v1", 1)
+    assert worker_record(fleet.workers[0])["weight_version"] == "v1"
+
+
+def test_a_half_open_worker_is_healthy_in_its_record_and_half_open():
+    fleet = fleet_of(entry("a"))
+    (worker,) = fleet.workers
+    for _ in range(fleet.thresholds.fall):
+        fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
+    record = worker_record(worker)
+    assert (record["health_state"], record["routable"], record["half_open"]) == (
+        "unhealthy",
+        False,
+        False,
+    )
+    heal(fleet, worker)
+    record = worker_record(worker)
+    assert (record["health_state"], record["routable"], record["half_open"]) == (
+        "healthy",
+        True,
+        True,
+    )
+    fleet.begin_half_open(worker)
+    record = worker_record(worker)
+    assert (record["health_state"], record["routable"], record["half_open"]) == (
+        "healthy",
+        False,
+        True,
+    )
+
+
+def test_the_old_name_of_half_open_has_the_same_value():
+    fleet = fleet_of(entry("a"))
+    (worker,) = fleet.workers
+    for _ in range(fleet.thresholds.fall):
+        fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
+    heal(fleet, worker)
+    record = worker_record(worker)
+    assert record["trial"] is record["half_open"] is True
