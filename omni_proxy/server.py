@@ -119,10 +119,10 @@ class Server:
             lambda: self.view.load,
             {"access_log": self.access_log, "route_log": self.route_log},
         )
-        self.doors = ProcessManager(fleet, self.door, self.instruments, str(front_socket))
+        self.process_manager = ProcessManager(fleet, self.door, self.instruments, str(front_socket))
         self.watchdog = Watchdog()
-        self.view = AggregateView(self.doors, self.watchdog)
-        fleet.await_replicated = self.doors.await_replicated
+        self.view = AggregateView(self.process_manager, self.watchdog)
+        fleet.await_replicated = self.process_manager.await_replicated
         self.reloader = Reloader(config_store)
         folder = folder_for(config_store.state_file, config, os.environ)
         self.desk = WeightOperations(fleet, config_store, JournalFile(folder))
@@ -150,7 +150,7 @@ class Server:
         )
         self.supervisors = self._supervised()
         fleet.watch_health(_log_health)
-        config_store.add_prepare(self.doors.prepare)
+        config_store.add_prepare(self.process_manager.prepare)
         config_store.subscribe(self._follow_config)
 
     def _supervised(self) -> list[Supervisor]:
@@ -174,11 +174,11 @@ class Server:
         app = create_app(rooms)
 
         async def counted() -> None:
-            self.doors.count()
+            self.process_manager.count()
 
         async def agreed(response: Response) -> Response:
             if request.method not in ("GET", "HEAD"):
-                await self.doors.await_replicated()
+                await self.process_manager.await_replicated()
             return response
 
         app.before_request(counted)
@@ -191,7 +191,7 @@ class Server:
             await root.start(self.watchdog.run)
             # The front first: what can be reached can be answered from its first moment on.
             await root.start(self.door.run)
-            await root.start(self.doors.run)
+            await root.start(self.process_manager.run)
             await root.start(self.front.run)
             self.door.listeners.held = bool(self.config_store.startup.launch)
             try:
@@ -227,7 +227,7 @@ class Server:
             _tell(f"giving up: {failed}")
             return NEVER_READY
         try:
-            self.doors.open()
+            self.process_manager.open()
         except OSError as error:
             return self._cannot_listen(error)
         for url in self.door.listeners.urls():
@@ -268,9 +268,9 @@ class Server:
             _log.info("shutting down: /ready fails for %g s, then draining", server.ready_off_secs)
             await trio.sleep(server.ready_off_secs)
         _log.info("draining: up to %g s for what is in flight", server.drain_timeout_secs)
-        self.doors.begin_drain()
+        self.process_manager.begin_drain()
         with trio.move_on_after(server.drain_timeout_secs) as scope:
-            await self.doors.drained()
+            await self.process_manager.drained()
         if scope.cancelled_caught:
             left = self.view.counts()["connections"]
             _log.warning("%d connections are cut: their time to drain is over", left)

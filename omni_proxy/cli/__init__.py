@@ -34,7 +34,7 @@ STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # their place is 
 # What the program and its completion scripts start; nobody else has a use for it.
 INNER: Final = {
     "__complete": "omni_proxy.cli.complete",
-    "door-process": "omni_proxy.multiprocess.dataplane_process",
+    "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
     "receiver-process": "omni_proxy.process_group.fork.receiver_process",
 }
 

@@ -1,7 +1,8 @@
-"""Several door processes behind one port, and the one process that leads them.
+"""Several data-plane processes behind one port, and the main process that manages them.
 
-Control (today's program: front, prober, keeper, weights) holds the listening sockets, judges health
-and tells every door how the fleet stands; a door routes by what it was told last, and tells what it
-has learnt. Requests in flight are counted in memory that all of them share. With one process none
-of this runs.
+The main process (admin API, health checks, configuration store, weight sync) owns the listening
+sockets, judges the health of workers and sends every data-plane process snapshots of the fleet and
+the configuration. A data-plane process routes by its newest snapshot and reports what it has seen.
+Requests in flight are counted in memory that all of them share. With `[server] processes = 1`
+none of this runs: the main process carries the requests itself.
 """

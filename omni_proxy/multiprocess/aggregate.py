@@ -1,8 +1,8 @@
-"""All doors as one, for the front: sums, and a row for each process.
+"""All processes as one, for the admin API: sums, and a row for each process.
 
-Invariant: counters never go back: what a door counted stays counted when it ends. With one process
-everything is as its door says. What doors tell of themselves is at most a second old; what is in
-flight is read from the board.
+Invariant: counters never decrease: what a process counted stays counted after it has exited. With
+one process everything is as its data plane reports it. What processes report of themselves is at
+most a second old; what is in flight is read from the shared counters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from omni_proxy.routing.policies import Policy
 from omni_proxy.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")
-# Of a door that has told nothing yet.
-SILENCE: Final = ProcessStats(
+# Of a process that has not reported yet.
+NO_STATS: Final = ProcessStats(
     counts=dict.fromkeys((*COUNTS, "rejected", "stalls"), 0),
     ended={},
     connections=0,
@@ -35,21 +35,21 @@ SILENCE: Final = ProcessStats(
     lag_ms=0.0,
     longest_turn_ms=0.0,
 )
-SHARES: Final = ("matched_ratio", "sessions")  # facts that are no sums
+RATIOS: Final = ("matched_ratio", "sessions")  # means, not sums
 
 
 class AggregateView:
-    """What `admin_api.services.Door` asks for."""
+    """The data plane of all processes, see `admin_api.services.DataPlaneView`."""
 
-    def __init__(self, doors: ProcessManager, watchdog: Watchdog) -> None:
-        self._doors = doors
+    def __init__(self, manager: ProcessManager, watchdog: Watchdog) -> None:
+        self._manager = manager
         self._watchdog = watchdog
-        self._door = doors.door
+        self._door = manager.door
 
     @property
     def policy(self) -> Policy:
         policy = self._door.policy
-        return AllPolicies(policy, self._stands()) if self._doors.seats else policy
+        return AggregatePolicy(policy, self._all_stats()) if self._manager.slots else policy
 
     @property
     def draining(self) -> bool:
@@ -61,105 +61,108 @@ class AggregateView:
 
     @property
     def load(self) -> tuple[int, int]:
-        """In flight, and waiting."""
-        if not self._doors.seats:
+        """Requests in flight, and waiting."""
+        if not self._manager.slots:
             return self._door.in_flight, self._door.queue.waiting
-        return self._doors.roster.in_flight, self.admission()["waiting"]
+        return self._manager.worker_ids.in_flight, self.admission()["waiting"]
 
     def addresses(self) -> list[str]:
         return self._door.addresses()
 
     def admission(self) -> dict[str, int]:
-        own, roster = self._door.admission(), self._doors.roster
-        stands = self._stands()
-        if not self._doors.seats and not self._doors.gone:
-            return own
-        if self._doors.seats:
-            own["inflight"] = roster.in_flight
-        own["peak_inflight"] = max(own["peak_inflight"], roster.peak_in_flight)
-        own["rejected_total"] += self._summed("rejected")
-        own["waiting"] += sum(stand.waiting for stand in stands)
-        own["peak_waiting"] = max(own["peak_waiting"], own["waiting"])
-        own["held_bytes"] += sum(stand.held_bytes for stand in stands)
-        return own
+        totals, worker_ids = self._door.admission(), self._manager.worker_ids
+        stands = self._all_stats()
+        if not self._manager.slots and not self._manager.exited_counts:
+            return totals
+        if self._manager.slots:
+            totals["inflight"] = worker_ids.in_flight
+        totals["peak_inflight"] = max(totals["peak_inflight"], worker_ids.peak_in_flight)
+        totals["rejected_total"] += self._sum_of("rejected")
+        totals["waiting"] += sum(stats.waiting for stats in stands)
+        totals["peak_waiting"] = max(totals["peak_waiting"], totals["waiting"])
+        totals["held_bytes"] += sum(stats.held_bytes for stats in stands)
+        return totals
 
     def counts(self) -> dict[str, object]:
         counts = self._door.counts()
-        stands = self._stands()
-        if not stands and not self._doors.gone:
+        stands = self._all_stats()
+        if not stands and not self._manager.exited_counts:
             return counts
         for name in COUNTS:
-            counts[name] = int(str(counts[name])) + self._summed(name)
-        ended = Counter(self._door.ended) + self._doors.gone_ended
-        for stand in stands:
-            ended.update(stand.ended)
+            counts[name] = int(str(counts[name])) + self._sum_of(name)
+        ended = Counter(self._door.ended) + self._manager.exited_outcomes
+        for stats in stands:
+            ended.update(stats.ended)
         counts["ended"] = dict(ended)
         counts["connections"] = len(self._door.loop.tasks) + sum(s.connections for s in stands)
         return counts
 
     def status(self) -> dict[str, object]:
-        """The door's, summed; `multiprocess` has a row for each process where there are several."""
-        told = self._door.status()
-        stands = self._stands()
-        told.update(self.counts())
-        told.update(self.admission())
-        own: Any = told
-        phases = Counter(own["phases"])
-        oldest = list(own["oldest_connections"])
-        for stand in stands:
-            phases.update(stand.phases)
-            oldest += stand.oldest
+        """The data plane's, summed; `processes` has a row for each data-plane process."""
+        status = self._door.status()
+        stands = self._all_stats()
+        status.update(self.counts())
+        status.update(self.admission())
+        totals: Any = status
+        phases = Counter(totals["phases"])
+        oldest = list(totals["oldest_connections"])
+        for stats in stands:
+            phases.update(stats.phases)
+            oldest += stats.oldest
         oldest.sort(key=lambda row: -row["age_secs"])
-        told["phases"] = dict(phases)
-        told["oldest_connections"] = oldest[:SHOWN_CONNECTIONS]
-        told["policy"] = {"name": self.policy.name, **self.policy.stats()}
-        told["doors"] = self.rows()
-        return told
+        status["phases"] = dict(phases)
+        status["oldest_connections"] = oldest[:SHOWN_CONNECTIONS]
+        status["policy"] = {"name": self.policy.name, **self.policy.stats()}
+        status["processes"] = status["doors"] = self.rows()  # "doors": the old name
+        return status
 
     def watchdog(self) -> dict[str, object]:
-        """Stalls of all processes, also of those that have ended; the rest is of this one alone."""
-        stalls = self._watchdog.stalls + self._summed("stalls")
+        """Stalls of all processes, also of those that have exited; the rest is of this one alone."""
+        stalls = self._watchdog.stalls + self._sum_of("stalls")
         return {**self._watchdog.status(), "stalls": stalls}
 
     def rows(self) -> list[dict[str, object]]:
-        """One for each process; none where there is but this one."""
-        return [self._row(seat) for seat in self._doors.seats.values()]
+        """One for each data-plane process; none where the main process serves alone."""
+        return [self._row(slot) for slot in self._manager.slots.values()]
 
-    def _row(self, seat: ProcessSlot) -> dict[str, object]:
-        link = seat.link
-        stand = (link.stand if link is not None else None) or SILENCE
+    def _row(self, slot: ProcessSlot) -> dict[str, object]:
+        handle = slot.handle
+        stats = (handle.stats if handle is not None else None) or NO_STATS
         return {
-            "door": seat.index,
-            "pid": link.pid if link is not None else None,
-            "state": _state(seat),
-            "restarts": seat.restarts,
-            "last_error": seat.last_error or None,
-            "revision": link.revision if link is not None else 0,
-            "in_flight": self._doors.roster.in_flight_at(seat.index),
-            "connections": stand.connections,
-            "waiting": stand.waiting,
-            **stand.counts,
-            "ended": stand.ended,
-            "loop_lag_ms": stand.lag_ms,
-            "longest_turn_ms": stand.longest_turn_ms,
-            "policy": stand.policy,
+            "process": slot.index,
+            "door": slot.index,  # the old name
+            "pid": handle.pid if handle is not None else None,
+            "state": _state(slot),
+            "restarts": slot.restarts,
+            "last_error": slot.last_error or None,
+            "revision": handle.revision if handle is not None else 0,
+            "in_flight": self._manager.worker_ids.in_flight_at(slot.index),
+            "connections": stats.connections,
+            "waiting": stats.waiting,
+            **stats.counts,
+            "ended": stats.ended,
+            "loop_lag_ms": stats.lag_ms,
+            "longest_turn_ms": stats.longest_turn_ms,
+            "policy": stats.policy,
         }
 
-    def _stands(self) -> list[ProcessStats]:
-        return [link.stand for link in self._doors.links if link.stand is not None]
+    def _all_stats(self) -> list[ProcessStats]:
+        return [handle.stats for handle in self._manager.handles if handle.stats is not None]
 
-    def _summed(self, name: str) -> int:
-        return self._doors.gone[name] + sum(stand.counts[name] for stand in self._stands())
+    def _sum_of(self, name: str) -> int:
+        return self._manager.exited_counts[name] + sum(
+            stats.counts[name] for stats in self._all_stats()
+        )
 
 
-class AllPolicies(Policy):
-    """Control's own policy for questions, and what all doors say of theirs."""
+class AggregatePolicy(Policy):
+    """The main process's policy, with the statistics of all processes."""
 
-    __slots__ = ("_policy", "_stands", "name", "needs_affinity_key")
+    __slots__ = ("_policy", "_stats", "name", "needs_affinity_key")
 
     def __init__(self, policy: Policy, stands: Sequence[ProcessStats]) -> None:
         self._policy = policy
-        self._stands = stands
+        self._stats = stands
         self.name = policy.name
         self.needs_affinity_key = policy.needs_affinity_key
 
@@ -173,31 +176,34 @@ class AllPolicies(Policy):
         return self._policy.explain_pick(candidates, need)
 
     def stats(self) -> dict[str, object]:
-        return summed([self._policy.stats(), *(stand.policy for stand in self._stands)])
+        return sum_stats([self._policy.stats(), *(stats.policy for stats in self._stats)])
 
 
-def summed(many: Iterable[Mapping[str, Any]]) -> dict[str, object]:
-    """Numbers and tables of numbers; of a share, the mean of those who know it."""
-    told: dict[str, Any] = {}
-    shares: dict[str, list[float]] = {}
-    for facts in many:
-        for name, value in facts.items():
-            if name in SHARES:
-                shares.setdefault(name, []).extend([value] if value is not None else [])
+def sum_stats(tables: Iterable[Mapping[str, Any]]) -> dict[str, object]:
+    """Sums of numbers, also in nested tables; of a ratio the mean of those that have one."""
+    status: dict[str, Any] = {}
+    ratios: dict[str, list[float]] = {}
+    for table in tables:
+        for name, value in table.items():
+            if name in RATIOS:
+                ratios.setdefault(name, []).extend([value] if value is not None else [])
             elif isinstance(value, Mapping):
-                told[name] = summed([told.get(name, {}), value])
+                status[name] = sum_stats([status.get(name, {}), value])
             else:
-                told[name] = told.get(name, 0) + value
-    means = {name: round(sum(of) / len(of), 4) if of else None for name, of in shares.items()}
-    return told | means
+                status[name] = status.get(name, 0) + value
+    means = {
+        name: round(sum(values) / len(values), 4) if values else None
+        for name, values in ratios.items()
+    }
+    return status | means
 
 
-def _state(seat: ProcessSlot) -> str:
-    link = seat.link
-    if link is None or link.over:
+def _state(slot: ProcessSlot) -> str:
+    handle = slot.handle
+    if handle is None or handle.closed:
         return "backing_off"
-    if seat.retiring:
+    if slot.is_retiring:
         return "draining"
-    if not link.ready:
+    if not handle.ready:
         return "starting"
-    return "serving" if link.listening else "ready"
+    return "serving" if handle.listening else "ready"

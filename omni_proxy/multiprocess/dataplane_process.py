@@ -1,7 +1,7 @@
-"""A door process: takes what control tells, serves, and tells what it has seen.
+"""A data-plane process: applies the main process's commands, serves requests, reports events.
 
-Invariant: it does not outlive control: the end of their socket ends it at once. Signals are left to
-control, which drains it. What it is told has taken effect when it is acknowledged.
+Invariant: it does not outlive the main process: the end of their socket ends it at once. It ignores
+signals, which the main process handles. A command has applied effect when it is acknowledged.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from omni_proxy.dataplane.dataplane import SHOWN_CONNECTIONS
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
 from omni_proxy.multiprocess.messages import (
-    Ack,
-    Begin,
+    AckEvent,
+    ClearCacheCommand,
     DrainCommand,
-    Failed,
-    Forget,
-    Good,
-    Listen,
-    LogLines,
+    ListenCommand,
+    ListenFailedEvent,
+    LogLinesEvent,
+    ProcessCommand,
+    ProcessEvent,
     ProcessStats,
-    Shut,
+    RequestFailedEvent,
+    RequestSucceededEvent,
+    StartCommand,
     StateSnapshot,
-    ToControl,
-    ToDoor,
 )
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
@@ -52,18 +52,22 @@ from omni_proxy.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
-LINES_SECS: Final = 0.1
-TALLY_SECS: Final = 0.25
-STAND_SECS: Final = 1.0
-ROOM_SECS: Final = 0.005  # how often room that another door has made is looked for
-CALM_SECS: Final = 0.1  # ... while nobody waits for it
-BEHIND_BYTES: Final = 1 << 20  # control reads nothing: counts wait here, failures are not told
+SEND_LINES_SECS: Final = 0.1
+SEND_METRICS_SECS: Final = 0.25
+SEND_STATS_SECS: Final = 1.0
+QUEUE_POLL_SECS: Final = 0.005  # between two looks for room that another process has made
+IDLE_POLL_SECS: Final = 0.1  # ... while no request waits
+MAX_UNSENT_BYTES: Final = (
+    1 << 20
+)  # then the main process reads too slowly: metrics wait, failures are dropped
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv` is the number of the socket's descriptor; returns when control is gone, or drained."""
+    """`argv`: the number of the socket's descriptor. Returns after a drain or the main process's end."""
     if len(argv) != 1 or not argv[0].isdecimal():
-        sys.exit("door-process is for omni-proxy itself, which starts it where processes > 1")
+        sys.exit(
+            "data-plane-process is internal: omni-proxy starts it where [server] processes > 1"
+        )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trio.run(run, socket.socket(fileno=int(argv[0])))
@@ -71,40 +75,40 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(sock: socket.socket) -> None:
-    """Until the other side closes, or the drain that it asked for is over."""
-    channel: IpcChannel[ToDoor] = IpcChannel(sock, msgspec.msgpack.Decoder(ToDoor))
+    """Until the main process closes the socket, or the drain that it asked for is over."""
+    channel: IpcChannel[ProcessCommand] = IpcChannel(sock, msgspec.msgpack.Decoder(ProcessCommand))
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(channel.pass_on)
+            nursery.start_soon(channel.run_writer)
             await _serve(channel, nursery)
             nursery.cancel_scope.cancel()
     finally:
         channel.close()
 
 
-async def _serve(channel: IpcChannel[ToDoor], nursery: trio.Nursery) -> None:
-    house: DataPlaneProcess | None = None
-    begin: Begin | None = None
-    taken = 0
-    while heard := await channel.hear():
-        for message in heard:
-            if isinstance(message, Begin):
+async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> None:
+    process: DataPlaneProcess | None = None
+    begin: StartCommand | None = None
+    applied = 0
+    while commands := await channel.receive():
+        for message in commands:
+            if isinstance(message, StartCommand):
                 begin = message
-            elif house is None:
+            elif process is None:
                 assert begin is not None
                 assert isinstance(message, StateSnapshot)
-                house = DataPlaneProcess(begin, message, channel)
-                await nursery.start(house.run)
+                process = DataPlaneProcess(begin, message, channel)
+                await nursery.start(process.run)
             else:
-                house.take(message)
-            taken += 1
-        if house is not None:
-            house.heard()
-            channel.tell(Ack(taken, house.revision))
+                process.take(message)
+            applied += 1
+        if process is not None:
+            process.heard_from_main()
+            channel.send(AckEvent(applied, process.revision))
 
 
-class _Lines:
-    """A sink of log lines that leave in batches."""
+class _LineBuffer:
+    """A sink that collects log lines, to be sent in batches."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -118,156 +122,158 @@ class _Lines:
         self._bytes += len(record)
         self.lines.append(record)
 
-    def taken(self) -> list[bytes]:
+    def take(self) -> list[bytes]:
         lines, self.lines, self._bytes = self.lines, [], 0
         return lines
 
 
 class DataPlaneProcess:
-    """Every part of a door process, wired once."""
+    """The parts of a data-plane process."""
 
-    def __init__(self, begin: Begin, first: StateSnapshot, channel: IpcChannel[ToDoor]) -> None:
+    def __init__(
+        self, begin: StartCommand, first: StateSnapshot, channel: IpcChannel[ProcessCommand]
+    ) -> None:
         assert first.config is not None
         self.revision = 0
         self._channel = channel
-        self._leaving = trio.Event()
-        counts, kept = channel.descriptors()
-        board = SharedCounters(counts)
-        sessions = SharedSessions(kept, lambda serial: self.fleet.serial(serial))
-        fleet = ReplicatedFleet(board, begin.index, lambda: self.door.loop.now, self._tell)
-        row = board.row(begin.index)
+        self._drain_started = trio.Event()
+        counts, sessions_fd = channel.take_descriptors()
+        counters = SharedCounters(counts)
+        sessions = SharedSessions(sessions_fd, lambda serial: self.fleet.serial(serial))
+        fleet = ReplicatedFleet(counters, begin.index, lambda: self.door.loop.now, self._send)
+        row = counters.row(begin.index)
         self.fleet = fleet
-        self.door = SharedDataPlane(begin, fleet, first.config, row, self._tell)
+        self.door = SharedDataPlane(begin, fleet, first.config, row, self._send)
         self.door.use_sessions(sessions)
         self._meters = MetricsDelta(fleet)
-        self._access, self._route = _Lines(), _Lines()
-        self._late_secs = 0.0
+        self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
+        self._max_lag_secs = 0.0
         self._watchdog = Watchdog()
         self.take(first)
 
-    def _tell(self, message: ToControl) -> None:
-        optional = isinstance(message, Failed | Good)
-        if not optional or self._channel.waiting_bytes < BEHIND_BYTES:
-            self._channel.tell(message)
+    def _send(self, message: ProcessEvent) -> None:
+        optional = isinstance(message, RequestFailedEvent | RequestSucceededEvent)
+        if not optional or self._channel.waiting_bytes < MAX_UNSENT_BYTES:
+            self._channel.send(message)
 
-    def heard(self) -> None:
-        self.door.control.heard_at = monotonic()
+    def heard_from_main(self) -> None:
+        self.door.main_process.heard_at = monotonic()
 
-    def take(self, message: ToDoor) -> None:
+    def take(self, message: ProcessCommand) -> None:
         match message:
             case StateSnapshot():
-                self._take_news(message)
-            case Listen(count):
+                self._apply_snapshot(message)
+            case ListenCommand(count):
                 self._listen(count)
-            case Forget(serial):
+            case ClearCacheCommand(serial):
                 worker = self.fleet.serial(serial)
                 if worker is not None:
                     self.fleet.cache_cleared(worker)
             case DrainCommand():
                 self.door.begin_drain()
-                self._leaving.set()
-            case Begin():
-                raise AssertionError("a door begins once")
+                self._drain_started.set()
+            case StartCommand():
+                raise AssertionError("a process gets StartCommand once")
 
     def _listen(self, count: int) -> None:
         try:
-            numbers = self._channel.descriptors() if count else []
+            numbers = self._channel.take_descriptors() if count else []
             socks = [socket.socket(fileno=number) for number in numbers]
             for sock in socks:
                 sock.setblocking(False)
             self.door.listen_on(socks)
-        except OSError as error:  # we have used all that we may
-            self._tell(Shut(error.strerror or str(error)))
+        except OSError as error:  # the descriptor limit
+            self._send(ListenFailedEvent(error.strerror or str(error)))
 
-    def _take_news(self, news: StateSnapshot) -> None:
-        self.revision = news.revision
-        if news.config is not None:
-            self._take_config(news.config)
-        self.fleet.reach(news.doors)
-        if news.rows is not None:
-            self.fleet.follow(news.rows, datetime.now(UTC))
-        self.door.follow_voices(news.voices, news.voice_changes)
+    def _apply_snapshot(self, snapshot: StateSnapshot) -> None:
+        self.revision = snapshot.revision
+        if snapshot.config is not None:
+            self._apply_config(snapshot.config)
+        self.fleet.reach(snapshot.processes)
+        if snapshot.rows is not None:
+            self.fleet.follow(snapshot.rows, datetime.now(UTC))
+        self.door.follow_voices(snapshot.voices, snapshot.voice_changes)
 
-    def _take_config(self, config: Config) -> None:
+    def _apply_config(self, config: Config) -> None:
         server, door = config.server, self.door
         configure(server.log_level, server.log_format)
         try:
             door.prepare(config)()
-        except (OSError, ConfigError) as error:  # control could read them a moment ago
-            _log.error("the certificates stay as they were: %s", error)
-            door.keep_entrances(config)
-        door.access_log = self._access if server.access_log != OFF else None
-        door.route_log = self._route if server.route_log != OFF else None
+        except (OSError, ConfigError) as error:  # the main process could read them a moment ago
+            _log.error('certificates_not_reloaded error="%s"', error)
+            door.apply_without_listeners(config)
+        door.access_log = self._access_lines if server.access_log != OFF else None
+        door.route_log = self._route_lines if server.route_log != OFF else None
         door.meters = self._meters if server.metrics else None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled, or drained: then control hears what is left to say, and our end."""
+        """Until cancelled, or drained: then it sends what is unsent and closes the socket."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watchdog.run)
             await nursery.start(self.door.run)
-            for chore in (self._send_lines, self._send_tallies, self._look_for_room):
+            for chore in (self._send_lines, self._send_reports, self._poll_queue_room):
                 nursery.start_soon(chore)
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
             self._watchdog.begin()
             task_status.started()
-            await self._leaving.wait()
+            await self._drain_started.wait()
             await self.door.drained()
-            self._tell_lines()
-            self._tell_counts()
-            await self._channel.flushed()
+            self._send_line_batch()
+            self._send_stats()
+            await self._channel.wait_flushed()
             self._channel.shut()
             nursery.cancel_scope.cancel()
 
     async def _send_lines(self) -> None:
         while True:
             off = self.door.access_log is None and self.door.route_log is None
-            await trio.sleep(STAND_SECS if off else LINES_SECS)
-            self._tell_lines()
+            await trio.sleep(SEND_STATS_SECS if off else SEND_LINES_SECS)
+            self._send_line_batch()
 
-    def _tell_lines(self) -> None:
-        if self._channel.waiting_bytes > BEHIND_BYTES:
-            return  # those that still fit are kept
-        access, route = self._access, self._route
+    def _send_line_batch(self) -> None:
+        if self._channel.waiting_bytes > MAX_UNSENT_BYTES:
+            return  # lines that still fit are kept
+        access, route = self._access_lines, self._route_lines
         if access.lines or route.lines:
             dropped, access.dropped, route.dropped = access.dropped + route.dropped, 0, 0
-            self._channel.tell(LogLines(access.taken(), route.taken(), dropped))
+            self._channel.send(LogLinesEvent(access.take(), route.take(), dropped))
 
-    async def _send_tallies(self) -> None:
-        stand_at = trio.current_time()
+    async def _send_reports(self) -> None:
+        stats_at = trio.current_time()
         while True:
-            due = trio.current_time() + TALLY_SECS
-            await trio.sleep_until(due)
-            self._late_secs = max(self._late_secs, trio.current_time() - due)
-            if self._channel.waiting_bytes > BEHIND_BYTES:
+            at = trio.current_time() + SEND_METRICS_SECS
+            await trio.sleep_until(at)
+            self._max_lag_secs = max(self._max_lag_secs, trio.current_time() - at)
+            if self._channel.waiting_bytes > MAX_UNSENT_BYTES:
                 continue
-            if due >= stand_at:
-                stand_at = due + STAND_SECS
-                self._tell_counts()
+            if at >= stats_at:
+                stats_at = at + SEND_STATS_SECS
+                self._send_stats()
             else:
-                self._tell_tally()
+                self._send_metrics()
 
-    def _tell_counts(self) -> None:
-        self._tell_tally()
-        self._channel.tell(self._stand())
-        self._late_secs = 0.0
+    def _send_stats(self) -> None:
+        self._send_metrics()
+        self._channel.send(self._stats())
+        self._max_lag_secs = 0.0
 
-    def _tell_tally(self) -> None:
-        tally = self._meters.taken()
-        if tally.cells or tally.worker_ends or tally.slots:
-            self._channel.tell(tally)
+    def _send_metrics(self) -> None:
+        metrics = self._meters.take()
+        if metrics.cells or metrics.worker_ends or metrics.slots:
+            self._channel.send(metrics)
 
-    async def _look_for_room(self) -> None:
-        """Of an exchange that ends at another door nobody here would hear."""
+    async def _poll_queue_room(self) -> None:
+        """Serve the queue when an exchange of another process has made room."""
         queue = self.door.queue
         while True:
-            await trio.sleep(ROOM_SECS if queue.waiting else CALM_SECS)
+            await trio.sleep(QUEUE_POLL_SECS if queue.waiting else IDLE_POLL_SECS)
             if queue.waiting:
                 self.fleet.recount()
                 queue.serve()
 
-    def _stand(self) -> ProcessStats:
+    def _stats(self) -> ProcessStats:
         door, tasks = self.door, self.door.loop.tasks
         oldest = nsmallest(SHOWN_CONNECTIONS, tasks, key=lambda task: task.started_at)
         return ProcessStats(
@@ -286,7 +292,7 @@ class DataPlaneProcess:
             phases=dict(Counter(task.phase for task in tasks)),
             oldest=[door.shown(task) for task in oldest if isinstance(task, Connection)],
             policy=door.policy.stats(),
-            lag_ms=round(self._late_secs * 1000, 2),
+            lag_ms=round(self._max_lag_secs * 1000, 2),
             longest_turn_ms=round(self._watchdog.longest_turn_secs * 1000, 2),
         )
 

@@ -1,8 +1,8 @@
-"""Which door may begin a worker's trial: one at a time, and not for ever.
+"""Which data-plane process may send a half-open worker its one request: one at a time.
 
-Invariant: a door gets the lease only after the one before it has acknowledged that it lost it, so
-two never hold it. A door that nobody asks anything passes it on, so a worker is not kept waiting by
-chance. Pure: time comes in.
+Invariant: a process gets the lease only after the one before it has acknowledged its loss, so two
+never hold it. A lease moves on after `LEASE_SECS`, so a process without requests does not keep a
+worker waiting. Pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -16,67 +16,72 @@ LEASE_SECS: Final = 0.5
 
 @dataclass(slots=True)
 class _Lease:
-    door: int
+    process: int
     since: float
     over: bool = False
-    taken_back: int = 0  # the message that tells the door so; 0 while it holds the lease
+    revoked_by: int = 0  # the number of the message that says so; 0 while it holds the lease
 
 
 class HalfOpenLeases:
-    """Workers are serial numbers, doors their indexes."""
+    """Workers are given by serial number, processes by index."""
 
     def __init__(self) -> None:
         self._leases: dict[int, _Lease] = {}
 
     def holder(self, worker: int) -> int | None:
         lease = self._leases.get(worker)
-        return lease.door if lease is not None and not lease.over else None
+        return lease.process if lease is not None and not lease.over else None
 
-    def turn(
-        self, owed: Collection[int], doors: Sequence[int], now: float, acked: Callable[[int], int]
+    def rotate(
+        self,
+        half_open: Collection[int],
+        processes: Sequence[int],
+        now: float,
+        acked: Callable[[int], int],
     ) -> set[int]:
-        """Give to those that nobody holds, for a worker that owes a trial and is not on it.
+        """Give every worker in `half_open` a lease, and move on those that are too old.
 
-        The result: doors that are to lose one; `taken` says by which message they are told.
+        `acked`: how many messages a process has acknowledged. Returns the processes that lose a
+        lease; the caller tells them, and calls `revoke` with the number of that message.
         """
-        losing = self._ended(owed, doors, acked)
-        for worker in owed if doors else ():
+        revoked = self._drop_unneeded(half_open, processes, acked)
+        for worker in half_open if processes else ():
             lease = self._leases.get(worker)
             if lease is None:
-                self._leases[worker] = _Lease(doors[0], now)
-            elif lease.door not in doors:
-                self._leases[worker] = _Lease(_after(lease.door, doors), now)
-            elif lease.taken_back:
-                if acked(lease.door) >= lease.taken_back:
-                    self._leases[worker] = _Lease(_after(lease.door, doors), now)
-            elif len(doors) > 1 and now - lease.since >= LEASE_SECS:
+                self._leases[worker] = _Lease(processes[0], now)
+            elif lease.process not in processes:
+                self._leases[worker] = _Lease(_after(lease.process, processes), now)
+            elif lease.revoked_by:
+                if acked(lease.process) >= lease.revoked_by:
+                    self._leases[worker] = _Lease(_after(lease.process, processes), now)
+            elif len(processes) > 1 and now - lease.since >= LEASE_SECS:
                 lease.over = True
-                losing.add(lease.door)
-        return losing
+                revoked.add(lease.process)
+        return revoked
 
-    def _ended(
-        self, owed: Collection[int], doors: Sequence[int], acked: Callable[[int], int]
+    def _drop_unneeded(
+        self, half_open: Collection[int], processes: Sequence[int], acked: Callable[[int], int]
     ) -> set[int]:
-        """Of workers that owe none now: forgotten once the door that had the lease knows."""
-        losing: set[int] = set()
+        """Leases of workers that are not half-open any more go once their process knows."""
+        revoked: set[int] = set()
         for worker, lease in list(self._leases.items()):
-            if worker in owed:
+            if worker in half_open:
                 continue
-            if not lease.taken_back and lease.door in doors:
+            if not lease.revoked_by and lease.process in processes:
                 lease.over = True
-                losing.add(lease.door)
-            elif lease.door not in doors or acked(lease.door) >= lease.taken_back:
+                revoked.add(lease.process)
+            elif lease.process not in processes or acked(lease.process) >= lease.revoked_by:
                 del self._leases[worker]
-        return losing
+        return revoked
 
-    def taken(self, door: int, message: int) -> None:
-        """Its leases that are over are taken back, which message number `message` tells it."""
+    def revoke(self, process: int, message: int) -> None:
+        """Its leases that are over are revoked by message number `message`."""
         for lease in self._leases.values():
-            if lease.door == door and lease.over and not lease.taken_back:
-                lease.taken_back = message
+            if lease.process == process and lease.over and not lease.revoked_by:
+                lease.revoked_by = message
 
 
-def _after(door: int, doors: Sequence[int]) -> int:
+def _after(process: int, processes: Sequence[int]) -> int:
     """The next in the ring."""
-    later = [other for other in sorted(doors) if other > door]
-    return later[0] if later else min(doors)
+    later = [other for other in sorted(processes) if other > process]
+    return later[0] if later else min(processes)

@@ -1,8 +1,9 @@
-"""One end of the socket between control and a door: messages, and descriptors beside them.
+"""One end of the socket between the main process and a data-plane process.
 
-Invariant: what is told goes out in its order; `tell` never waits. The descriptors of a message have
-come when its bytes have, since the kernel keeps them with those bytes, and never those of two
-messages at once; where they can't all be had, it has none.
+It carries messages, and file descriptors beside them (SCM_RIGHTS, unix(7)). Invariant: messages
+leave in the order of `send`, which never waits. The descriptors of a message arrive no later than
+its bytes, since the kernel keeps them with those bytes, and never mixed with another message's;
+where they can't all be received, none are.
 """
 
 from __future__ import annotations
@@ -18,85 +19,96 @@ from typing import Final, Generic, TypeVar
 import msgspec
 import trio
 
-from omni_proxy.multiprocess.messages import MessageFrames, ToControl, ToDoor, framed
+from omni_proxy.multiprocess.messages import (
+    MessageFrames,
+    ProcessCommand,
+    ProcessEvent,
+    encode_frame,
+)
 
 READ_BYTES: Final = 1 << 18
-MOST_DESCRIPTORS: Final = 250  # of one message; the kernel takes 253
+MAX_DESCRIPTORS: Final = 250  # of one message; the kernel takes 253
 
-Heard = TypeVar("Heard")
+Received = TypeVar("Received")
 
 
-class IpcChannel(Generic[Heard]):
-    """`decoder` is for what the other side says."""
+class IpcChannel(Generic[Received]):
+    """`decoder` is for the other side's messages; `sent` counts ours."""
 
-    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Heard]) -> None:
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Received]) -> None:
         sock.setblocking(False)
         self._sock = trio.socket.from_stdlib_socket(sock)
         self._decoder = decoder
         self._frames = MessageFrames()
         self._outgoing: deque[tuple[bytes, list[int]]] = deque()
-        self._more = trio.Event()
-        self._emptied = trio.Event()
-        self._parcels: deque[list[int] | None] = deque()  # None: there was no room for it
-        self.told = 0  # messages
+        self._queued = trio.Event()
+        self._all_written = trio.Event()
+        self._received_fds: deque[list[int] | None] = (
+            deque()
+        )  # None: they could not all be received
+        self.sent = 0  # messages
         self.waiting_bytes = 0
 
-    def tell(self, message: ToDoor | ToControl, descriptors: Iterable[int] = ()) -> int:
-        """Its number, from 1 on. `descriptors` are duplicated: the caller may close his. Raises
-        OSError where they can't be, and nothing is told."""
-        body = framed(message)
-        self._outgoing.append((body, _duplicates(descriptors)))
+    def send(self, message: ProcessCommand | ProcessEvent, descriptors: Iterable[int] = ()) -> int:
+        """Queue it; returns its number, from 1 on. `descriptors` are duplicated.
+
+        Raises OSError where they can't be; then nothing is sent.
+        """
+        body = encode_frame(message)
+        self._outgoing.append((body, _dup_all(descriptors)))
         self.waiting_bytes += len(body)
-        self.told += 1
-        self._more.set()
-        if self._emptied.is_set():
-            self._emptied = trio.Event()
-        return self.told
+        self.sent += 1
+        self._queued.set()
+        if self._all_written.is_set():
+            self._all_written = trio.Event()
+        return self.sent
 
-    def descriptors(self) -> list[int]:
-        """Those of the next message that had some. Raises OSError where we may not open as many;
-        they are lost then."""
-        parcel = self._parcels.popleft()
-        if parcel is None:
+    def take_descriptors(self) -> list[int]:
+        """Those of the next message that had some.
+
+        Raises OSError (EMFILE) where this process may not open so many; then they are lost.
+        """
+        descriptors = self._received_fds.popleft()
+        if descriptors is None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return parcel
+        return descriptors
 
-    async def hear(self) -> list[Heard]:
-        """The next messages; none at the end of the other side."""
+    async def receive(self) -> list[Received]:
+        """The next messages; an empty list when the other side has closed."""
         while True:
-            space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
+            space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
             try:
-                data, beside, flags, _ = await self._sock.recvmsg(READ_BYTES, space)
+                data, ancillary, flags, _ = await self._sock.recvmsg(READ_BYTES, space)
             except ConnectionError:
                 return []
-            numbers = _rights(beside)
+            numbers = _received_descriptors(ancillary)
             if flags & socket.MSG_CTRUNC:
                 _close(numbers)
-                self._parcels.append(None)
+                self._received_fds.append(None)
             elif numbers:
-                self._parcels.append(numbers)
+                self._received_fds.append(numbers)
             if not data:
                 return []
-            heard = [self._decoder.decode(body) for body in self._frames.feed(data)]
-            if heard:
-                return heard
+            messages = [self._decoder.decode(body) for body in self._frames.feed(data)]
+            if messages:
+                return messages
 
-    async def pass_on(self) -> None:
-        """Write what is told, until cancelled or until nobody reads any more."""
+    async def run_writer(self) -> None:
+        """Write queued messages, until cancelled or until the other side has closed."""
         try:
             while True:
                 while self._outgoing:
                     await self._send_first()
-                self._emptied.set()
-                self._more = trio.Event()
-                await self._more.wait()
+                self._all_written.set()
+                self._queued = trio.Event()
+                await self._queued.wait()
         except OSError:
-            return  # who hears sees its end
+            return  # `receive` sees the end
 
-    async def flushed(self) -> None:
-        """Until all that was told has gone."""
+    async def wait_flushed(self) -> None:
+        """Until every queued message is written."""
         if self._outgoing:
-            await self._emptied.wait()
+            await self._all_written.wait()
 
     async def _send_first(self) -> None:
         body, numbers = self._outgoing[0]
@@ -117,27 +129,27 @@ class IpcChannel(Generic[Heard]):
         self._sock.close()
         while self._outgoing:
             _close(self._outgoing.popleft()[1])
-        while self._parcels:
-            _close(self._parcels.popleft() or ())
+        while self._received_fds:
+            _close(self._received_fds.popleft() or ())
 
 
-def _duplicates(numbers: Iterable[int]) -> list[int]:
-    """All of them, or OSError and none."""
-    made: list[int] = []
+def _dup_all(numbers: Iterable[int]) -> list[int]:
+    """Duplicates of all, or OSError and none."""
+    duplicates: list[int] = []
     try:
-        made.extend(map(os.dup, numbers))
+        duplicates.extend(map(os.dup, numbers))
     except OSError:
-        _close(made)
+        _close(duplicates)
         raise
-    return made
+    return duplicates
 
 
-def _rights(beside: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, payload in beside:
+def _received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
-    return found.tolist()
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    return descriptors.tolist()
 
 
 def _close(numbers: Iterable[int]) -> None:

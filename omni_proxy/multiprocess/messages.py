@@ -1,8 +1,9 @@
-"""What control and a door process say to each other: frames on one Unix socket.
+"""The messages between the main process and a data-plane process: frames on one Unix socket.
 
-Invariant: each side takes the other's messages in the order in which they were sent, and a door
-acknowledges each batch after it has taken effect. Both sides are the same build, so there are no
-versions.
+The main process sends a `ProcessCommand`, a data-plane process a `ProcessEvent`, both as
+MessagePack. Invariant: messages take effect in the order in which they were sent, and the
+data-plane process acknowledges each batch after it has taken effect. Both sides are the same
+build, so the format has no version.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from omni_proxy.fleet.worker_state import WorkerState
 LENGTH_BYTES: Final = 4
 
 
-class Begin(Struct, frozen=True, tag=True):
-    """The first to a door, with the descriptors of the shared counts and sessions."""
+class StartCommand(Struct, frozen=True, tag=True):
+    """The first command; the descriptors of the shared counters and sessions come with it.
+
+    `silent_secs`: without a message for so long, /ready of the process fails.
+    """
 
     index: int
-    front_socket: str
+    admin_socket: str
     silent_secs: float
     proxy_id: str = ""
 
@@ -37,51 +41,56 @@ class VoiceListMessage(Struct, frozen=True):
 
 
 class StateSnapshot(Struct, frozen=True, tag=True):
-    """How things stand; None where that is as it was. `multiprocess`: the highest index in use.
-    `voice_changes`: how many KeptVoices of this process `voices` already takes into account."""
+    """The fleet and the configuration at one moment; None for a part that has not changed.
+
+    `processes`: the highest index in use. `voice_changes`: how many VoicesChangedEvents of this
+    process are already part of `voices`.
+    """
 
     revision: int
     rows: tuple[WorkerState, ...] | None
     config: Config | None
     voices: VoiceListMessage
     voice_changes: int
-    doors: int
+    processes: int
 
 
-class Listen(Struct, frozen=True, tag=True):
-    """Accept on these sockets, whose descriptors come along, and on no others."""
+class ListenCommand(Struct, frozen=True, tag=True):
+    """Accept on these sockets, whose descriptors come with it, and on no others."""
 
     count: int
 
 
-class Forget(Struct, frozen=True, tag=True):
-    """What this worker had cached is gone."""
+class ClearCacheCommand(Struct, frozen=True, tag=True):
+    """This worker's prefix cache is empty."""
 
     serial: int
 
 
 class DrainCommand(Struct, frozen=True, tag=True):
-    """No new connection; end once the last one has ended."""
+    """Accept no new connection; exit after the last one has ended."""
 
 
-ToDoor: TypeAlias = Begin | StateSnapshot | Listen | Forget | DrainCommand
+ProcessCommand: TypeAlias = (
+    StartCommand | StateSnapshot | ListenCommand | ClearCacheCommand | DrainCommand
+)
 
 
-class Ack(Struct, frozen=True, tag=True):
-    """So many messages have taken effect; `revision` is that of the newest StateSnapshot."""
+class AckEvent(Struct, frozen=True, tag=True):
+    """So many commands have taken effect; `revision`: of the newest StateSnapshot."""
 
     count: int
     revision: int
 
 
-class Shut(Struct, frozen=True, tag=True):
-    """It can't take the sockets that it was told to listen on, and stays at those it has."""
+class ListenFailedEvent(Struct, frozen=True, tag=True):
+    """It could not take the sockets of a ListenCommand, and keeps those that it has."""
 
     error: str
 
 
-class Failed(Struct, frozen=True, tag=True):
-    """A request failed in a way that speaks of its worker's health."""
+class RequestFailedEvent(Struct, frozen=True, tag=True):
+    """A request failed in a way that counts against its worker's health."""
 
     serial: int
     status: int | None
@@ -90,55 +99,61 @@ class Failed(Struct, frozen=True, tag=True):
     half_open_id: int
 
 
-class Good(Struct, frozen=True, tag=True):
+class RequestSucceededEvent(Struct, frozen=True, tag=True):
+    """Sent once after failures, so that the worker's count of failures is reset."""
+
     serial: int
     half_open_id: int
 
 
-class TrialBegan(Struct, frozen=True, tag=True):
+class HalfOpenStartedEvent(Struct, frozen=True, tag=True):
+    """The process sends the one request that tries a half-open worker; `half_open_id`: its number."""
+
     serial: int
     half_open_id: int
 
 
-class TrialEnded(Struct, frozen=True, tag=True):
+class HalfOpenEndedEvent(Struct, frozen=True, tag=True):
+    """That request has ended."""
+
     serial: int
     half_open_id: int
 
 
-class KeptVoices(Struct, frozen=True, tag=True):
-    """A worker took an upload or a deletion of a voice."""
+class VoicesChangedEvent(Struct, frozen=True, tag=True):
+    """A worker accepted an upload or a deletion of a voice."""
 
     serial: int
 
 
-class LogLines(Struct, frozen=True, tag=True):
-    """For the access log and the route log; `dropped`: what did not fit in between."""
+class LogLinesEvent(Struct, frozen=True, tag=True):
+    """For the access log and the route log; `dropped`: how many lines did not fit."""
 
     access: list[bytes]
     route: list[bytes]
     dropped: int
 
 
-class Spread(Struct, frozen=True, array_like=True):
-    """A histogram's new values: how many at each place."""
+class HistogramDelta(Struct, frozen=True, array_like=True):
+    """New values of a histogram: `places` maps a bucket's index to how many."""
 
     places: dict[int, int]
     sum: float
 
 
-class CellTally(Struct, frozen=True, array_like=True):
-    """What was added to one `observe.metrics.Cell`; serial 0: no worker."""
+class SeriesDelta(Struct, frozen=True, array_like=True):
+    """New values of one `telemetry.series.Cell`; serial 0: no worker."""
 
     route: str
     serial: int
     ends: list[tuple[str | None, int, str, int]]
-    spreads: tuple[Spread, Spread, Spread]  # total, first, between
-    sums: tuple[int, int, int]  # bytes in and out, pieces
+    spreads: tuple[HistogramDelta, HistogramDelta, HistogramDelta]  # total, first, between
+    sums: tuple[int, int, int]  # bytes in, bytes out, chunks
     tokens: list[tuple[str | None, str, int]]
 
 
-class SlotTally(Struct, frozen=True, array_like=True):
-    """What was added to one `telemetry.recent_window.Slot`; serial -1: the whole door's."""
+class WindowDelta(Struct, frozen=True, array_like=True):
+    """New values of one second of the recent window; serial -1: of the whole process."""
 
     serial: int
     requests: int
@@ -146,27 +161,27 @@ class SlotTally(Struct, frozen=True, array_like=True):
     firsts: dict[int, int]
 
 
-class EndTally(Struct, frozen=True, array_like=True):
-    """One of `telemetry.recent_window`: `end` has its fields, in their order."""
+class RecentEndDelta(Struct, frozen=True, array_like=True):
+    """A recently ended exchange: `end` has the fields of `recent_window.End`, in their order."""
 
     trouble: bool
     end: tuple[Any, ...]
 
 
-class Tally(Struct, frozen=True, tag=True):
-    """Everything that was counted since the last one."""
+class MetricsEvent(Struct, frozen=True, tag=True):
+    """All metrics that were counted since the last one."""
 
-    cells: list[CellTally]
-    phases: dict[str, list[Spread]]
-    slots: list[SlotTally]
-    ends: list[EndTally]
+    cells: list[SeriesDelta]
+    phases: dict[str, list[HistogramDelta]]
+    slots: list[WindowDelta]
+    ends: list[RecentEndDelta]
     failed_tries: list[tuple[int, str, int]]
     retries: int
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
 
 
 class ProcessStats(Struct, frozen=True, tag=True):
-    """A door's row at GET /status: `counts` only rise while it lives."""
+    """The row of a process in GET /status; `counts` only rise while it lives."""
 
     counts: dict[str, int]
     ended: dict[str, int]
@@ -180,41 +195,41 @@ class ProcessStats(Struct, frozen=True, tag=True):
     longest_turn_ms: float
 
 
-ToControl: TypeAlias = (
-    Ack
-    | Shut
-    | Failed
-    | Good
-    | TrialBegan
-    | TrialEnded
-    | KeptVoices
-    | LogLines
-    | Tally
+ProcessEvent: TypeAlias = (
+    AckEvent
+    | ListenFailedEvent
+    | RequestFailedEvent
+    | RequestSucceededEvent
+    | HalfOpenStartedEvent
+    | HalfOpenEndedEvent
+    | VoicesChangedEvent
+    | LogLinesEvent
+    | MetricsEvent
     | ProcessStats
 )
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def framed(message: ToDoor | ToControl) -> bytes:
+def encode_frame(message: ProcessCommand | ProcessEvent) -> bytes:
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 class MessageFrames:
-    """Bytes in as they come, whole bodies out."""
+    """Splits a byte stream into message bodies."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        held = self._held
-        held += data
-        begin = 0
-        while len(held) >= begin + LENGTH_BYTES:
-            end = begin + LENGTH_BYTES + int.from_bytes(held[begin : begin + LENGTH_BYTES], "big")
-            if len(held) < end:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) >= start + LENGTH_BYTES:
+            end = start + LENGTH_BYTES + int.from_bytes(buffer[start : start + LENGTH_BYTES], "big")
+            if len(buffer) < end:
                 break
-            yield bytes(held[begin + LENGTH_BYTES : end])
-            begin = end
-        del held[:begin]
+            yield bytes(buffer[start + LENGTH_BYTES : end])
+            start = end
+        del buffer[:start]

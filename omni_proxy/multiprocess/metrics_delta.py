@@ -1,8 +1,8 @@
-"""What a door has counted since it last told: taken out of its meters, and put into control's.
+"""Metrics of a data-plane process as deltas: taken out of its own, merged into the main process's.
 
-Invariant: `taken` empties what it takes, so each exchange is told once; what a door had not told
-when it was killed (a quarter of a second's) is lost. Both ends use the same cells, so the sums over
-all doors are those that one process would have.
+Invariant: `take` empties what it takes, so phases_of_route exchange is reported once; what a process has not
+sent when it is killed (a fraction of a second) is lost. Both sides use the same series and buckets,
+so the sums over all processes are those that one process would have.
 """
 
 from __future__ import annotations
@@ -12,28 +12,34 @@ from collections.abc import Callable
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, zero_counters
-from omni_proxy.multiprocess.messages import CellTally, EndTally, SlotTally, Spread, Tally
+from omni_proxy.multiprocess.messages import (
+    HistogramDelta,
+    MetricsEvent,
+    RecentEndDelta,
+    SeriesDelta,
+    WindowDelta,
+)
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.telemetry.histogram import Histogram, LateHistogram
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import End, RecentWindow, Slot
 from omni_proxy.telemetry.series import Cell, Phases
 
-WHOLE_DOOR = -1
+WHOLE_PROCESS = -1
 PHASES = ("queue", "connect", "head", "overhead", "longest_gap")
 
-Find = Callable[[int], Worker | None]
+FindWorker = Callable[[int], Worker | None]
 
 
 class MetricsDelta(Metrics):
-    """Metrics whose contents go elsewhere every moment."""
+    """Metrics whose contents are taken and sent again and again."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._between: dict[tuple[str, Worker | None], LateHistogram] = {}
         super().__init__(fleet, RecentDelta())
 
     def cell(self, route: str, worker: Worker | None) -> Cell:
-        """A stream goes on counting where it began to: that outlives the cell."""
+        """A stream counts on in the histogram that it began with, so that outlives the cell."""
         cell = super().cell(route, worker)
         cell.between = self._between.setdefault((route, worker), cell.between)
         return cell
@@ -44,67 +50,71 @@ class MetricsDelta(Metrics):
         for key in [key for key in self._between if key[1] not in here]:
             del self._between[key]
 
-    def taken(self) -> Tally:
-        going_on = {key: of for key, of in self._between.items() if any(of.counts)}
-        for route, worker in going_on:
+    def take(self) -> MetricsEvent:
+        open_streams = {key: of for key, of in self._between.items() if any(of.counts)}
+        for route, worker in open_streams:
             self.cell(route, worker)
-        tally = self._taken()
-        for between in going_on.values():
+        event = self._take_all()
+        for between in open_streams.values():
             between.clear()
-        return tally
+        return event
 
-    def _taken(self) -> Tally:
+    def _take_all(self) -> MetricsEvent:
         cells, self._cells = self.cells, {}
         phases, self._phases = self.phases, {}
         tries, self.failed_tries = self.failed_tries, Counter()
         retries, self.retries = self.retries, 0
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
-        return Tally(
-            cells=[_of_cell(route, worker, cell) for (route, worker), cell in cells.items()],
-            phases={route: _of_phases(each) for route, each in phases.items()},
-            slots=recent.slots(),
-            ends=recent.told(),
+        return MetricsEvent(
+            cells=[_series_delta(route, worker, cell) for (route, worker), cell in cells.items()],
+            phases={
+                route: _phase_deltas(phases_of_route) for route, phases_of_route in phases.items()
+            },
+            slots=recent.window_deltas(),
+            ends=recent.end_deltas(),
             failed_tries=[(_serial(w), cause, count) for (w, cause), count in tries.items()],
             retries=retries,
-            worker_ends=_of_workers(self._fleet.workers),
+            worker_ends=_worker_counts(self._fleet.workers),
         )
 
 
 class RecentDelta(RecentWindow):
-    def slots(self) -> list[SlotTally]:
+    def window_deltas(self) -> list[WindowDelta]:
         second = self.second_so_far()
         if not second.requests:
             return []
-        slots = [(WHOLE_DOOR, second)]
+        slots = [(WHOLE_PROCESS, second)]
         slots += [(_serial(worker), slot) for worker, slot in self.sums.items()]
         return [
-            SlotTally(serial, slot.requests, slot.errors, _sparse(slot.firsts))
+            WindowDelta(serial, slot.requests, slot.errors, _sparse(slot.firsts))
             for serial, slot in slots
         ]
 
-    def told(self) -> list[EndTally]:
-        well = [EndTally(False, tuple(end)) for end in self._ends]
-        return well + [EndTally(True, tuple(end)) for end in self._troubles]
+    def end_deltas(self) -> list[RecentEndDelta]:
+        well = [RecentEndDelta(False, tuple(end)) for end in self._ends]
+        return well + [RecentEndDelta(True, tuple(end)) for end in self._troubles]
 
 
-def add(tally: Tally, meters: Metrics, recent: RecentWindow, find: Find) -> None:
-    """`find` knows workers by their serial; what was counted for one that is gone is dropped."""
-    for told in tally.cells:
-        worker = find(told.serial)
-        if worker is not None or not told.serial:
-            _add_cell(told, meters, worker)
-    for route, spreads in tally.phases.items():
+def merge_metrics(
+    event: MetricsEvent, meters: Metrics, recent: RecentWindow, find: FindWorker
+) -> None:
+    """`find`: a worker by its serial number; what was counted for a removed one is dropped."""
+    for delta in event.cells:
+        worker = find(delta.serial)
+        if worker is not None or not delta.serial:
+            _merge_series(delta, meters, worker)
+    for route, deltas in event.phases.items():
         phases = meters.phases_of(route)
-        for name, spread in zip(PHASES, spreads, strict=True):
-            _add_spread(getattr(phases, name), spread)
-    for serial, cause, count in tally.failed_tries:
+        for name, phase_delta in zip(PHASES, deltas, strict=True):
+            _merge_histogram(getattr(phases, name), phase_delta)
+    for serial, cause, count in event.failed_tries:
         worker = find(serial)
         if worker is not None:
             meters.failed_tries[worker, cause] += count
-    meters.retries += tally.retries
-    _add_recent(tally, recent, find)
-    for serial, traffic, routed, succeeded, failed in tally.worker_ends:
+    meters.retries += event.retries
+    _merge_recent(event, recent, find)
+    for serial, traffic, routed, succeeded, failed in event.worker_ends:
         worker = find(serial)
         if worker is not None:
             worker.add_counts(traffic, routed=routed, succeeded=succeeded, failed=failed)
@@ -118,26 +128,30 @@ def _sparse(counts: list[int]) -> dict[int, int]:
     return {place: count for place, count in enumerate(counts) if count}
 
 
-def _spread(of: Histogram) -> Spread:
-    return Spread(_sparse(of.counts), of.sum)
+def _histogram_delta(of: Histogram) -> HistogramDelta:
+    return HistogramDelta(_sparse(of.counts), of.sum)
 
 
-def _of_cell(route: str, worker: Worker | None, cell: Cell) -> CellTally:
-    return CellTally(
+def _series_delta(route: str, worker: Worker | None, cell: Cell) -> SeriesDelta:
+    return SeriesDelta(
         route=route,
         serial=_serial(worker),
         ends=[(*key, count) for key, count in cell.ends.items()],
-        spreads=(_spread(cell.total), _spread(cell.first), _spread(cell.between)),
+        spreads=(
+            _histogram_delta(cell.total),
+            _histogram_delta(cell.first),
+            _histogram_delta(cell.between),
+        ),
         sums=(cell.bytes_in, cell.bytes_out, cell.pieces),
         tokens=[(*key, count) for key, count in cell.tokens.items()],
     )
 
 
-def _of_phases(phases: Phases) -> list[Spread]:
-    return [_spread(getattr(phases, name)) for name in PHASES]
+def _phase_deltas(phases: Phases) -> list[HistogramDelta]:
+    return [_histogram_delta(getattr(phases, name)) for name in PHASES]
 
 
-def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
+def _worker_counts(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
     rows = []
     for worker in workers:
         routed, succeeded, failed = worker.routed, worker.succeeded, worker.failed
@@ -148,42 +162,44 @@ def _of_workers(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
     return rows
 
 
-def _add_cell(told: CellTally, meters: Metrics, worker: Worker | None) -> None:
-    cell = meters.cell(told.route, worker)
-    for model, hundreds, end, count in told.ends:
+def _merge_series(delta: SeriesDelta, meters: Metrics, worker: Worker | None) -> None:
+    cell = meters.cell(delta.route, worker)
+    for model, hundreds, end, count in delta.ends:
         key = (model, hundreds, end)
         cell.ends[key] = cell.ends.get(key, 0) + count
-    for of, spread in zip((cell.total, cell.first, cell.between), told.spreads, strict=True):
-        _add_spread(of, spread)
-    cell.bytes_in += told.sums[0]
-    cell.bytes_out += told.sums[1]
-    cell.pieces += told.sums[2]
-    for model, kind, count in told.tokens:
+    for histogram, spread in zip(
+        (cell.total, cell.first, cell.between), delta.spreads, strict=True
+    ):
+        _merge_histogram(histogram, spread)
+    cell.bytes_in += delta.sums[0]
+    cell.bytes_out += delta.sums[1]
+    cell.pieces += delta.sums[2]
+    for model, kind, count in delta.tokens:
         cell.tokens[model, kind] += count
 
 
-def _add_spread(of: Histogram, spread: Spread) -> None:
-    for place, count in spread.places.items():
+def _merge_histogram(of: Histogram, delta: HistogramDelta) -> None:
+    for place, count in delta.places.items():
         of.counts[place] += count
-    of.sum += spread.sum
+    of.sum += delta.sum
 
 
-def _add_recent(tally: Tally, recent: RecentWindow, find: Find) -> None:
-    for slot in tally.slots:
-        _add_slot(slot, recent, find)
-    for noted in tally.ends:
+def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -> None:
+    for slot in event.slots:
+        _merge_window(slot, recent, find)
+    for noted in event.ends:
         recent.add(End(*noted.end), trouble=noted.trouble)
 
 
-def _add_slot(told: SlotTally, recent: RecentWindow, find: Find) -> None:
-    worker = find(told.serial)
-    if told.serial == WHOLE_DOOR:
+def _merge_window(delta: WindowDelta, recent: RecentWindow, find: FindWorker) -> None:
+    worker = find(delta.serial)
+    if delta.serial == WHOLE_PROCESS:
         slot: Slot = recent.second
-    elif worker is None and told.serial:
+    elif worker is None and delta.serial:
         return
     else:
         slot = recent.sums.setdefault(worker, Slot())
-    slot.requests += told.requests
-    slot.errors += told.errors
-    for place, count in told.firsts.items():
+    slot.requests += delta.requests
+    slot.errors += delta.errors
+    for place, count in delta.firsts.items():
         slot.firsts[place] += count

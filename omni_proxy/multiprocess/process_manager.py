@@ -1,8 +1,8 @@
-"""The doors as control leads them: how many, what they know, what they must have heard.
+"""The data-plane processes as the main process manages them: how many, what they know, who listens.
 
-Invariant: what `await_replicated` waits for is in force at every door that serves: one that does not
-acknowledge in time is killed, for a door that can't be told anything must not route. A door that
-ends unasked is replaced, and what it had in flight is taken off the counts.
+Invariant: what `await_replicated` waits for is in force in every process that serves. One that does
+not acknowledge in time is killed, since a process with an old snapshot must not route. A process
+that exits unasked is replaced, and what it had in flight is taken off the counters.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.messages import (
-    Ack,
-    Begin,
+    AckEvent,
+    ClearCacheCommand,
     DrainCommand,
-    Forget,
-    Listen,
-    LogLines,
+    ListenCommand,
+    ListenFailedEvent,
+    LogLinesEvent,
+    MetricsEvent,
+    ProcessEvent,
     ProcessStats,
-    Shut,
-    Tally,
-    ToControl,
+    StartCommand,
 )
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.report_handler import ReportHandler
@@ -43,20 +43,20 @@ from omni_proxy.telemetry.instruments import Instruments
 
 _log = logging.getLogger(__name__)
 
-SILENT_SECS: Final = 10.0  # a door that hears nothing for so long answers /ready with 503
+SILENT_SECS: Final = 10.0  # without a message a process answers /ready with 503
 TICK_SECS: Final = 1.0
-COUNT_SECS: Final = 0.1  # whoever is asked, or waits for all, looks by himself
-NEWS_SECS: Final = 0.002  # between two lots of news: a thousand failures a second are no thousand
-NEWS_PAUSES: Final = 4  # times what the last lot took: news of thousands of workers take a while
-PARTING_SECS: Final = 1.0  # for handshakes under way when connections are steered elsewhere
+RECOUNT_SECS: Final = 0.1  # between two recounts; who needs an exact count recounts itself
+PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes make few
+PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one: large fleets take long
+HANDOVER_SECS: Final = 1.0  # for connections that are being made while new ones are steered away
 
 
-def processes_of(config: Config) -> int:
+def process_count(config: Config) -> int:
     return config.server.processes or len(os.sched_getaffinity(0))
 
 
-def share(config: Config, doors: int) -> Config:
-    """What each of so many doors has to keep to; rounded up, so that none is left without."""
+def per_process_config(config: Config, doors: int) -> Config:
+    """The configuration of each of so many processes: bounds are divided, and rounded up."""
     server = structs.replace(
         config.server,
         queue_size=-(-config.server.queue_size // doors),
@@ -66,297 +66,300 @@ def share(config: Config, doors: int) -> Config:
 
 
 class ProcessManager:
-    """All door processes, and control's own door, which serves alone while there is one process."""
+    """All data-plane processes, and the main process's own data plane, which serves where
+    `[server] processes = 1`."""
 
     def __init__(
-        self, fleet: Fleet, door: DataPlane, instruments: Instruments, front_socket: str
+        self, fleet: Fleet, door: DataPlane, instruments: Instruments, admin_socket: str
     ) -> None:
         self.door = door
         self.draining = False
-        self.seats: dict[int, ProcessSlot] = {}  # by index
-        self.roster = WorkerIds(fleet, door)
-        self.gone: Counter[str] = Counter()
-        self.gone_ended: Counter[str] = Counter()
-        self._news = SnapshotPublisher(fleet, self.roster)
-        self._hearing = ReportHandler(
-            fleet, door, self.roster, instruments, self.gone, self.gone_ended
+        self.slots: dict[int, ProcessSlot] = {}  # by index
+        self.worker_ids = WorkerIds(fleet, door)
+        self.exited_counts: Counter[str] = Counter()
+        self.exited_outcomes: Counter[str] = Counter()
+        self._publisher = SnapshotPublisher(fleet, self.worker_ids)
+        self._report_handler = ReportHandler(
+            fleet, door, self.worker_ids, instruments, self.exited_counts, self.exited_outcomes
         )
-        self._front_socket = front_socket
-        self._sessions: int | None = None  # the descriptor of their memory
+        self._admin_socket = admin_socket
+        self._sessions: int | None = None  # the descriptor of the shared sessions
         self._port: ReuseportGroup | None = None
-        self._wanted = 0
+        self._process_count = 0
         self._nursery: trio.Nursery | None = None
-        self._manned = trio.Event()  # there are seats
-        self._emptied = trio.Event()
-        self._dirty = trio.Event()
-        fleet.watch(lambda: self._dirty.set())
-        door.voices.watch(lambda: self._dirty.set())
-        door.voices.watch_names(lambda: self._dirty.set())
-        fleet.watch_cache_cleared(self._forgotten)
+        self._has_slots = trio.Event()  # set while there are slots
+        self._no_slots = trio.Event()
+        self._changed = trio.Event()
+        fleet.watch(lambda: self._changed.set())
+        door.voices.watch(lambda: self._changed.set())
+        door.voices.watch_names(lambda: self._changed.set())
+        fleet.watch_cache_cleared(self._clear_cache)
 
     @property
-    def links(self) -> list[ProcessHandle]:
-        """Those of the processes that are alive."""
-        links = [seat.link for seat in self.seats.values()]
-        return [link for link in links if link is not None and not link.over]
+    def handles(self) -> list[ProcessHandle]:
+        """Of the processes that are alive."""
+        handles = [slot.handle for slot in self.slots.values()]
+        return [handle for handle in handles if handle is not None and not handle.closed]
 
     def prepare(self, new: Config) -> Callable[[], None]:
-        """As the door's: the result puts `new` in force. Raises OSError, ConfigError."""
-        enter = self.door.prepare(new)
+        """As `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
+        prepared = self.door.prepare(new)
         try:
-            port = self._port_for(new, enter.public)
+            port = self._prepare_port(new, prepared.public)
         except OSError:
-            enter.cancel()
+            prepared.cancel()
             raise
 
         def commit() -> None:
-            enter()
-            self._settle(new, port)
+            prepared()
+            self._apply(new, port)
 
         return commit
 
     def open(self) -> None:
-        """Let them in where the door was held. Raises OSError."""
+        """Start to listen where `listeners.held` prevented it. Raises OSError."""
         self.door.open()
-        if self.seats and self._port is not None:
-            self._rest(self._port)
-        self._seat_all()
+        if self.slots and self._port is not None:
+            self._stop_accepting(self._port)
+        self._assign_sockets()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start and keep the processes that are wanted; ends them when cancelled."""
+        """Run the processes that the configuration wants, until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                nursery.start_soon(self._regularly, COUNT_SECS, self.roster.recount)
-                nursery.start_soon(self._regularly, TICK_SECS, self._tick)
-                nursery.start_soon(self._regularly, TICK_SECS / 4, self._publish)
+                nursery.start_soon(self._repeat, RECOUNT_SECS, self.worker_ids.recount)
+                nursery.start_soon(self._repeat, TICK_SECS, self._tick)
+                nursery.start_soon(self._repeat, TICK_SECS / 4, self._publish)
                 task_status.started()
                 await self._publish_changes()
         finally:
             if self._port is not None:
-                self._port.end()
+                self._port.close_all()
 
     async def _publish_changes(self) -> None:
         while True:
-            await self._dirty.wait()
-            self._dirty = trio.Event()
-            began = trio.current_time()
+            await self._changed.wait()
+            self._changed = trio.Event()
+            started_at = trio.current_time()
             self._publish()
-            spent_secs = trio.current_time() - began
-            await trio.sleep(max(NEWS_SECS, NEWS_PAUSES * spent_secs))
+            spent_secs = trio.current_time() - started_at
+            await trio.sleep(max(PUBLISH_PAUSE_SECS, PUBLISH_PAUSE_FACTOR * spent_secs))
 
     async def await_replicated(self) -> None:
-        """Until everything that is so now is so at every door that serves."""
+        """Until the present state is in force in every process that serves."""
         self._publish()
-        for link in [link for link in self.links if link.ready]:
-            await link.acknowledged(link.told)
+        for handle in [handle for handle in self.handles if handle.ready]:
+            await handle.wait_acknowledged(handle.sent)
         self.count()
 
     def count(self) -> None:
-        """What all have in flight, now."""
-        if self.seats:
-            self.roster.recount()
+        """Read the shared counters now."""
+        if self.slots:
+            self.worker_ids.recount()
 
     def begin_drain(self) -> None:
-        """No new connection anywhere; each door ends with its last one."""
+        """Accept no new connection anywhere; each process exits after its last one has ended."""
         self.draining = True
         if self._port is not None:
-            self._port.end()
+            self._port.close_all()
         self.door.begin_drain()
-        for seat in self.seats.values():
-            seat.retire()
-        for link in self.links:
-            link.tell(DrainCommand())
+        for slot in self.slots.values():
+            slot.retire()
+        for handle in self.handles:
+            handle.send(DrainCommand())
 
     async def drained(self) -> None:
         """Until the last connection has ended; the caller's scope bounds it."""
-        while self.seats:
-            await self._emptied.wait()
+        while self.slots:
+            await self._no_slots.wait()
         await self.door.drained()
 
-    async def _regularly(self, secs: float, chore: Callable[[], None]) -> None:
-        """Costs nothing while there are no seats."""
+    async def _repeat(self, secs: float, chore: Callable[[], None]) -> None:
+        """Call `chore` again and again while there are slots."""
         while True:
-            await self._manned.wait()
+            await self._has_slots.wait()
             chore()
             await trio.sleep(secs)
 
-    def _port_for(self, new: Config, listener: Listener | None) -> ReuseportGroup | None:
-        """The one that its doors need; None where they have it. Raises OSError."""
-        if listener is None or self.draining or not (processes_of(new) > 1 or self.seats):
+    def _prepare_port(self, new: Config, listener: Listener | None) -> ReuseportGroup | None:
+        """The sockets that its processes need; None where they have them. Raises OSError."""
+        if listener is None or self.draining or not (process_count(new) > 1 or self.slots):
             return None
         if self._port is not None and self._port.listener is listener:
             return None
         return ReuseportGroup(self.door.loop, listener)
 
-    def _settle(self, new: Config, port: ReuseportGroup | None) -> None:
-        """As many seats as `new` wants; `port` is another one than before. Can't fail."""
-        accepting = self._wanted == 1
-        self._wanted = processes_of(new)
-        several = self._wanted > 1
-        if self.draining or (not several and not self.seats):
+    def _apply(self, new: Config, port: ReuseportGroup | None) -> None:
+        """Have as many slots as `new` wants; `port`: new sockets, if any. Can't fail."""
+        accepting = self._process_count == 1
+        self._process_count = process_count(new)
+        multiple = self._process_count > 1
+        if self.draining or (not multiple and not self.slots):
             return
-        self._news.config = share(new, self._wanted)
+        self._publisher.config = per_process_config(new, self._process_count)
         if port is not None:
-            self._move_to(port, accepting=accepting)
-        active = self._staying()
-        for seat in active[self._wanted if several else 0 :]:
-            self._retire(seat)
-        for _ in range(self._wanted - len(active) if several else 0):
-            self._take_seat()
-        self._seat_all()
-        self._dirty.set()
+            self._replace_port(port, accepting=accepting)
+        active = self._active_slots()
+        for slot in active[self._process_count if multiple else 0 :]:
+            self._retire(slot)
+        for _ in range(self._process_count - len(active) if multiple else 0):
+            self._add_slot()
+        self._assign_sockets()
+        self._changed.set()
 
-    def _end_port(self) -> None:
-        """Our own door is alone again, with the listener that it has."""
-        if self._port is not None and self._wanted == 1:
-            self._port.end()
+    def _close_port(self) -> None:
+        """The main process serves alone again, with the listener that it has."""
+        if self._port is not None and self._process_count == 1:
+            self._port.close_all()
             self._port = None
 
-    def _move_to(self, port: ReuseportGroup, *, accepting: bool) -> None:
-        """`accepting`: our own door goes on until the first of the others can."""
+    def _replace_port(self, port: ReuseportGroup, *, accepting: bool) -> None:
+        """`accepting`: the main process accepts until the first of the other processes can."""
         if self._port is not None:
-            self._port.end()
+            self._port.close_all()
         self._port = port
-        if not accepting and self._first_has_seat():
-            self._rest(port)
-        for link in self.links:
-            link.listening = link.waits_for_tick = False
+        if not accepting and self._first_slot_stays():
+            self._stop_accepting(port)
+        for handle in self.handles:
+            handle.listening = handle.listen_retry_pending = False
 
-    def _rest(self, port: ReuseportGroup) -> None:
-        """The others accept from here on, and get the clients that our own door has."""
-        port.rest()
+    def _stop_accepting(self, port: ReuseportGroup) -> None:
+        """The other processes accept from here on; idle clients of the main process reconnect."""
+        port.pause()
         self.door.close_after_answers(admin=False)
 
-    def _take_seat(self) -> None:
+    def _add_slot(self) -> None:
         assert self._nursery is not None
-        index = next(free for free in range(1, len(self.seats) + 2) if free not in self.seats)
-        seat = self.seats[index] = ProcessSlot(index)
-        self.roster.doors = max(self.seats)
-        self._manned.set()
-        self._nursery.start_soon(self._keep, seat)
+        index = next(free for free in range(1, len(self.slots) + 2) if free not in self.slots)
+        slot = self.slots[index] = ProcessSlot(index)
+        self.worker_ids.processes = max(self.slots)
+        self._has_slots.set()
+        self._nursery.start_soon(self._run_slot, slot)
 
-    async def _keep(self, seat: ProcessSlot) -> None:
+    async def _run_slot(self, slot: ProcessSlot) -> None:
         try:
-            await seat.keep(self._begin, self._hear, self._ended)
+            await slot.run_until_retired(self._on_start, self._on_event, self._on_exit)
         finally:
-            del self.seats[seat.index]
-            self.roster.doors = max(self.seats, default=0)
+            del self.slots[slot.index]
+            self.worker_ids.processes = max(self.slots, default=0)
             if self._port is not None:
-                self._seat_all()
-                self._port.close(seat.index - 1)
-            if not self.seats:
-                self.roster.recount()
-                self._end_port()
-                self._manned = trio.Event()
-                self._emptied.set()
-                self._emptied = trio.Event()
+                self._assign_sockets()
+                self._port.close(slot.index - 1)
+            if not self.slots:
+                self.worker_ids.recount()
+                self._close_port()
+                self._has_slots = trio.Event()
+                self._no_slots.set()
+                self._no_slots = trio.Event()
 
-    def _retire(self, seat: ProcessSlot) -> None:
+    def _retire(self, slot: ProcessSlot) -> None:
         assert self._nursery is not None
-        seat.retire()
-        self._nursery.start_soon(self._see_off, seat)
+        slot.retire()
+        self._nursery.start_soon(self._drain_and_stop, slot)
 
-    async def _see_off(self, seat: ProcessSlot) -> None:
-        """New connections go elsewhere; when those under way have come, and have asked, it drains:
-        that would close one that has only just been made."""
-        config, link = self._news.config, seat.link
-        if link is None or config is None:
+    async def _drain_and_stop(self, slot: ProcessSlot) -> None:
+        """Steer new connections away, wait for those that are being made, then drain: a drain would
+        close a connection that has not sent its first request."""
+        config, handle = self._publisher.config, slot.handle
+        if handle is None or config is None:
             return
-        if seat.index > 1:  # the first socket is served by others too
-            await trio.sleep(PARTING_SECS / 2)
-        link.tell(Listen(0))
-        await trio.sleep(PARTING_SECS / 2)
-        link.tell(DrainCommand())
+        if slot.index > 1:  # the first socket may be served by another process too
+            await trio.sleep(HANDOVER_SECS / 2)
+        handle.send(ListenCommand(0))
+        await trio.sleep(HANDOVER_SECS / 2)
+        handle.send(DrainCommand())
         await trio.sleep(config.server.drain_timeout_secs)
-        link.kill()
+        handle.kill()
 
-    def _begin(self, link: ProcessHandle) -> None:
+    def _on_start(self, handle: ProcessHandle) -> None:
         if self._sessions is None:
-            self._sessions = shared_sessions.made()
-        begin = Begin(link.index, self._front_socket, SILENT_SECS, self.door.proxy_id.decode())
-        link.tell_begin(begin, self.roster.board.descriptor, self._sessions)
-        self._news.tell_all([link])
+            self._sessions = shared_sessions.create_sessions()
+        start = StartCommand(
+            handle.index, self._admin_socket, SILENT_SECS, self.door.proxy_id.decode()
+        )
+        handle.send_start(start, self.worker_ids.counters.descriptor, self._sessions)
+        self._publisher.send_all([handle])
 
-    def _hear(self, link: ProcessHandle, message: ToControl) -> None:
-        self._hearing.hear(link, message)
-        if isinstance(message, Shut):
-            self._shut_out(link, message.error)
-        if link.ready and not (link.listening or link.waits_for_tick):
-            self._seat_all()
-        if not isinstance(message, Ack | LogLines | ProcessStats | Tally):
-            self._dirty.set()
+    def _on_event(self, handle: ProcessHandle, message: ProcessEvent) -> None:
+        self._report_handler.on_event(handle, message)
+        if isinstance(message, ListenFailedEvent):
+            self._on_listen_error(handle, message.error)
+        if handle.ready and not (handle.listening or handle.listen_retry_pending):
+            self._assign_sockets()
+        if not isinstance(message, AckEvent | LogLinesEvent | ProcessStats | MetricsEvent):
+            self._changed.set()
 
-    def _ended(self, seat: ProcessSlot, link: ProcessHandle) -> None:
-        self.roster.clear(link.index)
-        self._hearing.bury(link)
-        self._seat_all()
-        self._dirty.set()
+    def _on_exit(self, slot: ProcessSlot, handle: ProcessHandle) -> None:
+        self.worker_ids.clear(handle.index)
+        self._report_handler.on_process_exit(handle)
+        self._assign_sockets()
+        self._changed.set()
 
-    def _seat_all(self) -> None:
-        """Who is ready and not leaving gets its socket; new connections go to those who have."""
+    def _assign_sockets(self) -> None:
+        """Give a socket to every process that is ready, and steer new connections to those."""
         port = self._port
         if port is None or self.draining or self.door.listeners.held:
             return
-        for link in self.links:
-            if link.listening or link.waits_for_tick or not link.ready:
+        for handle in self.handles:
+            if handle.listening or handle.listen_retry_pending or not handle.ready:
                 continue
-            if not self.seats[link.index].retiring:
+            if not self.slots[handle.index].is_retiring:
                 try:
-                    link.tell(Listen(1), port.listen(link.index - 1))
+                    handle.send(ListenCommand(1), port.listen(handle.index - 1))
                 except OSError as error:
-                    self._shut_out(link, error.strerror or str(error))
+                    self._on_listen_error(handle, error.strerror or str(error))
                     continue
-                link.listening = True
-        serving = [link.index - 1 for link in self.links if self._serves(link)]
-        if self._wanted == 1 or not (port.shared or self._first_has_seat()):
-            port.work()  # what waits at the first socket, nobody else would answer
-        elif not port.rests and (0 in serving or (port.shared and serving)):
-            self._rest(port)
-        if self._wanted == 1 or not (serving or port.rests):
+                handle.listening = True
+        serving = [handle.index - 1 for handle in self.handles if self._is_serving(handle)]
+        if self._process_count == 1 or not (port.shared or self._first_slot_stays()):
+            port.resume()  # else nothing would accept what waits at the first socket
+        elif not port.paused and (0 in serving or (port.shared and serving)):
+            self._stop_accepting(port)
+        if self._process_count == 1 or not (serving or port.paused):
             port.steer([0])
         else:
-            port.steer(serving or [seat.index - 1 for seat in self._staying()])
+            port.steer(serving or [slot.index - 1 for slot in self._active_slots()])
 
-    def _shut_out(self, link: ProcessHandle, why: str) -> None:
-        """It is told again with the next tick, until it can."""
-        if not link.shut_out:
-            _log.error("door %d can't listen on its socket for now: %s", link.index, why)
-        link.shut_out = why
-        link.listening, link.waits_for_tick = False, True
+    def _on_listen_error(self, handle: ProcessHandle, error: str) -> None:
+        """Retried with the next tick."""
+        if not handle.listen_error:
+            _log.error('dataplane_process_listen_failed process=%d error="%s"', handle.index, error)
+        handle.listen_error = error
+        handle.listening, handle.listen_retry_pending = False, True
 
-    def _try_again(self, link: ProcessHandle) -> None:
-        if link.waits_for_tick:
-            link.waits_for_tick = False
-            self._seat_all()
-        elif link.shut_out and link.listening and link.acked == link.told:
-            link.shut_out = ""
-            _log.info("door %d listens on its socket now", link.index)
+    def _retry_listen(self, handle: ProcessHandle) -> None:
+        if handle.listen_retry_pending:
+            handle.listen_retry_pending = False
+            self._assign_sockets()
+        elif handle.listen_error and handle.listening and handle.acked == handle.sent:
+            handle.listen_error = ""
+            _log.info("dataplane_process_listen_recovered process=%d", handle.index)
 
-    def _serves(self, link: ProcessHandle) -> bool:
-        return link.listening and not self.seats[link.index].retiring
+    def _is_serving(self, handle: ProcessHandle) -> bool:
+        return handle.listening and not self.slots[handle.index].is_retiring
 
-    def _staying(self) -> list[ProcessSlot]:
-        return [seat for seat in self.seats.values() if not seat.retiring]
+    def _active_slots(self) -> list[ProcessSlot]:
+        return [slot for slot in self.slots.values() if not slot.is_retiring]
 
-    def _first_has_seat(self) -> bool:
-        return any(seat.index == 1 for seat in self._staying())
+    def _first_slot_stays(self) -> bool:
+        return any(slot.index == 1 for slot in self._active_slots())
 
     def _publish(self) -> None:
-        links = self.links
-        self._news.turn_leases(links, trio.current_time())
-        self._news.tell_all(links)
+        handles = self.handles
+        self._publisher.rotate_leases(handles, trio.current_time())
+        self._publisher.send_all(handles)
 
     def _tick(self) -> None:
-        """A beat for those that hear of nothing else, and the end of those that hear nothing."""
-        for link in self.links:
-            link.silent_ticks += 1
-            if link.deaf:
-                _log.error("door %d does not listen to us any more; it is killed", link.index)
-                link.kill()
-            self._try_again(link)
-        self._news.tell_all(self.links, beat=True)
+        """Send a heartbeat, and kill processes that acknowledge nothing."""
+        for handle in self.handles:
+            handle.silent_ticks += 1
+            if handle.is_unresponsive:
+                _log.error("dataplane_process_unresponsive_killed process=%d", handle.index)
+                handle.kill()
+            self._retry_listen(handle)
+        self._publisher.send_all(self.handles, heartbeat=True)
 
-    def _forgotten(self, worker: Worker) -> None:
-        for link in self.links:
-            link.tell(Forget(self.roster.serial(worker)))
+    def _clear_cache(self, worker: Worker) -> None:
+        for handle in self.handles:
+            handle.send(ClearCacheCommand(self.worker_ids.serial(worker)))

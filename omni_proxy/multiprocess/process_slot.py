@@ -1,6 +1,9 @@
-"""The place of one door among several: its process, started again whenever it ends unasked.
+"""One of the data-plane processes: its slot, which outlives restarts, and the handle of a process.
 
-Invariant: a seat that retires starts nothing any more; `keep` returns when its process is gone.
+`ProcessSlot` starts its process again with back-off whenever that exits unasked, until it is
+retired. `ProcessHandle` is one process: it starts it, sends commands and receives events.
+Invariant: when `ProcessHandle.run` returns, also by cancellation, the process is gone, and no task
+waits for an acknowledgement of it. A slot that is retired starts no process any more.
 """
 
 from __future__ import annotations
@@ -21,209 +24,211 @@ from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.command import OURSELVES, argv_of
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
 from omni_proxy.multiprocess.messages import (
-    Ack,
-    Begin,
+    AckEvent,
+    ProcessCommand,
+    ProcessEvent,
     ProcessStats,
+    StartCommand,
     StateSnapshot,
-    ToControl,
-    ToDoor,
 )
 
 _log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECS: Final = 0.2
-LONGEST_PAUSE_SECS: Final = 30.0
-CALM_SECS: Final = 60.0  # a life that lasted so long starts the back-off anew
+SUBCOMMAND: Final = "data-plane-process"
+RESTART_BACKOFF_SECS: Final = 0.2
+MAX_RESTART_BACKOFF_SECS: Final = 30.0
+BACKOFF_RESET_SECS: Final = 60.0  # a process that lived so long is restarted without delay again
+KILL_AFTER_SECS: Final = 2.0  # from closing its socket to SIGKILL
+MAX_UNACKED_TICKS: Final = 10  # without an acknowledgement, then the process is killed
+# A busy machine imports slowly with all processes at once; killing them would begin it again.
+MAX_STARTUP_TICKS: Final = 120
+
+EventCallback = Callable[["ProcessHandle", ProcessEvent], None]
 
 
 class ProcessSlot:
-    """`index`: its row on the board, from 1 on."""
+    """`index`: its row in the shared counters, from 1 on."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.link: ProcessHandle | None = None
+        self.handle: ProcessHandle | None = None  # of the newest process
         self.restarts = 0
         self.last_error = ""
-        self.bell = trio.Event()  # set when it retires
+        self._retired = trio.Event()
 
     def retire(self) -> None:
-        self.bell.set()
+        """Start no process any more; one that runs goes on until it is drained or killed."""
+        self._retired.set()
 
     @property
-    def retiring(self) -> bool:
-        return self.bell.is_set()
+    def is_retiring(self) -> bool:
+        return self._retired.is_set()
 
-    async def keep(
+    async def run_until_retired(
         self,
-        begin: Callable[[ProcessHandle], None],
-        hear: Hear,
-        ended: Callable[[ProcessSlot, ProcessHandle], None],
+        on_start: Callable[[ProcessHandle], None],
+        on_event: EventCallback,
+        on_exit: Callable[[ProcessSlot, ProcessHandle], None],
     ) -> None:
-        """`begin(link)` tells a new process what it must know; `ended(seat, link)` buries it."""
-        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, CALM_SECS)
-        while not self.retiring:
-            began = trio.current_time()
-            how = await self._live(begin, hear, ended)
-            if self.bell.is_set():
+        """Run a process, and the next when it exits. `on_start` sends its first commands."""
+        backoff = Backoff(RESTART_BACKOFF_SECS, MAX_RESTART_BACKOFF_SECS, BACKOFF_RESET_SECS)
+        while not self.is_retiring:
+            started_at = trio.current_time()
+            reason = await self._run_once(on_start, on_event, on_exit)
+            if self._retired.is_set():
                 return
             self.restarts += 1
-            self.last_error = how
-            pause = backoff.next_delay(trio.current_time() - began)
-            _log.error("door %d %s; it is started again in %.1f s", self.index, how, pause)
-            with trio.move_on_after(pause):
-                await self.bell.wait()
+            self.last_error = reason
+            delay = backoff.next_delay(trio.current_time() - started_at)
+            _log.error(
+                'dataplane_process_exited process=%d reason="%s" restart_in=%.1fs',
+                self.index, reason, delay,
+            )  # fmt: skip
+            with trio.move_on_after(delay):
+                await self._retired.wait()
 
-    async def _live(
+    async def _run_once(
         self,
-        begin: Callable[[ProcessHandle], None],
-        hear: Hear,
-        ended: Callable[[ProcessSlot, ProcessHandle], None],
+        on_start: Callable[[ProcessHandle], None],
+        on_event: EventCallback,
+        on_exit: Callable[[ProcessSlot, ProcessHandle], None],
     ) -> str:
-        """One life of its process: how that ended, or why there was none."""
+        """How its process exited, or why it could not be started."""
         try:
-            link = self.link = ProcessHandle(self.index)
+            handle = self.handle = ProcessHandle(self.index)
         except OSError as error:
-            return _not_started(error)
+            return _start_error(error)
         try:
-            begin(link)
-            return await link.live(hear)
+            on_start(handle)
+            return await handle.run(on_event)
         except OSError as error:
-            return _not_started(error)
+            return _start_error(error)
         finally:
-            link.end()
-            ended(self, link)
-
-
-def _not_started(error: OSError) -> str:
-    return f"could not be started: {error.strerror or error}"
-
-
-# One door process, as control has it: started, told, heard, ended.
-#
-# Invariant: when `live` returns, also by being cancelled, the process is gone; whoever waits for an
-# acknowledgement of it waits no longer.
-
-WORD: Final = "door-process"
-EXIT_SECS: Final = 2.0  # from the end of its socket to SIGKILL
-DEAF_TICKS: Final = 10  # one that acknowledges nothing for so many is killed
-# A machine with too much to do takes long over the imports of all doors at once, and killing them
-# has it begin all over again.
-BEGINNING_TICKS: Final = 120
-
-Hear = Callable[["ProcessHandle", ToControl], None]
+            handle.close()
+            on_exit(self, handle)
 
 
 class ProcessHandle:
-    """`stand` is what it told last of itself."""
+    """One data-plane process. `stats`: the newest that it has reported."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         ours, self._theirs = socket.socketpair()
-        self._channel: IpcChannel[ToControl] = IpcChannel(ours, msgspec.msgpack.Decoder(ToControl))
+        self._channel: IpcChannel[ProcessEvent] = IpcChannel(
+            ours, msgspec.msgpack.Decoder(ProcessEvent)
+        )
         self._process: trio.Process | None = None
-        self._moved = trio.Event()  # set, and replaced, when it has acknowledged
+        self._acked_more = trio.Event()  # set, and replaced by a new one, at an acknowledgement
         self.acked = 0
         self.revision = 0
         self.listening = False
-        self.shut_out = ""  # why it could not be given its socket, until it has it
-        self.waits_for_tick = False  # before it is told of that again
-        self.over = False
+        self.listen_error = ""  # why it has no listening socket, until it has one
+        self.listen_retry_pending = False  # until the next tick
+        self.closed = False
         self.silent_ticks = 0
-        self.stand: ProcessStats | None = None
-        self.trials: dict[tuple[int, int], int] = {}  # its number of a trial -> control's
-        self.news: StateSnapshot | None = None  # the newest, whole
-        self.voice_changes = 0  # that it told of and that are in the registry
+        self.stats: ProcessStats | None = None
+        self.half_open_ids: dict[tuple[int, int], int] = {}  # (serial, its number) -> ours
+        self.last_snapshot: StateSnapshot | None = None  # with all parts
+        self.voice_changes = 0  # that it has reported and that are in the registry
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     @property
-    def told(self) -> int:
-        """How many messages it should acknowledge."""
-        return self._channel.told
+    def sent(self) -> int:
+        """How many commands it has to acknowledge."""
+        return self._channel.sent
 
     @property
     def ready(self) -> bool:
         """It has a fleet and a configuration."""
-        return self.acked >= 2 and not self.over
+        return self.acked >= 2 and not self.closed
 
     @property
-    def deaf(self) -> bool:
-        """It has heard nothing of what it was told for too long; who only begins has more time."""
-        most = DEAF_TICKS if self.acked else BEGINNING_TICKS
-        return self.acked < self.told and self.silent_ticks > most
+    def is_unresponsive(self) -> bool:
+        """It has acknowledged nothing for too long; one that starts up has more time."""
+        max_ticks = MAX_UNACKED_TICKS if self.acked else MAX_STARTUP_TICKS
+        return self.acked < self.sent and self.silent_ticks > max_ticks
 
-    def tell(self, message: ToDoor, *socks: socket.socket) -> int:
+    def send(self, command: ProcessCommand, *socks: socket.socket) -> int:
+        """The command's number, 0 after the end. Raises OSError, see `IpcChannel.send`."""
         descriptors = [sock.fileno() for sock in socks]
-        return 0 if self.over else self._channel.tell(message, descriptors)
+        return 0 if self.closed else self._channel.send(command, descriptors)
 
-    def tell_begin(self, begin: Begin, *descriptors: int) -> None:
-        self._channel.tell(begin, descriptors)
+    def send_start(self, start: StartCommand, *descriptors: int) -> None:
+        self._channel.send(start, descriptors)
 
-    async def acknowledged(self, count: int) -> None:
-        """Until so many messages have taken effect there, or it has ended."""
-        while self.acked < count and not self.over:
-            await self._moved.wait()
+    async def wait_acknowledged(self, count: int) -> None:
+        """Until `count` commands have taken effect there, or the process has ended."""
+        while self.acked < count and not self.closed:
+            await self._acked_more.wait()
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def live(self, hear: Hear) -> str:
-        """Start it and hear it until it ends; how it did. Raises OSError where it can't start."""
+    async def run(self, on_event: EventCallback) -> str:
+        """Start the process and receive its events until it exits; returns how it did.
+
+        Raises OSError where it can't be started.
+        """
         try:
             with self._theirs:
                 self._process = await trio.lowlevel.open_process(
-                    command(self._theirs.fileno()),
+                    process_argv(self._theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[self._theirs.fileno()],
                     env=dict(os.environ),
                 )
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._channel.pass_on)
-                await self._hear(hear)
+                nursery.start_soon(self._channel.run_writer)
+                await self._receive_events(on_event)
                 nursery.cancel_scope.cancel()
         finally:
-            self.end()
+            self.close()
             with trio.CancelScope(shield=True):
-                status = await self._gone()
-        return _told(status)
+                status = await self._wait_exit()
+        return _exit_text(status)
 
-    def end(self) -> None:
-        """Nothing is told or heard any more, also where it was never started."""
-        self.over, self.listening = True, False
+    def close(self) -> None:
+        """Close the socket: nothing is sent or received any more. The process then exits."""
+        self.closed, self.listening = True, False
         self._theirs.close()
         self._channel.close()
-        self._moved.set()
+        self._acked_more.set()
 
-    async def _hear(self, hear: Hear) -> None:
-        while heard := await self._channel.hear():
-            for message in heard:
-                if isinstance(message, Ack):
-                    self.acked, self.revision = message.count, message.revision
+    async def _receive_events(self, on_event: EventCallback) -> None:
+        while events := await self._channel.receive():
+            for event in events:
+                if isinstance(event, AckEvent):
+                    self.acked, self.revision = event.count, event.revision
                     self.silent_ticks = 0
-                    self._moved.set()
-                    self._moved = trio.Event()
-                elif isinstance(message, ProcessStats):
-                    self.stand = message
-                hear(self, message)
+                    self._acked_more.set()
+                    self._acked_more = trio.Event()
+                elif isinstance(event, ProcessStats):
+                    self.stats = event
+                on_event(self, event)
 
-    async def _gone(self) -> int:
+    async def _wait_exit(self) -> int:
         if self._process is None:
             return 0
-        with trio.move_on_after(EXIT_SECS):
+        with trio.move_on_after(KILL_AFTER_SECS):
             return await self._process.wait()
         self.kill()
         return await self._process.wait()
 
 
-def command(descriptor: int) -> list[str]:
-    """Our own program again, however it was started."""
-    return argv_of(LaunchEntry(command=(OURSELVES, WORD, str(descriptor))), 0, ())
+def process_argv(descriptor: int) -> list[str]:
+    """This program again, however it was started; `descriptor`: of its end of the socket."""
+    return argv_of(LaunchEntry(command=(OURSELVES, SUBCOMMAND, str(descriptor))), 0, ())
 
 
-def _told(status: int) -> str:
+def _start_error(error: OSError) -> str:
+    return f"could not be started: {error.strerror or error}"
+
+
+def _exit_text(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"

@@ -1,7 +1,7 @@
-"""What doors tell, put where the same thing goes with one process: fleet, meters, logs.
+"""Applies the events of data-plane processes: to the fleet, the metrics and the logs.
 
-Invariant: a worker is named by its serial number, so that nothing learnt of one that is gone is
-held against one that has its URL now.
+Each goes where the same thing goes with one process. Invariant: events name a worker by its serial
+number, so that nothing about a removed worker counts against a later one with the same URL.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.messages import (
-    Failed,
-    Good,
-    KeptVoices,
-    LogLines,
+    HalfOpenEndedEvent,
+    HalfOpenStartedEvent,
+    LogLinesEvent,
+    MetricsEvent,
+    ProcessEvent,
     ProcessStats,
-    Tally,
-    ToControl,
-    TrialBegan,
-    TrialEnded,
+    RequestFailedEvent,
+    RequestSucceededEvent,
+    VoicesChangedEvent,
 )
-from omni_proxy.multiprocess.metrics_delta import add
+from omni_proxy.multiprocess.metrics_delta import merge_metrics
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.worker_ids import WorkerIds
 from omni_proxy.telemetry.instruments import Instruments
@@ -31,63 +31,73 @@ from omni_proxy.telemetry.instruments import Instruments
 
 @dataclass(frozen=True, slots=True)
 class ReportHandler:
-    """`gone` and `gone_ended`: the counters of doors that have ended."""
+    """`exited_counts`, `exited_outcomes`: counters of processes that have exited."""
 
     fleet: Fleet
     door: DataPlane
-    roster: WorkerIds
+    worker_ids: WorkerIds
     instruments: Instruments
-    gone: Counter[str]
-    gone_ended: Counter[str]
+    exited_counts: Counter[str]
+    exited_outcomes: Counter[str]
 
-    def hear(self, link: ProcessHandle, message: ToControl) -> None:
+    def on_event(self, handle: ProcessHandle, message: ProcessEvent) -> None:
         match message:
-            case LogLines(access, route, dropped):
+            case LogLinesEvent(access, route, dropped):
                 logs = self.instruments.logs
                 for line in access:
                     logs["access_log"].write(line)
                 for line in route:
                     logs["route_log"].write(line)
                 logs["access_log"].dropped += dropped
-            case Tally():
+            case MetricsEvent():
                 meters, recent = self.instruments.meters, self.instruments.recent
-                add(message, meters, recent, self.roster.find)
-            case Failed() | Good() | TrialBegan() | TrialEnded() | KeptVoices():
-                if isinstance(message, KeptVoices):
-                    link.voice_changes += 1
-                worker = self.roster.find(message.serial)
+                merge_metrics(message, meters, recent, self.worker_ids.find)
+            case (
+                RequestFailedEvent()
+                | RequestSucceededEvent()
+                | HalfOpenStartedEvent()
+                | HalfOpenEndedEvent()
+                | VoicesChangedEvent()
+            ):
+                if isinstance(message, VoicesChangedEvent):
+                    handle.voice_changes += 1
+                worker = self.worker_ids.find(message.serial)
                 if worker is not None:
-                    self._hear_of(worker, link, message)
+                    self._on_worker_event(worker, handle, message)
 
-    def _hear_of(
+    def _on_worker_event(
         self,
         worker: Worker,
-        link: ProcessHandle,
-        message: Failed | Good | TrialBegan | TrialEnded | KeptVoices,
+        handle: ProcessHandle,
+        message: RequestFailedEvent
+        | RequestSucceededEvent
+        | HalfOpenStartedEvent
+        | HalfOpenEndedEvent
+        | VoicesChangedEvent,
     ) -> None:
         fleet = self.fleet
         match message:
-            case Failed(serial, status, error, at, trial):
-                number = link.trials.get((serial, trial), 0)
+            case RequestFailedEvent(serial, status, error, at, trial):
+                number = handle.half_open_ids.get((serial, trial), 0)
                 fleet.observe_request_failure(
                     worker, status=status, error=error, at=at, half_open_id=number
                 )
-            case Good(serial, trial):
-                fleet.observe_success(worker, link.trials.get((serial, trial), 0))
-            case TrialBegan(serial, trial):
-                link.trials[serial, trial] = fleet.begin_half_open(worker)
-            case TrialEnded(serial, trial):
-                fleet.end_half_open(worker, link.trials.pop((serial, trial), 0))
-            case KeptVoices():
+            case RequestSucceededEvent(serial, trial):
+                fleet.observe_success(worker, handle.half_open_ids.get((serial, trial), 0))
+            case HalfOpenStartedEvent(serial, trial):
+                handle.half_open_ids[serial, trial] = fleet.begin_half_open(worker)
+            case HalfOpenEndedEvent(serial, trial):
+                fleet.end_half_open(worker, handle.half_open_ids.pop((serial, trial), 0))
+            case VoicesChangedEvent():
                 self.door.keep_voices_at(worker)
 
-    def bury(self, link: ProcessHandle) -> None:
-        """It has ended: what it had under way is over, what it counted stays counted."""
-        for (serial, _), trial in link.trials.items():
-            worker = self.roster.find(serial)
+    def on_process_exit(self, handle: ProcessHandle) -> None:
+        """Its half-open requests are over; what it counted stays counted."""
+        for (serial, _), trial in handle.half_open_ids.items():
+            worker = self.worker_ids.find(serial)
             if worker is not None:
                 self.fleet.end_half_open(worker, trial)
-        link.trials.clear()
-        if isinstance(link.stand, ProcessStats):
-            self.gone.update(link.stand.counts)
-            self.gone_ended.update(link.stand.ended)
+        handle.half_open_ids.clear()
+        if isinstance(handle.stats, ProcessStats):
+            self.exited_counts.update(handle.stats.counts)
+            self.exited_outcomes.update(handle.stats.ended)

@@ -1,9 +1,10 @@
-"""The listening sockets of the public address, one for each door, in the hands of control.
+"""The listening sockets of the public address, one for each data-plane process (SO_REUSEPORT).
 
-Invariant: control keeps each socket open as long as a door may have it, so what waits in its queue
-outlives the door: the next one answers it. The first was bound as if it were the only one, so that
-a port which is taken is refused; here it is opened to the others. New connections are steered to
-sockets that somebody serves; where the kernel can't do that, they wait for the door that will.
+Invariant: the main process keeps instruction socket open as long as a process may have it, so connections
+in its backlog outlive the process and are accepted by the next. The first socket was bound without
+SO_REUSEPORT, so that a port in use is refused; here it gets the option. A BPF program steers new
+connections to sockets that a process serves (socket(7), SO_ATTACH_REUSEPORT_CBPF); where the kernel
+refuses it, they wait in the backlog for their process.
 """
 
 from __future__ import annotations
@@ -28,108 +29,112 @@ _MOD, _IF_EQUAL, _RETURN = 0x94, 0x15, 0x06
 
 
 class ReuseportGroup:
-    """`seats` are numbered from 0; on a Unix socket all of them are the same one."""
+    """Sockets by slot, from 0 on; for a Unix socket all slots share one."""
 
     def __init__(self, loop: EventLoop, listener: Listener) -> None:
-        """`listener` is that of control's own door. Raises OSError, changing nothing."""
+        """`listener`: the main process's own. Raises OSError, changing nothing."""
         self.listener = listener
         self._loop = loop
-        first = listener.shared()
+        first = listener.dup_socket()
         self.shared = first.family == socket.AF_UNIX
-        self._seats: dict[int, socket.socket] = {0: first}
-        self._group: list[int] = []  # those that listen, as the kernel numbers them
-        self._vacant: set[int] = set()  # open, and nobody's
+        self._sockets: dict[int, socket.socket] = {0: first}
+        self._group: list[int] = []  # slots that listen, in the kernel's order
+        self._vacant: set[int] = set()  # open, without a process
         self._steered: tuple[int, ...] = ()
-        self._steers = True  # the kernel lets us
-        self.rests = False
+        self._steers = True  # the kernel supports it
+        self.paused = False
         if not self.shared:
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
-    def rest(self) -> None:
-        """Control's own door accepts nobody; the socket stays open."""
-        if not self.rests and self.listener.listens:
-            self.rests = True
-            self.listener.rest()
+    def pause(self) -> None:
+        """The main process accepts no connection; the socket stays open."""
+        if not self.paused and self.listener.is_listening:
+            self.paused = True
+            self.listener.pause()
             self._loop.flush()
 
-    def work(self) -> None:
-        """It accepts again."""
-        if self.rests:
-            self.rests = False
-            self.listener.work()
+    def resume(self) -> None:
+        """The main process accepts again."""
+        if self.paused:
+            self.paused = False
+            self.listener.resume()
 
-    def listen(self, seat: int) -> socket.socket:
-        """The seat's socket, listening; the first one where it can't have its own."""
-        self._vacant.discard(seat)
-        if 0 not in self._group and _listens(self._seats[0]):
+    def listen(self, slot: int) -> socket.socket:
+        """The slot's socket, listening; the first slot's where it can't have its own."""
+        self._vacant.discard(slot)
+        if 0 not in self._group and _is_listening(self._sockets[0]):
             self._group.insert(0, 0)
         try:
-            sock = self._socket(seat)
+            sock = self._socket(slot)
         except OSError as error:
-            _log.error("door %d shares a socket with the first: %s", seat + 1, error)
-            return self._seats[0]
-        if not self.shared and seat not in self._group:
-            self._group.append(seat)
+            _log.error(
+                'dataplane_process_shares_first_socket process=%d error="%s"', slot + 1, error
+            )
+            return self._sockets[0]
+        if not self.shared and slot not in self._group:
+            self._group.append(slot)
         return sock
 
-    def steer(self, seats: Collection[int]) -> None:
-        """New connections to these only, as far as they listen; to all where none does."""
-        places = tuple(self._group.index(seat) for seat in sorted(seats) if seat in self._group)
-        if len(places) == len(self._group):
-            places = ()
-        if self.shared or not self._group or places == self._steered:
+    def steer(self, slots: Collection[int]) -> None:
+        """Steer new connections to these slots, as far as they listen; to all where none does."""
+        indexes = tuple(self._group.index(slot) for slot in sorted(slots) if slot in self._group)
+        if len(indexes) == len(self._group):
+            indexes = ()
+        if self.shared or not self._group or indexes == self._steered:
             return
         try:
-            _attach(self._seats[self._group[0]], places)
-            self._steered = places
+            _attach_program(self._sockets[self._group[0]], indexes)
+            self._steered = indexes
         except OSError as error:
             self._steers = False
-            _log.warning("connections can't be steered between processes: %s", error)
+            _log.warning('connection_steering_unavailable error="%s"', error)
 
-    def close(self, seat: int) -> None:
-        """Nobody serves it any more, and `steer` has led away from it. In the middle it stays open
-        till those behind it close: the kernel would number them anew while connections come."""
-        if seat == 0 or seat not in self._seats:
-            return  # the first is the address itself
-        self._vacant.add(seat)
-        if seat not in self._group or not self._steers:
-            self._drop(seat)
+    def close(self, slot: int) -> None:
+        """Close a socket that no process serves and that `steer` has led away from.
+
+        It stays open while a later one in the kernel's order is: closing it would renumber those.
+        """
+        if slot == 0 or slot not in self._sockets:
+            return  # the first holds the address
+        self._vacant.add(slot)
+        if slot not in self._group or not self._steers:
+            self._close_socket(slot)
         while self._group[-1:] and self._group[-1] in self._vacant:
-            self._drop(self._group[-1])
+            self._close_socket(self._group[-1])
 
-    def _drop(self, seat: int) -> None:
-        self._vacant.discard(seat)
-        self._seats.pop(seat).close()
-        if seat in self._group:
-            self._group.remove(seat)
+    def _close_socket(self, slot: int) -> None:
+        self._vacant.discard(slot)
+        self._sockets.pop(slot).close()
+        if slot in self._group:
+            self._group.remove(slot)
 
-    def end(self) -> None:
-        for sock in self._seats.values():
+    def close_all(self) -> None:
+        for sock in self._sockets.values():
             sock.close()
-        self._seats.clear()
+        self._sockets.clear()
         self._group.clear()
         self._vacant.clear()
 
-    def _socket(self, seat: int) -> socket.socket:
+    def _socket(self, slot: int) -> socket.socket:
         if self.shared:
-            return self._seats[0]
-        sock = self._seats.get(seat)
+            return self._sockets[0]
+        sock = self._sockets.get(slot)
         if sock is None:
-            sock = self._seats[seat] = self._bound()
-        if not _listens(sock):
+            sock = self._sockets[slot] = self._bind_socket()
+        if not _is_listening(sock):
             sock.listen(BACKLOG)
         return sock
 
-    def _bound(self) -> socket.socket:
-        first = self._seats[0]
+    def _bind_socket(self) -> socket.socket:
+        first = self._sockets[0]
         sock = socket.socket(first.family, first.type, first.proto)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if first.family == socket.AF_INET6:
-                only = first.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+                v6_only = first.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
             sock.bind(first.getsockname())
             sock.setblocking(False)
         except OSError:
@@ -138,19 +143,21 @@ class ReuseportGroup:
         return sock
 
 
-def _listens(sock: socket.socket) -> bool:
+def _is_listening(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _attach(sock: socket.socket, places: Sequence[int]) -> None:
-    """A classic BPF program for the whole group: the hash's share of `places`, for none all."""
-    if not places:
+def _attach_program(sock: socket.socket, indexes: Sequence[int]) -> None:
+    """A classic BPF program for the group: hash modulo `indexes`; none detaches it."""
+    if not indexes:
         sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_REUSEPORT_BPF, 0)
         return
-    program = [_HASH, (_MOD, 0, 0, len(places))]
-    for share, place in enumerate(places):
-        program += [(_IF_EQUAL, 0, 1, share), (_RETURN, 0, 0, place)]
-    program.append((_RETURN, 0, 0, places[0]))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+    program = [_HASH, (_MOD, 0, 0, len(indexes))]
+    for share, index in enumerate(indexes):
+        program += [(_IF_EQUAL, 0, 1, share), (_RETURN, 0, 0, index)]
+    program.append((_RETURN, 0, 0, indexes[0]))
+    code = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    )
     filter_ = struct.pack("@HP", len(program), ctypes.addressof(code))
     sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_REUSEPORT_CBPF, filter_)

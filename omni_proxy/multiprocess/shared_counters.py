@@ -1,8 +1,11 @@
-"""The board: what is in flight, counted in memory that all processes share.
+"""The shared counters: requests in flight, in memory that all processes share.
 
-Invariant: every cell has one writer, the process whose row it is in, so nothing is lost without any
-lock; a row passes to control when its process has ended. Row 0 is control's own; cell 0 of a row
-counts all of its process, the others one worker each; who has which `multiprocess.shared_counters` knows.
+`SharedCounters` is the memory, one row of cells for each process; `FreeSlots` says which cells are
+free. Invariant: every cell has one writer, the process whose row it is in, so nothing is lost
+without locks; the main process takes a row over when its process has exited. Row 0 is the main
+process's; cell 0 of a row counts all requests of its process, the other cells one worker each.
+A cell that was released longest ago is reused first, since a process that does not know yet that
+its worker is gone may write to it once more.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ _fence.acquire()
 
 
 def fence() -> None:
-    """Whatever was written before is seen by all before anything is read after.
+    """A full memory barrier: earlier writes are visible to all before anything is read after it.
 
-    A processor may keep a write back until later reads are done, so that of two who count and then
-    look neither would see the other. It keeps none back over an unlock and a lock.
+    Without it a processor may delay a write behind later reads, so that of two processes that count
+    and then look neither sees the other. Releasing and acquiring a lock prevents that.
     """
     _fence.release()
     _fence.acquire()
 
 
 class SharedCounters:
-    """268 MB of addresses; of memory, a page for each 1024 workers and process."""
+    """A large mapping, of which only the pages that are used take memory."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -43,7 +46,7 @@ class SharedCounters:
         self._cells = memoryview(mmap.mmap(descriptor, size)).cast("I")
 
     @classmethod
-    def made(cls) -> SharedCounters:
+    def create(cls) -> SharedCounters:
         """Raises OSError."""
         descriptor = os.memfd_create("omni-proxy-counts", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, ROWS * CELLS * CELL_BYTES)
@@ -53,30 +56,23 @@ class SharedCounters:
         return self._cells[index * CELLS : (index + 1) * CELLS]
 
     def clear(self, index: int, upto: int) -> None:
-        """Its process has ended: what it had in flight is no more. `upto`: the highest cell."""
+        """Zero the row of a process that has exited. `upto`: the highest cell."""
         row = self.row(index)
         for cell in range(upto + 1):
             if row[cell]:
                 row[cell] = 0
 
 
-# Which cells of the board are free: each worker has one of its own.
-#
-# Invariant: no two that were taken and not given back are the same, as long as there are any. The one
-# that was given back longest ago is taken first: a process that has not heard yet of a worker's end
-# may write to its cell once more. Pure.
-
-
 class FreeSlots:
-    """`count` cells, from 1 on; the last one is for all that find no other."""
+    """`count` cells, from 1 on; the last one is shared by all that find none free. Pure."""
 
     def __init__(self, count: int) -> None:
-        self.highest = 0  # that was ever taken
+        self.highest = 0  # that was ever in use
         self._last = count
         self._free: deque[int] = deque()
 
-    def take(self, in_use: Callable[[int], bool]) -> int:
-        """`in_use`: something is still counted there."""
+    def acquire(self, in_use: Callable[[int], bool]) -> int:
+        """`in_use(cell)`: something is still counted there."""
         if self.highest < self._last - 1:
             self.highest += 1
             return self.highest
@@ -88,6 +84,6 @@ class FreeSlots:
         self.highest = self._last
         return self._last
 
-    def give_back(self, cell: int) -> None:
+    def release(self, cell: int) -> None:
         if cell != self._last:
             self._free.append(cell)

@@ -1,8 +1,8 @@
-"""The door of a door process: as ever, but that others count, listen and keep voices beside it.
+"""The data plane of a data-plane process: other processes count, listen and keep voices beside it.
 
-Invariant: where there is a max_inflight, `in_flight` is that of all doors, read anew each time, and
-never above it; where there is none it is this door's own. The front is control's; while that is
-silent its routes answer 503.
+Invariant: with `[server] max_inflight`, `in_flight` is the sum over all processes, read at each
+use, and never above the bound; without it, it is this process's own. The admin API is in the main
+process; while that is silent, its routes answer 503.
 """
 
 from __future__ import annotations
@@ -16,46 +16,51 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.upstream.pool import AdminApiPool
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.messages import Begin, KeptVoices, VoiceListMessage
-from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SharedWorker, Tell
+from omni_proxy.multiprocess.messages import StartCommand, VoiceListMessage, VoicesChangedEvent
+from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent, SharedWorker
 from omni_proxy.multiprocess.shared_counters import Cells, fence
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sessions, Sticky
 
-DOOR_CELL = 0
+PROCESS_CELL = 0
 
 
 class SharedDataPlane(DataPlane):
-    """`row` is its own on the board; the fleet knows those of the others."""
+    """`row`: of this process in the shared counters; the fleet has those of the others."""
 
     def __init__(
-        self, begin: Begin, fleet: ReplicatedFleet, config: Config, row: Cells, tell: Tell
+        self,
+        start: StartCommand,
+        fleet: ReplicatedFleet,
+        config: Config,
+        row: Cells,
+        send_event: SendEvent,
     ) -> None:
         self._row = row
-        self._tell = tell
-        self._own = self._others = 0
+        self._send_event = send_event
+        self._own_in_flight = self._others_in_flight = 0
         self._bounded = False
         self._voice_changes = 0
-        self._following = fleet
+        self._replicated_fleet = fleet
         self._sessions: Sessions | None = None
         super().__init__(
             fleet, config,
-            front_socket=begin.front_socket, below=randrange, proxy_id=begin.proxy_id,
+            front_socket=start.admin_socket, below=randrange, proxy_id=start.proxy_id,
         )  # fmt: skip
-        self.front = self.control = MainProcessPool(self.loop, begin)
+        self.front = self.main_process = MainProcessPool(self.loop, start)
         self.port_elsewhere = True
 
     @property
     def in_flight(self) -> int:
         if self._bounded:
-            self._others = sum(row[DOOR_CELL] for row in self._following.others)
-        return self._own + self._others
+            self._others_in_flight = sum(row[PROCESS_CELL] for row in self._replicated_fleet.others)
+        return self._own_in_flight + self._others_in_flight
 
     @in_flight.setter
     def in_flight(self, total: int) -> None:
-        """Raised or lowered from what was read last."""
-        self._own = total - self._others
-        self._row[DOOR_CELL] = self._own
+        """Set by adding to, or subtracting from, what was read last."""
+        self._own_in_flight = total - self._others_in_flight
+        self._row[PROCESS_CELL] = self._own_in_flight
 
     def is_over_limit(self) -> bool:
         fence()
@@ -63,15 +68,15 @@ class SharedDataPlane(DataPlane):
 
     def _take(self, config: Config) -> None:
         self._bounded = config.server.max_inflight > 0
-        self._others = 0
+        self._others_in_flight = 0
         super()._take(config)
 
-    def keep_entrances(self, config: Config) -> None:
-        """All of it is in force from here on, but how clients are received."""
+    def apply_without_listeners(self, config: Config) -> None:
+        """Apply all of `config` but the listeners and their certificates."""
         self._take(config)
 
     def use_sessions(self, sessions: Sessions) -> None:
-        """Sticky sessions, where there are any."""
+        """Sessions for the sticky policy, shared with the other processes."""
         self._sessions = sessions
         if isinstance(self.policy, Sticky):
             self.policy.use_sessions(sessions, self.config.routing)
@@ -83,7 +88,7 @@ class SharedDataPlane(DataPlane):
         return policy
 
     def follow_voices(self, voices: VoiceListMessage, changes: int) -> None:
-        """What control knows; nothing while a change of ours is still on its way there."""
+        """Apply the main process's list, unless a change of this process is not part of it yet."""
         if changes == self._voice_changes:
             self.voices.follow(voices.owner, voices.names)
             self.queue.serve(changed=True)
@@ -92,28 +97,28 @@ class SharedDataPlane(DataPlane):
         super().keep_voices_at(worker)
         if isinstance(worker, SharedWorker):
             self._voice_changes += 1
-            self._tell(KeptVoices(worker.serial))
+            self._send_event(VoicesChangedEvent(worker.serial))
 
 
 class MainProcessPool(AdminApiPool):
-    """To the front, as long as control is heard of."""
+    """Connections to the admin API; refused while the main process is silent."""
 
     __slots__ = ("_silent_secs", "heard_at")
 
-    def __init__(self, loop: EventLoop, begin: Begin) -> None:
-        super().__init__(loop, begin.front_socket, "front")
-        self._silent_secs = begin.silent_secs
+    def __init__(self, loop: EventLoop, start: StartCommand) -> None:
+        super().__init__(loop, start.admin_socket, "front")
+        self._silent_secs = start.silent_secs
         self.heard_at = loop.now
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         return self.loop.now - self.heard_at > self._silent_secs
 
     def take(self, task: EventHandler) -> Stream | None:
-        return None if self.silent else super().take(task)
+        return None if self.is_silent else super().take(task)
 
     async def dial(self, task: ConnectionTask) -> Stream:
-        if self.silent:
+        if self.is_silent:
             secs = self.loop.now - self.heard_at
-            raise OSError(f"the control process has been silent for {secs:.0f} s")
+            raise OSError(f"the main process has been silent for {secs:.0f} s")
         return await super().dial(task)

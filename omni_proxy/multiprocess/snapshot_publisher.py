@@ -1,7 +1,7 @@
-"""What each door is told of the fleet and the configuration: only what it does not know yet.
+"""Sends every data-plane process what has changed of the fleet and the configuration.
 
-Invariant: a door's picture is that of one moment: rows, owner and configuration that belong
-together come in one message. Who may begin a worker's trial is decided here.
+Invariant: a snapshot is of one moment: rows, voice owner and configuration that belong together
+come in one message. Which process may send a half-open worker its one request is decided here.
 """
 
 from __future__ import annotations
@@ -21,81 +21,85 @@ from omni_proxy.multiprocess.worker_ids import WorkerIds
 
 
 class SnapshotPublisher:
-    """`config` is what each door has to keep to."""
+    """`config`: of each data-plane process, see `per_process_config`."""
 
-    def __init__(self, fleet: Fleet, roster: WorkerIds) -> None:
+    def __init__(self, fleet: Fleet, worker_ids: WorkerIds) -> None:
         self.config: Config | None = None
         self._fleet = fleet
-        self._roster = roster
+        self._worker_ids = worker_ids
         self._leases = HalfOpenLeases()
         self._voices = VoiceListMessage("", None)
-        self._names: frozenset[str] | None = None  # that `_voices` was made of
+        self._names: frozenset[str] | None = None  # of which `_voices` was made
         self._revision = 0
 
-    def tell_all(self, links: Sequence[ProcessHandle], *, beat: bool = False) -> None:
-        """Each what is new for it; those who know all of it only on a `beat`."""
-        rows = self._roster.rows() if links else ()
-        for link in links:
-            self._tell(link, rows, beat=beat)
+    def send_all(self, handles: Sequence[ProcessHandle], *, heartbeat: bool = False) -> None:
+        """Send each process what is new for it; with `heartbeat` also those that know everything."""
+        rows = self._worker_ids.rows() if handles else ()
+        for handle in handles:
+            self._send_changes(handle, rows, heartbeat=heartbeat)
 
-    def _tell(self, link: ProcessHandle, all_rows: tuple[WorkerState, ...], *, beat: bool) -> None:
-        rows = self._rows_for(link, all_rows)
-        known = link.news
-        news = StateSnapshot(
+    def _send_changes(
+        self, handle: ProcessHandle, all_rows: tuple[WorkerState, ...], *, heartbeat: bool
+    ) -> None:
+        rows = self._rows_for(handle, all_rows)
+        previous = handle.last_snapshot
+        snapshot = StateSnapshot(
             revision=self._revision + 1,
-            rows=None if known and rows == known.rows else rows,
-            config=None if known and self.config is known.config else self.config,
+            rows=None if previous and rows == previous.rows else rows,
+            config=None if previous and self.config is previous.config else self.config,
             voices=self._voice_list(),
-            voice_changes=link.voice_changes,
-            doors=self._roster.doors,
+            voice_changes=handle.voice_changes,
+            processes=self._worker_ids.processes,
         )
-        moved = known is None or _beside_rows(known) != _beside_rows(news)
-        if moved or news.rows is not None or news.config is not None or beat:
+        changed = previous is None or _without_rows(previous) != _without_rows(snapshot)
+        if changed or snapshot.rows is not None or snapshot.config is not None or heartbeat:
             self._revision += 1
-            link.news = structs.replace(news, rows=rows, config=self.config)
-            link.tell(news)
+            handle.last_snapshot = structs.replace(snapshot, rows=rows, config=self.config)
+            handle.send(snapshot)
 
-    def turn_leases(self, links: Sequence[ProcessHandle], now: float) -> None:
-        owed = [
-            self._roster.serial(worker)
+    def rotate_leases(self, handles: Sequence[ProcessHandle], now: float) -> None:
+        half_open = [
+            self._worker_ids.serial(worker)
             for worker in self._fleet.workers
             if worker.health.is_half_open and not worker.health.half_open_id
         ]
-        by_index = {link.index: link for link in links if link.listening}
-        acked = {index: link.acked for index, link in by_index.items()}
-        losing = self._leases.turn(owed, sorted(by_index), now, lambda index: acked[index])
-        for index in losing:
-            link = by_index[index]
-            self._leases.taken(index, link.told + 1)
-            self.tell_all([link], beat=True)
+        by_index = {handle.index: handle for handle in handles if handle.listening}
+        acked = {index: handle.acked for index, handle in by_index.items()}
+        revoked = self._leases.rotate(half_open, sorted(by_index), now, lambda index: acked[index])
+        for index in revoked:
+            handle = by_index[index]
+            self._leases.revoke(index, handle.sent + 1)
+            self.send_all([handle], heartbeat=True)
 
     def _voice_list(self) -> VoiceListMessage:
-        registry, known = self._roster.voices, self._voices
-        if registry.owner != known.owner or registry.names is not self._names:
+        registry, previous = self._worker_ids.voices, self._voices
+        if registry.owner != previous.owner or registry.names is not self._names:
             names = registry.names
             self._names = names
-            known = VoiceListMessage(
+            previous = VoiceListMessage(
                 registry.owner, None if names is None else tuple(sorted(names))
             )
-            self._voices = known
-        return known
+            self._voices = previous
+        return previous
 
     def _rows_for(
-        self, link: ProcessHandle, rows: tuple[WorkerState, ...]
+        self, handle: ProcessHandle, rows: tuple[WorkerState, ...]
     ) -> tuple[WorkerState, ...]:
-        """A trial that nobody runs is blocked for all but the one that may begin it."""
+        """A half-open worker is blocked for every process but the one that has its lease."""
         if not any(row.breaker_tripped for row in rows):
             return rows
         return tuple(
             structs.replace(row, half_open_taken=True)
-            if row.breaker_tripped and row.state is Health.HEALTHY and not self._may(link, row)
+            if row.breaker_tripped
+            and row.state is Health.HEALTHY
+            and not self._has_lease(handle, row)
             else row
             for row in rows
         )
 
-    def _may(self, link: ProcessHandle, row: WorkerState) -> bool:
-        return self._leases.holder(row.serial) == link.index
+    def _has_lease(self, handle: ProcessHandle, row: WorkerState) -> bool:
+        return self._leases.holder(row.serial) == handle.index
 
 
-def _beside_rows(news: StateSnapshot) -> tuple[object, ...]:
-    return news.voices, news.voice_changes, news.doors
+def _without_rows(snapshot: StateSnapshot) -> tuple[object, ...]:
+    return snapshot.voices, snapshot.voice_changes, snapshot.processes

@@ -16,7 +16,7 @@ def test_a_cell_that_is_taken_is_nobody_elses_and_was_free_for_longest(steps):
             expected = next((cell for cell in free if cell not in in_use), COUNT)
             fresh = cells.highest < COUNT - 1  # nothing is counted where nobody ever was
             expected = free[0] if fresh else expected
-            assert cells.take(in_use.__contains__) == expected
+            assert cells.acquire(in_use.__contains__) == expected
             if expected != COUNT:
                 passed_over = free[: free.index(expected)]
                 free = free[free.index(expected) + 1 :] + passed_over
@@ -26,7 +26,7 @@ def test_a_cell_that_is_taken_is_nobody_elses_and_was_free_for_longest(steps):
             assert cells.highest >= max(taken)
         elif taken:
             cell = taken.pop(which % len(taken))
-            cells.give_back(cell)
+            cells.release(cell)
             if cell != COUNT:
                 free.append(cell)
         mine = [cell for cell in taken if cell != COUNT]

@@ -12,11 +12,11 @@ from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
 from omni_proxy.multiprocess.messages import (
-    Begin,
-    Forget,
+    ClearCacheCommand,
+    ProcessCommand,
+    ProcessEvent,
+    StartCommand,
     StateSnapshot,
-    ToControl,
-    ToDoor,
     VoiceListMessage,
 )
 from omni_proxy.multiprocess.shared_counters import SharedCounters
@@ -27,14 +27,14 @@ from tests.fleet.entries import entry, fleet_of
 async def house(logging_as_it_was, nursery):
     """A door that has been told of two workers, with the serials 1 and 2."""
     one, other = socket.socketpair()
-    control = IpcChannel(one, msgspec.msgpack.Decoder(ToControl))
-    door = IpcChannel(other, msgspec.msgpack.Decoder(ToDoor))
-    kept = shared_sessions.made()
-    begin = Begin(1, "/nowhere", 5.0)
-    control.tell(begin, [SharedCounters.made().descriptor, kept])
+    control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
+    door = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
+    kept = shared_sessions.create_sessions()
+    begin = StartCommand(1, "/nowhere", 5.0)
+    control.send(begin, [SharedCounters.create().descriptor, kept])
     os.close(kept)
-    nursery.start_soon(control.pass_on)
-    assert await door.hear() == [begin]
+    nursery.start_soon(control.run_writer)
+    assert await door.receive() == [begin]
     fleet = fleet_of(entry("a"), entry("b"))
     rows = tuple(
         worker_state(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
@@ -49,6 +49,6 @@ async def house(logging_as_it_was, nursery):
 async def test_what_control_calls_forgotten_is_forgotten_and_a_worker_that_left_is_no_fault(house):
     forgotten = []
     house.fleet.watch_cache_cleared(forgotten.append)
-    house.take(Forget(2))
-    house.take(Forget(3))
+    house.take(ClearCacheCommand(2))
+    house.take(ClearCacheCommand(3))
     assert [worker.url for worker in forgotten] == ["http://b:1"]

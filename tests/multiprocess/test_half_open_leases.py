@@ -4,35 +4,37 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from omni_proxy.multiprocess.half_open_leases import LEASE_SECS, HalfOpenLeases
 
 
-class Trials(RuleBasedStateMachine):
-    """Doors go by what they have heard, which lags; at no time may two think that they hold it."""
+class LeaseMachine(RuleBasedStateMachine):
+    """Processes act on messages that arrive late; two must never both believe that they hold it."""
 
     def __init__(self):
         super().__init__()
         self.now = 0.0
         self.leases = HalfOpenLeases()
-        self.owes = True
-        self.doors = [1, 2, 3]
-        self.told = dict.fromkeys(self.doors, 0)  # messages
-        self.acked = dict.fromkeys(self.doors, 0)
-        self.said = {door: [] for door in self.doors}  # (message, holds it)
-        self.believes = dict.fromkeys(self.doors, False)
+        self.half_open = True
+        self.processes = [1, 2, 3]
+        self.sent = dict.fromkeys(self.processes, 0)  # messages
+        self.acked = dict.fromkeys(self.processes, 0)
+        self.unread = {process: [] for process in self.processes}  # (message, holds it)
+        self.believed = dict.fromkeys(self.processes, False)
 
-    def tell(self, door):
-        self.told[door] += 1
-        # A worker that is out is no door's to try, whoever has the lease.
-        self.said[door].append((self.told[door], self.owes and self.leases.holder(7) == door))
+    def send_lease(self, process):
+        self.sent[process] += 1
+        # A worker that is out is no process's to try, whoever has the lease.
+        self.unread[process].append(
+            (self.sent[process], self.half_open and self.leases.holder(7) == process)
+        )
 
     @rule()
     def turn(self):
-        here = self.doors
-        for door in self.leases.turn(
-            [7] if self.owes else [], here, self.now, self.acked.__getitem__
+        here = self.processes
+        for process in self.leases.rotate(
+            [7] if self.half_open else [], here, self.now, self.acked.__getitem__
         ):
-            self.leases.taken(door, self.told[door] + 1)
-            self.tell(door)
-        for door in here:
-            self.tell(door)
+            self.leases.revoke(process, self.sent[process] + 1)
+            self.send_lease(process)
+        for process in here:
+            self.send_lease(process)
 
     @rule(secs=st.floats(0, 2 * LEASE_SECS))
     def pass_time(self, secs):
@@ -40,74 +42,74 @@ class Trials(RuleBasedStateMachine):
 
     @rule()
     def go_out_or_come_back(self):
-        self.owes = not self.owes
+        self.half_open = not self.half_open
 
-    @rule(door=st.sampled_from([1, 2, 3]))
-    def hear(self, door):
-        for message, holds in self.said[door]:
-            self.believes[door] = holds
-            self.acked[door] = message
-        self.said[door] = []
+    @rule(process=st.sampled_from([1, 2, 3]))
+    def on_event(self, process):
+        for message, holds in self.unread[process]:
+            self.believed[process] = holds
+            self.acked[process] = message
+        self.unread[process] = []
 
     @invariant()
-    def at_most_one_believes_that_it_may(self):
-        assert sum(self.believes.values()) <= 1
+    def at_most_one_believes_that_it_holds_the_lease(self):
+        assert sum(self.believed.values()) <= 1
 
 
-TestTrials = Trials.TestCase
+TestLeaseMachine = LeaseMachine.TestCase
 
 
-def test_the_lease_goes_round_and_each_door_gets_it():
-    leases, holders, told = HalfOpenLeases(), [], []
+def test_the_lease_rotates_over_all_processes():
+    leases, holders, sent = HalfOpenLeases(), [], []
 
-    def acked(door):
-        return len(told)
+    def acked(process):
+        return len(sent)
 
     for step in range(12):
         now = step * LEASE_SECS
-        for door in leases.turn([7], [1, 2, 3], now, acked):
-            told.append(door)
-            leases.taken(door, len(told))
-            leases.turn([7], [1, 2, 3], now, acked)
+        for process in leases.rotate([7], [1, 2, 3], now, acked):
+            sent.append(process)
+            leases.revoke(process, len(sent))
+            leases.rotate([7], [1, 2, 3], now, acked)
         holders.append(leases.holder(7))
     assert set(holders) == {1, 2, 3}
 
 
-def test_a_door_that_ended_loses_its_lease_without_a_word():
+def test_a_process_that_exited_loses_its_lease_at_once():
     leases = HalfOpenLeases()
-    leases.turn([7], [1, 2], 0.0, lambda _: 0)
+    leases.rotate([7], [1, 2], 0.0, lambda _: 0)
     assert leases.holder(7) == 1
-    leases.turn([7], [2], 0.0, lambda _: 0)
+    leases.rotate([7], [2], 0.0, lambda _: 0)
     assert leases.holder(7) == 2
 
 
-def test_a_single_door_keeps_it_and_who_owes_no_more_is_forgotten():
+def test_a_single_process_keeps_the_lease_until_the_worker_has_recovered():
     leases = HalfOpenLeases()
     for now in (0.0, 10.0, 20.0):
-        assert not leases.turn([7], [4], now, lambda _: 0)
+        assert not leases.rotate([7], [4], now, lambda _: 0)
         assert leases.holder(7) == 4
-    assert leases.turn([], [4], 21.0, lambda _: 0) == {4}
-    leases.taken(4, 9)
+    assert leases.rotate([], [4], 21.0, lambda _: 0) == {4}
+    leases.revoke(4, 9)
     assert leases.holder(7) is None
-    leases.turn([7], [4], 22.0, lambda _: 8)
+    leases.rotate([7], [4], 22.0, lambda _: 8)
     assert leases.holder(7) is None
-    leases.turn([7], [4], 23.0, lambda _: 9)
+    leases.rotate([7], [4], 23.0, lambda _: 9)
     assert leases.holder(7) == 4
 
 
-def test_a_worker_that_went_out_and_came_back_is_not_given_away_behind_a_doors_back():
+def test_a_worker_that_left_and_came_back_is_leased_only_after_the_acknowledgement():
     leases, acked = HalfOpenLeases(), {1: 0, 2: 0}
-    leases.turn([7], [1, 2], 0.0, acked.__getitem__)
-    assert leases.turn([7], [1, 2], LEASE_SECS, acked.__getitem__) == {1}
-    leases.taken(1, 5)
+    leases.rotate([7], [1, 2], 0.0, acked.__getitem__)
+    assert leases.rotate([7], [1, 2], LEASE_SECS, acked.__getitem__) == {1}
+    leases.revoke(1, 5)
     acked[1] = 5
-    leases.turn([7], [1, 2], LEASE_SECS, acked.__getitem__)
+    leases.rotate([7], [1, 2], LEASE_SECS, acked.__getitem__)
     assert leases.holder(7) == 2
-    assert leases.turn([], [1, 2], LEASE_SECS, acked.__getitem__) == {2}
-    leases.taken(2, 8)
+    assert leases.rotate([], [1, 2], LEASE_SECS, acked.__getitem__) == {2}
+    leases.revoke(2, 8)
     for owed in ([], [7], [7]):
-        leases.turn(owed, [1, 2], 9.0, acked.__getitem__)
+        leases.rotate(owed, [1, 2], 9.0, acked.__getitem__)
         assert leases.holder(7) is None
     acked[2] = 8
-    leases.turn([7], [1, 2], 9.0, acked.__getitem__)
+    leases.rotate([7], [1, 2], 9.0, acked.__getitem__)
     assert leases.holder(7) == 1

@@ -9,13 +9,13 @@ import trio.testing
 
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
 from omni_proxy.multiprocess.messages import (
-    Ack,
-    Forget,
-    Listen,
+    AckEvent,
+    ClearCacheCommand,
+    ListenCommand,
     MessageFrames,
-    ToControl,
-    ToDoor,
-    framed,
+    ProcessCommand,
+    ProcessEvent,
+    encode_frame,
 )
 
 
@@ -23,8 +23,8 @@ from omni_proxy.multiprocess.messages import (
 async def ends():
     """Control's, and a door's."""
     one, other = socket.socketpair()
-    control = IpcChannel(one, msgspec.msgpack.Decoder(ToControl))
-    door = IpcChannel(other, msgspec.msgpack.Decoder(ToDoor))
+    control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
+    door = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
     yield control, door
     control.close()
     door.close()
@@ -34,23 +34,25 @@ async def heard(channel, count):
     got = []
     with trio.fail_after(30):
         while len(got) < count:
-            got += await channel.hear()
+            got += await channel.receive()
     return got
 
 
 async def test_messages_come_in_their_order_and_descriptors_with_them(ends, nursery, tmp_path):
     control, door = ends
-    nursery.start_soon(control.pass_on)
+    nursery.start_soon(control.run_writer)
     for number in range(3):
         with (tmp_path / str(number)).open("w+b") as file:
             file.write(b"%d" % number)
             file.flush()
-            assert control.tell(Forget(number)) == 2 * number + 1
-            control.tell(Listen(1), [file.fileno()])  # closed here before it has left
+            assert control.send(ClearCacheCommand(number)) == 2 * number + 1
+            control.send(ListenCommand(1), [file.fileno()])  # closed here before it has left
     got = await heard(door, 6)
-    assert got == [each for number in range(3) for each in (Forget(number), Listen(1))]
+    assert got == [
+        each for number in range(3) for each in (ClearCacheCommand(number), ListenCommand(1))
+    ]
     for number in range(3):
-        (descriptor,) = door.descriptors()
+        (descriptor,) = door.take_descriptors()
         with os.fdopen(descriptor, "rb") as file:
             file.seek(0)
             assert file.read() == b"%d" % number
@@ -58,32 +60,32 @@ async def test_messages_come_in_their_order_and_descriptors_with_them(ends, nurs
 
 async def test_what_is_told_before_the_end_is_heard(ends, nursery):
     control, door = ends
-    nursery.start_soon(door.pass_on)
+    nursery.start_soon(door.run_writer)
     for count in range(20_000):
-        door.tell(Ack(count, 0))
+        door.send(AckEvent(count, 0))
     assert door.waiting_bytes > 100_000
     nursery.start_soon(flush_and_shut, door)
     assert [ack.count for ack in await heard(control, 20_000)] == list(range(20_000))
-    assert await control.hear() == []
+    assert await control.receive() == []
     assert door.waiting_bytes == 0
 
 
 async def flush_and_shut(channel):
-    await channel.flushed()
+    await channel.wait_flushed()
     channel.shut()
 
 
 async def test_an_end_that_was_cut_off_is_an_end(ends):
     control, door = ends
     control.close()
-    assert await door.hear() == []
+    assert await door.receive() == []
 
 
 async def test_nothing_stays_open_of_what_was_never_taken(ends, nursery):
     control, door = ends
-    nursery.start_soon(control.pass_on)
+    nursery.start_soon(control.run_writer)
     read, write = os.pipe()
-    control.tell(Listen(1), [write])
+    control.send(ListenCommand(1), [write])
     await heard(door, 1)
     os.close(write)
     door.close()
@@ -95,11 +97,13 @@ async def test_nothing_stays_open_of_what_was_never_taken(ends, nursery):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_frames_may_come_in_any_pieces(size):
-    messages = [Ack(count, count) for count in range(50)]
-    stream = b"".join(map(framed, messages))
+    messages = [AckEvent(count, count) for count in range(50)]
+    stream = b"".join(map(encode_frame, messages))
     frames, got = MessageFrames(), []
     for at in range(0, len(stream), size):
-        got += [msgspec.msgpack.decode(b, type=Ack) for b in frames.feed(stream[at : at + size])]
+        got += [
+            msgspec.msgpack.decode(b, type=AckEvent) for b in frames.feed(stream[at : at + size])
+        ]
     assert got == messages
 
 
@@ -107,30 +111,30 @@ async def test_a_message_whose_descriptors_can_not_all_be_had_keeps_none_of_them
     control, _ = ends
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Bad file descriptor"):
-        control.tell(Listen(2), [0, -1])
-    assert (os.listdir("/proc/self/fd"), control.told) == (before, 0)
+        control.send(ListenCommand(2), [0, -1])
+    assert (os.listdir("/proc/self/fd"), control.sent) == (before, 0)
 
 
 async def test_descriptors_that_can_not_be_had_are_missed_by_their_message_alone(ends, nursery):
     control, door = ends
-    nursery.start_soon(control.pass_on)
+    nursery.start_soon(control.run_writer)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     read, write = os.pipe()
-    control.tell(Listen(2), [read, read])
+    control.send(ListenCommand(2), [read, read])
     await trio.testing.wait_all_tasks_blocked()
     spare = os.dup(read)
     os.close(spare)
     resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))  # room for one
     try:
-        assert await heard(door, 1) == [Listen(2)]
+        assert await heard(door, 1) == [ListenCommand(2)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert os.dup(read) == spare  # which was given back
-    control.tell(Listen(1), [write])
-    assert await heard(door, 1) == [Listen(1)]
+    control.send(ListenCommand(1), [write])
+    assert await heard(door, 1) == [ListenCommand(1)]
     with pytest.raises(OSError, match="Too many open files"):
-        door.descriptors()
-    (came,) = door.descriptors()
+        door.take_descriptors()
+    (came,) = door.take_descriptors()
     assert os.fstat(came).st_ino == os.fstat(write).st_ino
     for number in (read, write, spare, came):
         os.close(number)

@@ -3,8 +3,8 @@
 import msgspec
 
 from omni_proxy.fleet.worker_state import worker_state
-from omni_proxy.multiprocess.messages import Tally
-from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, add
+from omni_proxy.multiprocess.messages import MetricsEvent
+from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters
 from omni_proxy.telemetry.metrics import Metrics
@@ -19,7 +19,7 @@ def fleets():
     rows = [
         worker_state(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)
     ]
-    follows = ReplicatedFleet(SharedCounters.made(), 1, lambda: 0.0, lambda message: None)
+    follows = ReplicatedFleet(SharedCounters.create(), 1, lambda: 0.0, lambda message: None)
     follows.follow(rows, NOW)
     return whole, follows
 
@@ -77,9 +77,9 @@ def test_two_doors_make_what_one_would():
     workers = dict(enumerate(whole.workers, start=1))
     for mine, worker in exchanges(follows):
         door.count(mine, worker)
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(door.taken()), type=Tally)
-        add(told, summed, summed_recent, workers.get)
-    left = door.taken()
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(door.take()), type=MetricsEvent)
+        merge_metrics(told, summed, summed_recent, workers.get)
+    left = door.take()
     assert not left.cells
     assert not left.slots
     wanted = overhead_aside(shown(one, recent))
@@ -95,15 +95,15 @@ def test_a_stream_that_outlasts_its_tallies_is_told_in_each_and_no_gap_twice():
     mine.worker = follows.workers[0]
     path = mine.route.path
     gaps = door.gaps(mine)
-    add(door.taken(), meters, recent, workers.get)
+    merge_metrics(door.take(), meters, recent, workers.get)
     for secs in (0.02, 0.3, 4.0):
         gaps.observe(secs)
-        add(door.taken(), meters, recent, workers.get)
+        merge_metrics(door.take(), meters, recent, workers.get)
         door.count(ended(mine.worker), mine.worker)  # another one ends meanwhile
-        add(door.taken(), meters, recent, workers.get)
+        merge_metrics(door.take(), meters, recent, workers.get)
     between = meters.cells[path, whole.workers[0]].between
     assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
-    assert not door.taken().cells
+    assert not door.take().cells
 
 
 def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
@@ -114,7 +114,7 @@ def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
     gaps = door.gaps(mine)
     follows.follow([worker_state(whole.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
-    assert not door.taken().cells
+    assert not door.take().cells
 
 
 def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped():
@@ -123,8 +123,8 @@ def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped
     door = MetricsDelta(follows)
     for worker in follows.workers:
         worker.add_counts("generation", routed=3, failed=1)
-    told = door.taken()
-    add(told, meters, recent, {1: whole.workers[0]}.get)
+    told = door.take()
+    merge_metrics(told, meters, recent, {1: whole.workers[0]}.get)
     assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
     assert not whole.workers[1].routed
-    assert not door.taken().worker_ends
+    assert not door.take().worker_ends

@@ -24,12 +24,12 @@ async def house(nursery, tmp_path, logging_as_it_was):
     config_store = ConfigStore(Startup(file, {}, (), ""), fleet)
     door = DataPlane(fleet, config_store.config, front_socket=socket, below=lambda _: 0)
     logs = {"access_log": LineLog(), "route_log": LineLog()}
-    doors = ProcessManager(fleet, door, Instruments(fleet, lambda: (0, 0), logs), socket)
-    config_store.add_prepare(doors.prepare)
+    processes = ProcessManager(fleet, door, Instruments(fleet, lambda: (0, 0), logs), socket)
+    config_store.add_prepare(processes.prepare)
     await nursery.start(door.run)
-    await nursery.start(doors.run)
+    await nursery.start(processes.run)
     config_store.start()
-    return file, config_store, doors
+    return file, config_store, processes
 
 
 def unable(number):
@@ -51,33 +51,33 @@ def unable(number):
 async def test_a_reload_for_which_there_is_no_room_changes_nothing_and_is_applied_when_there_is(
     house, monkeypatch, tmp_path, text, part, number
 ):
-    file, config_store, doors = house
+    file, config_store, processes = house
     before, descriptors = (
-        (config_store.config, doors.door.addresses()),
+        (config_store.config, processes.door.addresses()),
         set(os.listdir("/proc/self/fd")),
     )
     if part == "dup":
-        monkeypatch.setattr(Listener, "shared", unable(number))
+        monkeypatch.setattr(Listener, "dup_socket", unable(number))
     else:
-        monkeypatch.setattr(doors.door.loop, "register", unable(number))
+        monkeypatch.setattr(processes.door.loop, "register", unable(number))
     file.write_text(text.replace("FOLDER", str(tmp_path)))
     told = await config_store.reload("file")
     assert (told.outcome, told.revision) == ("refused", 1)
     assert os.strerror(number) in str(told.error)
-    assert (config_store.config, doors.door.addresses()) == before
+    assert (config_store.config, processes.door.addresses()) == before
     assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert not (tmp_path / "a").exists()
     monkeypatch.undo()
     assert (await config_store.reload("file")).outcome == "applied"
-    assert len(doors.seats) == (2 if "processes" in text else 0)
+    assert len(processes.slots) == (2 if "processes" in text else 0)
 
 
 async def test_control_accepts_again_without_any_room(house, monkeypatch):
-    file, config_store, doors = house
+    file, config_store, processes = house
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
     await config_store.reload("file")
-    monkeypatch.setattr(Listener, "shared", unable(errno.EMFILE))
-    monkeypatch.setattr(doors.door.loop, "register", unable(errno.ENOSPC))
-    doors._port.rest()
-    doors._port.work()
-    assert not doors._port.rests
+    monkeypatch.setattr(Listener, "dup_socket", unable(errno.EMFILE))
+    monkeypatch.setattr(processes.door.loop, "register", unable(errno.ENOSPC))
+    processes._port.pause()
+    processes._port.resume()
+    assert not processes._port.paused

@@ -10,21 +10,21 @@ from omni_proxy.multiprocess.process_slot import ProcessSlot
 
 async def test_a_door_that_could_not_begin_waits_for_its_next_try_and_hears_nothing(nursery):
     """Its memory could not be had, say: no process was ever started."""
-    seat, ended, buried = ProcessSlot(1), [], trio.Event()
+    slot, ended, buried = ProcessSlot(1), [], trio.Event()
 
-    def begin(link):
+    def begin(handle):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    def bury(seat, link):
-        ended.append(link)
+    def on_process_exit(slot, handle):
+        ended.append(handle)
         buried.set()
 
-    nursery.start_soon(seat.keep, begin, lambda link, message: None, bury)
+    nursery.start_soon(slot.run_until_retired, begin, lambda handle, message: None, on_process_exit)
     await buried.wait()
-    (link,) = ended
-    assert _state(seat) == "backing_off"
-    assert link.tell(DrainCommand()) == 0
-    assert (link._channel.waiting_bytes, link._theirs.fileno()) == (0, -1)
-    await link.acknowledged(1)  # nobody waits for it
-    assert (seat.restarts, seat.last_error) == (1, "could not be started: Too many open files")
-    seat.retire()
+    (handle,) = ended
+    assert _state(slot) == "backing_off"
+    assert handle.send(DrainCommand()) == 0
+    assert (handle._channel.waiting_bytes, handle._theirs.fileno()) == (0, -1)
+    await handle.wait_acknowledged(1)  # nobody waits for it
+    assert (slot.restarts, slot.last_error) == (1, "could not be started: Too many open files")
+    slot.retire()

@@ -7,21 +7,26 @@ from msgspec import structs
 
 from omni_proxy.fleet.capabilities import ALL_CAPABILITIES
 from omni_proxy.fleet.worker_state import worker_state
-from omni_proxy.multiprocess.messages import Failed, Good, TrialBegan, TrialEnded
+from omni_proxy.multiprocess.messages import (
+    HalfOpenEndedEvent,
+    HalfOpenStartedEvent,
+    RequestFailedEvent,
+    RequestSucceededEvent,
+)
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters
 from omni_proxy.routing.pick import has_room
 from tests.fleet.entries import NOW, entry, fleet_of
 
-DOORS = 3
+PROCESSES = 3
 NAMES = ("a", "b", "c")
 
 
 class Door:
-    def __init__(self, board: SharedCounters, index: int) -> None:
+    def __init__(self, counters: SharedCounters, index: int) -> None:
         self.now = 0.0
         self.told: list = []
-        self.fleet = ReplicatedFleet(board, index, lambda: self.now, self.told.append)
+        self.fleet = ReplicatedFleet(counters, index, lambda: self.now, self.told.append)
 
     def sees(self) -> dict[str, int]:
         self.now += 1
@@ -37,22 +42,24 @@ def rows(fleet, **changes):
 
 
 @pytest.fixture(scope="module")
-def board():
-    return SharedCounters.made()
+def counters():
+    return SharedCounters.create()
 
 
-def doors_on(board, fleet):
-    made = [Door(board, index) for index in range(1, DOORS + 1)]
+def doors_on(counters, fleet):
+    made = [Door(counters, index) for index in range(1, PROCESSES + 1)]
     for index, door in enumerate(made, start=1):
-        board.clear(index, 10)
-        door.fleet.reach(DOORS)
+        counters.clear(index, 10)
+        door.fleet.reach(PROCESSES)
         door.fleet.follow(rows(fleet), NOW)
     return made
 
 
 steps = st.lists(
     st.tuples(
-        st.integers(0, DOORS - 1), st.sampled_from(NAMES), st.sampled_from(["take", "leave", "die"])
+        st.integers(0, PROCESSES - 1),
+        st.sampled_from(NAMES),
+        st.sampled_from(["take", "leave", "die"]),
     ),
     max_size=60,
 )
@@ -60,12 +67,12 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_every_door_sees_the_sum_of_what_all_have(board, steps):
+def test_every_door_sees_the_sum_of_what_all_have(counters, steps):
     control = fleet_of(*map(entry, NAMES))
-    doors = doors_on(board, control)
-    have = {(index, name): 0 for index in range(DOORS) for name in NAMES}
+    processes = doors_on(counters, control)
+    have = {(index, name): 0 for index in range(PROCESSES) for name in NAMES}
     for index, name, what in steps:
-        worker = doors[index].fleet.find(f"http://{name}:1")
+        worker = processes[index].fleet.find(f"http://{name}:1")
         if what == "take":
             worker.in_flight += 1
             have[index, name] += 1
@@ -73,41 +80,41 @@ def test_every_door_sees_the_sum_of_what_all_have(board, steps):
             worker.in_flight -= 1
             have[index, name] -= 1
         elif what == "die":
-            board.clear(index + 1, 10)
+            counters.clear(index + 1, 10)
             have |= {(index, each): 0 for each in NAMES}
-            doors[index] = Door(board, index + 1)
-            doors[index].fleet.reach(DOORS)
-            doors[index].fleet.follow(rows(control), NOW)
-        wanted = {f"http://{n}:1": sum(have[i, n] for i in range(DOORS)) for n in NAMES}
-        assert [door.sees() for door in doors] == [wanted] * DOORS
+            processes[index] = Door(counters, index + 1)
+            processes[index].fleet.reach(PROCESSES)
+            processes[index].fleet.follow(rows(control), NOW)
+        wanted = {f"http://{n}:1": sum(have[i, n] for i in range(PROCESSES)) for n in NAMES}
+        assert [door.sees() for door in processes] == [wanted] * PROCESSES
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, DOORS - 1), max_size=40))
-def test_a_bound_holds_over_all_doors_where_nobody_picks_at_the_same_moment(board, turns):
+@given(st.lists(st.integers(0, PROCESSES - 1), max_size=40))
+def test_a_bound_holds_over_all_doors_where_nobody_picks_at_the_same_moment(counters, turns):
     control = fleet_of(entry("a", max_inflight=5))
-    doors = doors_on(board, control)
+    processes = doors_on(counters, control)
     taken = 0
     for index in turns:
-        worker = doors[index].fleet.candidates(None, 0)[0]
+        worker = processes[index].fleet.candidates(None, 0)[0]
         if worker.in_flight < worker.max_inflight:  # no time has passed: read anew all the same
             worker.in_flight += 1
-            assert not doors[index].fleet.is_over_limit(worker)
+            assert not processes[index].fleet.is_over_limit(worker)
             taken += 1
         assert taken <= 5
     assert taken == min(len(turns), 5)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, DOORS - 1), st.booleans()), max_size=60))
-def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(board, turns):
+@given(st.lists(st.tuples(st.integers(0, PROCESSES - 1), st.booleans()), max_size=60))
+def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(counters, turns):
     """Each step of a taking is one turn, so that others come between any two of them."""
     control = fleet_of(entry("a", max_inflight=2))
-    doors = doors_on(board, control)
-    held = [0] * DOORS
-    half_way: list[str] = [""] * DOORS
+    processes = doors_on(counters, control)
+    held = [0] * PROCESSES
+    half_way: list[str] = [""] * PROCESSES
     for index, leaves in turns:
-        fleet = doors[index].fleet
+        fleet = processes[index].fleet
         worker = fleet.workers[0]
         if half_way[index] == "looked":
             worker.in_flight += 1
@@ -126,9 +133,9 @@ def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(b
         assert sum(held) <= 2
 
 
-def test_whoever_had_to_step_back_leaves_the_place_to_others(board):
+def test_whoever_had_to_step_back_leaves_the_place_to_others(counters):
     control = fleet_of(entry("a", max_inflight=1))
-    one, other, third = doors_on(board, control)
+    one, other, third = doors_on(counters, control)
     for door in (one, other):  # in the same moment
         door.fleet.workers[0].in_flight += 1
     assert [door.fleet.is_over_limit(door.fleet.workers[0]) for door in (one, other)] == [
@@ -143,9 +150,9 @@ def test_whoever_had_to_step_back_leaves_the_place_to_others(board):
     assert has_room(one.fleet.candidates(None, 0)[0]) is False
 
 
-def test_counts_are_not_looked_at_more_often_than_is_worth_it(board):
+def test_counts_are_not_looked_at_more_often_than_is_worth_it(counters):
     control = fleet_of(*map(entry, NAMES))
-    one, other, _ = doors_on(board, control)
+    one, other, _ = doors_on(counters, control)
     one.sees()
     other.fleet.workers[0].in_flight += 1
     one.fleet.candidates(None, 0)
@@ -153,9 +160,9 @@ def test_counts_are_not_looked_at_more_often_than_is_worth_it(board):
     assert one.sees()["http://a:1"] == 1
 
 
-def test_a_worker_that_stays_keeps_its_object_and_one_that_came_anew_does_not(board):
+def test_a_worker_that_stays_keeps_its_object_and_one_that_came_anew_does_not(counters):
     control = fleet_of(entry("a"), entry("b"))
-    door = doors_on(board, control)[0]
+    door = doors_on(counters, control)[0]
     a, b = door.fleet.workers
     a.in_flight += 1
     b.in_flight += 1
@@ -168,9 +175,9 @@ def test_a_worker_that_stays_keeps_its_object_and_one_that_came_anew_does_not(bo
     assert door.sees() == {"http://a:1": 1, "http://b:1": 0}
 
 
-def test_nobody_is_let_go_by_half_of_the_news(board):
+def test_nobody_is_let_go_by_half_of_the_news(counters):
     control = fleet_of(entry("a"), entry("b"))
-    door = doors_on(board, control)[0]
+    door = doors_on(counters, control)[0]
     seen = []
     door.fleet.watch(
         lambda: seen.append([w.url for w in door.fleet.candidates(None, ALL_CAPABILITIES)])
@@ -183,23 +190,23 @@ def test_nobody_is_let_go_by_half_of_the_news(board):
     assert all(urls == [] for urls in seen)
 
 
-def test_what_requests_show_is_told_and_judged_elsewhere(board):
-    door = doors_on(board, fleet_of(entry("a")))[0]
+def test_what_requests_show_is_told_and_judged_elsewhere(counters):
+    door = doors_on(counters, fleet_of(entry("a")))[0]
     worker = door.fleet.workers[0]
     for _ in range(50):
         door.fleet.observe_request_failure(worker, status=502, error="x", at=NOW)
     assert worker.routable
     assert worker.health.failed_requests
-    assert door.told == [Failed(1, 502, "x", NOW, 0)] * 50
+    assert door.told == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
     door.fleet.observe_success(worker)
-    assert door.told[-1] == Good(1, 0)
+    assert door.told[-1] == RequestSucceededEvent(1, 0)
     assert not worker.health.failed_requests
 
 
-def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(board):
+def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(counters):
     control = fleet_of(entry("a"))
     control.workers[0].health.breaker_tripped = True
-    one, other, _ = doors_on(board, control)
+    one, other, _ = doors_on(counters, control)
     other.fleet.follow(rows(control, half_open_taken=True), NOW)
     assert other.fleet.candidates(None, 0) == []
     (worker,) = one.fleet.candidates(None, 0)
@@ -208,7 +215,7 @@ def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(
     one.fleet.follow(rows(control), NOW)  # sent before control had heard of it
     assert one.fleet.candidates(None, 0) == []
     one.fleet.end_half_open(worker, trial)
-    assert one.told == [TrialBegan(1, trial), TrialEnded(1, trial)]
+    assert one.told == [HalfOpenStartedEvent(1, trial), HalfOpenEndedEvent(1, trial)]
     one.fleet.follow(rows(control), NOW)  # still: it knows of no trial
     assert one.fleet.candidates(None, 0) == []
     heard = control.begin_half_open(control.workers[0])
@@ -217,10 +224,10 @@ def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(
     assert one.fleet.candidates(None, 0) == [worker]
 
 
-def test_a_trial_that_went_well_brings_the_worker_back_at_every_door(board):
+def test_a_trial_that_went_well_brings_the_worker_back_at_every_door(counters):
     control = fleet_of(entry("a"))
     control.workers[0].health.breaker_tripped = True
-    one, other, _ = doors_on(board, control)
+    one, other, _ = doors_on(counters, control)
     (worker,) = one.fleet.candidates(None, 0)
     trial = one.fleet.begin_half_open(worker)
     control.begin_half_open(control.workers[0])

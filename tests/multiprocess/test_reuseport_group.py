@@ -16,7 +16,7 @@ def port():
     listener = Listener(loop, open_socket("127.0.0.1", 0), lambda sock, peer: sock.close())
     made = ReuseportGroup(loop, listener)
     yield made
-    made.end()
+    made.close_all()
     listener.close()
     loop.flush()
 
@@ -41,18 +41,18 @@ def accepted(sock):
 
 
 def test_each_seat_gets_its_share(port):
-    socks = [port.listen(seat) for seat in range(3)]
+    socks = [port.listen(slot) for slot in range(3)]
     counts = came(port, socks, 120)
     assert sum(counts) == 120
     assert min(counts) > 10
 
 
 def test_connections_are_steered_to_the_seats_that_serve_whichever_they_are(port):
-    socks = [port.listen(seat) for seat in range(4)]
-    for seats in ([1, 3], [0], [2], [0, 1, 2], [3]):
-        port.steer(seats)
+    socks = [port.listen(slot) for slot in range(4)]
+    for slots in ([1, 3], [0], [2], [0, 1, 2], [3]):
+        port.steer(slots)
         counts = came(port, socks)
-        assert {seat for seat, count in enumerate(counts) if count} == set(seats)
+        assert {slot for slot, count in enumerate(counts) if count} == set(slots)
     port.steer(range(4))
     assert all(came(port, socks, 120))
     port.steer([])
@@ -60,18 +60,18 @@ def test_connections_are_steered_to_the_seats_that_serve_whichever_they_are(port
 
 
 def test_steering_is_right_after_a_socket_in_the_middle_was_closed(port):
-    socks = {seat: port.listen(seat) for seat in range(4)}
+    socks = {slot: port.listen(slot) for slot in range(4)}
     port.steer([0, 2, 3])
     port.close(1)
     del socks[1]
-    for seats in ([3], [2], [0, 3]):
-        port.steer(seats)
+    for slots in ([3], [2], [0, 3]):
+        port.steer(slots)
         counts = dict(zip(socks, came(port, list(socks.values())), strict=True))
-        assert {seat for seat, count in counts.items() if count} == set(seats)
+        assert {slot for slot, count in counts.items() if count} == set(slots)
 
 
 def test_closing_a_socket_leads_no_connection_to_another_than_before(port):
-    socks = [port.listen(seat) for seat in range(5)]
+    socks = [port.listen(slot) for slot in range(5)]
     port.steer([2, 4])
     for closed in (1, 3):
         port.close(closed)
@@ -84,7 +84,7 @@ def test_closing_a_socket_leads_no_connection_to_another_than_before(port):
 
 
 def test_a_seat_that_is_taken_anew_has_its_socket_again(port):
-    socks = [port.listen(seat) for seat in range(3)]
+    socks = [port.listen(slot) for slot in range(3)]
     port.steer([2])
     port.close(1)
     assert port.listen(1) is socks[1]
@@ -111,10 +111,10 @@ def test_the_port_is_refused_to_others_all_the_same(port):
 def test_control_rests_and_works_again_on_the_same_socket(port):
     events = port._loop._epoll
     events.poll(0)  # the bell's
-    port.rest()
+    port.pause()
     with socket.create_connection(port.listener._sock.getsockname()):
         assert events.poll(0.05) == []
-        port.work()  # it can see those who came meanwhile
+        port.resume()  # it can see those who came meanwhile
         assert [fd for fd, _ in events.poll(0)] == [port.listener._fd]
         assert accepted(port.listener._sock) == 1
     assert came(port, [port.listener._sock], 3) == [3]
@@ -127,7 +127,7 @@ def test_a_unix_socket_is_the_same_one_for_all(tmp_path):
     assert port.listen(0) is port.listen(5)
     port.steer([1])
     port.close(1)
-    port.end()
+    port.close_all()
     assert (tmp_path / "s").exists()
     listener.close()
     loop.flush()

@@ -6,23 +6,23 @@ from hypothesis import strategies as st
 
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.multiprocess.shared_counters import SharedCounters
-from omni_proxy.multiprocess.shared_sessions import PLACES, SharedSessions, made
+from omni_proxy.multiprocess.shared_sessions import WAYS, SharedSessions, create_sessions
 from tests.fleet.entries import NOW, entry
 
 
 @pytest.fixture(scope="module")
 def row():
-    return SharedCounters.made().row(1)
+    return SharedCounters.create().row(1)
 
 
 def world(row, count=4):
     workers = {n: SharedWorker(entry(f"w{n}"), NOW, (n, n), row) for n in range(1, count + 1)}
-    descriptor = made()
-    doors = [SharedSessions(os.dup(descriptor), workers.get) for _ in range(2)]
+    descriptor = create_sessions()
+    processes = [SharedSessions(os.dup(descriptor), workers.get) for _ in range(2)]
     os.close(descriptor)
-    for door in doors:
+    for door in processes:
         door.tune(100_000, 60.0)
-    return workers, doors
+    return workers, processes
 
 
 @settings(max_examples=50, deadline=None)
@@ -33,29 +33,29 @@ def world(row, count=4):
     )
 )
 def test_both_doors_agree_with_a_plain_table(row, steps):
-    workers, doors = world(row)
+    workers, processes = world(row)
     table, now = {}, 0.0
     for door, key, serial, secs in steps:
         now += secs
         kept = table.get(key)
         wanted = kept[0] if kept and now - kept[1] <= 60 else None
-        assert doors[door].find(key, now) is wanted
+        assert processes[door].find(key, now) is wanted
         if wanted is None:
-            doors[1 - door].keep(key, workers[serial], now)
+            processes[1 - door].keep(key, workers[serial], now)
             table[key] = (workers[serial], now)
 
 
 def test_past_the_bound_those_used_last_stay(row):
     workers, (one, other) = world(row)
     for door in (one, other):
-        door.tune(PLACES, 0.0)
-    for number in range(3 * PLACES):
+        door.tune(WAYS, 0.0)
+    for number in range(3 * WAYS):
         one.keep(f"k{number}", workers[1], float(number))
         one.keep("again", workers[2], float(number))
     assert other.find("again", 99.0) is workers[2]
-    assert other.find(f"k{3 * PLACES - 1}", 99.0) is workers[1]
+    assert other.find(f"k{3 * WAYS - 1}", 99.0) is workers[1]
     assert other.find("k0", 99.0) is None
-    assert len(other) == PLACES
+    assert len(other) == WAYS
 
 
 def test_a_session_of_a_worker_that_is_gone_is_none(row):

@@ -15,7 +15,7 @@ from tests.fleet.entries import NOW, entry, fleet_of
 
 
 @pytest.fixture
-def roster():
+def worker_ids():
     fleet = fleet_of(entry("any"))
     door = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
     yield WorkerIds(fleet, door)
@@ -34,21 +34,21 @@ def no_room():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_door_that_could_never_begin_for_want_of_descriptors_can_be_buried(roster, no_room):
+def test_a_door_that_could_never_begin_for_want_of_descriptors_can_be_buried(worker_ids, no_room):
     with pytest.raises(OSError, match="Too many open files"):
-        _ = roster.board
-    assert roster.in_flight_at(1) == 0
-    roster.clear(1)
-    assert roster.in_flight == 0
+        _ = worker_ids.counters
+    assert worker_ids.in_flight_at(1) == 0
+    worker_ids.clear(1)
+    assert worker_ids.in_flight == 0
 
 
 @pytest.fixture(scope="module")
-def board():
-    return SharedCounters.made()
+def counters():
+    return SharedCounters.create()
 
 
-def door_on(board, index):
-    return ReplicatedFleet(board, index, lambda: 0.0, lambda message: None)
+def door_on(counters, index):
+    return ReplicatedFleet(counters, index, lambda: 0.0, lambda message: None)
 
 
 churn = st.lists(
@@ -63,13 +63,13 @@ churn = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(churn)
-def test_workers_that_come_and_go_never_share_a_count(board, steps):
+def test_workers_that_come_and_go_never_share_a_count(counters, steps):
     """More of them than cells, one after the other: each request counts for its own worker."""
     fleet = fleet_of(entry("stable"))
     proxy = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
-    roster = WorkerIds(fleet, proxy)
-    roster._cells, roster._board, roster.doors = FreeSlots(20), board, 2
-    doors = {index: door_on(board, index) for index in (1, 2)}
+    worker_ids = WorkerIds(fleet, proxy)
+    worker_ids._cells, worker_ids._counters, worker_ids.processes = FreeSlots(20), counters, 2
+    processes = {index: door_on(counters, index) for index in (1, 2)}
     here, running = ["stable"], []  # of requests: the door, its worker
     try:
         for what, name, index in [("come", "a", 1), *steps]:
@@ -79,27 +79,29 @@ def test_workers_that_come_and_go_never_share_a_count(board, steps):
                 case "go" if name in here:
                     here.remove(name)
                 case "take":
-                    worker = doors[index].find(f"http://{name}:1") or doors[index].workers[0]
+                    worker = (
+                        processes[index].find(f"http://{name}:1") or processes[index].workers[0]
+                    )
                     if len(running) < 9:
                         worker.in_flight += 1
                         running.append((index, worker))
                 case "leave" if running:
                     running.pop(index % len(running))[1].in_flight -= 1
                 case "die":
-                    roster.clear(index)
+                    worker_ids.clear(index)
                     running = [each for each in running if each[0] != index]
-                    doors[index] = door_on(board, index)
+                    processes[index] = door_on(counters, index)
             fleet.apply([entry(each) for each in here], NOW)
-            for door in doors.values():
+            for door in processes.values():
                 door.reach(2)
-                door.follow(roster.rows(), NOW)
-            roster.recount()
-            known = {roster.serial(worker): worker for worker in fleet.workers}
+                door.follow(worker_ids.rows(), NOW)
+            worker_ids.recount()
+            known = {worker_ids.serial(worker): worker for worker in fleet.workers}
             wanted = Counter(worker.serial for _, worker in running)
             assert {n: worker.in_flight for n, worker in known.items()} == {
                 n: wanted[n] for n in known
             }
-            cells = [cell for _, cell in roster._known.values()]
+            cells = [cell for _, cell in worker_ids._ids.values()]
             assert len(set(cells)) == len(cells)
     finally:
         for _, worker in running:
@@ -108,20 +110,20 @@ def test_workers_that_come_and_go_never_share_a_count(board, steps):
         os.close(proxy.loop._wakeup_fd)
 
 
-def test_a_stable_worker_keeps_its_count_while_thousands_come_and_go(roster):
-    fleet = roster._fleet
-    roster._cells = FreeSlots(8)
+def test_a_stable_worker_keeps_its_count_while_thousands_come_and_go(worker_ids):
+    fleet = worker_ids._fleet
+    worker_ids._cells = FreeSlots(8)
     stable = fleet.workers[0]
-    own = {roster.rows()[0].cell}
-    door = door_on(roster.board, 1)
-    roster.doors = 1
+    own = {worker_ids.rows()[0].cell}
+    door = door_on(worker_ids.counters, 1)
+    worker_ids.processes = 1
     for number in range(50):
         fleet.apply([entry("any"), entry(f"w{number}")], NOW)
         door.reach(1)
-        door.follow(roster.rows(), NOW)
+        door.follow(worker_ids.rows(), NOW)
         door.find(f"http://w{number}:1").in_flight += 1
-        roster.recount()
+        worker_ids.recount()
         assert (stable.in_flight, fleet.workers[1].in_flight) == (0, 1)
-        assert roster.rows()[1].cell not in own
+        assert worker_ids.rows()[1].cell not in own
         door.find(f"http://w{number}:1").in_flight -= 1
-        roster.recount()
+        worker_ids.recount()

@@ -14,7 +14,7 @@ LAST = b"0\r\n\r\n"
 
 
 def serving(told: dict, count: int = 2) -> bool:
-    states = [door["state"] for door in told["door"]["doors"]]
+    states = [door["state"] for door in told["data_plane"]["processes"]]
     return states == ["serving"] * count
 
 
@@ -76,9 +76,9 @@ async def held_streams(running, count: int, *, everywhere: bool = False):
 async def at_doors(running, count: int) -> list[int]:
     """How many of so many requests each door has."""
     told = await running.until(
-        "/status", lambda t: sum(row["in_flight"] for row in t["door"]["doors"]) == count
+        "/status", lambda t: sum(row["in_flight"] for row in t["data_plane"]["processes"]) == count
     )
-    return [row["in_flight"] for row in told["door"]["doors"]]
+    return [row["in_flight"] for row in told["data_plane"]["processes"]]
 
 
 async def came_whole(stream) -> bool:

@@ -55,7 +55,7 @@ async def test_a_change_is_answered_once_the_slowest_door_has_taken_it(tmp_path)
             running.client = httpx.AsyncClient(transport=transport, base_url="http://control")
             told = await running.until("/status", serving)
             worker_id = (await running.until_routable(*fleet))["workers"][0]["id"]
-            slow = told["door"]["doors"][1]["pid"]
+            slow = told["data_plane"]["processes"][1]["pid"]
             answers = []
 
             async def disable() -> None:
@@ -104,7 +104,7 @@ async def test_a_session_means_the_same_worker_to_every_door(tmp_path):
                     homes.setdefault(key, set()).add((await client.answer()).body)
         assert [len(bodies) for bodies in homes.values()] == [1, 1, 1]
         await running.until(
-            "/status", lambda told: all(row["accepted"] for row in told["door"]["doors"])
+            "/status", lambda told: all(row["accepted"] for row in told["data_plane"]["processes"])
         )
 
 

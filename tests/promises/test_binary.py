@@ -85,7 +85,7 @@ def words_of(process_id) -> list[str]:
 def doors(process_id) -> dict[int, list[str]]:
     """The words of each door process of that program, by its id."""
     found = {child: words_of(child) for child in children(process_id)}
-    return {child: words for child, words in found.items() if "door-process" in words}
+    return {child: words for child, words in found.items() if "data-plane-process" in words}
 
 
 async def until_serving(program, count, without=()):
@@ -105,7 +105,9 @@ async def serving(program):
             told = (await fresh.get("/status")).json()
         except httpx.TransportError:
             return []
-    return [row["pid"] for row in told["door"].get("doors", ()) if row["state"] == "serving"]
+    return [
+        row["pid"] for row in told["data_plane"].get("processes", ()) if row["state"] == "serving"
+    ]
 
 
 def unpacked(process_id) -> Path:

@@ -108,14 +108,14 @@ async def test_a_door_that_ends_while_there_is_none_left_is_replaced_when_there_
             told = await running.until("/status", serving)
             soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (3, hard))
-            os.kill(told["door"]["doors"][0]["pid"], signal.SIGKILL)
+            os.kill(told["data_plane"]["processes"][0]["pid"], signal.SIGKILL)
             await running.says("door 1 could not be started: Too many open files")
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
             await running.until("/status", serving)
 
 
 def serving(told: dict) -> bool:
-    return [door["state"] for door in told["door"]["doors"]] == ["serving"] * 2
+    return [door["state"] for door in told["data_plane"]["processes"]] == ["serving"] * 2
 
 
 async def test_a_door_with_none_left_lives_on_when_the_port_moves_and_moves_when_it_can(tmp_path):
@@ -143,4 +143,4 @@ async def test_a_door_with_none_left_lives_on_when_the_port_moves_and_moves_when
 
 
 def pids_of(told: dict) -> list[int]:
-    return [door["pid"] for door in told["door"]["doors"]]
+    return [door["pid"] for door in told["data_plane"]["processes"]]

@@ -12,14 +12,14 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.fleet.worker_state import worker_state
 from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.messages import (
-    Begin,
+    ClearCacheCommand,
     DrainCommand,
-    Failed,
-    Forget,
-    Listen,
+    ListenCommand,
+    MetricsEvent,
     ProcessStats,
+    RequestFailedEvent,
+    StartCommand,
     StateSnapshot,
-    Tally,
     VoiceListMessage,
 )
 from omni_proxy.multiprocess.process_slot import ProcessHandle
@@ -39,10 +39,10 @@ class Control:
     def __init__(self, tmp_path, urls) -> None:
         self.front = str(tmp_path / "front.sock")
         self.config = parse("")
-        self.board = SharedCounters.made()
-        self.sessions = shared_sessions.made()
+        self.counters = SharedCounters.create()
+        self.sessions = shared_sessions.create_sessions()
         self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
-        self.link = ProcessHandle(1)
+        self.handle = ProcessHandle(1)
         self.heard: list = []
         self.ended = ""
         self.over = trio.Event()
@@ -56,26 +56,26 @@ class Control:
             worker_state(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1)
         )
         known = StateSnapshot(1, rows, self.config, VoiceListMessage("", None), 0, 1)
-        self.link.tell(msgspec.structs.replace(known, **changes))
+        self.handle.send(msgspec.structs.replace(known, **changes))
 
     async def begin(self, nursery) -> None:
-        self.link.tell_begin(
-            Begin(1, self.front, SILENT_SECS), self.board.descriptor, self.sessions
+        self.handle.send_start(
+            StartCommand(1, self.front, SILENT_SECS), self.counters.descriptor, self.sessions
         )
         self.news()
         nursery.start_soon(self._live)
         with trio.fail_after(30):
-            await self.link.acknowledged(2)
-        self.link.tell(Listen(1), self.port.listen(0))
+            await self.handle.wait_acknowledged(2)
+        self.handle.send(ListenCommand(1), self.port.listen(0))
         await self.settled()
 
     async def _live(self) -> None:
-        self.ended = await self.link.live(lambda link, message: self.heard.append(message))
+        self.ended = await self.handle.run(lambda link, message: self.heard.append(message))
         self.over.set()
 
     async def settled(self) -> None:
         with trio.fail_after(30):
-            await self.link.acknowledged(self.link.told)
+            await self.handle.wait_acknowledged(self.handle.sent)
 
     async def until_heard(self, kind) -> list:
         with trio.fail_after(30):
@@ -123,10 +123,10 @@ async def world(nursery, tmp_path):
         try:
             yield control
         finally:
-            control.link.kill()
+            control.handle.kill()
             with trio.fail_after(30):
                 await control.over.wait()
-            control.port.end()
+            control.port.close_all()
             control.listener.close()
             control.loop.flush()
 
@@ -137,7 +137,7 @@ async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(w
     await trio.sleep(2 * SILENT_SECS)
     status, body = await ready(control)
     assert status == 503
-    assert b"the control process has been silent" in body
+    assert b"the main process has been silent" in body
     async with client_of(control.address) as client:
         await client.send(post())
         assert (await client.answer()).status == 200
@@ -150,14 +150,14 @@ async def test_it_tells_what_it_learnt_and_counted(world):
         for _ in range(2):
             await client.send(post())
             assert (await client.answer()).status == 200
-    (failed,) = await control.until_heard(Failed)
+    (failed,) = await control.until_heard(RequestFailedEvent)
     assert failed.serial == 2
     assert "reset" in failed.error
-    tally = (await control.until_heard(Tally))[0]
+    tally = (await control.until_heard(MetricsEvent))[0]
     assert sum(count for cell in tally.cells for *_, count in cell.ends)
-    stand = (await control.until_heard(ProcessStats))[-1]
-    assert stand.counts["accepted"] >= 0
-    assert control.board.row(1)[0] == 0
+    stats = (await control.until_heard(ProcessStats))[-1]
+    assert stats.counts["accepted"] >= 0
+    assert control.counters.row(1)[0] == 0
 
 
 async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
@@ -165,21 +165,21 @@ async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
     async with client_of(control.address) as client:
         await client.send(post())
         assert (await client.answer()).status == 200
-        control.link.tell(DrainCommand())
+        control.handle.send(DrainCommand())
         assert await client.until_closed() == b""
     with trio.fail_after(30):
         await control.over.wait()
     assert control.ended == "ended with status 0"
-    tallies = [each for each in control.heard if isinstance(each, Tally)]
+    tallies = [each for each in control.heard if isinstance(each, MetricsEvent)]
     assert sum(count for tally in tallies for cell in tally.cells for *_, count in cell.ends) == 1
 
 
 async def test_nobody_waits_for_the_acknowledgement_of_one_that_was_killed(world):
     control = world
-    control.link.kill()
-    control.link.tell(Forget(1))
+    control.handle.kill()
+    control.handle.send(ClearCacheCommand(1))
     with trio.fail_after(30):
-        await control.link.acknowledged(control.link.told)
+        await control.handle.wait_acknowledged(control.handle.sent)
         await control.over.wait()
     assert control.ended == "was ended by SIGKILL"
-    assert control.link.tell(Forget(1)) == 0
+    assert control.handle.send(ClearCacheCommand(1)) == 0

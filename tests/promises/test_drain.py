@@ -137,7 +137,7 @@ async def test_a_request_that_came_in_part_is_still_answered(tmp_path, script):
         connected(running) as client,
     ):
         await client.send(request[:30])
-        await running.until("/status", lambda told: told["door"]["phases"].get("head"))
+        await running.until("/status", lambda told: told["data_plane"]["phases"].get("head"))
         await drain(running, idle)
         await client.send(request[30:])
         answer = await client.answer()

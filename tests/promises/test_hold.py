@@ -203,7 +203,7 @@ async def test_front_routes_never_wait(tmp_path):
                 nursery.start_soon(running.ask)
             told = await running.until("/health", lambda told: told["admission"]["waiting"] == 1)
             assert told["admission"]["inflight"] == 1
-            assert (await running.told("/status"))["door"]["phases"]["queue"] == 1
+            assert (await running.told("/status"))["data_plane"]["phases"]["queue"] == 1
             gate.open.set()
 
 

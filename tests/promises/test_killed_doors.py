@@ -32,10 +32,10 @@ async def test_a_trial_that_ends_with_its_door_keeps_its_worker_out_no_longer(tm
             for time in range(1, TIMES + 1):
                 await on_trial(running, ill, clients, time)
                 told = await running.until("/status", lambda t: in_flight(t)[-1] == 1)
-                rows = told["door"]["doors"]
+                rows = told["data_plane"]["processes"]
                 os.kill(max(rows, key=lambda row: row["in_flight"])["pid"], signal.SIGKILL)
                 await running.until("/status", lambda t: in_flight(t) == [0, 0] and serving(t))
-                assert (await running.told("/status"))["door"]["inflight"] == 0
+                assert (await running.told("/status"))["data_plane"]["inflight"] == 0
                 told = await running.told("/workers")
                 assert [worker["in_flight"] for worker in told["workers"]] == [0, 0]
                 assert record(told, fleet[0])["trial"]
@@ -56,7 +56,7 @@ def ask() -> bytes:
 
 
 def in_flight(told: dict) -> list[int]:
-    return sorted(row["in_flight"] for row in told["door"]["doors"])
+    return sorted(row["in_flight"] for row in told["data_plane"]["processes"])
 
 
 async def on_trial(running, ill: Ill, clients: AsyncExitStack, count: int) -> None:
@@ -76,7 +76,7 @@ async def test_a_door_that_was_stopped_when_control_was_killed_ends_once_it_goes
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running:
             told = await running.until("/status", serving)
-            stopped, other = (row["pid"] for row in told["door"]["doors"])
+            stopped, other = (row["pid"] for row in told["data_plane"]["processes"])
             os.kill(stopped, signal.SIGSTOP)
             try:
                 running.process.kill()

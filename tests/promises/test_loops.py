@@ -122,4 +122,4 @@ async def test_a_loop_of_proxies_ends_with_508(tmp_path, count, processes):
                 await proxies[0].client.get(path)
         assert fleet[0].requests == 0
         told = await proxies[0].told("/status")
-        assert told["door"]["accepted"] < 300, json.dumps(told["door"])
+        assert told["data_plane"]["accepted"] < 300, json.dumps(told["data_plane"])

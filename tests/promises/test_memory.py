@@ -69,7 +69,7 @@ async def growth(running, count, request):
         await sent(stack, running, count, request)
         wanted = count * len(request)
         await running.until(
-            "/status", lambda told: told["door"]["held_bytes"] >= wanted - count * 400
+            "/status", lambda told: told["data_plane"]["held_bytes"] >= wanted - count * 400
         )
         grown = resident_bytes(running.process.pid) - before
     return grown
@@ -80,7 +80,7 @@ async def check(running, count, body):
     grown = await growth(running, count, request)
     allowed = TIMES * count * len(request) + ALLOWED_BYTES + count * CONNECTION_BYTES
     assert grown <= allowed, f"{grown / (count * len(request)):.1f} bytes for each byte"
-    await running.until("/status", lambda told: told["door"]["held_bytes"] == 0)
+    await running.until("/status", lambda told: told["data_plane"]["held_bytes"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ async def test_small_bodies_count_and_past_the_bound_there_is_a_503(tmp_path):
     ):
         fit = MIB // len(request)
         await sent(stack, running, fit, request)
-        await running.until("/status", lambda told: told["door"]["inflight"] == fit)
+        await running.until("/status", lambda told: told["data_plane"]["inflight"] == fit)
         (late,) = await sent(stack, running, 1, request)
         with trio.fail_after(PATIENCE_SECS):
             answer = await late.answer()
@@ -119,7 +119,7 @@ async def test_small_bodies_count_and_past_the_bound_there_is_a_503(tmp_path):
         assert b'"reason":"max_held_bytes"' in answer.body
         assert (await running.told("/live"))["status"] == "alive"
         told = await running.told("/status")
-        assert told["door"]["held_bytes"] <= MIB
+        assert told["data_plane"]["held_bytes"] <= MIB
 
 
 async def test_bytes_that_come_one_at_a_time_are_held_as_any_others(tmp_path):
@@ -133,6 +133,6 @@ async def test_bytes_that_come_one_at_a_time_are_held_as_any_others(tmp_path):
             for client in clients:
                 await client.send(body[at : at + 1])
         wanted = len(clients) * (len(body) - 1)
-        await running.until("/status", lambda told: told["door"]["held_bytes"] >= wanted)
+        await running.until("/status", lambda told: told["data_plane"]["held_bytes"] >= wanted)
         grown = resident_bytes(running.process.pid) - before
     assert grown <= TIMES * wanted + 4 * MIB, grown / wanted

@@ -257,7 +257,7 @@ async def test_those_that_read_and_then_hang_cost_no_request(tmp_path):
                 for _ in range(40):
                     nursery.start_soon(hang, "/metrics")
                     nursery.start_soon(hang, "/feed")
-                await running.until("/status", lambda told: told["door"]["connections"] >= 80)
+                await running.until("/status", lambda told: told["data_plane"]["connections"] >= 80)
                 with trio.fail_after(PATIENCE_SECS):
                     for _ in range(20):
                         assert (await running.ask(stream=True)).status_code == 200

@@ -28,12 +28,12 @@ async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
                 assert (await client.answer()).status == 200
 
         def all_told(told: dict) -> bool:  # what ended and what was let in are told one by one
-            rows = told["door"]["doors"]
-            ended = told["door"]["ended"].get("completed", 0)
+            rows = told["data_plane"]["processes"]
+            ended = told["data_plane"]["ended"].get("completed", 0)
             return ended >= 40 and all(row["accepted"] for row in rows)
 
         told = await running.until("/status", all_told)
-        assert len({row["pid"] for row in told["door"]["doors"]} | {told["pid"]}) == 3
+        assert len({row["pid"] for row in told["data_plane"]["processes"]} | {told["pid"]}) == 3
 
         def routed(told: dict) -> bool:
             return sum(worker["routed_requests"] for worker in told["workers"]) == 40
@@ -87,7 +87,7 @@ async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path)
     ):
         count = len(streams)
         assert sum(await in_flight(running)) == count
-        victim = (await running.told("/status"))["door"]["doors"][0]
+        victim = (await running.told("/status"))["data_plane"]["processes"][0]
         os.kill(victim["pid"], signal.SIGKILL)
         mine = victim["in_flight"]
         assert 0 < mine < count
@@ -100,9 +100,9 @@ async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path)
             whole += await came_whole(stream)
         assert whole == count - mine
         told = await running.until("/status", serving)
-        assert [row["restarts"] for row in told["door"]["doors"]] == [1, 0]
+        assert [row["restarts"] for row in told["data_plane"]["processes"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))
-        assert (await running.told("/status"))["door"]["inflight"] == 0
+        assert (await running.told("/status"))["data_plane"]["inflight"] == 0
         await running.says("was ended by SIGKILL")
 
 
@@ -130,7 +130,8 @@ async def test_the_number_of_processes_may_change_under_load(tmp_path):
             assert (await running.client.post("/reload")).status_code == 200
             wanted = 0 if count == 1 else count
             await running.until(
-                "/status", lambda t, wanted=wanted: len(t["door"].get("doors", ())) == wanted
+                "/status",
+                lambda t, wanted=wanted: len(t["data_plane"].get("processes", ())) == wanted,
             )
             if wanted:
                 await running.until("/status", lambda t, wanted=wanted: serving(t, wanted))
@@ -151,7 +152,7 @@ async def test_the_number_may_change_again_before_the_doors_that_leave_are_gone(
             if count == 3:
                 await running.until("/status", lambda told: serving(told, 3))
         told = await running.until("/status", serving)
-        assert [row["door"] for row in told["door"]["doors"]] == [4, 5]
+        assert [row["process"] for row in told["data_plane"]["processes"]] == [4, 5]
         before = tally[0]
         while tally[0] < before + 100:
             await trio.sleep(0.01)
@@ -179,7 +180,7 @@ async def test_the_doors_end_with_control(tmp_path):
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running:
             told = await running.until("/status", serving)
-            pids = [row["pid"] for row in told["door"]["doors"]]
+            pids = [row["pid"] for row in told["data_plane"]["processes"]]
             running.process.kill()
             await running.process.wait()
             await until_gone(*pids)

@@ -144,5 +144,5 @@ async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_pa
             mine.write_text("nonsense")  # the renewal of a certificate went wrong
             await running.says("the renewed certificate is refused, keeping the current one")
             assert (await running.ask()).status_code == 200
-            told = (await running.told("/status"))["door"]["tls"]
+            told = (await running.told("/status"))["data_plane"]["tls"]
             assert "mine-key.pem" in told["error"]

@@ -126,7 +126,7 @@ async def test_without_time_to_drain_an_answer_that_spans_the_change_says_so(tmp
                     "x-omni-weight-epoch-end": "1",
                 },
             )
-            assert (await running.told("/status"))["door"]["answers_across_versions"] == 1
+            assert (await running.told("/status"))["data_plane"]["answers_across_versions"] == 1
 
 
 async def test_a_replica_that_begins_anew_after_an_update_does_not_serve_its_first_weights(

@@ -336,7 +336,9 @@ async def test_what_a_worker_flushes_with_an_update_is_forgotten(tmp_path):
                 path = "/update_weights_from_disk"
                 answer = await running.client.post(path, json=UPDATE | wish)
                 assert answer.status_code == 200
-                return (await running.told("/status"))["door"]["policy"]["tree_size_by_worker"]
+                return (await running.told("/status"))["data_plane"]["policy"][
+                    "tree_size_by_worker"
+                ]
 
             assert list(await held_after(flush_cache=False)) == [engine.url]
             assert await held_after() == {}

@@ -189,7 +189,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
         state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
-        watchdog=OBJECT, door=OBJECT, fleet=shape(**COUNTED), launch=listed(OBJECT),
+        watchdog=OBJECT, data_plane=OBJECT, door=OBJECT, fleet=shape(**COUNTED), launch=listed(OBJECT),
     ),
     "Workers": {
         "allOf": [
@@ -258,7 +258,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Reloaded": shape(outcome=TEXT, revision=COUNT, diff=OBJECT),
     "Snapshot": shape(
         history=listed(OBJECT), at=TIME, version=TEXT, ready=FLAG, leaving=FLAG, revision=COUNT,
-        admission=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
+        admission=OBJECT, data_plane=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
         recent_ends=listed(OBJECT), last_reload=OBJECT, supervisors=listed(OBJECT),
         watchdog=OBJECT, weights=OBJECT,
     ),

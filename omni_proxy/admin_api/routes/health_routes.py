@@ -78,6 +78,7 @@ class PoolRoutes:
         rooms = self._rooms
         config_store = rooms.config_store
         reason = unready(rooms)
+        data_plane = rooms.door.status()
         return reply(
             {
                 "version": __version__,
@@ -95,7 +96,8 @@ class PoolRoutes:
                 "paused": {u: pause.told() for u, pause in rooms.desk.book.pauses().items()},
                 "supervisors": rooms.supervisors(),
                 "watchdog": rooms.door.watchdog(),
-                "door": rooms.door.status(),
+                "data_plane": data_plane,
+                "door": data_plane,  # the old name
                 "fleet": rooms.fleet.count_by_state(),
                 "launch": rooms.launcher.status() if rooms.launcher else [],
             }

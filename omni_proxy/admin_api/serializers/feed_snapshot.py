@@ -56,6 +56,8 @@ class Snapshots:
         why = reasons(rooms, pauses)
         launch = rooms.launcher.status() if rooms.launcher else []
         places = {row["url"]: row for row in launch}
+        loop_lag_ms = round(instruments.pulse.worst_secs * 1000, 2)
+        data_plane = {**door.counts(), "loop_lag_ms": loop_lag_ms}
         now = time.time()
         return {
             "at": _iso(now),
@@ -70,7 +72,8 @@ class Snapshots:
             "metrics": config_store.config.server.metrics,
             "config_file": str(config_store.file) if config_store.file else None,
             "admission": door.admission(),
-            "door": {**door.counts(), "loop_lag_ms": round(instruments.pulse.worst_secs * 1000, 2)},
+            "data_plane": data_plane,
+            "door": data_plane,  # the old name
             "policy": {"name": door.policy.name, **door.policy.stats()},
             "fleet": [
                 {

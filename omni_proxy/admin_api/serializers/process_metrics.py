@@ -43,24 +43,25 @@ def _door(rooms: Services) -> Iterator[Metric]:
     yield total("connection_failures", "Connections ended by a fault of the proxy", broken)
     spans = _number(counts, "answers_across_versions")
     yield total("answers_across_weights", "Answers during which weights changed", spans)
-    yield from _doors(rooms.door.rows())
+    yield from _processes(rooms.door.rows(), "dataplane_process", "process")
+    yield from _processes(rooms.door.rows(), "door", "door")  # the old names
 
 
-def _doors(rows: Sequence[Mapping[str, object]]) -> Iterator[Metric]:
-    """Each process of its own, where there are several."""
+def _processes(rows: Sequence[Mapping[str, object]], prefix: str, label: str) -> Iterator[Metric]:
+    """Of each data-plane process, where there are several."""
 
     def of(key: str) -> list[tuple[tuple[str], float]]:
-        return [((str(row["door"]),), _number(row, key)) for row in rows]
+        return [((str(row["process"]),), _number(row, key)) for row in rows]
 
-    label = ("door",)
-    serving = [((str(row["door"]),), row["state"] == "serving") for row in rows]
-    yield from gauges("door_up", "1 while this door process serves", label, serving)
-    text = "Client connections of a door process"
-    yield from gauges("door_connections", text, label, of("connections"))
-    text = "Model requests that a door process serves"
-    yield from gauges("door_requests_in_flight", text, label, of("in_flight"))
-    text = "Times that a door process was started again"
-    yield from counters("door_restarts", text, label, of("restarts"))
+    labels = (label,)
+    serving = [((str(row["process"]),), row["state"] == "serving") for row in rows]
+    yield from gauges(f"{prefix}_up", "1 while a data-plane process serves", labels, serving)
+    text = "Client connections of a data-plane process"
+    yield from gauges(f"{prefix}_connections", text, labels, of("connections"))
+    text = "Model requests in flight in a data-plane process"
+    yield from gauges(f"{prefix}_requests_in_flight", text, labels, of("in_flight"))
+    text = "Restarts of a data-plane process"
+    yield from counters(f"{prefix}_restarts", text, labels, of("restarts"))
 
 
 def _config(rooms: Services) -> Iterator[Metric]:

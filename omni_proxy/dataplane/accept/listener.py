@@ -115,7 +115,7 @@ class Listener:
         removes = self._is_file and not keeps_file
         self._file = os.lstat(self.address[5:]) if removes else None
         self._fd = sock.fileno()
-        if self.listens:
+        if self.is_listening:
             try:
                 loop.register(self._fd, self)
             except OSError:  # ENOSPC, ENOMEM: bounds of epoll
@@ -124,7 +124,7 @@ class Listener:
 
     def listen(self) -> None:
         """Where the socket does not yet. Raises OSError."""
-        if not self.listens:
+        if not self.is_listening:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.listen(BACKLOG)
             self._loop.register(self._fd, self)
@@ -172,24 +172,24 @@ class Listener:
             self.on_event(0)
 
     @property
-    def listens(self) -> bool:
+    def is_listening(self) -> bool:
         return bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Accept nobody until `work`; the socket goes on to listen, for others who have it."""
         self._stalled = False
         self._loop.suspend(self._fd)
 
-    def work(self) -> None:
+    def resume(self) -> None:
         """Accept again, also those who came meanwhile. Can't fail."""
         with contextlib.suppress(ValueError):  # the pump has ended
             self._loop.rearm(self._fd)
 
-    def shared(self) -> socket.socket:
+    def dup_socket(self) -> socket.socket:
         """The same socket once more, to be closed by whoever asks."""
         return self._sock.dup()
 
-    def permit(self, mode: int) -> None:
+    def set_file_mode(self, mode: int) -> None:
         """Who may connect, where it is a file."""
         if self._is_file:
             with contextlib.suppress(OSError):

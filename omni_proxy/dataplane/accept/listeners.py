@@ -100,7 +100,7 @@ class Listeners:
             if opens:
                 self._move([(place, opened.get(place) or here[place]) for place in wanted])
                 for _, listener in self._open:
-                    listener.permit(mode)
+                    listener.set_file_mode(mode)
             self._receive()
             for place, listener in self._open:
                 if place in opened:

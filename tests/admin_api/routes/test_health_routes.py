@@ -148,6 +148,7 @@ async def test_status_tells_what_runs(house):
     assert body["supervisors"] == [{"name": "door", "state": "running"}]
     assert body["launch"] == []
     assert body["watchdog"]["stalls"] == 0
+    assert body["data_plane"] == body["door"]
 
 
 async def test_an_unknown_path_is_a_json_404_with_detail(house):

@@ -53,8 +53,8 @@ def busy():
     house.instruments.logs["access_log"] = LineLog()
     held = {"connections": 3, "restarts": 1}
     house.door.door_rows = [
-        {"door": 0, "state": "serving", "in_flight": 2, **held},
-        {"door": 1, "state": "starting", "in_flight": 0, **held},
+        {"process": 0, "state": "serving", "in_flight": 2, **held},
+        {"process": 1, "state": "starting", "in_flight": 0, **held},
     ]
     return house
 
@@ -321,8 +321,12 @@ def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
             assert part.strip() in code, line
 
 
-async def test_each_door_process_has_its_row(busy):
+async def test_each_data_plane_process_has_its_series_also_under_the_old_names(busy):
     told = await scrape(busy)
+    assert 'omni_proxy_dataplane_process_up{process="0"} 1.0' in told
+    assert 'omni_proxy_dataplane_process_up{process="1"} 0.0' in told
+    assert 'omni_proxy_dataplane_process_requests_in_flight{process="0"} 2.0' in told
+    assert 'omni_proxy_dataplane_process_restarts_total{process="1"} 1.0' in told
     assert 'omni_proxy_door_up{door="0"} 1.0' in told
     assert 'omni_proxy_door_up{door="1"} 0.0' in told
     assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in told

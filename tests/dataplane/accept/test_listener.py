@@ -120,16 +120,16 @@ async def test_a_closed_listener_lets_nobody_in(loop, sock, guests, call):
 
 async def test_one_that_rests_lets_nobody_in_until_it_works_again(loop, sock, guests, call):
     listener = Listener(loop, sock, lambda *guest: guests.append(guest))
-    listener.rest()
+    listener.pause()
     loop.flush()
     call()
     listener.sweep()
-    shared = listener.shared()
+    shared = listener.dup_socket()
     with shared:
-        assert listener.listens
+        assert listener.is_listening
         shared.accept()[0].close()  # it waited for whoever has the socket
     call()
-    listener.work()
+    listener.resume()
     await until(lambda: guests)
     assert len(guests) == 1
 
@@ -198,7 +198,7 @@ async def test_a_socket_file_lets_in_who_may_and_goes_with_its_listener(loop, gu
         loop, open_socket(f"unix:{file}", 0, mode=0o600), lambda *guest: guests.append(guest)
     )
     assert (listener.address, stat.S_IMODE(file.stat().st_mode)) == (f"unix:{file}", 0o600)
-    listener.permit(0o640)
+    listener.set_file_mode(0o640)
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(file))
