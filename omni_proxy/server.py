@@ -49,8 +49,8 @@ from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.watchdog import Watchdog
-from omni_proxy.weight_sync.operations.journal_file import JournalFile, folder_for
-from omni_proxy.weight_sync.operations.queue import WeightOperations
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.state.journal_file import JournalFile, folder_for
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Server:
         self.reloader = Reloader(config_store)
         folder = folder_for(config_store.state_file, config, os.environ)
         self.desk = WeightOperations(fleet, config_store, JournalFile(folder))
-        self.prober.tolerates_failures = self.desk.at_work_on
+        self.prober.tolerates_failures = self.desk.is_updating
         self.leaving = False
         self.supervisors: list[Supervisor] = []
         rooms = Services(

@@ -32,7 +32,7 @@ ALLOWED = {
     "omni_proxy.replica.pipeline.hosting.stage_process._read": ENDS,
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
     "omni_proxy.launch.startup_progress.wait_until_ready": "`moved` waits for an event",
-    "omni_proxy.weight_sync.session.endpoint._make_room": "`until_idle` waits for an event",
+    "omni_proxy.weight_sync.session.endpoint._admit_owner": "`wait_idle` waits for an event",
 }
 
 

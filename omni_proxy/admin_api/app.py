@@ -76,7 +76,7 @@ def create_app(rooms: Services) -> QuartTrio:
 
 def _pauses_told(rooms: Services, keys: KeyCheck) -> dict[str, PauseRecord]:
     """Who has no key may read workers' records, and learns from them nothing of who paused."""
-    found = rooms.desk.book.pauses()
+    found = rooms.desk.journal.pauses()
     if not found or (has_request_context() and keys.presented()):
         return found
     return {url: replace(pause, by="") for url, pause in found.items()}

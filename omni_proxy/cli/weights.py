@@ -31,7 +31,7 @@ from omni_proxy.cli.progress import agrees, answered
 from omni_proxy.cli.text_table import NOTHING, age, moment, plain, size, table
 from omni_proxy.cli.unknown_flags import Parser
 from omni_proxy.cli.worker_changes import ChangeRefused, accepted
-from omni_proxy.weight_sync.protocol.checksum_agreement import compare
+from omni_proxy.weight_sync.protocol.checksum_agreement import compare_answers
 
 WAIT_SECS: Final = 1200.0  # longer than the proxy itself may wait for its turn and its workers
 COMMANDS: Final = {
@@ -259,7 +259,7 @@ def _versions(told: Told) -> list[str]:
 
 
 def compared(told: Told) -> Told:
-    return compare({each["worker"]: _answer(each) for each in told["results"]}).told()
+    return compare_answers({each["worker"]: _answer(each) for each in told["results"]}).to_dict()
 
 
 def _answer(entry: Mapping[str, Any]) -> WorkerResult:

@@ -8,7 +8,7 @@ import trio
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 from tests.promises.sync_program import COMPLETE, DESTROY, INIT, PREPARE, init_body
-from tests.weight_sync.syncs import UPDATE, store_of_a_trainer
+from tests.weight_sync.trainer_fixture import UPDATE, store_of_a_trainer
 
 # Each of these would end a call that takes as long as the calls here do.
 SHORT = """\

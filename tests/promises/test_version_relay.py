@@ -8,8 +8,8 @@ import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.process_group.receiver import GroupLimits, open_receiver
-from omni_proxy.weight_sync.delivery.deliver import VersionDelivery, VersionRelay
-from omni_proxy.weight_sync.delivery.over_network import GroupSends
+from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
+from omni_proxy.weight_sync.delivery.over_network import ProcessGroupSender
 from omni_proxy.weight_sync.store.service import StoreService
 from tests.ports import free_port
 from tests.promises.replica_program import gauges
@@ -51,7 +51,7 @@ async def house(tmp_path, receiver):
     async def sender(meeting):
         return await trio.to_thread.run_sync(receiver.sender, meeting)
 
-    yield shelf, VersionRelay(shelf, GroupSends(lambda: settings, sender))
+    yield shelf, VersionDeliverer(shelf, ProcessGroupSender(lambda: settings, sender))
     forget(shelf.store)
 
 
@@ -73,7 +73,7 @@ async def test_who_is_here_takes_it_by_path_others_by_a_group_and_all_prove_it(
     version = tiny_version(shelf.store, seed, files=files)
     with trio.fail_after(PATIENCE_SECS):
         before = await answer_of(fleet[NEAR])
-        answers = await relay.deliver(version, fleet, VersionDelivery(label=f"step-{seed}"))
+        answers = await relay.deliver(version, fleet, DeliveryOptions(label=f"step-{seed}"))
         assert all(answer.success for answer in answers), answers
         ways = [answer.body["delivered_by"] for answer in answers]
         assert ways == ["disk", "group"]
@@ -114,7 +114,7 @@ async def test_a_worker_that_was_paused_by_its_trainer_stays_so(house, fleet):
     version = tiny_version(shelf.store, 7)
     with trio.fail_after(PATIENCE_SECS):
         await asked(fleet[NEAR], "/pause_generation", mode="retract")
-        how = VersionDelivery(paused=frozenset((fleet[NEAR].url,)))
+        how = DeliveryOptions(paused=frozenset((fleet[NEAR].url,)))
         assert all(answer.success for answer in await relay.deliver(version, fleet, how))
         for worker, paused in zip(fleet, (1, 0), strict=True):
             async with httpx.AsyncClient(base_url=worker.url) as client:

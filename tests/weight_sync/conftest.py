@@ -8,9 +8,9 @@ from omni_proxy.upstream_http import client
 from omni_proxy.weight_sync.session import watchdog
 from tests.admin_api.house import A, B
 from tests.process_group.trainer_pool import pool
-from tests.weight_sync.desks import Gated, house_with
-from tests.weight_sync.holders import Running
-from tests.weight_sync.syncs import Trainer, store_of_a_trainer, sync_house
+from tests.weight_sync.operation_fixture import Gated, house_with
+from tests.weight_sync.trainer_fixture import Trainer, store_of_a_trainer, sync_house
+from tests.weight_sync.version_holders import Running
 
 __all__ = ["pool"]
 
@@ -48,11 +48,11 @@ def listening(monkeypatch):
     """Everybody listens at its address until the test says otherwise: URL -> an event."""
     gone = {A: trio.Event(), B: trio.Event()}
 
-    async def until_refused(worker, endpoint):
+    async def wait_until_refused(worker, endpoint):
         await gone[worker.url].wait()
-        return "nobody listens at its address any more"
+        return "nothing listens at its address any more"
 
-    monkeypatch.setattr(watchdog, "until_refused", until_refused)
+    monkeypatch.setattr(watchdog, "wait_until_refused", wait_until_refused)
     return gone
 
 

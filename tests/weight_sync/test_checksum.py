@@ -52,13 +52,13 @@ SHAPES = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 
 
 @given(NAMES, st.sampled_from(["torch.float32", "torch.int8"]), SHAPES, st.binary(max_size=9000))
-def test_a_digest_is_that_of_the_four_parts_in_one_piece(name, dtype, shape, data):
+def test_a_digest_equals_the_hash_of_the_joined_parts(name, dtype, shape, data):
     whole = name.encode() + dtype.encode() + repr(shape).encode() + data
     assert tensor_digest(name, dtype, shape, data) == hashlib.sha256(whole).hexdigest()
 
 
 @given(st.dictionaries(NAMES, st.binary(min_size=32, max_size=32).map(bytes.hex)), st.randoms())
-def test_a_roll_up_knows_no_order_but_that_of_the_names(digests, chance):
+def test_a_roll_up_depends_only_on_the_order_of_names(digests, chance):
     whole = "".join(name + digests[name] for name in sorted(digests, key=str))
     shuffled = list(digests.items())
     chance.shuffle(shuffled)

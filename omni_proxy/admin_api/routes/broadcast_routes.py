@@ -27,7 +27,7 @@ from omni_proxy.admin_ops.routes import (
     TOPPED,
     AdminRoute,
 )
-from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.proxy_protocol import FIELD, peer_host
 
 PEER = FIELD.decode()

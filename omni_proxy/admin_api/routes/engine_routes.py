@@ -81,11 +81,11 @@ class EngineRoutes:
         old = [outcome.worker for outcome in found if outcome.status in ROUTE_ABSENT]
         again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
         found = [again.get(outcome.worker, outcome) for outcome in found]
-        holding = self._rooms.desk.holding
-        merged = await merge_server_info(found, holding.shelf.has_path)
+        holding = self._rooms.desk.version_service
+        merged = await merge_server_info(found, holding.store_service.has_path)
         if merged is None:
             raise _nothing("server_info", {o.worker.url: o.failure for o in found})
-        merged["tp_size"] = holding.ranks_behind(merged["tp_size"])
+        merged["tp_size"] = holding.rank_count(merged["tp_size"])
         return reply(merged)
 
     async def loads(self) -> Response:

@@ -93,7 +93,7 @@ class PoolRoutes:
                 "last_reload": config_store.last_reload,
                 "ready": not reason,
                 "reason": reason or None,
-                "paused": {u: pause.told() for u, pause in rooms.desk.book.pauses().items()},
+                "paused": {u: pause.to_dict() for u, pause in rooms.desk.journal.pauses().items()},
                 "supervisors": rooms.supervisors(),
                 "watchdog": rooms.door.watchdog(),
                 "data_plane": data_plane,

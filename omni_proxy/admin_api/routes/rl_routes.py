@@ -26,7 +26,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import BY_PATH, AdminRoute, Kind
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 PROTOCOL_VERSION = 1

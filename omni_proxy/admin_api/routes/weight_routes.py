@@ -17,7 +17,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import (
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.routes import RESOLVES, ROLLBACK
-from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 
@@ -62,9 +62,9 @@ class VersionRoutes:
 
     async def all(self) -> Response:
         """The newest first."""
-        holding = self._rooms.desk.holding
-        current = holding.shelf.current
-        versions = holding.shelf.versions()
+        holding = self._rooms.desk.version_service
+        current = holding.store_service.current
+        versions = holding.store_service.versions()
         number = current.number if current is not None else None
         told = [version.told(current=version.number == number) for version in versions]
         return reply({**holding.status(), "current": number, "versions": told})
@@ -76,5 +76,5 @@ class VersionRoutes:
         headers = worker_headers(body)
         call = AdminCall(ROLLBACK, "POST", ROLLBACK.path, body, headers, None, caller())
         # Before it waits for its turn: what is not there now will not be there then.
-        await self._rooms.desk.holding.source.wanted(call)
+        await self._rooms.desk.rollback_source.find_version(call)
         return shown(await self._rooms.desk.submit(call))

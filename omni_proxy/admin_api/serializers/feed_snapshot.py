@@ -52,7 +52,7 @@ class Snapshots:
         door, instruments = rooms.door, rooms.instruments
         leaving = door.draining or rooms.leaving()
         reason = unready(rooms)
-        pauses = rooms.desk.book.pauses()
+        pauses = rooms.desk.journal.pauses()
         why = reasons(rooms, pauses)
         launch = rooms.launcher.status() if rooms.launcher else []
         places = {row["url"]: row for row in launch}
@@ -79,7 +79,7 @@ class Snapshots:
                 {
                     **self._row(worker, now, why),
                     "launch": places.get(worker.url),
-                    "paused": pauses[worker.url].told() if worker.url in pauses else None,
+                    "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
                 }
                 for worker in rooms.fleet.workers
             ],

@@ -99,22 +99,25 @@ def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
 
 def _weights(rooms: Services) -> Iterator[Metric]:
     desk = rooms.desk
-    yield one("weight_epoch", "Our number of the newest weights", desk.book.published.epoch)
-    done = [((path, "ok" if ok else "failed"), count) for (path, ok), count in desk.ended.items()]
+    yield one("weight_epoch", "Our number of the newest weights", desk.journal.published.epoch)
+    done = [
+        ((path, "ok" if ok else "failed"), count)
+        for (path, ok), count in desk.history.ended.items()
+    ]
     text = "Operations that have ended"
     yield from counters("weight_operations", text, ("operation", "outcome"), done)
-    secs = [((path,), spent) for path, spent in desk.spent_secs.items()]
+    secs = [((path,), spent) for path, spent in desk.history.spent_secs.items()]
     text = "Time that they took, waiting too"
     yield from counters("weight_operation_seconds", text, ("operation",), secs)
     yield one("weight_operations_waiting", "Operations that wait for their turn", desk.waiting)
-    uncertain = len(desk.book.reasons)
+    uncertain = len(desk.journal.uncertain)
     yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
-    pauses = desk.book.pauses()
+    pauses = desk.journal.pauses()
     yield one("workers_paused", "Workers whose engines somebody paused", len(pauses))
     begun = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
     text = "When its engine was paused; no sample while it is not"
     yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), begun)
-    yield from _syncs(desk.sync.life.session.state, desk.sync.life.meters)
+    yield from _syncs(desk.sync.lifecycle.session.state, desk.sync.lifecycle.meters)
 
 
 def _syncs(now: SyncState, meters: SyncMeters) -> Iterator[Metric]:

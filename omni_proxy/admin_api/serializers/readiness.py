@@ -27,7 +27,7 @@ def unready(rooms: Services) -> str:
         return LEAVING
     if is_opening(rooms):
         return OPENING
-    pauses = rooms.desk.book.pauses()
+    pauses = rooms.desk.journal.pauses()
     workers = rooms.fleet.workers
     if any(worker.routable and worker.url not in pauses for worker in workers):
         return ""
@@ -73,6 +73,6 @@ def in_words(rooms: Services, reason: str) -> str:
         return "the first probes of the given workers have not ended"
     if reason == NOBODY:
         return "no worker takes requests" if rooms.fleet.workers else "there is no worker"
-    since = min(pause.at for pause in rooms.desk.book.pauses().values())
+    since = min(pause.at for pause in rooms.desk.journal.pauses().values())
     when = f" since {since}" if since else ""
     return f"every worker that could take requests is paused{when}: {GO_ON}"

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from omni_proxy.upstream_http.client import CallResult
-from omni_proxy.weight_sync.protocol.rank_layout import ranks_in
+from omni_proxy.weight_sync.protocol.rank_layout import count_ranks
 
 MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
@@ -44,7 +44,7 @@ async def merge_server_info(
             merged[name] = _merged(name, infos)
     for name in PATHS:
         merged.setdefault(name, merged.get("served_model_name"))
-    merged["tp_size"] = sum(ranks_in(info) for info in infos)
+    merged["tp_size"] = sum(count_ranks(info) for info in infos)
     merged["internal_states"] = [state for info in infos for state in _states(info)]
     merged["workers"] = [
         {"url": o.worker.url, "info": told.get(o.worker.url), "error": None if o.ok else o.failure}

@@ -35,7 +35,7 @@ def reasons(rooms: Services, pauses: Mapping[str, PauseRecord]) -> Why:
             or _switched(worker, rooms.drains.secs_left)
             or (place is not None and LAUNCH_CORDON in worker.cordon_reasons and _launched(place))
             or _ill(worker)
-            or _held(worker, rooms.desk.book.reasons, pauses)
+            or _held(worker, rooms.desk.journal.uncertain, pauses)
             or "on trial: one request at a time until one goes well"
         )
 
@@ -79,5 +79,5 @@ def _held(worker: Worker, uncertain: Mapping[str, str], pauses: Mapping[str, Pau
     if "uncertain" in worker.cordon_reasons and worker.url in uncertain:
         return f"uncertain: {uncertain[worker.url]}; {RESOLVE}"
     if "paused" in worker.cordon_reasons and worker.url in pauses:
-        return f"{pauses[worker.url].in_words()}; {GO_ON}"
+        return f"{pauses[worker.url].describe()}; {GO_ON}"
     return f"held: {', '.join(sorted(worker.cordon_reasons))}" if worker.cordon_reasons else ""

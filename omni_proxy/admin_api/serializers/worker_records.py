@@ -104,7 +104,7 @@ class WorkerRecords:
         return {
             **worker_record(worker),
             "why": why(worker),
-            "paused": pause.told() if pause is not None else None,
+            "paused": pause.to_dict() if pause is not None else None,
             "draining": self._drains.get_record(worker),
             "model_id": worker.model,
             "worker_type": "regular",

@@ -1,1 +1,1 @@
-"""Delivery of a weight version to workers: over the process group, from the store, to late joiners."""
+"""Delivery of weight versions to workers: from disk, over the network, to workers that come up late."""

@@ -1,12 +1,12 @@
-"""Workers that come up without the published version, brought to it before they get a request.
+"""Brings workers that come up without the published version to it, before they get a request.
 
-    comes up ─hold─> what should it have? ─nothing of ours─────────────────────> let go
-                          └─> has it? ─its digests say so──> noted ────────────> let go
-                                └─> delivered from the store ─proven─> noted ──> let go
-                                          └─failed, again and again─> uncertain, let go
-    what it should have is not ours any more, meanwhile ────> left open: whoever reads labels judges
-Invariant: from the moment in which it is found to be well until its tensors are proven, no request
-goes to it. A sync that begins meanwhile is waited for, and what it publishes is what counts then.
+    comes up ─hold─> target version? ─none in the store────────────────────> release
+                          └─> has it? ─its digests prove it──> recorded ───> release
+                                └─> delivered from the store ─proven─> recorded ──> release
+                                          └─failed repeatedly─> uncertain, release
+    the target leaves the store meanwhile ────> left to the version probe
+Invariant: from the moment it is healthy until its tensors are proven, it gets no request. A sync
+that begins meanwhile is waited for, and the version that it publishes is then the target.
 """
 
 from __future__ import annotations
@@ -20,150 +20,154 @@ import trio
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.weight_sync.delivery.deliver import VersionDelivery, VersionRelay
-from omni_proxy.weight_sync.operations.runner import OperationContext
-from omni_proxy.weight_sync.operations.worker_calls import labels_of
+from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
+from omni_proxy.weight_sync.state.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
+from omni_proxy.weight_sync.worker_calls import read_labels
 
 CATCHING_UP: Final = "catching_up"
-AGAIN_SECS: Final = (1.0, 5.0, 25.0)
+RETRY_SECS: Final = (1.0, 5.0, 25.0)
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a worker should have, and that we hold."""
+class _Target:
+    """The version that a worker should have, and that is in the store."""
 
-    due: TargetVersion
+    target: TargetVersion
     version: StoredVersion
 
 
 class CatchUp:
-    """`busy(worker)`: an operation is at it that will settle what it has."""
+    """`busy(worker)`: an operation works on it that will decide what it has."""
 
     def __init__(
         self,
-        tools: OperationContext,
-        shelf: StoreService,
-        relay: VersionRelay,
+        context: OperationContext,
+        store_service: StoreService,
+        deliverer: VersionDeliverer,
         busy: Callable[[Worker], bool] = lambda _: False,
     ) -> None:
-        self._fleet, self._config_store, self._book = tools.fleet, tools.config_store, tools.book
-        self._shelf, self._relay, self._busy = shelf, relay, busy
-        self._newest: dict[Worker, object] = {}
+        self._fleet, self._config_store = context.fleet, context.config_store
+        self._journal = context.journal
+        self._store_service, self._deliverer, self._busy = store_service, deliverer, busy
+        self._latest: dict[Worker, object] = {}  # token of the latest run; it replaces others
         self.caught_up = 0
         self.failed = 0
         self.nursery: trio.Nursery | None = None
-        # Lets go of whom we have nothing for any more, though nobody knows what it has.
-        self.leave_open: Callable[[Worker], None] = lambda w: self._fleet.uncordon(w, CATCHING_UP)
-        self._fleet.watch_health(self._follow_health)
-        self._fleet.watch_cache_cleared(self._follow_restart)
+        # Releases a worker whose version is unknown, but whose target is not in the store.
+        self.on_unavailable: Callable[[Worker], None] = lambda w: self._fleet.uncordon(
+            w, CATCHING_UP
+        )
+        self._fleet.watch_health(self._on_health_change)
+        self._fleet.watch_cache_cleared(self._on_cache_cleared)
 
-    def _follow_health(self, worker: Worker, before: Health) -> None:
+    def _on_health_change(self, worker: Worker, before: Health) -> None:
         if worker.health.state is Health.HEALTHY:
-            self.soon(worker)
+            self.start(worker)
 
-    def _follow_restart(self, worker: Worker) -> None:
-        """Whoever saw it begin anew has dropped its version; a flush does not."""
+    def _on_cache_cleared(self, worker: Worker) -> None:
+        """A restart clears the version; a flush does not."""
         if worker.weight_version is None:
-            self.soon(worker)
+            self.start(worker)
 
     def hold(self, worker: Worker) -> None:
-        """Until `soon` has seen to it."""
-        if CATCHING_UP not in worker.cordon_reasons and self._here(worker):
+        """Hold the worker until `start` has run for it."""
+        if CATCHING_UP not in worker.cordon_reasons and self._is_healthy(worker):
             self._fleet.cordon(worker, CATCHING_UP)
 
-    def soon(self, worker: Worker) -> None:
-        """An atom: nothing is routed to it any more when this returns, if it may have to wait."""
-        wanted = self._here(worker) and not self._busy(worker) and self._wanted(worker) is not None
-        if self.nursery is not None and wanted:
-            self._newest[worker] = asking = object()
+    def start(self, worker: Worker) -> None:
+        """Never waits: on return, a worker that may have to wait gets no more requests."""
+        starts = self._is_healthy(worker) and not self._busy(worker)
+        if self.nursery is not None and starts and self._target(worker) is not None:
+            self._latest[worker] = token = object()
             self.hold(worker)
-            self.nursery.start_soon(self._bring, worker, asking)
-        elif worker not in self._newest and CATCHING_UP in worker.cordon_reasons:
-            self.leave_open(worker)
+            self.nursery.start_soon(self._run, worker, token)
+        elif worker not in self._latest and CATCHING_UP in worker.cordon_reasons:
+            self.on_unavailable(worker)
 
-    def all_soon(self) -> None:
-        """When we begin: whoever is well already."""
+    def start_all(self) -> None:
+        """Call at the start of the service, for workers that are healthy already."""
         for worker in self._fleet.workers:
-            self.soon(worker)
+            self.start(worker)
 
-    def _here(self, worker: Worker) -> bool:
+    def _is_healthy(self, worker: Worker) -> bool:
         known = self._fleet.find(worker.url) is worker
         return known and worker.health.state is Health.HEALTHY
 
-    def _wanted(self, worker: Worker) -> _Wanted | None:
-        """None where the last update that was meant for it is none that we hold."""
-        due = self._book.published.due_of(worker.url, worker.model)
-        if due is None or due.waived:
+    def _target(self, worker: Worker) -> _Target | None:
+        """None if the last update that targeted the worker is not in the store."""
+        target = self._journal.published.target_for(worker.url, worker.model)
+        if target is None or target.waived:
             return None
-        held = [version for version in self._shelf.versions() if version.epoch == due.epoch]
-        return _Wanted(due, held[0]) if held else None
+        versions = [v for v in self._store_service.versions() if v.epoch == target.epoch]
+        return _Target(target, versions[0]) if versions else None
 
-    async def _bring(self, worker: Worker, asking: object) -> None:
-        settled = False
+    async def _run(self, worker: Worker, token: object) -> None:
+        decided = False
         try:
-            settled = await self._brought(worker, asking)
+            decided = await self._catch_up(worker, token)
         finally:
-            if self._newest.get(worker) is asking:
-                del self._newest[worker]
-                if not settled:
-                    self.leave_open(worker)
+            if self._latest.get(worker) is token:
+                del self._latest[worker]
+                if not decided:
+                    self.on_unavailable(worker)
                 elif CATCHING_UP in worker.cordon_reasons:
                     self._fleet.uncordon(worker, CATCHING_UP)
 
-    async def _brought(self, worker: Worker, asking: object) -> bool:
-        """Whether it is known what it has: that is noted, or it is uncertain."""
-        pauses = iter(AGAIN_SECS)
-        while self._here(worker) and self._newest.get(worker) is asking:
-            await self._config_store.membership_lock.wait_released()
-            wanted = self._wanted(worker)
-            if wanted is None:
+    async def _catch_up(self, worker: Worker, token: object) -> bool:
+        """Whether it is decided what the worker has: it is recorded, or marked uncertain."""
+        pauses = iter(RETRY_SECS)
+        lock = self._config_store.membership_lock
+        while self._is_healthy(worker) and self._latest.get(worker) is token:
+            await lock.wait_released()
+            target = self._target(worker)
+            if target is None:
                 return False
-            if await self._has(worker, wanted):
+            if await self._has_version(worker, target):
                 return True
             async with self._config_store.operation_lock:
-                if self._wanted(worker) != wanted or self._config_store.membership_lock.held:
-                    continue  # a newer one is coming, or came
+                if self._target(worker) != target or lock.held:
+                    continue  # a newer version is coming, or has come
                 await self._fleet.await_replicated()
-                why = await self._give(worker, wanted)
+                why = await self._deliver(worker, target)
             if not why:
                 return True
-            _log.warning("Worker %s did not catch up: %s", worker.url, why)
+            _log.warning("catch_up_failed worker=%s error=%r", worker.url, why)
             if (pause := next(pauses, None)) is None:
-                await self._give_up(worker, wanted, why)
+                await self._give_up(worker, target, why)
                 return True
             await trio.sleep(pause)
         return False
 
-    async def _has(self, worker: Worker, wanted: _Wanted) -> bool:
-        """Whether it is proven to hold it already; noted then."""
-        due = wanted.due
-        label = (await labels_of([worker], {}))[worker]
-        proof = await self._relay.prove(wanted.version, worker, {}, self._limit)
-        # One that can't be hashed may still say what only that version is called.
-        proven = label == due.label if proof.proven else due.proven_by(label)
-        if proof.differs or not proven or self._wanted(worker) != wanted:
+    async def _has_version(self, worker: Worker, target: _Target) -> bool:
+        """Whether the worker is proven to have the version already; it is recorded then."""
+        expected = target.target
+        label = (await read_labels([worker], {}))[worker]
+        proof = await self._deliverer.prove(target.version, worker, {}, self._limit)
+        # A worker without digests may still report a label that only this version has.
+        proven = label == expected.label if proof.proven else expected.is_proven_by(label)
+        if proof.differs or not proven or self._target(worker) != target:
             return False
-        await self._note(worker, due)
+        await self._record(worker, expected)
         return True
 
-    async def _give(self, worker: Worker, wanted: _Wanted) -> str:
-        """Why it could not take it, "" where it has it now."""
-        due, version = wanted.due, wanted.version
-        how = VersionDelivery(due.label, self._book.standing_still, limit=self._limit)
+    async def _deliver(self, worker: Worker, target: _Target) -> str:
+        """Return why the worker could not take the version, "" if it has it now."""
+        expected, version = target.target, target.version
+        options = DeliveryOptions(expected.label, self._journal.all_paused, limit=self._limit)
         try:
-            (answer,) = await self._relay.deliver(version, [worker], how)
+            (result,) = await self._deliverer.deliver(version, [worker], options)
         except (UnknownVersion, OSError) as error:
             return f"{version.name} can't be read: {error}"
-        if not answer.success:
-            return answer.why
+        if not result.success:
+            return result.why
         self.caught_up += 1
-        _log.info("Worker %s has caught up to %s", worker.url, version.name)
-        await self._note(worker, due)
+        _log.info("worker_caught_up worker=%s version=%r", worker.url, version.name)
+        await self._record(worker, expected)
         self._fleet.cache_cleared(worker)
         return ""
 
@@ -171,14 +175,15 @@ class CatchUp:
     def _limit(self) -> float:
         return self._config_store.config.admin.worker_timeout_secs
 
-    async def _note(self, worker: Worker, due: TargetVersion) -> None:
-        self._fleet.set_version(worker, due.label, due.epoch)
-        if worker.url in self._book.reasons:
-            self._book.clear([worker.url])
-            await self._book.keep()
+    async def _record(self, worker: Worker, target: TargetVersion) -> None:
+        self._fleet.set_version(worker, target.label, target.epoch)
+        if worker.url in self._journal.uncertain:
+            self._journal.clear_uncertain([worker.url])
+            await self._journal.save()
 
-    async def _give_up(self, worker: Worker, wanted: _Wanted, why: str) -> None:
+    async def _give_up(self, worker: Worker, target: _Target, why: str) -> None:
         self.failed += 1
-        reason = f"missed the update of epoch {wanted.due.epoch} and did not catch up: {why}"
-        self._book.mark({worker.url: reason})
-        await self._book.keep()
+        epoch = target.target.epoch
+        reason = f"missed the update of epoch {epoch} and did not catch up: {why}"
+        self._journal.mark_uncertain({worker.url: reason})
+        await self._journal.save()

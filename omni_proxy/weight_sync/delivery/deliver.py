@@ -1,9 +1,9 @@
-"""A version that we hold, brought to workers that were not in the trainer's group.
+"""Delivers a version from the store to workers that were not in the trainer's group.
 
-Who reads the same files as we do is told the path; everybody else gets it through a group of our
-own in which we are rank 0. A worker is stopped by our own pause meanwhile, so that nothing is
-computed with both versions, and goes on unless somebody else had paused it. Invariant: a success
-means that the worker said so and, where digests can be compared, that its tensors are ours.
+A worker that reads the same files is told the path; any other worker gets the version through a
+process group of its own, with the proxy as rank 0. The worker is paused meanwhile, so that nothing
+is computed with mixed versions, and continues unless a caller had paused it. Invariant: a success
+means that the worker reported success and, if digests can be compared, that its tensors match.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from omni_proxy.admin_ops.results import WorkerResult, parsed
+from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
-from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES, CHECKSUM, limit_secs
+from omni_proxy.upstream_http.client import ROUTE_ABSENT
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.worker_proof import WorkerProof, proof_of
+from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json
 
 DISK: Final = "/update_weights_from_disk"
-# What workers say of a path that they can't see, or of a disk that they do not read.
-UNSEEN: Final = (
+# Messages of workers that cannot see a path, or that read no weights from disk.
+UNSEEN_MESSAGES: Final = (
     "does not exist",
     "no such file",
     "not found",
@@ -35,11 +35,11 @@ UNSEEN: Final = (
     "--weights-root",
     "reads no weights from disk",
 )
-DIFFERS: Final = 502
+MISMATCH_STATUS: Final = 502
 
 
-class Sends(Protocol):
-    """Brings a version to one worker through a group of our own."""
+class NetworkSender(Protocol):
+    """Sends a version to one worker through a process group of its own."""
 
     async def send(
         self,
@@ -51,11 +51,11 @@ class Sends(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class VersionDelivery:
-    """How a version is brought. `paused`: URLs that stay paused afterwards.
+class DeliveryOptions:
+    """`paused`: URLs that stay paused afterwards. `prove`: compare digests.
 
-    `label`: what it is to be called, where the version itself has no label yet. `prove`: compare
-    digests. `headers` are those of who asked for it; `limit` ends each call to a worker.
+    `label`: for a version that has no label yet. `headers`: the caller's credentials; `limit`: the
+    timeout of each call to a worker in seconds, 0 for none.
     """
 
     label: str | None = None
@@ -65,89 +65,88 @@ class VersionDelivery:
     limit: float = 0.0
 
 
-class VersionRelay:
-    def __init__(self, shelf: StoreService, sends: Sends) -> None:
-        self._shelf = shelf
-        self._sends = sends
+class VersionDeliverer:
+    def __init__(self, store_service: StoreService, sender: NetworkSender) -> None:
+        self._store_service = store_service
+        self._sender = sender
 
     async def deliver(
         self,
         version: StoredVersion,
         workers: Sequence[Worker],
-        how: VersionDelivery = VersionDelivery(),
+        options: DeliveryOptions = DeliveryOptions(),
     ) -> list[WorkerResult]:
-        """In the order of the workers; all at once. Raises UnknownVersion where it is gone.
+        """To all workers at once; results in their order. Raises UnknownVersion, OSError.
 
-        `status` is 4xx only where the worker plainly has what it had before.
+        `status` of a result is 4xx only if the worker certainly has what it had before.
         """
-        answers: dict[Worker, WorkerResult] = {}
+        results: dict[Worker, WorkerResult] = {}
 
-        async def one(leased: StoredVersion, worker: Worker) -> None:
-            answers[worker] = await _Handing(self._sends, leased, how).to(worker)
+        async def deliver_one(leased: StoredVersion, worker: Worker) -> None:
+            delivery = _WorkerDelivery(self._sender, leased, options)
+            results[worker] = await delivery.deliver_to(worker)
 
-        async with self._shelf.lease(version) as leased, trio.open_nursery() as nursery:
+        async with self._store_service.lease(version) as leased, trio.open_nursery() as nursery:
             for worker in workers:
-                nursery.start_soon(one, leased, worker)
-        return [answers[worker] for worker in workers]
+                nursery.start_soon(deliver_one, leased, worker)
+        return [results[worker] for worker in workers]
 
     async def prove(
         self, version: StoredVersion, worker: Worker, headers: Mapping[str, str], limit: float = 0.0
     ) -> WorkerProof:
-        """Whether it holds just that, as far as digests can be compared."""
-        handing = _Handing(self._sends, version, VersionDelivery(headers=headers, limit=limit))
-        return await handing.proof(worker)
+        """Whether the worker holds exactly this version, as far as digests can be compared."""
+        options = DeliveryOptions(headers=headers, limit=limit)
+        return await _WorkerDelivery(self._sender, version, options).prove(worker)
 
 
 @dataclass(frozen=True, slots=True)
-class _Handing:
+class _WorkerDelivery:
     """One delivery to one worker."""
 
-    sends: Sends
+    sender: NetworkSender
     version: StoredVersion
-    how: VersionDelivery
+    options: DeliveryOptions
 
-    async def to(self, worker: Worker) -> WorkerResult:
+    async def deliver_to(self, worker: Worker) -> WorkerResult:
         pause = await self._call(worker, "/pause_generation", {"mode": "retract"})
         if not pause.success and pause.status not in ROUTE_ABSENT:
             return replace(pause, error=pause.error or f"it could not be paused: {pause.why}")
-        answer = await self._hand(worker)
-        if worker.url not in self.how.paused and pause.success:
-            goes_on = await self._call(worker, "/continue_generation", {})
-            if answer.success and not goes_on.success:
-                return replace(goes_on, error=f"it stays paused: {goes_on.why}")
-        return answer
+        result = await self._update(worker)
+        if worker.url not in self.options.paused and pause.success:
+            resumed = await self._call(worker, "/continue_generation", {})
+            if result.success and not resumed.success:
+                return replace(resumed, error=f"it stays paused: {resumed.why}")
+        return result
 
-    async def proof(self, worker: Worker) -> WorkerProof:
+    async def prove(self, worker: Worker) -> WorkerProof:
         return proof_of(await self._post(worker, "/weights_checker", CHECKSUM), self.version)
 
-    async def _hand(self, worker: Worker) -> WorkerResult:
+    async def _update(self, worker: Worker) -> WorkerResult:
         body = self._body()
-        way, answer = "disk", None
-        if here(worker.address):
-            answer = await self._call(worker, DISK, self._disk_body(body))
-        if answer is None or _unseen(answer):
-            way = "group"
-            answer = await self.sends.send(self.version, worker, body, self.how.headers)
-        told = {"delivered_by": way, "version": self.version.number}
-        if not answer.success:
-            return _telling(answer, told)
-        if not self.how.prove:
-            return _telling(answer, told)
-        proof = await self.proof(worker)
-        answer = _telling(answer, {**told, **proof.told()})
+        method, result = "disk", None
+        if is_local_address(worker.address):
+            result = await self._call(worker, DISK, self._disk_body(body))
+        if result is None or _cannot_see_files(result):
+            method = "group"
+            result = await self.sender.send(self.version, worker, body, self.options.headers)
+        more = {"delivered_by": method, "version": self.version.number}
+        if not result.success or not self.options.prove:
+            return _with_fields(result, more)
+        proof = await self.prove(worker)
+        result = _with_fields(result, {**more, **proof.told()})
         if proof.differs:
             message = f"it took {self.version.name}, but {proof.differs}"
-            said = {"success": False, "status": "error", "message": message}
-            return replace(_telling(answer, said), status=DIFFERS)
-        return answer
+            failure = {"success": False, "status": "error", "message": message}
+            return replace(_with_fields(result, failure), status=MISMATCH_STATUS)
+        return result
 
     def _body(self) -> dict[str, Any]:
-        label = self.version.label if self.how.label is None else self.how.label
-        named = {} if label is None else {"weight_version": label}
-        return {**named, "flush_cache": True}
+        label = self.version.label if self.options.label is None else self.options.label
+        label_field = {} if label is None else {"weight_version": label}
+        return {**label_field, "flush_cache": True}
 
     def _disk_body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        # As of a broadcast: what a trainer does not send stays as it is.
+        # As with a broadcast, tensors that the trainer did not send stay unchanged.
         manifest = {"files": list(self.version.record.files)}
         return {"model_path": str(self.version.folder), "manifest": manifest, **body}
 
@@ -155,41 +154,38 @@ class _Handing:
         return await self._post(worker, path, json.dumps(body).encode())
 
     async def _post(self, worker: Worker, path: str, body: bytes) -> WorkerResult:
-        headers = {**self.how.headers, "content-type": "application/json"}
-        secs = limit_secs(self.how.limit)
-        call = Call("POST", path, body, headers, timeout_secs=secs, max_bytes=ANSWER_BYTES)
-        outcome = await call_worker(worker, call)
-        told = parsed(outcome.body)
-        return WorkerResult(worker.url, outcome.status, told, outcome.error, outcome.secs)
+        secs = limit_secs(self.options.limit)
+        return await post_json(worker, path, body, self.options.headers, secs)
 
 
-def here(address: tuple[str, int] | str) -> bool:
-    """Whether that is this machine, as far as its address tells."""
+def is_local_address(address: tuple[str, int] | str) -> bool:
+    """Whether the address is one of this machine."""
     if isinstance(address, str):
         return True
     try:
         ip = ipaddress.ip_address(address[0])
-    except ValueError:  # a name that nobody has looked up yet
+    except ValueError:  # a name that is not resolved yet
         return address[0] == "localhost"
     if ip.is_loopback:
         return True
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as trial:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            trial.bind((address[0], 0))
+            probe.bind((address[0], 0))
         except OSError:
             return False
     return True
 
 
-def _unseen(answer: WorkerResult) -> bool:
-    """Whether it just has not our files; then nothing was changed."""
-    if answer.status in ROUTE_ABSENT and answer.error == "":
+def _cannot_see_files(result: WorkerResult) -> bool:
+    """Whether the worker only lacks the proxy's files; it changed nothing then."""
+    if result.status in ROUTE_ABSENT and result.error == "":
         return True
-    told = answer.why.lower()
-    return not answer.success and not answer.error and any(words in told for words in UNSEEN)
+    message = result.why.lower()
+    failed = not result.success and not result.error
+    return failed and any(unseen in message for unseen in UNSEEN_MESSAGES)
 
 
-def _telling(answer: WorkerResult, more: Mapping[str, object]) -> WorkerResult:
-    body = answer.body if isinstance(answer.body, dict) else {"said": answer.body}
-    return replace(answer, body={**body, **more})
+def _with_fields(result: WorkerResult, more: Mapping[str, object]) -> WorkerResult:
+    body = result.body if isinstance(result.body, dict) else {"said": result.body}
+    return replace(result, body={**body, **more})

@@ -1,8 +1,8 @@
-"""A version brought over the network: a group of our own with one worker, in which we are rank 0.
+"""Delivers a version over the network: a process group with one worker, the proxy as rank 0.
 
-Each worker has a group to itself, so that one that is slow, or ends, costs nobody else. The bytes
-leave a child process straight out of the version's file; nothing here imports torch. Invariant: no
-group, child or store outlives its delivery, however that ended.
+Each worker has a group of its own, so a slow or failing worker does not affect others. A child
+process sends the bytes straight from the version's file; nothing here imports torch. Invariant: no
+group, child process or TCPStore outlives its delivery, however that ends.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from uuid import uuid4
 
 import trio
 
-from omni_proxy.admin_ops.results import WorkerResult, parsed
+from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
-from omni_proxy.weight_sync.operations.blocking_calls import BlockingCalls
-from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.weight_sync.delivery.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.recovery import rows_of
 from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
+from omni_proxy.weight_sync.worker_calls import post_json, request_worker
 
 INIT: Final = "/init_weights_update_group"
 UPDATE: Final = "/update_weights_from_distributed"
 DESTROY: Final = "/destroy_weights_update_group"
 BEGIN: Final = "/begin_weight_update"
 END: Final = "/end_weight_update"
-ASK_SECS: Final = 10.0
-# For the other side to say why, once our own part of a step has failed.
+CALL_TIMEOUT_SECS: Final = 10.0
+# After the proxy's part of a step failed, the worker has this long to report its reason.
 REASON_SECS: Final = 2.0
 NO_LIMIT_SECS: Final = 86400.0
 
-Open = Callable[[HostedRendezvous], Awaitable[Sender]]
-Ours = Callable[[], Awaitable[object]]
+OpenSender = Callable[[HostedRendezvous], Awaitable[Sender]]
+ProxyPart = Callable[[], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """One file of a version: what is announced of it, and where its bytes are."""
 
-    announced: Mapping[str, Any]
+    announcement: Mapping[str, Any]
     plans: tuple[TensorPlan, ...]
-    place: FileRegion
+    region: FileRegion
 
 
-class GroupSends:
-    """`settings` are those of the moment; `open_one` raises GroupError."""
+class ProcessGroupSender:
+    """`settings()`: the present configuration; `open_sender` raises GroupError."""
 
-    def __init__(self, settings: Callable[[], WeightSyncConfig], open_one: Open) -> None:
+    def __init__(self, settings: Callable[[], WeightSyncConfig], open_sender: OpenSender) -> None:
         self._settings = settings
-        self._open = open_one
-        self._threads = BlockingCalls("relay", 64, ends=64)
+        self._open_sender = open_sender
+        self._threads = BlockingCalls("relay", 64, max_ends=64)
 
     async def send(
         self,
@@ -68,41 +68,41 @@ class GroupSends:
         body: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> WorkerResult:
-        """What the worker said in the end, or the first thing that went wrong."""
+        """The worker's last result, or the first failure."""
         settings = self._settings()
-        meet_secs = settings.ready_timeout_secs or NO_LIMIT_SECS
-        move_secs = settings.receive_timeout_secs or NO_LIMIT_SECS
-        asked = _Asked(worker, headers, max(meet_secs, move_secs) + REASON_SECS)
-        ranks = await asked.ranks()
+        join_secs = settings.ready_timeout_secs or NO_LIMIT_SECS
+        receive_secs = settings.receive_timeout_secs or NO_LIMIT_SECS
+        receiver = _Receiver(worker, headers, max(join_secs, receive_secs) + REASON_SECS)
+        ranks = await receiver.read_ranks()
         if isinstance(ranks, WorkerResult):
             return ranks
         meeting = HostedRendezvous(
-            host=our_address(worker.address),
+            host=local_address_towards(worker.address),
             world_size=1 + ranks,
             group_name=f"relay-{uuid4().hex}",
             backend=GLOO,
-            timeout_s=meet_secs,
+            timeout_s=join_secs,
         )
         try:
-            buckets = await self._threads.run("look", _buckets_of, version)
-            sender = await self._open(meeting)
+            buckets = await self._threads.run("look", _read_buckets, version)
+            sender = await self._open_sender(meeting)
         except (GroupError, SafetensorsError, OSError) as error:
-            return asked.failed(str(error))
+            return receiver.failed(str(error))
         try:
-            answer = await self._meet(asked, sender, meeting)
-            return (
-                await self._move(asked, sender, meeting, buckets, body)
-                if answer.success
-                else answer
-            )
+            result = await self._join(receiver, sender, meeting)
+            if not result.success:
+                return result
+            return await self._transfer(receiver, sender, meeting, buckets, body)
         finally:
-            # Even where we are cancelled: a worker in a group without us would wait for us.
-            with trio.move_on_after(ASK_SECS, shield=True):
+            # Even when cancelled: a worker left in the group would wait for the proxy.
+            with trio.move_on_after(CALL_TIMEOUT_SECS, shield=True):
                 await self._threads.end("close", sender.close)
-                await asked.post(DESTROY, {"group_name": meeting.group_name})
+                await receiver.post(DESTROY, {"group_name": meeting.group_name})
 
-    async def _meet(self, asked: _Asked, sender: Sender, meeting: HostedRendezvous) -> WorkerResult:
-        told = {
+    async def _join(
+        self, receiver: _Receiver, sender: Sender, meeting: HostedRendezvous
+    ) -> WorkerResult:
+        body = {
             "master_address": meeting.host,
             "master_port": sender.port,
             "rank_offset": 1,
@@ -110,122 +110,117 @@ class GroupSends:
             "group_name": meeting.group_name,
             "backend": meeting.backend,
         }
-        return await _both(
-            asked, INIT, told, lambda: self._threads.run("meet", sender.wait_for_ranks)
+        return await _run_both(
+            receiver, INIT, body, lambda: self._threads.run("meet", sender.wait_for_ranks)
         )
 
-    async def _move(
+    async def _transfer(
         self,
-        asked: _Asked,
+        receiver: _Receiver,
         sender: Sender,
         meeting: HostedRendezvous,
         buckets: Sequence[_Bucket],
         body: Mapping[str, Any],
     ) -> WorkerResult:
-        """Every file; where there are several they become the worker's weights together."""
+        """Send every file; several files become the worker's weights together."""
         secs = self._settings().receive_timeout_secs or NO_LIMIT_SECS
-        answer = await asked.post(BEGIN, {"selector": "all"}) if len(buckets) > 1 else None
-        together = answer is not None and answer.success
+        result = await receiver.post(BEGIN, {"selector": "all"}) if len(buckets) > 1 else None
+        together = result is not None and result.success
         for count, bucket in enumerate(buckets, start=1):
-            order = {**bucket.announced, "group_name": meeting.group_name, "flush_cache": False}
+            order = {**bucket.announcement, "group_name": meeting.group_name, "flush_cache": False}
             if count == len(buckets):
                 order |= body
 
-            async def ours(bucket: _Bucket = bucket) -> None:
-                sending = await self._threads.run("post", sender.send, bucket.plans, bucket.place)
+            async def send_bucket(bucket: _Bucket = bucket) -> None:
+                sending = await self._threads.run("post", sender.send, bucket.plans, bucket.region)
                 await self._threads.run("send", sending.wait, secs)
 
-            answer = await _both(asked, UPDATE, order, ours)
-            if not answer.success:
-                return answer
-        assert answer is not None
-        return await asked.post(END, {}) if together else answer
+            result = await _run_both(receiver, UPDATE, order, send_bucket)
+            if not result.success:
+                return result
+        assert result is not None
+        return await receiver.post(END, {}) if together else result
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """One worker's control routes. `limit_secs` is what it may take for any answer."""
+class _Receiver:
+    """One worker's admin routes. `limit_secs`: the timeout of each call."""
 
     worker: Worker
     headers: Mapping[str, str]
     limit_secs: float
 
     async def post(self, path: str, body: Mapping[str, Any]) -> WorkerResult:
-        headers = {**self.headers, "content-type": "application/json"}
         raw = json.dumps(body).encode()
-        secs = self.limit_secs
-        call = Call("POST", path, raw, headers, timeout_secs=secs, max_bytes=ANSWER_BYTES)
-        return await self._ask(call)
+        return await post_json(self.worker, path, raw, self.headers, self.limit_secs)
 
-    async def ranks(self) -> int | WorkerResult:
-        """How many it takes in a group; its answer where it does not say."""
-        answer = await self._ask(Call("GET", "/server_info", b"", self.headers, ASK_SECS))
-        told = answer.body.get("tp_size") if isinstance(answer.body, dict) else None
-        if answer.status in ROUTE_ABSENT or (answer.success and told is None):
+    async def read_ranks(self) -> int | WorkerResult:
+        """How many ranks it takes in a group; the result if it cannot be read."""
+        call = Call("GET", "/server_info", b"", self.headers, CALL_TIMEOUT_SECS)
+        result = await request_worker(self.worker, call)
+        ranks = result.body.get("tp_size") if isinstance(result.body, dict) else None
+        if result.status in ROUTE_ABSENT or (result.success and ranks is None):
             return 1
-        if not answer.success:
-            return answer
-        return told if isinstance(told, int) and told > 0 else 1
+        if not result.success:
+            return result
+        return ranks if isinstance(ranks, int) and ranks > 0 else 1
 
     def failed(self, why: str) -> WorkerResult:
         return WorkerResult(self.worker.url, None, error=why)
 
-    async def _ask(self, call: Call) -> WorkerResult:
-        outcome = await call_worker(self.worker, call)
-        body = parsed(outcome.body)
-        return WorkerResult(self.worker.url, outcome.status, body, outcome.error, outcome.secs)
 
+async def _run_both(
+    receiver: _Receiver, path: str, body: Mapping[str, Any], proxy_part: ProxyPart
+) -> WorkerResult:
+    """Call the worker while the proxy does its part; a failure of one ends the other."""
+    results: list[WorkerResult] = []
+    answered, fault = trio.Event(), ""
 
-async def _both(asked: _Asked, path: str, body: Mapping[str, Any], ours: Ours) -> WorkerResult:
-    """The worker's answer, and our own part meanwhile; who fails ends the wait for the other."""
-    answers: list[WorkerResult] = []
-    heard, fault = trio.Event(), ""
-
-    async def hear() -> None:
-        answers.append(await asked.post(path, body))
-        heard.set()
-        if not answers[0].success:
-            part.cancel()
+    async def call_worker() -> None:
+        results.append(await receiver.post(path, body))
+        answered.set()
+        if not results[0].success:
+            part_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        part = trio.CancelScope()
-        nursery.start_soon(hear)
+        part_scope = trio.CancelScope()
+        nursery.start_soon(call_worker)
         try:
-            with part:
-                await ours()
+            with part_scope:
+                await proxy_part()
         except GroupError as error:
             fault = str(error)
         with trio.move_on_after(REASON_SECS if fault else inf):
-            await heard.wait()
+            await answered.wait()
         nursery.cancel_scope.cancel()
-    if fault and (not answers or answers[0].success):
-        return asked.failed(fault)
-    return answers[0]
+    if fault and (not results or results[0].success):
+        return receiver.failed(fault)
+    return results[0]
 
 
-def _buckets_of(version: StoredVersion) -> list[_Bucket]:
+def _read_buckets(version: StoredVersion) -> list[_Bucket]:
     """A bucket for each file. Raises SafetensorsError, OSError, GroupError."""
-    found = []
+    buckets = []
     for file, nbytes in version.record.files.items():
         rows = rows_of(version.folder / file, nbytes)
-        announced = {
+        announcement = {
             "names": list(rows),
             "dtypes": [row.dtype for row in rows.values()],
             "shapes": [list(row.shape) for row in rows.values()],
         }
         start = min(row.offset for row in rows.values())
-        place = FileRegion(str(version.folder / file), (start,))
-        found.append(_Bucket(announced, parse_plans(announced, dense=True), place))
-    return found
+        region = FileRegion(str(version.folder / file), (start,))
+        buckets.append(_Bucket(announcement, parse_plans(announcement, dense=True), region))
+    return buckets
 
 
-def our_address(address: tuple[str, int] | str) -> str:
-    """Ours, as that worker reaches us: of the way that packets to it take. Raises OSError."""
+def local_address_towards(address: tuple[str, int] | str) -> str:
+    """The local address of the route to that worker. Raises OSError."""
     if isinstance(address, str):
         return "127.0.0.1"
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as trial:
-        trial.connect((host, port))  # sends nothing
-        found: str = trial.getsockname()[0]
-        return found
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        local: str = probe.getsockname()[0]
+        return local

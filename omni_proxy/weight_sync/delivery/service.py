@@ -1,7 +1,7 @@
-"""Everything that has to do with versions that we hold ourselves, put together once.
+"""The versions that the proxy holds itself: store, own rank, delivery, prefetch, catch-up.
 
-Invariant: where [weight_sync] mode does not ask for it, nothing of it touches a disk, starts a
-process or holds a worker back.
+Invariant: unless [weight_sync] mode enables it, none of them touches a disk, starts a process or
+holds a worker.
 """
 
 from __future__ import annotations
@@ -14,87 +14,89 @@ import trio
 from omni_proxy.config.schema import Config, WeightSyncConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.catchup import CatchUp
-from omni_proxy.weight_sync.delivery.deliver import VersionRelay
-from omni_proxy.weight_sync.delivery.over_network import GroupSends
+from omni_proxy.weight_sync.delivery.deliver import VersionDeliverer
+from omni_proxy.weight_sync.delivery.over_network import ProcessGroupSender
 from omni_proxy.weight_sync.delivery.prefetch import Prefetch
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
-from omni_proxy.weight_sync.operations.rollback import RollbackSource
-from omni_proxy.weight_sync.operations.runner import OperationContext
+from omni_proxy.weight_sync.state.state_journal import OperationContext
 from omni_proxy.weight_sync.store import shm_cleanup
 from omni_proxy.weight_sync.store.service import StoreService
 
 
 class VersionService:
-    """`folder`: where versions lie unless [weight_sync] store_dir says so; `busy` as in CatchUp."""
+    """`folder`: of the versions unless [weight_sync] store_dir is set; `busy` as in CatchUp."""
 
     def __init__(
-        self, tools: OperationContext, folder: Path, busy: Callable[[Worker], bool]
+        self, context: OperationContext, folder: Path, busy: Callable[[Worker], bool]
     ) -> None:
-        config_store = tools.config_store
+        config_store = context.config_store
 
         def settings() -> WeightSyncConfig:
             return config_store.config.weight_sync
 
-        self.shelf = StoreService(settings, folder)
-        self.own = ProxyRank(self.shelf, settings)
-        self.relay = VersionRelay(self.shelf, GroupSends(settings, self.own.sender))
-        self.ahead = Prefetch()
-        self.source = RollbackSource(self.shelf, self.relay)
-        self.catch_up = CatchUp(tools, self.shelf, self.relay, busy)
+        self.store_service = StoreService(settings, folder)
+        self.proxy_rank = ProxyRank(self.store_service, settings)
+        sender = ProcessGroupSender(settings, self.proxy_rank.open_sender)
+        self.deliverer = VersionDeliverer(self.store_service, sender)
+        self.prefetch = Prefetch()
+        self.catch_up = CatchUp(context, self.store_service, self.deliverer, busy)
         self._settings = settings
         self._nursery: trio.Nursery | None = None
-        config_store.subscribe(self._follow_config)
+        config_store.subscribe(self._on_config_change)
 
     @property
-    def on(self) -> bool:
-        """Whether a rank of our own takes part in the groups of trainers."""
-        return self.shelf.wanted
+    def is_enabled(self) -> bool:
+        """Whether a rank of the proxy joins the groups of trainers."""
+        return self.store_service.wanted
 
     @property
-    def relays(self) -> bool:
-        """Whether it is the only one of ours, so that every worker gets a version from us."""
+    def delivers_to_all(self) -> bool:
+        """Whether only the proxy's rank joins, so that every worker gets versions from it."""
         return self._settings().mode == "receive"
 
-    def ranks_behind(self, of_workers: int) -> int:
-        """How many ranks of a trainer's group this endpoint has, with workers of so many."""
-        return ProxyRank.ranks if self.relays else of_workers + ProxyRank.ranks * self.on
+    def rank_count(self, worker_ranks: int) -> int:
+        """How many ranks of a trainer's group this endpoint takes; its workers have so many."""
+        if self.delivers_to_all:
+            return ProxyRank.ranks
+        return worker_ranks + ProxyRank.ranks * self.is_enabled
 
-    def read_ahead(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-        """What was just armed will be given to them: who is near may begin before all is there."""
-        if self.relays and self.own.coming is not None:
-            self.ahead.begin(self.own.coming, workers, headers)
+    def start_prefetch(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
+        """A version was just armed: workers on this machine may read it while it arrives."""
+        if self.delivers_to_all and self.proxy_rank.incoming is not None:
+            self.prefetch.begin(self.proxy_rank.incoming, workers, headers)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until it is cancelled; the versions of before are known once it has started."""
+        """Run until cancelled. When it has started, the versions in the store are known."""
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = self.catch_up.nursery = self.ahead.nursery = nursery
-                await nursery.start(self.shelf.run)
-                if self.on:
-                    nursery.start_soon(self.own.warm)
-                self.catch_up.all_soon()
+                self._nursery = self.catch_up.nursery = self.prefetch.nursery = nursery
+                await nursery.start(self.store_service.run)
+                if self.is_enabled:
+                    nursery.start_soon(self.proxy_rank.warm_up)
+                self.catch_up.start_all()
                 task_status.started()
-                if self.on:
-                    await self.shelf.in_thread(shm_cleanup.sweep)
+                if self.is_enabled:
+                    await self.store_service.in_thread(shm_cleanup.sweep)
                 await trio.sleep_forever()
         finally:
-            self._nursery = self.catch_up.nursery = self.ahead.nursery = None
-            await self.own.close()
+            self._nursery = self.catch_up.nursery = self.prefetch.nursery = None
+            await self.proxy_rank.close()
 
     def status(self) -> dict[str, object]:
-        """JSON-ready, for whoever asks how the weights stand."""
-        current = self.shelf.current
-        store = self.shelf.store
+        """JSON-ready: `store` in GET /weights/status."""
+        current = self.store_service.current
+        store = self.store_service.store
         return {
             "store": str(store.folder) if store is not None else None,
-            "versions": len(self.shelf.versions()),
+            "versions": len(self.store_service.versions()),
             "current": current.number if current is not None else None,
-            "error": self.shelf.error or None,
+            "error": self.store_service.error or None,
             "caught_up": self.catch_up.caught_up,
             "not_caught_up": self.catch_up.failed,
         }
 
-    def _follow_config(self, old: Config, new: Config) -> None:
-        self.shelf.poke()
+    def _on_config_change(self, old: Config, new: Config) -> None:
+        self.store_service.poke()
         if old.weight_sync.mode != new.weight_sync.mode and self._nursery is not None:
-            self._nursery.start_soon(self.own.warm if self.on else self.own.rest)
+            rank = self.proxy_rank
+            self._nursery.start_soon(rank.warm_up if self.is_enabled else rank.close_when_unused)

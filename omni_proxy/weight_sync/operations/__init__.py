@@ -1,1 +1,2 @@
-"""Weight operations: the queue, the runner, roll back, the state journal, calls to workers."""
+"""Weight operations: queue, runner, rollback, version probes, status. `weight_operations` is the
+entry point that the admin API calls."""

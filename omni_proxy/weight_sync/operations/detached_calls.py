@@ -1,7 +1,7 @@
-"""What was asked for, owned by a task of ours rather than by whoever asks.
+"""Calls that run in a task of their own, independent of the task of the caller.
 
-Invariant: a caller who leaves stops nothing; when it asks the same again while that runs, it gets
-that one's answer. Two who ask the same at once are two.
+Invariant: a caller that is cancelled cancels nothing. If it repeats the call while that still runs,
+it gets the result of the running one. Two callers that wait at the same time are two calls.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ Perform = Callable[[], Awaitable[AdminResponse]]
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
-    """One thing that was asked for; `callers` wait for it."""
+class _PendingCall:
+    """A call that runs; `callers` tasks wait for it."""
 
     key: object
     callers: int = 0
-    answer: AdminResponse | None = None
+    response: AdminResponse | None = None
     done: trio.Event = field(default_factory=trio.Event)
 
 
 class DetachedCalls:
-    """`unheard(key, answer)`: nobody waited for it any more."""
+    """`on_unclaimed(key, response)`: a call ended, and no caller waits for it any more."""
 
-    def __init__(self, unheard: Callable[[object, AdminResponse], None]) -> None:
+    def __init__(self, on_unclaimed: Callable[[object, AdminResponse], None]) -> None:
         self.nursery: trio.Nursery | None = None
-        self._unheard = unheard
-        self._open: list[_Ticket] = []
+        self._on_unclaimed = on_unclaimed
+        self._pending: list[_PendingCall] = []
 
-    async def ask(self, key: object, perform: Perform) -> AdminResponse:
-        """Wait for the answer; who is cancelled meanwhile has only left."""
+    async def run(self, key: object, perform: Perform) -> AdminResponse:
+        """Wait for the response. Cancellation ends only the wait."""
         if self.nursery is None:
-            return refused(_not_here())
-        ticket = next((t for t in self._open if t.key == key and not t.callers), None)
-        if ticket is None:
-            ticket = _Ticket(key)
-            self._open.append(ticket)
-            self.nursery.start_soon(self._serve, ticket, perform)
-        ticket.callers += 1
+            return refused(_unavailable())
+        call = next((c for c in self._pending if c.key == key and not c.callers), None)
+        if call is None:
+            call = _PendingCall(key)
+            self._pending.append(call)
+            self.nursery.start_soon(self._perform, call, perform)
+        call.callers += 1
         try:
-            await ticket.done.wait()
+            await call.done.wait()
         finally:
-            ticket.callers -= 1
-        return ticket.answer or refused(_not_here())
+            call.callers -= 1
+        return call.response or refused(_unavailable())
 
-    async def _serve(self, ticket: _Ticket, perform: Perform) -> None:
+    async def _perform(self, call: _PendingCall, perform: Perform) -> None:
         try:
-            ticket.answer = await perform()
-        except HttpError as refusal:
-            ticket.answer = refused(refusal)
+            call.response = await perform()
+        except HttpError as error:
+            call.response = refused(error)
         finally:
-            self._open.remove(ticket)
-            if not ticket.callers and ticket.answer is not None:
-                self._unheard(ticket.key, ticket.answer)
-            ticket.done.set()
+            self._pending.remove(call)
+            if not call.callers and call.response is not None:
+                self._on_unclaimed(call.key, call.response)
+            call.done.set()
 
 
-def _not_here() -> HttpError:
-    message = "operations on workers are not available now; the desk for them is being restarted"
+def _unavailable() -> HttpError:
+    message = "operations on workers are not available now; their service is being restarted"
     return HttpError(503, message, "weights_unavailable").with_headers(("retry-after", "1"))

@@ -1,8 +1,8 @@
-"""Which weights each worker has, as it says itself: asked when it comes up, or was restarted.
+"""Reads the weight version of each worker when it becomes healthy or restarts.
 
-Invariant: an epoch is never believed of a worker whose label does not prove it; of an unknown label
-nobody says that it is the old one. Who comes up without the weights of the last update that was
-meant for it is uncertain.
+Invariant: a worker gets an epoch only if its label or digest proves it; if its label is unknown,
+the old label is not assumed. A worker that comes up without the weights of the last update that
+targeted it is marked uncertain.
 """
 
 from __future__ import annotations
@@ -18,151 +18,165 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.start_throttle import StartThrottle
-from omni_proxy.weight_sync.operations.resume import forgets, go_on
-from omni_proxy.weight_sync.operations.state_journal import StateJournal
-from omni_proxy.weight_sync.operations.worker_calls import compare_checksums, labels_of
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
+from omni_proxy.weight_sync.state.state_journal import StateJournal
+from omni_proxy.weight_sync.worker_calls import (
+    compare_checksums,
+    continue_generation,
+    flush_worker_cache,
+    read_labels,
+)
 
-AGAIN_SECS = 5.0
+RETRY_SECS = 5.0
 CHECKSUM_SECS = 300.0
-ASKED_AT_ONCE: Final = 64  # of a fleet that comes up; one that keeps us waiting stops no other
-TURNS_EACH: Final = 4  # of the event loop: probes go first, for a label keeps nobody waiting
-UNPROVEN: Final = "unproven"
+MAX_CONCURRENT: Final = 64  # probes at a time when a fleet comes up
+TURNS_EACH: Final = 4  # event loop turns per probe: health probes go first, a label is not urgent
+UNPROVEN: Final = "unproven"  # the hold of a worker whose version is not read yet
 _log = logging.getLogger(__name__)
 
 
 class VersionProbe:
-    """`busy(worker)`: an operation is at it, and will read its label back itself.
+    """`busy(worker)`: an operation works on it, and will read its label back itself.
 
-    `may_hash()`: whether a worker may be stopped for as long as hashing takes. `strict()`: whether
-    who comes up is kept out of routing until it has told what it has.
+    `may_hash()`: whether a worker may be blocked for the time that hashing takes. `strict()`:
+    whether a worker that comes up is held out of rotation until its version is read.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        book: StateJournal,
+        journal: StateJournal,
         busy: Callable[[Worker], bool],
         may_hash: Callable[[], bool],
         strict: Callable[[], bool] = lambda: False,
     ) -> None:
         self._fleet = fleet
-        self._book = book
+        self._journal = journal
         self._busy = busy
         self._may_hash = may_hash
         self._strict = strict
-        self._newest: dict[Worker, object] = {}
-        self._places = trio.CapacityLimiter(ASKED_AT_ONCE)
-        self._pace = StartThrottle(TURNS_EACH)
+        self._latest: dict[Worker, object] = {}  # token of the latest probe; it replaces others
+        self._slots = trio.CapacityLimiter(MAX_CONCURRENT)
+        self._throttle = StartThrottle(TURNS_EACH)
         self.nursery: trio.Nursery | None = None
-        fleet.watch_health(lambda worker, _: self.ask_soon(worker, came_up=True))
-        fleet.watch_cache_cleared(self.ask_soon)
+        fleet.watch_health(lambda worker, _: self.probe_soon(worker, came_up=True))
+        fleet.watch_cache_cleared(self.probe_soon)
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Whoever has come up already is kept out since, and asked now."""
+        """Workers that became healthy before were held since then, and are probed now."""
         self.nursery = nursery
         for worker in self._fleet.workers:
             if self._busy(worker):
-                self._let_go(worker)
-            elif self._owes(worker):
-                self.ask_soon(worker, came_up=True)
+                self._release(worker)
+            elif self._may_have_missed(worker):
+                self.probe_soon(worker, came_up=True)
 
-    def ask_soon(self, worker: Worker, *, came_up: bool = False) -> None:
-        """Without a known label it has come up, too: whoever saw its restart dropped that."""
-        if not self._here(worker) or self._busy(worker):
+    def probe_soon(self, worker: Worker, *, came_up: bool = False) -> None:
+        """A worker without a known label counts as come up too: its restart cleared the label."""
+        if not self._is_healthy(worker) or self._busy(worker):
             return
         self.hold(worker)
         if self.nursery is not None:
-            self._newest[worker] = asking = object()
-            self.nursery.start_soon(self._ask, worker, asking, came_up)
+            self._latest[worker] = token = object()
+            self.nursery.start_soon(self._probe, worker, token, came_up)
 
     def hold(self, worker: Worker) -> None:
-        """Until `ask_soon` has heard from it, where that is what we wait for."""
-        held = UNPROVEN in worker.cordon_reasons or worker.url in self._book.reasons
-        if self._here(worker) and self._strict() and self._owes(worker) and not held:
+        """Hold the worker until `probe_soon` has read its version, if that is required."""
+        held = UNPROVEN in worker.cordon_reasons or worker.url in self._journal.uncertain
+        if (
+            self._is_healthy(worker)
+            and self._strict()
+            and self._may_have_missed(worker)
+            and not held
+        ):
             self._fleet.cordon(worker, UNPROVEN)
 
-    def _owes(self, worker: Worker) -> bool:
-        """There was an update for it, and nobody knows whether it has that."""
-        due = self._due(worker)
-        return due is not None and not due.waived and worker.weight_epoch != due.epoch
+    def _may_have_missed(self, worker: Worker) -> bool:
+        """Whether an update targeted it, and it is not known to have the weights."""
+        target = self._target(worker)
+        return target is not None and not target.waived and worker.weight_epoch != target.epoch
 
-    def learn(self, worker: Worker, label: str | None) -> None:
-        """It told its label, and no operation is at it."""
+    def record_label(self, worker: Worker, label: str | None) -> None:
+        """The worker reported its label, and no operation works on it."""
         if self._busy(worker) or label == worker.weight_version:
             return
-        due = self._due(worker)
-        proven = due is not None and due.proven_by(label) and worker.url not in self._book.reasons
-        epoch = due.epoch if due is not None and proven else 0
+        target = self._target(worker)
+        certain = worker.url not in self._journal.uncertain
+        proven = target is not None and target.is_proven_by(label) and certain
+        epoch = target.epoch if target is not None and proven else 0
         self._fleet.set_version(worker, label, epoch)
 
-    def _here(self, worker: Worker) -> bool:
+    def _is_healthy(self, worker: Worker) -> bool:
         known = self._fleet.find(worker.url) is worker
         return known and worker.health.state is Health.HEALTHY
 
-    def _due(self, worker: Worker) -> TargetVersion | None:
-        return self._book.published.due_of(worker.url, worker.model)
+    def _target(self, worker: Worker) -> TargetVersion | None:
+        return self._journal.published.target_for(worker.url, worker.model)
 
-    async def _ask(self, worker: Worker, asking: object, came_up: bool) -> None:
+    async def _probe(self, worker: Worker, token: object, came_up: bool) -> None:
         try:
-            while self._here(worker) and self._newest.get(worker) is asking:
-                async with self._places:
-                    await self._pace.wait_turn()
+            while self._is_healthy(worker) and self._latest.get(worker) is token:
+                async with self._slots:
+                    await self._throttle.wait_turn()
                     version = worker.version
-                    label = (await labels_of([worker], {}))[worker]
+                    label = (await read_labels([worker], {}))[worker]
                 if self._busy(worker) or worker.version is not version:
                     return
-                self.learn(worker, label)
-                due = self._due(worker)
-                if due is None or due.label is None or label is not None:
-                    doubted = worker.url in self._book.reasons
-                    if due is not None and (came_up or doubted or version.label is None):
-                        await self._judge(worker, due, label)
+                self.record_label(worker, label)
+                target = self._target(worker)
+                if target is None or target.label is None or label is not None:
+                    uncertain = worker.url in self._journal.uncertain
+                    if target is not None and (came_up or uncertain or version.label is None):
+                        await self._check(worker, target, label)
                     return
-                self._let_go(worker)  # it can't tell: nothing is claimed of it
-                await trio.sleep(AGAIN_SECS)
+                self._release(worker)  # it reports no label, so nothing is claimed of it
+                await trio.sleep(RETRY_SECS)
         finally:
-            if self._newest.get(worker) is asking:
-                del self._newest[worker]
-                self._let_go(worker)
+            if self._latest.get(worker) is token:
+                del self._latest[worker]
+                self._release(worker)
 
-    def _let_go(self, worker: Worker) -> None:
+    def _release(self, worker: Worker) -> None:
         if UNPROVEN in worker.cordon_reasons:
             self._fleet.uncordon(worker, UNPROVEN)
 
-    async def _judge(self, worker: Worker, due: TargetVersion, label: str | None) -> None:
-        """Hold it back where it has not what the last update gave to the others."""
-        if worker.url in self._book.reasons:
-            await self._clear_if_proven(worker, due, label)
+    async def _check(self, worker: Worker, target: TargetVersion, label: str | None) -> None:
+        """Mark the worker uncertain if it does not have the weights of the last update."""
+        if worker.url in self._journal.uncertain:
+            await self._clear_if_proven(worker, target, label)
             return
         reason = ""
-        if due.missed_with(label):
-            reason = f"missed the update to {due.label!r}: it came up with {label!r}"
-        elif due.open_with(label) and self._may_hash():
+        if target.is_missed_by(label):
+            reason = f"missed the update to {target.label!r}: it came up with {label!r}"
+        elif target.needs_digest(label) and self._may_hash():
             verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
-            if self._busy(worker) or self._due(worker) is not due:
+            if self._busy(worker) or self._target(worker) is not target:
                 return
-            if verdict.whole and verdict.whole != due.digest:
-                reason = f"missed the update of epoch {due.epoch}: it came up with other tensors"
+            if verdict.whole and verdict.whole != target.digest:
+                reason = f"missed the update of epoch {target.epoch}: it came up with other tensors"
             elif verdict.whole:
-                self._fleet.set_version(worker, label, due.epoch)
+                self._fleet.set_version(worker, label, target.epoch)
         if reason:
-            self._book.mark({worker.url: reason})
-            await self._book.keep()
+            self._journal.mark_uncertain({worker.url: reason})
+            await self._journal.save()
 
-    async def _clear_if_proven(self, worker: Worker, due: TargetVersion, label: str | None) -> None:
-        """It was in doubt for what it might have, and has what was published all the same."""
-        if not due.digest or label != due.label or not self._may_hash():
+    async def _clear_if_proven(
+        self, worker: Worker, target: TargetVersion, label: str | None
+    ) -> None:
+        """An uncertain worker may turn out to have the published weights."""
+        if not target.digest or label != target.label or not self._may_hash():
             return
         verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
-        if self._busy(worker) or self._due(worker) is not due or verdict.whole != due.digest:
+        changed = self._busy(worker) or self._target(worker) is not target
+        if changed or verdict.whole != target.digest:
             return
-        if NOT_FLUSHED in self._book.reasons.get(worker.url, "") and not await forgets(worker):
+        reason = self._journal.uncertain.get(worker.url, "")
+        if NOT_FLUSHED in reason and not await flush_worker_cache(worker):
             return
-        await go_on([worker], self._book.stopped, {})
-        if self._busy(worker) or self._due(worker) is not due:
+        await continue_generation([worker], self._journal.paused_engines, {})
+        if self._busy(worker) or self._target(worker) is not target:
             return
-        _log.info("Worker %s has the published weights: it is no more in doubt", worker.url)
-        self._fleet.set_version(worker, label, due.epoch)
-        self._book.clear([worker.url])
-        await self._book.keep()
+        _log.info("worker_recovered worker=%s epoch=%d", worker.url, target.epoch)
+        self._fleet.set_version(worker, label, target.epoch)
+        self._journal.clear_uncertain([worker.url])
+        await self._journal.save()

@@ -1,8 +1,9 @@
-"""Whether replicas hold the same weights, by what their checkers say (api-server.md 3, 9.1).
+"""Do workers hold the same weights? Compares the reports of their checkers (api-server.md 3, 9.1).
 
-Two workers can be compared where both name their ranks alike (then rank by rank), or where both
-name a digest over the gathered whole tensors. Engines of two kinds hash differently: their digests
-are never compared. Invariant: `mismatched` holds nobody who was compared with nobody.
+Two workers are comparable if both report the same number of ranks (compared rank by rank), or if
+both report a digest over the gathered, whole tensors. Different kinds of engines hash differently,
+so their digests are never compared. Invariant: a worker that was compared with no other worker is
+never in `mismatched`. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OMNI, SGLANG = "omni", "sglang"
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """`ranks`: a checksum per rank, stage by stage; `whole`: one over whole tensors, or ""."""
+    """`ranks`: one checksum per rank, stage by stage; `whole`: one over whole tensors, or ""."""
 
     kind: str
     ranks: tuple[str, ...]
@@ -35,9 +36,9 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Worker URLs, and `unverified` with the reason why nothing could be compared.
+    """Worker URLs; `unverified` maps a URL to the reason why it could not be compared.
 
-    `whole`: the digest over whole tensors that all of `checked` have, "" where there is none.
+    `whole`: the digest over whole tensors that all `checked` workers share, or "".
     """
 
     checked: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class Verdict:
     checksums: Mapping[str, str] | None = None
     whole: str = ""
 
-    def told(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         reasons = self.unverified or {}
         return {
             "checked": list(self.checked),
@@ -57,28 +58,31 @@ class Verdict:
         }
 
 
-def digest_of(answer: WorkerResult) -> Digest | str:
-    """The digest in a checker's answer to `checksum`, or why there is none."""
-    if not answer.success:
-        return f"its checker failed: {answer.why}"
-    body = answer.body
+def parse_digest(result: WorkerResult) -> Digest | str:
+    """The digest in a checker's response to `checksum`, or the reason why there is none."""
+    if not result.success:
+        return f"its checker failed: {result.why}"
+    body = result.body
     if isinstance(body, dict):
-        for found in (_omni(body), _sglang(body)):
-            if found is not None:
-                return found
+        for digest in (_parse_omni(body), _parse_sglang(body)):
+            if digest is not None:
+                return digest
     return "its checker names no checksum"
 
 
-def compare(answers: Mapping[str, WorkerResult]) -> Verdict:
-    """By worker URL. The largest group that agrees is right; of two as large nobody is."""
-    return verdict_on({url: digest_of(answer) for url, answer in answers.items()})
+def compare_answers(results: Mapping[str, WorkerResult]) -> Verdict:
+    """Compare checker responses, by worker URL. The largest group that agrees is right.
+
+    If two groups are the largest, all their workers are mismatched.
+    """
+    return compare_digests({url: parse_digest(result) for url, result in results.items()})
 
 
-def verdict_on(told: Mapping[str, Digest | str]) -> Verdict:
-    """As `compare`, of what each told: its digest, or why there is none."""
-    digests = {url: found for url, found in told.items() if isinstance(found, Digest)}
-    unverified = {url: found for url, found in told.items() if isinstance(found, str)}
-    groups = _groups(digests)
+def compare_digests(reports: Mapping[str, Digest | str]) -> Verdict:
+    """As `compare_answers`; `reports`: by URL, a digest or the reason why there is none."""
+    digests = {url: report for url, report in reports.items() if isinstance(report, Digest)}
+    unverified = {url: report for url, report in reports.items() if isinstance(report, str)}
+    groups = _agreeing_groups(digests)
     mismatched = {
         url
         for group in groups
@@ -88,7 +92,7 @@ def verdict_on(told: Mapping[str, Digest | str]) -> Verdict:
     }
     for group in groups:
         rivals = [other for other in groups if other is not group]
-        alone = len(group) == 1 < len(told)
+        alone = len(group) == 1 < len(reports)
         if alone and not any(_comparable(group, other, digests) for other in rivals):
             unverified[group[0]] = "no other worker's checksum can be compared with it"
     checked = tuple(url for url in digests if url not in mismatched and url not in unverified)
@@ -99,8 +103,8 @@ def verdict_on(told: Mapping[str, Digest | str]) -> Verdict:
     return Verdict(checked, unverified, wrong, sums, whole)
 
 
-def _groups(digests: Mapping[str, Digest]) -> list[list[str]]:
-    """Who agrees with whom, directly or over others."""
+def _agreeing_groups(digests: Mapping[str, Digest]) -> list[list[str]]:
+    """Workers that agree with each other, directly or through a third worker."""
     groups: list[list[str]] = []
     for url, digest in digests.items():
         same = [g for g in groups if any(_same(digest, digests[other]) for other in g)]
@@ -117,33 +121,34 @@ def _comparable(one: list[str], other: list[str], digests: Mapping[str, Digest])
     return any(digests[a].comparable(digests[b]) for a in one for b in other)
 
 
-def _omni(body: Mapping[str, object]) -> Digest | None:
+def _parse_omni(body: Mapping[str, object]) -> Digest | None:
+    """The project's own replica: a row per stage, with checksums per rank."""
     ranks: list[list[str]] = []
     whole: list[str] = []
     for stage in sorted(_rows(body.get("results")), key=lambda stage: str(stage.get("stage"))):
-        told = stage.get("data")
-        if not isinstance(told, dict) or told.get("skipped") or told.get("unsupported"):
+        data = stage.get("data")
+        if not isinstance(data, dict) or data.get("skipped") or data.get("unsupported"):
             continue
-        ranks.append(_ranks_of(told))
-        whole.append(_text(told.get("full_checksum")))
-    by_rank = tuple(each for stage in ranks for each in stage) if all(ranks) else ()
+        ranks.append(_rank_checksums(data))
+        whole.append(_text(data.get("full_checksum")))
+    by_rank = tuple(checksum for stage in ranks for checksum in stage) if all(ranks) else ()
     digest = Digest(OMNI, by_rank, "/".join(whole) if all(whole) else "")
     return digest if digest.ranks or digest.whole else None
 
 
-def _ranks_of(told: Mapping[str, object]) -> list[str]:
-    """Rank by rank where there are several; [] where one of them names none."""
-    found = []
-    for row in sorted(_rows(told.get("rank_results")), key=_rank):
+def _rank_checksums(data: Mapping[str, object]) -> list[str]:
+    """One checksum per rank; [] if one of the ranks reports none."""
+    checksums = []
+    for row in sorted(_rows(data.get("rank_results")), key=_rank):
         inner = row.get("data")
-        found.append(_text(inner.get("per_gpu_checksum")) if isinstance(inner, dict) else "")
-    found = found or [_text(told.get("per_gpu_checksum"))]
-    return found if all(found) else []
+        checksums.append(_text(inner.get("per_gpu_checksum")) if isinstance(inner, dict) else "")
+    checksums = checksums or [_text(data.get("per_gpu_checksum"))]
+    return checksums if all(checksums) else []
 
 
-def _sglang(body: Mapping[str, object]) -> Digest | None:
-    found = tuple(_text(row.get("per_gpu_checksum")) for row in _rows(body.get("ranks")))
-    return Digest(SGLANG, found) if found and all(found) else None
+def _parse_sglang(body: Mapping[str, object]) -> Digest | None:
+    checksums = tuple(_text(row.get("per_gpu_checksum")) for row in _rows(body.get("ranks")))
+    return Digest(SGLANG, checksums) if checksums and all(checksums) else None
 
 
 def _rank(row: Mapping[str, object]) -> int:

@@ -1,14 +1,14 @@
-"""What must outlive the program: the operation that is under way, and who is uncertain.
+"""The on-disk journal: the operation in progress, uncertain workers, paused workers. Pure.
 
-    at the start        nothing is known of            because
-    operation begun     its targets                    we ended in its middle
+    at the start        uncertain                      because
+    operation begun     its targets                    the proxy ended in the middle of it
     sync, from arming   its members                    their receivers may have gone on
-    uncertain workers   them                           the reason of then
-    unreadable          everybody                      anything may have been under way
-Whom a trainer had paused stays paused: its engine is, too.
+    uncertain workers   these workers                  the recorded reason
+    unreadable          all workers                    anything may have been in progress
+A worker that a trainer paused stays paused: its engine still is.
 
-Invariant: a record is written before the first call of its operation leaves, and cleared only after
-every worker's fate is settled. So whatever the record does not name was not touched.
+Invariant: a record is written before the first call of its operation and cleared only after every
+worker's fate is decided. So a worker that the record does not name was not touched.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from __future__ import annotations
 import json
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 FORMAT = 1
-# In these a member of a sync has nothing yet that it had not before.
-HARMLESS = ("joining", "grouped")
+# In these steps of a sync a member holds no new weights yet.
+HARMLESS_STEPS = ("joining", "grouped")
 
 
 class JournalEntry(Struct, frozen=True, kw_only=True):
-    """The operation that is under way; `begun_at` is an ISO time."""
+    """An operation in progress; `begun_at` is an ISO time."""
 
     operation: str
     path: str
@@ -34,9 +34,9 @@ class JournalEntry(Struct, frozen=True, kw_only=True):
 
 
 class PauseRecord(Struct, frozen=True, kw_only=True):
-    """Why an engine stands still: `at` is an ISO time, `by` names the caller, `path` is its call.
+    """Why an engine is paused: `at` is an ISO time, `by` names the caller, `path` is its call.
 
-    `instance`: the process that was paused, where it names itself; another one runs.
+    `instance`: the process that was paused, if it names itself. Another instance is not paused.
     """
 
     at: str = ""
@@ -45,49 +45,49 @@ class PauseRecord(Struct, frozen=True, kw_only=True):
     mode: str = ""
     instance: str = ""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         by = f" by {self.by}" if self.by else ""
         since = f" since {self.at}" if self.at else ""
         return f"paused{since}{by}" + (f" (POST {self.path})" if self.path else "")
 
-    def told(self) -> dict[str, str | None]:
+    def to_dict(self) -> dict[str, str | None]:
         """JSON-ready; null for what is not known."""
         return {name: getattr(self, name) or None for name in ("at", "by", "path", "mode")}
 
 
 class Journal(Struct, frozen=True, kw_only=True):
-    """`uncertain`: worker URL to reason; `paused`: URLs that are out until they continue.
+    """`uncertain`: worker URL to reason; `paused`: URLs held out of rotation until they continue.
 
-    `pauses`: worker URL to what has its engine stand still, whether it is held for that or not.
-    `sync`: a grouped sync, which lasts longer than any one operation of it.
+    `pauses`: worker URL to the record of its pause, whether it is held for that or not.
+    `sync`: the weight sync with a trainer's group, which lasts longer than one operation of it.
     """
 
     format: int = FORMAT
-    begun: JournalEntry | None = None
+    in_progress: JournalEntry | None = field(default=None, name="begun")
     sync: JournalEntry | None = None
     uncertain: dict[str, str] = {}
     paused: tuple[str, ...] = ()
     pauses: dict[str, PauseRecord] = {}
 
     def __bool__(self) -> bool:
-        under_way = self.begun is not None or self.sync is not None
-        return under_way or bool(self.uncertain or self.paused or self.pauses)
+        running = self.in_progress is not None or self.sync is not None
+        return running or bool(self.uncertain or self.paused or self.pauses)
 
-    def at_start(self) -> dict[str, str]:
-        """Who is uncertain when the program starts with this record, and why."""
-        found: dict[str, str] = {}
-        for begun in (self.begun, self.sync):
-            if begun is not None and begun.step not in HARMLESS:
+    def uncertain_at_start(self) -> dict[str, str]:
+        """Workers that are uncertain when the program starts with this record: URL to reason."""
+        reasons: dict[str, str] = {}
+        for entry in (self.in_progress, self.sync):
+            if entry is not None and entry.step not in HARMLESS_STEPS:
                 reason = (
-                    f"the proxy ended while {begun.path.removeprefix('/')} was under way "
-                    f"(begun {begun.begun_at}, step {begun.step})"
+                    f"the proxy ended while {entry.path.removeprefix('/')} was under way "
+                    f"(begun {entry.begun_at}, step {entry.step})"
                 )
-                found |= dict.fromkeys(begun.targets, reason)
-        return {**found, **self.uncertain}
+                reasons |= dict.fromkeys(entry.targets, reason)
+        return {**reasons, **self.uncertain}
 
 
 class UnreadableJournal(ValueError):
-    """Whoever reads on would have to guess."""
+    """The file is damaged, or of an unknown format."""
 
 
 def encode(journal: Journal) -> bytes:
@@ -95,8 +95,8 @@ def encode(journal: Journal) -> bytes:
 
 
 def readable_json(record: Struct) -> bytes:
-    """JSON that `decode` takes, also of half a character, which JSON of a trainer or of a worker
-    can spell: it becomes a question mark."""
+    """JSON that `decode` can read. A lone surrogate, which JSON escapes from a trainer or a worker
+    can contain, becomes a question mark."""
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""How far each member of a sync has come, by what it tells, and whether nothing comes any more.
+"""How much of a transfer each member has received, and whether the transfer has stalled. Pure.
 
-Pure. Invariant: who tells nothing, or only what it had told before, is never taken for one that
-stands still; nor is anybody once everything has come.
+Invariant: a member that reports nothing, or only repeats an old report, never counts as stalled.
+Nor does a member that has received everything.
 """
 
 from __future__ import annotations
@@ -11,79 +11,84 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 FAILED: Final = "failed"
-COMING: Final = "receiving"
+RECEIVING: Final = "receiving"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveProgress:
-    """`state` in the member's own words. `age_secs` of the transfer tells a new look from an old.
+    """`state` as the member names it. `received`: buckets and bytes.
 
-    `come`: buckets and bytes.
+    `age_secs` of the transfer distinguishes a new report from a repeated one.
     """
 
     state: str
-    come: tuple[int, int]
+    received: tuple[int, int]
     age_secs: float
     error: str = ""
 
 
-def receiving_of(info: object) -> ReceiveProgress | None:
-    """By a /server_info; None where that does not tell."""
-    told = info.get("weight_sync") if isinstance(info, Mapping) else None
-    if not isinstance(told, Mapping) or not isinstance(told.get("state"), str):
+def parse_progress(info: object) -> ReceiveProgress | None:
+    """The progress in a /server_info response; None if it has none."""
+    report = info.get("weight_sync") if isinstance(info, Mapping) else None
+    if not isinstance(report, Mapping) or not isinstance(report.get("state"), str):
         return None
-    error = told.get("error")
+    error = report.get("error")
     return ReceiveProgress(
-        told["state"],
-        (_count(told, "buckets_done"), _count(told, "bytes_come")),
-        _secs(told),
+        report["state"],
+        (_count(report, "buckets_done"), _count(report, "bytes_come")),
+        _secs(report),
         error if isinstance(error, str) else "",
     )
 
 
 class StallDetector:
-    """Of one armed transfer, from `now` on."""
+    """Watches one armed transfer, from `now` on."""
 
     def __init__(self, now: float) -> None:
         self._last: dict[str, ReceiveProgress] = {}
-        self._moved_at = now
+        self._progress_at = now
 
-    def hear(
-        self, now: float, told: Mapping[str, ReceiveProgress], stall_secs: float, first_secs: float
+    def update(
+        self,
+        now: float,
+        reports: Mapping[str, ReceiveProgress],
+        stall_secs: float,
+        first_secs: float,
     ) -> tuple[str, str]:
-        """Why it will not be completed, and the member that says so; ("", "") while it may.
+        """Return why the transfer will not complete, and the member that failed, if one did.
 
-        `stall_secs` without anything new end it, `first_secs` where nothing has come so far.
+        ("", "") while it may still complete. The limit is `stall_secs` without progress, and at
+        least `first_secs` while nothing has been received.
         """
-        for name, each in told.items():
-            if each.state == FAILED and each.error:
-                return f"{name}: its receive ended: {each.error}", name
-        fresh = {name: each for name, each in told.items() if self._is_new(name, each)}
-        waiting = [name for name, each in fresh.items() if each.state == COMING]
-        moved = any(each.come != self._come(name) for name, each in fresh.items())
+        for name, report in reports.items():
+            if report.state == FAILED and report.error:
+                return f"{name}: its receive ended: {report.error}", name
+        fresh = {name: report for name, report in reports.items() if self._is_new(name, report)}
+        waiting = [name for name, report in fresh.items() if report.state == RECEIVING]
+        moved = any(report.received != self._received(name) for name, report in fresh.items())
         self._last |= fresh
         if moved or not waiting:
-            self._moved_at = now
-        begun = any(any(each.come) for each in self._last.values())
+            self._progress_at = now
+        begun = any(any(report.received) for report in self._last.values())
         limit = stall_secs if begun else max(stall_secs, first_secs)
-        if now - self._moved_at < limit:
+        if now - self._progress_at < limit:
             return "", ""
         return f"nothing has come for {limit:g} s: {', '.join(waiting)}", ""
 
-    def _is_new(self, name: str, each: ReceiveProgress) -> bool:
-        before = self._last.get(name)
-        return before is None or (before.state, before.age_secs) != (each.state, each.age_secs)
+    def _is_new(self, name: str, report: ReceiveProgress) -> bool:
+        last = self._last.get(name)
+        return last is None or (last.state, last.age_secs) != (report.state, report.age_secs)
 
-    def _come(self, name: str) -> tuple[int, int]:
-        before = self._last.get(name)
-        return before.come if before is not None else (0, 0)
+    def _received(self, name: str) -> tuple[int, int]:
+        last = self._last.get(name)
+        return last.received if last is not None else (0, 0)
 
 
-def _count(told: Mapping[str, Any], key: str) -> int:
-    value = told.get(key)
+def _count(report: Mapping[str, Any], key: str) -> int:
+    value = report.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _secs(told: Mapping[str, Any]) -> float:
-    value = told.get("secs")
+def _secs(report: Mapping[str, Any]) -> float:
+    value = report.get("secs")
     return float(value) if isinstance(value, int | float) else 0.0

@@ -1,7 +1,8 @@
-"""What a trainer hears of a grouped sync: every member's own part, and one verdict at the top.
+"""Responses to a trainer in a weight sync: every member's result, and one overall result. Pure.
 
-Invariant: `success`, `message` and `status` stand at the top of each, and never disagree with the
-status code; `num_buckets_received` is what one member counted (two-phase.md 1.3, 1.4).
+Invariant: `success`, `message` and `status` are top-level keys of every response and never
+contradict the status code; `num_buckets_received` is the count of one member (two-phase.md 1.3,
+1.4).
 """
 
 from __future__ import annotations
@@ -15,74 +16,80 @@ from omni_proxy.weight_sync.protocol.session import SyncSession
 
 READY: Final = "ready"
 NOT_AWAITED: Final = "its answer was not waited for"
-COUNTED: Final = "num_buckets_received"
-# Copied where the members agree: what a trainer reads of a complete beside its success.
-COPIED: Final = ("cache_epoch", "cache_version", "fp8_kv_cache_postprocess_ran",
-                 "fp8_kv_cache_static_scales_updated")  # fmt: skip
+BUCKET_COUNT: Final = "num_buckets_received"
+# Copied to the top level where the members agree: a trainer reads them in a response to complete.
+COPIED_KEYS: Final = ("cache_epoch", "cache_version", "fp8_kv_cache_postprocess_ran",
+                      "fp8_kv_cache_static_scales_updated")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class SyncFailed:
-    """`cause`: the first one. `status` where that was no member's answer."""
+class StepFailure:
+    """`cause`: the first one. `status`: of the response, if the cause is not a member's result."""
 
     cause: str = ""
     status: int = 0
 
 
-WENT: Final = SyncFailed()
+NO_FAILURE: Final = StepFailure()
 
 
-def merged(
-    path: str, answers: Sequence[WorkerResult], session: SyncSession, failed: SyncFailed = WENT
+def merge_results(
+    path: str,
+    results: Sequence[WorkerResult],
+    session: SyncSession,
+    failure: StepFailure = NO_FAILURE,
 ) -> AdminResponse:
-    """Of every member's answer; `failed` where not everybody did it."""
-    standings = session.standings()
-    more = {name: {"standing": standing} for name, standing in standings.items()}
-    answer = aggregate(path, answers, more)
-    if not failed.cause and answer.ok:
-        return answer
-    top = {"success": False, "message": failed.cause or answer.body["message"], "status": "error"}
-    return AdminResponse(failed.status or _code(answers, failed.cause), {**answer.body, **top})
+    """One response for all members' results; `failure`: why the step failed, if it did."""
+    statuses = session.member_statuses()
+    more = {name: {"standing": status} for name, status in statuses.items()}
+    response = aggregate(path, results, more)
+    if not failure.cause and response.ok:
+        return response
+    message = failure.cause or response.body["message"]
+    top = {"success": False, "message": message, "status": "error"}
+    status = failure.status or _status_code(results, failure.cause)
+    return AdminResponse(status, {**response.body, **top})
 
 
-def as_ready(answer: AdminResponse) -> AdminResponse:
-    """A prepare that went well, in both vocabularies."""
-    return replace(answer, body={**answer.body, "status": READY}) if answer.ok else answer
+def with_ready_status(response: AdminResponse) -> AdminResponse:
+    """A successful prepare has the status "ready" in place of "ok"."""
+    return replace(response, body={**response.body, "status": READY}) if response.ok else response
 
 
-def with_counts(answer: AdminResponse, answers: Sequence[WorkerResult]) -> AdminResponse:
-    counts = [found for each in answers if (found := _told(each.body, COUNTED)) is not None]
+def with_bucket_count(response: AdminResponse, results: Sequence[WorkerResult]) -> AdminResponse:
+    """Add the bucket count (the lowest of all members), and COPIED_KEYS where members agree."""
+    counts = [_find(result.body, BUCKET_COUNT) for result in results]
     numbers = [count for count in counts if isinstance(count, int)]
-    told: dict[str, object] = {COUNTED: min(numbers)} if numbers else {}
-    for name in COPIED:
-        values = [_told(each.body, name) for each in answers]
+    more: dict[str, object] = {BUCKET_COUNT: min(numbers)} if numbers else {}
+    for name in COPIED_KEYS:
+        values = [_find(result.body, name) for result in results]
         if values and values[0] is not None and all(value == values[0] for value in values):
-            told[name] = values[0]
-    return replace(answer, body={**answer.body, **told})
+            more[name] = values[0]
+    return replace(response, body={**response.body, **more})
 
 
-def bytes_in(answer: WorkerResult) -> int:
-    """How many it says that it received; 0 where it does not say."""
-    found = _told(answer.body, "bytes")
-    return found if isinstance(found, int) else 0
+def received_bytes(result: WorkerResult) -> int:
+    """How many bytes the member says it received; 0 if it does not say."""
+    nbytes = _find(result.body, "bytes")
+    return nbytes if isinstance(nbytes, int) else 0
 
 
-def _code(answers: Sequence[WorkerResult], cause: str) -> int:
-    """A member's plain refusal is the trainer's to mend; anything else is ours.
+def _status_code(results: Sequence[WorkerResult], cause: str) -> int:
+    """400 if a member refused with 4xx (the trainer's fault), else 502.
 
-    That of the first cause, where it is a member's: the others' refusals may just follow from it.
+    The result that is the first cause decides: refusals of other members may only follow from it.
     """
-    failed = [each for each in answers if not each.success and each.error != NOT_AWAITED]
-    named = [each for each in failed if cause == f"{each.worker}: {each.why}"]
+    failed = [r for r in results if not r.success and r.error != NOT_AWAITED]
+    named = [result for result in failed if cause == f"{result.worker}: {result.why}"]
     return 400 if failed and (named or failed)[0].refused else 502
 
 
-def _told(body: object, name: str) -> object:
-    return next((place[name] for place in _places(body) if place.get(name) is not None), None)
+def _find(body: object, name: str) -> object:
+    return next((part[name] for part in _parts(body) if part.get(name) is not None), None)
 
 
-def _places(body: object) -> Iterator[Mapping[str, object]]:
-    """The top of it, then stage by stage."""
+def _parts(body: object) -> Iterator[Mapping[str, object]]:
+    """The body itself, then the data of each stage."""
     if not isinstance(body, dict):
         return
     yield body

@@ -1,8 +1,8 @@
-"""What a trainer asks of a group, read out of its bodies before anything is forwarded.
+"""Parses the bodies of a trainer's group calls before anything is forwarded. Pure.
 
-Unknown keys are nobody's concern; numbers may come as text (weight-sync.md 3.1). Invariant: what
-is read here without an error can't hang a member for being malformed. Errors are GroupError, whose
-text is meant for the trainer.
+Unknown keys are ignored; numbers may come as text (weight-sync.md 3.1). Invariant: a body that
+parses here is not malformed in a way that could hang a member. Errors are GroupError, with a
+message for the trainer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_addr
 from omni_proxy.process_group.tensor_plan import GroupError, parse_plans
 
 GROUP_NAME: Final = "weight_update_group"
-LARGE_BYTES: Final = 256 * 1024  # takes longer to read than a task may
+LARGE_BYTES: Final = 256 * 1024  # takes longer to parse than the event loop may be blocked
 
 
 @dataclass(frozen=True, slots=True)
-class InitAsked:
-    """A group, and which ranks of it are meant for us. `force` takes it over from its owner."""
+class InitRequest:
+    """A group to join, and the ranks meant for this proxy. `force` takes it over from its owner."""
 
     group_name: str
     host: str
@@ -38,8 +38,8 @@ class InitAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareAsked:
-    """`batched`: it announces the whole sync, which one complete ends. `load` in bytes."""
+class PrepareRequest:
+    """`batched`: it announces the whole sync, which one complete call ends."""
 
     group_name: str
     batched: bool
@@ -49,8 +49,8 @@ class PrepareAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """What a call that applies something says of the sync that it is a part of."""
+class UpdateFlags:
+    """What a call that applies weights says about the sync that it belongs to."""
 
     flush_cache: bool | None = None
     weight_version: str | None = None
@@ -58,20 +58,20 @@ class Marks:
 
     @property
     def last(self) -> bool:
-        """It says so itself: nothing is announced that would come after it."""
+        """Whether the call says that it is the last one of its round."""
         return self.flush_cache is True or self.weight_version is not None
 
 
-def object_of(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises GroupError for anything but a JSON object.
 
-    Large ones are read piece by piece: while one is, no other thread of ours can do anything.
+    Large bodies are parsed value by value: while msgspec decodes, no other thread can run.
     """
     try:
         if len(raw) < LARGE_BYTES:
             value = msgspec.json.decode(raw) if raw else {}
         else:
-            value = _in_pieces(raw)
+            value = _parse_large(raw)
     except msgspec.ValidationError:
         raise GroupError("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -81,52 +81,54 @@ def object_of(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _in_pieces(raw: bytes) -> dict[str, Any]:
-    pieces = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    return {key: _piece(key, piece) for key, piece in pieces.items()}
+def _parse_large(raw: bytes) -> dict[str, Any]:
+    values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return {key: _parse_value(key, value) for key, value in values.items()}
 
 
-def _piece(key: str, piece: msgspec.Raw) -> Any:
+def _parse_value(key: str, value: msgspec.Raw) -> Any:
     if key == "buckets":
         try:
-            buckets = msgspec.json.decode(piece, type=list[msgspec.Raw])
+            buckets = msgspec.json.decode(value, type=list[msgspec.Raw])
         except msgspec.ValidationError:
-            return msgspec.json.decode(piece)  # it is said elsewhere that it should be a list
+            return msgspec.json.decode(value)  # parse_prepare reports that it must be a list
         return [msgspec.json.decode(bucket) for bucket in buckets]
-    return msgspec.json.decode(piece)
+    return msgspec.json.decode(value)
 
 
-def init_of(body: Mapping[str, Any]) -> InitAsked:
-    """Raises GroupError, also for ranks that could belong to nobody."""
-    offset, world = _whole(body, "rank_offset"), _whole(body, "world_size")
-    name = group_name_of(body)
+def parse_init(body: Mapping[str, Any]) -> InitRequest:
+    """Raises GroupError, also for ranks that are out of range in any group."""
+    offset, world = _parse_int(body, "rank_offset"), _parse_int(body, "world_size")
+    name = parse_group_name(body)
     backend = body.get("backend") or NCCL
     address, port = body.get("master_address"), body.get("master_port")
-    # Its rank is judged with the ranks of all members, where the numbers can be shown.
-    place = Rendezvous(_text(address), _port(port), 1, max(world, 2), name, backend)
-    host, port = validated_address(place)
-    return InitAsked(name, host, port, offset, world, body.get("force") is True)
+    # The rank is validated with the ranks of all members, where the error can show the numbers.
+    rendezvous = Rendezvous(_text(address), _port(port), 1, max(world, 2), name, backend)
+    host, port = validated_address(rendezvous)
+    return InitRequest(name, host, port, offset, world, body.get("force") is True)
 
 
-def prepare_of(body: Mapping[str, Any]) -> PrepareAsked:
-    """Of both forms of a prepare, and of an update in one phase. Raises GroupError."""
+def parse_prepare(body: Mapping[str, Any]) -> PrepareRequest:
+    """Both forms of a prepare, and an update in one phase. Raises GroupError."""
     plans = parse_plans(body)
     names = frozenset(tensor.name for plan in plans for tensor in plan.tensors)
     nbytes = sum(tensor.nbytes for plan in plans for tensor in plan.tensors)
-    return PrepareAsked(group_name_of(body), bool(body.get("buckets")), len(plans), names, nbytes)
+    return PrepareRequest(
+        parse_group_name(body), bool(body.get("buckets")), len(plans), names, nbytes
+    )
 
 
-def marks_of(body: Mapping[str, Any]) -> Marks:
+def parse_flags(body: Mapping[str, Any]) -> UpdateFlags:
     flush, version = body.get("flush_cache"), body.get("weight_version")
-    return Marks(
+    return UpdateFlags(
         flush if isinstance(flush, bool) else None,
         str(version) if version is not None else None,
         body.get("abort_all_requests") is True,
     )
 
 
-def group_name_of(body: Mapping[str, Any]) -> str:
-    """Raises GroupError for what is no name."""
+def parse_group_name(body: Mapping[str, Any]) -> str:
+    """Raises GroupError if the name is not a non-empty string."""
     name = body.get("group_name")
     if name is None:
         return GROUP_NAME
@@ -135,13 +137,13 @@ def group_name_of(body: Mapping[str, Any]) -> str:
     return name
 
 
-def _whole(body: Mapping[str, Any], key: str) -> int:
+def _parse_int(body: Mapping[str, Any], key: str) -> int:
     value = body.get(key)
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        told = "it is missing" if key not in body else f"not {value!r}"
-        raise GroupError(f"{key} must be a whole number: {told}")
+        problem = "it is missing" if key not in body else f"not {value!r}"
+        raise GroupError(f"{key} must be a whole number: {problem}")
     return value
 
 

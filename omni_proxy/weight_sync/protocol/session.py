@@ -1,9 +1,10 @@
-"""One grouped weight sync over several members: who it belongs to, how each stands, what it proves.
+"""State of one weight sync with a trainer's group: owner, members, the present round. Pure.
 
-Pure: whoever calls the members tells here what they answered, and asks what follows. A round is
-everything from its first applied call to its publication. Invariants: a step succeeds only where
-every member did it; a version is published only over members that took all of it and agree; who
-may hold anything else is uncertain in the end; after a failure everybody is to be disarmed.
+The caller of the members reports their results here, and reads from the state what follows. A
+round lasts from the first call that applies weights to their publication. Invariants: a step
+succeeds only if every member succeeded; a version is published only for members that took all of
+it and agree; every member that may hold other weights ends as uncertain; after a failure every
+member is told to leave the group.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from typing import Final
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.requests import Marks
-from omni_proxy.weight_sync.protocol.states import NO_GROUP, OutOfPlace, SyncEvent, SyncState, after
+from omni_proxy.weight_sync.protocol.requests import UpdateFlags
+from omni_proxy.weight_sync.protocol.states import (
+    NO_GROUP,
+    InvalidTransition,
+    SyncEvent,
+    SyncState,
+    next_state,
+)
 
-NO_MARKS: Final = Marks()
+NO_FLAGS: Final = UpdateFlags()
 
 
-class Standing(StrEnum):
-    """How one member stands in it."""
+class MemberStatus(StrEnum):
+    """The status of one member, "standing" in responses."""
 
     OK = "ok"
     JOINING = "joining"
@@ -32,15 +39,15 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """Who made the group; `since` in seconds of the caller's clock."""
+class GroupOwner:
+    """The trainer that made the group; `since` in seconds of the caller's clock."""
 
     group_name: str
     address: str
     since: float
     caller: str = ""
 
-    def told(self, now: float) -> dict[str, object]:
+    def to_dict(self, now: float) -> dict[str, object]:
         """JSON-ready."""
         return {
             "group_name": self.group_name,
@@ -49,7 +56,7 @@ class Owner:
             "age_secs": round(now - self.since, 3),
         }
 
-    def in_words(self, now: float, state: SyncState) -> str:
+    def describe(self, now: float, state: SyncState) -> str:
         by = f" of {self.caller}" if self.caller else ""
         return (
             f"group {self.group_name!r} at {self.address}{by}, "
@@ -58,217 +65,222 @@ class Owner:
 
 
 @dataclass(slots=True)
-class Part:
-    """One member's. `touched`: it may hold something that is not published.
+class MemberState:
+    """One member. `modified`: it may hold weights that are not published.
 
-    `refused`: it failed, and said so plainly, and that nothing was changed.
+    `failed`: the reason, or "". `refused`: it failed with a plain refusal and changed nothing.
     """
 
-    seat: RankRange
-    standing: Standing = Standing.JOINING
+    ranks: RankRange
+    status: MemberStatus = MemberStatus.JOINING
     joined: bool = False
     armed: bool = False
-    touched: bool = False
+    modified: bool = False
     failed: str = ""
     refused: bool = False
 
 
 @dataclass(slots=True)
 class Round:
-    """What was applied, or announced, since the last publication."""
+    """What was applied or announced since the last publication."""
 
     batched: bool = False
     buckets: int = 0
-    calls: int = 0  # that applied something
+    calls: int = 0  # calls that applied weights
     names: set[str] = field(default_factory=set)
-    last: Marks = NO_MARKS
+    last: UpdateFlags = NO_FLAGS
     all_abort: bool = True
 
     @property
-    def ends_itself(self) -> bool:
-        """Nothing more is to come, by what its calls said of themselves."""
+    def is_complete(self) -> bool:
+        """Whether its calls said that nothing more follows."""
         return self.batched or (self.calls > 0 and (self.last.last or self.all_abort))
 
 
 class SyncSession:
-    """`cause`: why the last one ended, "" where it ended well."""
+    """`cause`: why the last sync failed, "" if it did not."""
 
     def __init__(self) -> None:
         self.state = SyncState.IDLE
-        self.owner: Owner | None = None
-        self.parts: dict[str, Part] = {}
+        self.owner: GroupOwner | None = None
+        self.members: dict[str, MemberState] = {}
         self.round = Round()
         self.cause = ""
 
     @property
-    def open(self) -> bool:
-        """Something is applied that is not published."""
+    def has_unpublished(self) -> bool:
+        """Whether weights were applied that are not published."""
         return self.round.calls > 0
 
     @property
-    def whole(self) -> bool:
-        """Nobody has failed in it."""
-        return not any(part.failed for part in self.parts.values())
+    def all_ok(self) -> bool:
+        """Whether no member has failed."""
+        return not any(member.failed for member in self.members.values())
 
-    def begin(self, owner: Owner, seats: Iterable[RankRange]) -> None:
-        """Raises OutOfPlace while another one is there."""
+    def begin(self, owner: GroupOwner, ranges: Iterable[RankRange]) -> None:
+        """Raises InvalidTransition while there is another sync."""
         self._enter(SyncEvent.INIT)
         self.owner, self.cause, self.round = owner, "", Round()
-        self.parts = {seat.name: Part(seat) for seat in seats}
+        self.members = {ranks.name: MemberState(ranks) for ranks in ranges}
 
     def arm(self, *, batched: bool, buckets: int, names: Iterable[str]) -> None:
-        """Raises OutOfPlace. A whole sync is none of several parts."""
-        if batched and self.state is SyncState.GROUPED and self.open:
+        """Raises InvalidTransition; also for a whole sync while one in parts is open."""
+        if batched and self.state is SyncState.GROUPED and self.has_unpublished:
             message = "a sync in parts is open: end it before a whole one is announced"
-            raise OutOfPlace(409, message)
+            raise InvalidTransition(409, message)
         self._enter(SyncEvent.PREPARE)
         self.round.batched = batched
         self._announce(buckets, names)
 
-    def commit(self, marks: Marks) -> None:
-        """Raises OutOfPlace."""
+    def commit(self, flags: UpdateFlags) -> None:
+        """Raises InvalidTransition."""
         self._enter(SyncEvent.COMPLETE)
-        self._apply(marks)
+        self._apply(flags)
 
-    def update(self, marks: Marks, names: Iterable[str]) -> None:
-        """Raises OutOfPlace."""
+    def update(self, flags: UpdateFlags, names: Iterable[str]) -> None:
+        """Raises InvalidTransition."""
         self._enter(SyncEvent.UPDATE)
         self._announce(1, names)
-        self._apply(marks)
+        self._apply(flags)
 
     def commit_end(self) -> None:
-        """Everybody is told that the round is over. Raises OutOfPlace where none is open."""
-        if not self.open:
-            raise OutOfPlace(400, "no weights-update session is open")
+        """The trainer ends the round. Raises InvalidTransition if none is open."""
+        if not self.has_unpublished:
+            raise InvalidTransition(400, "no weights-update session is open")
         self._enter(SyncEvent.UPDATE)
-        self.round.last = Marks(flush_cache=True)
-        self.round.batched = True  # nothing more is to come of it
+        self.round.last = UpdateFlags(flush_cache=True)
+        self.round.batched = True  # nothing more follows in this round
 
-    def hear(self, answer: WorkerResult, *, touched: bool = True) -> None:
-        """What a member made of the present step. `touched`: it may have applied something."""
-        part, ok = self.parts[answer.worker], answer.success
+    def on_result(self, result: WorkerResult, *, modified: bool = True) -> None:
+        """A member's result of the present step. `modified`: it may have applied weights."""
+        member, ok = self.members[result.worker], result.success
         if not ok:
-            part.failed, part.refused = answer.why, answer.unchanged
+            member.failed, member.refused = result.why, result.unchanged
         if self.state is SyncState.JOINING:
-            part.joined = ok
-            part.standing = Standing.OK if ok else Standing.LOST
+            member.joined = ok
+            member.status = MemberStatus.OK if ok else MemberStatus.LOST
         elif self.state is SyncState.ARMING:
-            part.armed = ok
+            member.armed = ok
         elif self.state is SyncState.COMMITTING:
-            part.touched = part.touched or touched
-            part.armed = part.armed and not ok
+            member.modified = member.modified or modified
+            member.armed = member.armed and not ok
 
-    def settle(self) -> SyncState:
-        """Everybody was heard, or was given up. What follows is in the state."""
+    def finish_step(self) -> SyncState:
+        """Every member has a result or was given up. Return the state that follows."""
         if self.state is SyncState.COMMITTING:
-            return self._settle_applied()
-        went = {SyncState.JOINING: SyncEvent.JOINED, SyncState.ARMING: SyncEvent.READY}[self.state]
-        self._enter(went if self.whole else SyncEvent.FAILED)
-        if not self.whole:
-            self.cause = self.cause or self.first_cause
+            return self._finish_commit()
+        succeeded = {
+            SyncState.JOINING: SyncEvent.JOINED,
+            SyncState.ARMING: SyncEvent.READY,
+        }[self.state]
+        self._enter(succeeded if self.all_ok else SyncEvent.FAILED)
+        if not self.all_ok:
+            self.cause = self.cause or self.first_failure
         return self.state
 
     def close(self) -> None:
-        """Raises OutOfPlace. The round is over: what all hold is to be compared."""
+        """End the round: the members' weights are compared next. Raises InvalidTransition."""
         self._enter(SyncEvent.CLOSED)
 
     def publish(self, agreed: Iterable[str]) -> dict[str, str]:
-        """`agreed`: who proved to hold the same. Who is doubted instead, by name and reason.
+        """`agreed`: members proven to hold the same weights. Return the others: name to reason.
 
-        Where a member had failed the group is of no more use, and is to be left.
+        If a member failed, the group is of no more use, and the sync fails.
         """
-        good, doubted = set(agreed), {}
-        for name, part in self.parts.items():
-            if name in good and not part.failed:
-                part.touched, part.standing = False, Standing.OK
+        good, uncertain = set(agreed), {}
+        for name, member in self.members.items():
+            if name in good and not member.failed:
+                member.modified, member.status = False, MemberStatus.OK
             else:
-                doubted[name] = part.failed or "its weights differ from those of the others"
-                part.standing = Standing.UNCERTAIN
+                uncertain[name] = member.failed or "its weights differ from those of the others"
+                member.status = MemberStatus.UNCERTAIN
         self.round = Round()
         self._enter(SyncEvent.PUBLISHED)
-        if not self.whole:
-            self.fail(self.first_cause)
-        return doubted
+        if not self.all_ok:
+            self.fail(self.first_failure)
+        return uncertain
 
     def abandon(self) -> dict[str, str]:
-        """The round will not be ended: who holds a part of it is doubted, by name and reason."""
+        """Drop the round. Return the members that hold a part of it: name to reason."""
         reason = self.cause or "the sync was not ended before generation went on"
-        doubted = {n: part.failed or reason for n, part in self.parts.items() if part.touched}
-        for name in doubted:
-            self.parts[name].standing = Standing.UNCERTAIN
-            self.parts[name].touched = False
+        uncertain = {n: member.failed or reason for n, member in self.members.items()
+                     if member.modified}  # fmt: skip
+        for name in uncertain:
+            self.members[name].status = MemberStatus.UNCERTAIN
+            self.members[name].modified = False
         self.round = Round()
-        return doubted
+        return uncertain
 
     def fail(self, cause: str, name: str = "") -> None:
-        """From outside: the owner or a member is gone, or somebody wants it ended."""
+        """Fail the sync: the owner or the member `name` is gone, or it was interrupted."""
         self.cause = self.cause or cause
-        if name in self.parts:
-            self.parts[name].failed = self.parts[name].failed or cause
+        if name in self.members:
+            self.members[name].failed = self.members[name].failed or cause
         self._enter(SyncEvent.FAILED)
 
     def leave(self) -> None:
-        """Asked for. Raises OutOfPlace where there is nothing to leave."""
+        """The trainer destroys the group. Raises InvalidTransition if there is none."""
         self._enter(SyncEvent.DESTROY)
 
-    def disarm(self, name: str, *, ok: bool) -> None:
+    def on_left(self, name: str, *, ok: bool) -> None:
         """A member was told to leave the group; `ok`: it has, or never was in it."""
-        part = self.parts[name]
-        part.armed, part.joined = part.armed and not ok, part.joined and not ok
-        if not ok and part.standing is not Standing.UNCERTAIN:
-            part.standing = Standing.LOST
+        member = self.members[name]
+        member.armed, member.joined = member.armed and not ok, member.joined and not ok
+        if not ok and member.status is not MemberStatus.UNCERTAIN:
+            member.status = MemberStatus.LOST
 
     def end(self) -> dict[str, str]:
-        """Everybody was told. Who is doubted from now on, by name and reason."""
-        doubted = self.abandon()
+        """All members were told to leave. Return the uncertain ones: name to reason."""
+        uncertain = self.abandon()
         self._enter(SyncEvent.DISARMED)
-        return doubted
+        return uncertain
 
-    def place(self, event: SyncEvent) -> None:
-        """Raises OutOfPlace where it may not be asked now, with what ended the last one."""
+    def check(self, event: SyncEvent) -> None:
+        """Raises InvalidTransition if the event is not allowed now, with the last failure."""
         try:
-            after(self.state, event)
-        except OutOfPlace as error:
+            next_state(self.state, event)
+        except InvalidTransition as error:
             if str(error) == NO_GROUP and self.cause:
-                told = f"{error}; the last one ended: {self.cause}"
-                raise OutOfPlace(error.status, told) from None
+                message = f"{error}; the last one ended: {self.cause}"
+                raise InvalidTransition(error.status, message) from None
             raise
 
     @property
-    def first_cause(self) -> str:
-        failed = [(name, part.failed) for name, part in self.parts.items() if part.failed]
+    def first_failure(self) -> str:
+        failed = [(name, member.failed) for name, member in self.members.items() if member.failed]
         return f"{failed[0][0]}: {failed[0][1]}" if failed else ""
 
-    def standings(self) -> Mapping[str, str]:
+    def member_statuses(self) -> Mapping[str, str]:
         moving = (SyncState.COMMITTING, SyncState.VERIFYING)
         return {
-            name: Standing.UPDATING.value
-            if self.state in moving and part.standing is Standing.OK
-            else part.standing.value
-            for name, part in self.parts.items()
+            name: MemberStatus.UPDATING.value
+            if self.state in moving and member.status is MemberStatus.OK
+            else member.status.value
+            for name, member in self.members.items()
         }
 
     def _enter(self, event: SyncEvent) -> None:
-        self.place(event)
-        self.state = after(self.state, event)
+        self.check(event)
+        self.state = next_state(self.state, event)
 
     def _announce(self, buckets: int, names: Iterable[str]) -> None:
         self.round.buckets += buckets
         self.round.names |= set(names)
 
-    def _apply(self, marks: Marks) -> None:
+    def _apply(self, flags: UpdateFlags) -> None:
         self.round.calls += 1
-        self.round.last = marks
-        self.round.all_abort = self.round.all_abort and marks.abort_all_requests
+        self.round.last = flags
+        self.round.all_abort = self.round.all_abort and flags.abort_all_requests
 
-    def _settle_applied(self) -> SyncState:
-        """All: a bucket more, or the whole. Some: the whole over those, if it was the whole."""
-        survivors = [name for name, part in self.parts.items() if not part.failed]
-        if self.whole and not self.round.batched:
+    def _finish_commit(self) -> SyncState:
+        """All succeeded: one more bucket, or the end of the round. Some failed: the round closes
+        for the others if this was its end, else the sync fails."""
+        survivors = [name for name, member in self.members.items() if not member.failed]
+        if self.all_ok and not self.round.batched:
             self._enter(SyncEvent.APPLIED)
-        elif survivors and (self.whole or self.round.batched or self.round.last.last):
+        elif survivors and (self.all_ok or self.round.batched or self.round.last.last):
             self._enter(SyncEvent.CLOSED)
         else:
-            self.cause = self.cause or self.first_cause
+            self.cause = self.cause or self.first_failure
             self._enter(SyncEvent.FAILED)
         return self.state

@@ -1,4 +1,4 @@
-"""The states of a grouped weight sync as a table, and what may not be asked in which.
+"""State table of a weight sync with a trainer's group, and the refusals of calls. Pure.
 
     idle ─init→ joining ─joined→ grouped ─prepare→ arming ─ready→ armed ─complete→ committing
                                     ├─update (one phase)──────────────────────────────→┘
@@ -6,8 +6,8 @@
                                     └←─published── verifying ←─closed (the whole)──────┘
     any but idle ─failed, destroy→ aborting ─disarmed→ idle
 
-Invariant: what is not in `LEADS_TO` does not happen; what is asked all the same has a row in
-`REFUSED`, with the status and the sentence of its answer (weight-sync.md 6.2).
+Invariant: a transition that is not in `TRANSITIONS` does not happen. A call that is not allowed in
+a state has a row in `REFUSALS`: the status and message of its response (weight-sync.md 6.2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 
 class SyncState(StrEnum):
-    """Where the one sync stands; the diagram is above."""
+    """The state of the one weight sync; the diagram is above."""
 
     IDLE = "idle"
     JOINING = "joining"
@@ -30,7 +30,7 @@ class SyncState(StrEnum):
 
 
 class SyncEvent(StrEnum):
-    """What moves it. The first five are asked for, the others come of what was done."""
+    """What changes the state. The first five are calls of the trainer, the others are results."""
 
     INIT = "init"
     PREPARE = "prepare"
@@ -52,7 +52,7 @@ _ENDS: Final[dict[tuple[SyncState, SyncEvent], SyncState]] = {
     if state not in (SyncState.IDLE, SyncState.ABORTING)
     for event in (SyncEvent.FAILED, SyncEvent.DESTROY)
 }
-LEADS_TO: Final[dict[tuple[SyncState, SyncEvent], SyncState]] = {
+TRANSITIONS: Final[dict[tuple[SyncState, SyncEvent], SyncState]] = {
     (SyncState.IDLE, SyncEvent.INIT): SyncState.JOINING,
     (SyncState.JOINING, SyncEvent.JOINED): SyncState.GROUPED,
     (SyncState.GROUPED, SyncEvent.PREPARE): SyncState.ARMING,
@@ -71,7 +71,7 @@ NO_GROUP: Final = "there is no weights-update group: call /init_weights_update_g
 OWNED: Final = "a weights-update group exists already"
 BUSY: Final = "the members of the group are armed already, or another call of it is under way"
 NOT_ARMED: Final = "complete without prepare: nothing is armed"
-REFUSED: Final[dict[SyncEvent, dict[SyncState, tuple[int, str]]]] = {
+REFUSALS: Final[dict[SyncEvent, dict[SyncState, tuple[int, str]]]] = {
     SyncEvent.INIT: dict.fromkeys((s for s in SyncState if s is not SyncState.IDLE), (409, OWNED)),
     SyncEvent.PREPARE: {
         **dict.fromkeys(SyncState, (409, BUSY)),
@@ -90,18 +90,18 @@ REFUSED: Final[dict[SyncEvent, dict[SyncState, tuple[int, str]]]] = {
 }
 
 
-class OutOfPlace(Exception):
-    """What was asked has no place in the present state; nothing changed."""
+class InvalidTransition(Exception):
+    """The call is not allowed in the present state; nothing changed. `status`: of its response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-def after(state: SyncState, event: SyncEvent) -> SyncState:
-    """Raises OutOfPlace where it is refused."""
-    found = LEADS_TO.get((state, event))
-    if found is None:
-        status, message = REFUSED.get(event, {}).get(state, (409, f"{event} while {state}"))
-        raise OutOfPlace(status, message)
-    return found
+def next_state(state: SyncState, event: SyncEvent) -> SyncState:
+    """Raises InvalidTransition if the event is not allowed in this state."""
+    target = TRANSITIONS.get((state, event))
+    if target is None:
+        status, message = REFUSALS.get(event, {}).get(state, (409, f"{event} while {state}"))
+        raise InvalidTransition(status, message)
+    return target

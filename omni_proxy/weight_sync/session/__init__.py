@@ -1,1 +1,2 @@
-"""One weight sync session with a trainer: endpoint, lifecycle, steps, commit, verification."""
+"""One weight sync with a trainer's group: endpoint, steps, commit, delivery of a round,
+verification, and the lifecycle with its watchdog."""

@@ -1,7 +1,8 @@
-"""The fleet as one endpoint of a trainer's group: who may ask what, and what is answered again.
+"""The fleet as one endpoint of a trainer's group: admits calls, and stores repeated responses.
 
-Contract: `takes` says which admin routes come here, and only where [weight_sync] mode asks for it.
-A caller who leaves stops nothing, and hears the stored answer when it asks the same again.
+Contract: `handles` says which admin routes belong to the sync, and only if [weight_sync] mode
+enables it. A caller that disconnects cancels nothing; if it repeats the call, it gets the stored
+response.
 """
 
 from __future__ import annotations
@@ -23,27 +24,30 @@ from omni_proxy.admin_ops.routes import (
     AdminRoute,
     Kind,
 )
-from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.weight_sync.delivery.round import RoundDelivery
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.operations.runner import AdminCall
-from omni_proxy.weight_sync.operations.state_journal import StateJournal
 from omni_proxy.weight_sync.protocol.rank_layout import RankLayoutError
-from omni_proxy.weight_sync.protocol.requests import InitAsked, group_name_of, init_of, object_of
-from omni_proxy.weight_sync.protocol.session import Owner
-from omni_proxy.weight_sync.protocol.states import OutOfPlace, SyncState
+from omni_proxy.weight_sync.protocol.requests import (
+    InitRequest,
+    parse_group_name,
+    parse_init,
+    parse_object,
+)
+from omni_proxy.weight_sync.protocol.session import GroupOwner
+from omni_proxy.weight_sync.protocol.states import InvalidTransition, SyncState
 from omni_proxy.weight_sync.session.commit import RoundCommit
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.member import WorkerMember
+from omni_proxy.weight_sync.session.round_delivery import RoundDelivery
 from omni_proxy.weight_sync.session.steps import SessionSteps
+from omni_proxy.weight_sync.state.state_journal import OperationContext
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 MODES: Final = ("coordinate", "receive", "both")
 ROUTES: Final = (INIT, PREPARE, COMPLETE, FROM_DISTRIBUTED, DESTROY)
-# What the steps are called where they are counted.
+# Names of the steps in the metrics.
 PHASES: Final = {
     INIT: "init",
     PREPARE: "arm",
@@ -53,194 +57,193 @@ PHASES: Final = {
     DESTROY: "destroy",
 }
 T = TypeVar("T")
-ANSWER_SECS: Final = 1.0  # of an undo, that an answer waits for
+TEARDOWN_WAIT_SECS: Final = 1.0  # a response waits this long for the end of a failed sync
 _log = logging.getLogger(__name__)
 
 
 class SyncEndpoint:
-    """Beside the desk: its calls have their turn, and the sync lives on between them."""
+    """The sync lives on between the calls; each call runs as a queued operation."""
 
-    def __init__(
-        self, fleet: Fleet, config_store: ConfigStore, book: StateJournal, holding: VersionService
-    ) -> None:
-        self.life = SessionLifecycle(fleet, config_store, book)
-        self._config_store = config_store
-        self._book = book
-        self._closing = RoundCommit(self.life, RoundDelivery(self.life, holding))
-        self._steps = SessionSteps(self.life, self._closing, holding)
+    def __init__(self, context: OperationContext, version_service: VersionService) -> None:
+        self.lifecycle = SessionLifecycle(context)
+        self._config_store = context.config_store
+        self._journal = context.journal
+        self._commit = RoundCommit(self.lifecycle, RoundDelivery(self.lifecycle, version_service))
+        self._steps = SessionSteps(self.lifecycle, self._commit, version_service)
         self._stored: tuple[object, AdminResponse] | None = None
-        self._left_for: str | None = None  # the group whose owner asked for its end meanwhile
-        self._coming: Owner | None = None  # whose init was let in, and has not begun
+        self._destroy_requested: str | None = None  # the group that a queued destroy interrupted
+        self._next_owner: GroupOwner | None = None  # its init is admitted, and has not begun
 
     async def start(self, nursery: trio.Nursery) -> None:
-        """Groups that our own last end left behind are taken down; so is one of our own task."""
-        self._coming = self._left_for = self._stored = None
-        left, self._book.left_in_group = self._book.left_in_group, ()
-        if left:
-            self.life.end_of_before(nursery, left, self._book.left_group)
-        self.life.start(nursery)
+        """Take down groups that the end of the proxy, or of this service, left behind."""
+        self._next_owner = self._destroy_requested = self._stored = None
+        members, self._journal.leftover_members = self._journal.leftover_members, ()
+        if members:
+            group = self._journal.leftover_group
+            self.lifecycle.start_leftover_cleanup(nursery, members, group)
+        self.lifecycle.start(nursery)
 
     def stop(self) -> None:
-        self.life.stop()
+        self.lifecycle.stop()
 
-    def takes(self, route: AdminRoute) -> bool:
-        if self._config_store.config.weight_sync.mode not in MODES and not self._under_way:
+    def handles(self, route: AdminRoute) -> bool:
+        if self._config_store.config.weight_sync.mode not in MODES and not self._is_active:
             return False
-        closes = route.path == END and self.life.session.open
+        closes = route.path == END and self.lifecycle.session.has_unpublished
         return route.path in ROUTES or closes
 
-    def stored(self, call: AdminCall) -> AdminResponse | None:
-        """What the same call, asked before, came to: nobody heard it, or it was a complete."""
+    def stored_response(self, call: AdminCall) -> AdminResponse | None:
+        """The response to the same call before, if no caller waited for it, or to a complete."""
         if self._stored is not None and self._stored[0] == call.key:
             return self._stored[1]
         return None
 
-    def keep(self, key: object, answer: AdminResponse) -> None:
-        """Nobody waited for it any more."""
+    def store_response(self, key: object, response: AdminResponse) -> None:
+        """Keep the response of a call whose callers have all disconnected."""
         if isinstance(key, tuple) and key[1:2] and key[1] in PHASES:
-            self._stored = (key, answer)
+            self._stored = (key, response)
 
-    async def before_turn(self, call: AdminCall) -> None:
-        """What must not wait for whoever has the turn. Raises HttpError."""
+    async def before_step(self, call: AdminCall) -> None:
+        """What must not wait for the operation lock. Raises HttpError."""
         if call.route.path == INIT:
-            self._coming = await _judged(self._make_room(call))
-        elif call.route.path == DESTROY and self.life.busy.locked():
-            owner = self.life.session.owner
-            if owner is not None and _names(call, owner.group_name):
-                self._left_for = owner.group_name
-                self.life.interrupt("its destroy was asked for", "destroyed")
+            self._next_owner = await _with_http_errors(self._admit_owner(call))
+        elif call.route.path == DESTROY and self.lifecycle.busy.locked():
+            owner = self.lifecycle.session.owner
+            if owner is not None and _names_group(call, owner.group_name):
+                self._destroy_requested = owner.group_name
+                self.lifecycle.interrupt("its destroy was asked for", "destroyed")
 
-    def has_had_its_turn(self, call: AdminCall) -> None:
-        """Whatever came of it."""
+    def after_step(self, call: AdminCall) -> None:
+        """Called after `before_step`, whatever the step came to."""
         if call.route.path == INIT:
-            self._coming = None
+            self._next_owner = None
 
     async def perform(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
         """Raises HttpError: then nothing was sent."""
-        if (stored := self.stored(call)) is not None:
-            return stored  # it was asked twice at once
-        life, ok = self.life, False
-        await life.until_settled()
-        async with life.busy:
+        if (stored := self.stored_response(call)) is not None:
+            return stored  # two callers sent the same call
+        lifecycle, ok = self.lifecycle, False
+        await lifecycle.wait_settled()
+        async with lifecycle.busy:
             self._stored, began = None, trio.current_time()
-            for member in life.members.values():
+            for member in lifecycle.members.values():
                 if isinstance(member, WorkerMember):
                     member.headers = call.credentials
             try:
-                answer = await _judged(self._step(call, workers))
-                ok = answer.ok
+                response = await _with_http_errors(self._step(call, workers))
+                ok = response.ok
             finally:
                 secs = trio.current_time() - began
-                life.meters.note(PHASES[call.route.path], secs, ok=ok)
-                life.wind_up()
-        if life.session.state is SyncState.ABORTING:
-            with trio.move_on_after(ANSWER_SECS):
-                await life.until_idle()
+                lifecycle.meters.note(PHASES[call.route.path], secs, ok=ok)
+                lifecycle.end_if_over()
+        if lifecycle.session.state is SyncState.ABORTING:
+            with trio.move_on_after(TEARDOWN_WAIT_SECS):
+                await lifecycle.wait_idle()
         if call.route.path == COMPLETE:
-            self._stored = (call.key, answer)
-        return answer
+            self._stored = (call.key, response)
+        return response
 
     async def before_continue(self, headers: Mapping[str, str]) -> dict[str, object]:
-        """What is to be told of who stays out, and of a round that is open: it ends here."""
-        told = await self._end_of_round(headers)
-        out = {"uncertain": dict(self._book.reasons)} if self._book.reasons else {}
-        return {**out, **told}
+        """Before generation continues, end an open round. Return keys for the response."""
+        more = await self._end_round(headers)
+        out = {"uncertain": dict(self._journal.uncertain)} if self._journal.uncertain else {}
+        return {**out, **more}
 
-    async def _end_of_round(self, headers: Mapping[str, str]) -> dict[str, object]:
-        """Well or not."""
-        life = self.life
+    async def _end_round(self, headers: Mapping[str, str]) -> dict[str, object]:
+        """Close a complete round; abandon one that is not complete."""
+        lifecycle = self.lifecycle
         if (
-            not life.session.open
-            or life.session.state is not SyncState.GROUPED
-            or life.busy.locked()
+            not lifecycle.session.has_unpublished
+            or lifecycle.session.state is not SyncState.GROUPED
+            or lifecycle.busy.locked()
         ):
             return {}
-        async with life.busy:
+        async with lifecycle.busy:
             try:
-                if await life.owner_has_hung_up():
-                    # Whatever it had sent: nobody is there any more who could say that it was all.
-                    life.interrupt("the trainer is gone: its connection has ended", "owner_dead")
+                if await lifecycle.has_owner_disconnected():
+                    # Nothing can tell any more whether it had sent everything.
+                    cause = "the trainer is gone: its connection has ended"
+                    lifecycle.interrupt(cause, "owner_dead")
                     return {}
-                if life.session.round.ends_itself:
-                    return await self._closing.close(headers)
-                return {"uncertain": await self._closing.give_up()}
+                if lifecycle.session.round.is_complete:
+                    return await self._commit.close(headers)
+                return {"uncertain": await self._commit.abandon()}
             finally:
-                life.wind_up()
+                lifecycle.end_if_over()
 
-    def refuse_beside(self, route: AdminRoute) -> None:
-        """Raises HttpError 409 for what would mix with the weights that are on their way."""
-        session = self.life.session
-        quiet = session.state in (SyncState.IDLE, SyncState.GROUPED) and not session.open
-        if route.kind is Kind.UPDATE and not quiet and route.path != END:
-            message = f"a weight sync is under way: {self.life.describe()}"
+    def check_conflict(self, route: AdminRoute) -> None:
+        """Raises HttpError 409 for an update that would mix with the weights of the sync."""
+        session = self.lifecycle.session
+        grouped_or_idle = session.state in (SyncState.IDLE, SyncState.GROUPED)
+        is_quiet = grouped_or_idle and not session.has_unpublished
+        if route.kind is Kind.UPDATE and not is_quiet and route.path != END:
+            message = f"a weight sync is under way: {self.lifecycle.describe()}"
             raise HttpError(409, message, "sync_in_progress", detail=message)
 
     def status(self) -> dict[str, Any]:
-        return self.life.status()
+        return self.lifecycle.status()
 
     @property
-    def _under_way(self) -> bool:
-        return self.life.session.state is not SyncState.IDLE
+    def _is_active(self) -> bool:
+        return self.lifecycle.session.state is not SyncState.IDLE
 
     async def _step(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
         steps, path = self._steps, call.route.path
         if path == INIT:
             return await steps.init(call, workers)
         if path == DESTROY:
-            left_for, self._left_for = self._left_for, None
-            if left_for is not None and not self._under_way:
-                return steps.left_already(call)
-        each: dict[str, Callable[[AdminCall], Awaitable[AdminResponse]]] = {
+            requested, self._destroy_requested = self._destroy_requested, None
+            if requested is not None and not self._is_active:
+                return steps.destroyed_response(call)
+        handlers: dict[str, Callable[[AdminCall], Awaitable[AdminResponse]]] = {
             PREPARE: steps.prepare,
             COMPLETE: steps.complete,
             FROM_DISTRIBUTED: steps.update,
             DESTROY: steps.destroy,
             END: steps.end,
         }
-        return await each[path](call)
+        return await handlers[path](call)
 
-    async def _make_room(self, call: AdminCall) -> Owner:
-        """Who asks. Raises HttpError 409 while the owner of the present group lives."""
-        asked = init_of(object_of(call.body))
-        life = self.life
-        await life.until_settled()
-        while self._under_way:
-            if life.session.state is not SyncState.ABORTING:
-                await self._release(asked)
-            await life.until_idle()
+    async def _admit_owner(self, call: AdminCall) -> GroupOwner:
+        """The caller as owner. Raises HttpError 409 while the owner of the group is alive."""
+        request = parse_init(parse_object(call.body))
+        lifecycle = self.lifecycle
+        await lifecycle.wait_settled()
+        while self._is_active:
+            if lifecycle.session.state is not SyncState.ABORTING:
+                await self._replace_owner(request)
+            await lifecycle.wait_idle()
         now = trio.current_time()
-        if self._coming is not None:
-            raise _owned(
-                self._coming, self._coming.in_words(now, SyncState.JOINING), SyncState.JOINING
-            )
-        return Owner(asked.group_name, asked.address, now, call.caller)
+        if (owner := self._next_owner) is not None:
+            raise _owned_error(owner, owner.describe(now, SyncState.JOINING), SyncState.JOINING)
+        return GroupOwner(request.group_name, request.address, now, call.caller)
 
-    async def _release(self, asked: InitAsked) -> None:
-        life = self.life
-        if asked.force:
-            life.interrupt(f"{asked.address} took it over", "forced")
-        elif life.ending:
+    async def _replace_owner(self, request: InitRequest) -> None:
+        lifecycle = self.lifecycle
+        if request.force:
+            lifecycle.interrupt(f"{request.address} took it over", "forced")
+        elif lifecycle.end_cause:
             return
-        elif await life.owner_lives():
-            owner = life.session.owner
+        elif await lifecycle.is_owner_alive():
+            owner = lifecycle.session.owner
             assert owner is not None
-            raise _owned(owner, life.describe(), life.session.state)
+            raise _owned_error(owner, lifecycle.describe(), lifecycle.session.state)
         else:
-            _log.warning("replaced stale group: %s", life.describe())
-            life.interrupt("its trainer is gone, and another one came", "owner_dead")
+            _log.warning("stale_group_replaced sync=%r", lifecycle.describe())
+            lifecycle.interrupt("its trainer is gone, and another one came", "owner_dead")
 
 
-def _owned(owner: Owner, words: str, state: SyncState) -> HttpError:
-    message = f"another trainer owns the weight sync: {words}"
-    holder = {**owner.told(trio.current_time()), "state": state.value}
+def _owned_error(owner: GroupOwner, description: str, state: SyncState) -> HttpError:
+    message = f"another trainer owns the weight sync: {description}"
+    holder = {**owner.to_dict(trio.current_time()), "state": state.value}
     return HttpError(409, message, "sync_owned", detail=message, owner=holder)
 
 
-async def _judged(step: Awaitable[T]) -> T:
-    """What can't be done, in HTTP's words. Raises HttpError."""
+async def _with_http_errors(step: Awaitable[T]) -> T:
+    """Turn errors of the protocol into HttpError."""
     try:
         return await step
-    except OutOfPlace as error:
+    except InvalidTransition as error:
         message = str(error)
         raise HttpError(error.status, message, "sync_out_of_place", detail=message) from None
     except (GroupError, RankLayoutError) as error:
@@ -248,8 +251,8 @@ async def _judged(step: Awaitable[T]) -> T:
         raise HttpError(400, message, "sync_malformed", detail=message) from None
 
 
-def _names(call: AdminCall, group_name: str) -> bool:
+def _names_group(call: AdminCall, group_name: str) -> bool:
     try:
-        return group_name_of(object_of(call.body)) == group_name
+        return parse_group_name(parse_object(call.body)) == group_name
     except GroupError:
         return False

@@ -1,7 +1,7 @@
-"""One call to all members of a group at once, ended by the first failure rather than by the last.
+"""One call to all members of a group at once, ended by the first failure.
 
-Invariant: nobody waits for another's answer to be asked. The first cause is kept, whoever names it:
-a member's answer, a deadline, or somebody outside who knows that the group is lost.
+Invariant: no member waits for another one's result to be called. The first cause of failure is
+kept: a member's result, a timeout, or a report from outside that the group is lost.
 """
 
 from __future__ import annotations
@@ -19,74 +19,75 @@ from omni_proxy.weight_sync.session.member import Member
 LATE_SECS: Final = 2.0
 HURRIED_SECS: Final = 1.0
 
-Ask = Callable[[Member], Awaitable[WorkerResult]]
-Undo = Callable[[Member], Awaitable[WorkerResult]]
-Hear = Callable[[WorkerResult], None]
+MemberCall = Callable[[Member], Awaitable[WorkerResult]]
+OnResult = Callable[[WorkerResult], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """`within_secs` for all answers; after a failure the others get `grace_secs`, then `undo`."""
+class FanOutTimeouts:
+    """`within_secs` for all results; after a failure the others get `grace_secs`, then `undo`."""
 
     within_secs: float
     grace_secs: float = 0.0
-    undo: Undo | None = None
+    undo: MemberCall | None = None
 
 
-class FanOut:
-    """`run` once. `cause`: why it failed, "" while it has not."""
+class GroupFanOut:
+    """Call `run` once. `cause`: why it failed, "" while it has not."""
 
-    def __init__(self, members: Sequence[Member], ask: Ask, hear: Hear = lambda _: None) -> None:
+    def __init__(
+        self, members: Sequence[Member], call: MemberCall, on_result: OnResult = lambda _: None
+    ) -> None:
         self.cause = ""
-        self.answers: dict[str, WorkerResult] = {}
+        self.results: dict[str, WorkerResult] = {}
         self._members = members
-        self._ask = ask
-        self._hear = hear
-        self._hurry = False
+        self._call = call
+        self._on_result = on_result
+        self._hurried = False
         self._decided = trio.Event()
-        self._all = trio.Event()
+        self._all_done = trio.Event()
 
     def fail(self, cause: str, *, hurry: bool = False) -> None:
-        """Somebody knows that it can't succeed any more; `hurry`: for nobody."""
+        """It cannot succeed any more. `hurry`: the other members will not succeed either."""
         self.cause = self.cause or cause
-        self._hurry = self._hurry or hurry
+        self._hurried = self._hurried or hurry
         self._decided.set()
 
-    async def run(self, patience: Patience) -> list[WorkerResult]:
-        """In the order of the members; whoever was given up has an answer with an error."""
+    async def run(self, timeouts: FanOutTimeouts) -> list[WorkerResult]:
+        """Results in the order of the members; a member that was given up gets an error."""
         async with trio.open_nursery() as nursery:
             for member in self._members:
-                nursery.start_soon(self._one, member)
-            with trio.move_on_after(patience.within_secs) as scope:
+                nursery.start_soon(self._call_member, member)
+            with trio.move_on_after(timeouts.within_secs) as scope:
                 await self._decided.wait()
             if scope.cancelled_caught:
                 waiting = ", ".join(member.name for member in self._waiting())
-                self.fail(f"no answer within {patience.within_secs:g} s: {waiting}")
-            if patience.grace_secs and not self._all.is_set():
-                hurried = min(patience.grace_secs, HURRIED_SECS)
-                with trio.move_on_after(hurried if self._hurry else patience.grace_secs):
-                    await self._all.wait()
-            if patience.undo is not None and not self._all.is_set():
+                self.fail(f"no answer within {timeouts.within_secs:g} s: {waiting}")
+            if timeouts.grace_secs and not self._all_done.is_set():
+                hurried = min(timeouts.grace_secs, HURRIED_SECS)
+                with trio.move_on_after(hurried if self._hurried else timeouts.grace_secs):
+                    await self._all_done.wait()
+            if timeouts.undo is not None and not self._all_done.is_set():
                 for member in self._waiting():
-                    nursery.start_soon(patience.undo, member)
+                    nursery.start_soon(timeouts.undo, member)
                 with trio.move_on_after(LATE_SECS):
-                    await self._all.wait()
+                    await self._all_done.wait()
             nursery.cancel_scope.cancel()
-        return [self._of(member) for member in self._members]
+        return [self._result(member) for member in self._members]
 
     def _waiting(self) -> list[Member]:
-        return [member for member in self._members if member.name not in self.answers]
+        return [member for member in self._members if member.name not in self.results]
 
-    def _of(self, member: Member) -> WorkerResult:
-        found = self.answers.get(member.name)
-        return found or WorkerResult(member.name, None, error=NOT_AWAITED)
+    def _result(self, member: Member) -> WorkerResult:
+        result = self.results.get(member.name)
+        return result or WorkerResult(member.name, None, error=NOT_AWAITED)
 
-    async def _one(self, member: Member) -> None:
-        answer = await self._ask(member)
-        self.answers[member.name] = answer
-        self._hear(answer)
-        if len(self.answers) == len(self._members):
-            self._all.set()
+    async def _call_member(self, member: Member) -> None:
+        result = await self._call(member)
+        self.results[member.name] = result
+        self._on_result(result)
+        if len(self.results) == len(self._members):
+            self._all_done.set()
             self._decided.set()
-        if not answer.success:
-            self.fail(f"{member.name}: {answer.why}")
+        if not result.success:
+            self.fail(f"{member.name}: {result.why}")

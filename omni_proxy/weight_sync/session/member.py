@@ -1,30 +1,31 @@
-"""Who takes part in a trainer's group behind us: each worker, and perhaps a rank of our own.
+"""Members of a trainer's group behind the proxy: each worker, and the proxy's own rank.
 
-Contract: a call ends with an answer, never with an error of the transport; it has no deadline of
-its own. Whoever cancels it learns nothing more, and undoes it with `destroy`.
+Contract: a call ends with a result, never with a transport error, and has no timeout of its own.
+After a cancelled call the state of the member is unknown; the caller undoes it with `destroy`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import inf
 from typing import Any, Final, Protocol
 
-from omni_proxy.admin_ops.results import WorkerResult, parsed
+from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker
-from omni_proxy.weight_sync.operations.worker_calls import ANSWER_BYTES
-from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, receiving_of
+from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, parse_progress
+from omni_proxy.weight_sync.worker_calls import post_json
 
-NO_LIMIT = float("inf")
-INIT_PATH = "/init_weights_update_group"
-LOOK_SECS: Final = 2.0
+INIT_PATH: Final = "/init_weights_update_group"
+PROGRESS_TIMEOUT_SECS: Final = 2.0
 
 
 class Member(Protocol):
-    """One party of a group. `ranks` follow each other from its `rank_offset` on.
+    """One party of a group. It has `ranks` consecutive ranks from its `rank_offset` on.
 
-    Bodies are the trainer's own bytes, except that of `init`, whose ranks are each member's own.
+    Bodies are forwarded as the trainer sent them, except that of `init`, which gets the member's
+    ranks.
     """
 
     @property
@@ -46,12 +47,12 @@ class Member(Protocol):
 
     async def destroy(self, body: bytes) -> WorkerResult: ...
 
-    async def look(self) -> ReceiveProgress | None:
-        """How far it has come, soon; None where it does not tell."""
+    async def read_progress(self) -> ReceiveProgress | None:
+        """How much it has received; None if it does not report that."""
 
 
 class WorkerMember:
-    """A worker, over its control routes. `headers`: those of the caller, of each call anew."""
+    """A worker, over its admin routes. `headers`: the credentials of the current caller."""
 
     def __init__(self, worker: Worker, ranks: int) -> None:
         self.worker = worker
@@ -65,8 +66,8 @@ class WorkerMember:
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
     ) -> WorkerResult:
-        own = {**body, "rank_offset": rank_offset, "world_size": world_size}
-        return await self.call(INIT_PATH, json.dumps(own).encode())
+        body = {**body, "rank_offset": rank_offset, "world_size": world_size}
+        return await self.call(INIT_PATH, json.dumps(body).encode())
 
     async def prepare(self, body: bytes) -> WorkerResult:
         return await self.call("/prepare_weights_update", body)
@@ -81,13 +82,9 @@ class WorkerMember:
         return await self.call("/destroy_weights_update_group", body)
 
     async def call(self, path: str, body: bytes) -> WorkerResult:
-        headers = {**self.headers, "content-type": "application/json"}
-        request = Call("POST", path, body, headers, timeout_secs=NO_LIMIT, max_bytes=ANSWER_BYTES)
-        outcome = await call_worker(self.worker, request)
-        body_of = parsed(outcome.body)
-        return WorkerResult(self.name, outcome.status, body_of, outcome.error, outcome.secs)
+        return await post_json(self.worker, path, body, self.headers, inf)
 
-    async def look(self) -> ReceiveProgress | None:
-        call = Call("GET", "/server_info", headers=self.headers, timeout_secs=LOOK_SECS)
+    async def read_progress(self) -> ReceiveProgress | None:
+        call = Call("GET", "/server_info", headers=self.headers, timeout_secs=PROGRESS_TIMEOUT_SECS)
         outcome = await call_worker(self.worker, call)
-        return receiving_of(outcome.json()) if outcome.ok else None
+        return parse_progress(outcome.json()) if outcome.ok else None

@@ -1,7 +1,7 @@
-"""What a trainer asks of its group, step by step, of every member at once.
+"""The steps of a weight sync: each call of the trainer, sent to all members at once.
 
-Invariant: everything is judged before the first call leaves, and written down before it; a step
-that fails at one member fails, and is undone at the others. No clock but [weight_sync]'s ends it.
+Invariant: a step is validated and recorded before its first call is sent. A step that fails at one
+member fails as a whole, and is undone at the others. Only timeouts of [weight_sync] end a step.
 """
 
 from __future__ import annotations
@@ -15,116 +15,117 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.operations.runner import AdminCall
-from omni_proxy.weight_sync.operations.worker_calls import limit_secs
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange, ranks_in, seats_of
+from omni_proxy.weight_sync.protocol.rank_layout import RankRange, assign_ranks, count_ranks
 from omni_proxy.weight_sync.protocol.replies import (
-    SyncFailed,
-    as_ready,
-    bytes_in,
-    merged,
-    with_counts,
+    StepFailure,
+    merge_results,
+    received_bytes,
+    with_bucket_count,
+    with_ready_status,
 )
 from omni_proxy.weight_sync.protocol.requests import (
     LARGE_BYTES,
-    group_name_of,
-    init_of,
-    marks_of,
-    object_of,
-    prepare_of,
+    parse_flags,
+    parse_group_name,
+    parse_init,
+    parse_object,
+    parse_prepare,
 )
-from omni_proxy.weight_sync.protocol.session import Owner
-from omni_proxy.weight_sync.protocol.states import OutOfPlace, SyncEvent, SyncState
-from omni_proxy.weight_sync.session.commit import RoundCommit, Told, certain
-from omni_proxy.weight_sync.session.fan_out import Ask, FanOut, Patience
+from omni_proxy.weight_sync.protocol.session import GroupOwner
+from omni_proxy.weight_sync.protocol.states import InvalidTransition, SyncEvent, SyncState
+from omni_proxy.weight_sync.session.commit import JsonObject, RoundCommit, is_unchanged
+from omni_proxy.weight_sync.session.fan_out import FanOutTimeouts, GroupFanOut, MemberCall
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.member import Member, WorkerMember
+from omni_proxy.weight_sync.worker_calls import AdminCall, limit_secs
 from omni_proxy.wire.errors import HttpError
 
-GRACE_SECS: Final = 3.0  # for the others, after one member failed to apply
+GRACE_SECS: Final = 3.0  # for the other members, after one failed to apply
 LINK_SECS: Final = 1.0
 V = TypeVar("V")
 T = TypeVar("T")
 
 
 class SessionSteps:
-    """Each takes the call and the ear that hears what members answer; `busy` is held around it."""
+    """One method per step. The caller holds `SessionLifecycle.busy`."""
 
     def __init__(
-        self, life: SessionLifecycle, closing: RoundCommit, holding: VersionService
+        self, lifecycle: SessionLifecycle, commit: RoundCommit, version_service: VersionService
     ) -> None:
-        self._life = life
-        self._closing = closing
-        self._holding = holding
+        self._lifecycle = lifecycle
+        self._commit = commit
+        self._version_service = version_service
 
     async def init(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
-        life = self._life
-        body = await read(call.body, object_of, call.body)
-        asked = init_of(body)
-        life.session.place(SyncEvent.INIT)
-        members = await self._members(workers, call.credentials)
-        seats = seats_of(asked.rank_offset, asked.world_size, {m.name: m.ranks for m in members})
-        body["master_port"] = asked.port
-        backend = life.config_store.config.weight_sync.backend
-        if backend != "auto":
-            body["backend"] = backend
-        owner = Owner(asked.group_name, asked.address, trio.current_time(), call.caller)
-        life.begin(owner, (asked.host, asked.port), seats, members)
+        lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
+        body = await parse_in_thread(call.body, parse_object, call.body)
+        request = parse_init(body)
+        lifecycle.session.check(SyncEvent.INIT)
+        members = await self._build_members(workers, call.credentials)
+        counts = {member.name: member.ranks for member in members}
+        ranges = assign_ranks(request.rank_offset, request.world_size, counts)
+        body["master_port"] = request.port
+        if config.backend != "auto":
+            body["backend"] = config.backend
+        owner = GroupOwner(request.group_name, request.address, trio.current_time(), call.caller)
+        lifecycle.begin(owner, (request.host, request.port), ranges, members)
         await self._record(call)
-        await life.clear_left_behind()
-        offsets = {seat.name: seat.offset for seat in seats}
-        answers, cause = await self._ask(
-            lambda member: member.init(body, offsets[member.name], asked.world_size),
-            Patience(limit_secs(life.config_store.config.weight_sync.init_timeout_secs)),
+        await lifecycle.leftovers.leave_unanswered(lifecycle.members.values())
+        offsets = {ranks.name: ranks.offset for ranks in ranges}
+        results, cause = await self._fan_out(
+            lambda member: member.init(body, offsets[member.name], request.world_size),
+            FanOutTimeouts(limit_secs(config.init_timeout_secs)),
         )
         if not cause:
-            await life.linked(LINK_SECS)
-            await life.record_what_was()
-        return self._told(call, answers, cause, {"layout": [_seat(seat) for seat in seats]})
+            await lifecycle.wait_linked(LINK_SECS)
+            await lifecycle.record_after_step()
+        layout: JsonObject = {"layout": [_layout_row(ranks) for ranks in ranges]}
+        return self._response(call, results, cause, layout)
 
     async def prepare(self, call: AdminCall) -> AdminResponse:
-        life = self._life
-        life.session.place(SyncEvent.PREPARE)
-        body = await read(call.body, object_of, call.body)
+        lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
+        lifecycle.session.check(SyncEvent.PREPARE)
+        body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
-        asked = await read(body, prepare_of, call.body)
-        life.announced_bytes = asked.nbytes
-        life.session.arm(batched=asked.batched, buckets=asked.buckets, names=asked.names)
+        request = await parse_in_thread(body, parse_prepare, call.body)
+        lifecycle.announced_bytes = request.nbytes
+        lifecycle.session.arm(batched=request.batched, buckets=request.buckets, names=request.names)
         await self._record(call)
-        answers, cause = await self._ask(
+        results, cause = await self._fan_out(
             lambda member: member.prepare(call.body),
-            Patience(limit_secs(life.config_store.config.weight_sync.ready_timeout_secs)),
+            FanOutTimeouts(limit_secs(config.ready_timeout_secs)),
         )
-        if asked.batched and not cause:  # else it is one of several files, or none
-            self._holding.read_ahead(life.fleet.workers, call.credentials)
-        return as_ready(self._told(call, answers, cause, {}))
+        if request.batched and not cause:  # else the version has several files, or none
+            self._version_service.start_prefetch(lifecycle.fleet.workers, call.credentials)
+        return with_ready_status(self._response(call, results, cause, {}))
 
     async def complete(self, call: AdminCall) -> AdminResponse:
-        life = self._life
-        life.session.place(SyncEvent.COMPLETE)
-        body = await read(call.body, object_of, call.body)
+        lifecycle = self._lifecycle
+        lifecycle.session.check(SyncEvent.COMPLETE)
+        body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
-        marks = marks_of(body)
-        life.session.commit(marks)
-        self._closing.heard(marks, flushes=marks.flush_cache is True)
+        flags = parse_flags(body)
+        lifecycle.session.commit(flags)
+        self._commit.on_call(flags, flushes=flags.flush_cache is True)
         return await self._apply(call, lambda member: member.complete(call.body))
 
     async def update(self, call: AdminCall) -> AdminResponse:
-        """Arm and complete in one; engines flush their caches here unless they are told not to."""
-        life = self._life
-        life.session.place(SyncEvent.UPDATE)
-        body = await read(call.body, object_of, call.body)
+        """Prepare and complete in one call. Engines flush their caches unless told not to."""
+        lifecycle = self._lifecycle
+        lifecycle.session.check(SyncEvent.UPDATE)
+        body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
-        asked, marks = await read(body, prepare_of, call.body), marks_of(body)
-        life.announced_bytes = asked.nbytes
-        life.session.update(marks, asked.names)
-        self._closing.heard(marks, flushes=marks.flush_cache is not False)
+        request = await parse_in_thread(body, parse_prepare, call.body)
+        flags = parse_flags(body)
+        lifecycle.announced_bytes = request.nbytes
+        lifecycle.session.update(flags, request.names)
+        self._commit.on_call(flags, flushes=flags.flush_cache is not False)
         return await self._apply(call, lambda member: member.update(call.body))
 
     async def end(self, call: AdminCall) -> AdminResponse:
-        """The round is over, says the trainer; the workers close theirs first."""
-        life = self._life
-        life.session.commit_end()
+        """The trainer ends the round: the workers end theirs first."""
+        lifecycle = self._lifecycle
+        lifecycle.session.commit_end()
         await self._record(call)
 
         async def end(member: Member) -> WorkerResult:
@@ -132,155 +133,158 @@ class SessionSteps:
                 return await member.call(call.route.path, call.body)
             return WorkerResult(member.name, 200, {"success": True})
 
-        secs = limit_secs(life.config_store.config.admin.worker_timeout_secs)
-        return await self._applied(call, end, Patience(secs, GRACE_SECS))
+        secs = limit_secs(lifecycle.config_store.config.admin.worker_timeout_secs)
+        return await self._fan_out_apply(call, end, FanOutTimeouts(secs, GRACE_SECS))
 
     async def destroy(self, call: AdminCall) -> AdminResponse:
-        life = self._life
-        life.session.place(SyncEvent.DESTROY)
-        body = await read(call.body, object_of, call.body)
+        lifecycle = self._lifecycle
+        lifecycle.session.check(SyncEvent.DESTROY)
+        body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
-        told: Told = {}
-        if life.session.open and life.session.state is SyncState.GROUPED:
-            told = await self._closing.close(call.credentials)
-        if life.session.state is not SyncState.ABORTING:
-            life.session.leave()
-        life.wind_up()
-        await life.until_idle()
-        answer = self.left_already(call)
-        if told.get("uncertain") or (told and self._closing.cause):
-            why = self._closing.cause or "not all workers agree"
-            return _failed(answer, f"the group is destroyed, but {why}", told)
-        return AdminResponse(answer.status, {**answer.body, **told})
+        more: JsonObject = {}
+        if lifecycle.session.has_unpublished and lifecycle.session.state is SyncState.GROUPED:
+            more = await self._commit.close(call.credentials)
+        if lifecycle.session.state is not SyncState.ABORTING:
+            lifecycle.session.leave()
+        lifecycle.end_if_over()
+        await lifecycle.wait_idle()
+        response = self.destroyed_response(call)
+        if more.get("uncertain") or (more and self._commit.cause):
+            why = self._commit.cause or "not all workers agree"
+            return _failed(response, f"the group is destroyed, but {why}", more)
+        return AdminResponse(response.status, {**response.body, **more})
 
-    def left(self, call: AdminCall) -> AdminResponse:
-        """What its members said when the group was taken down for this very call."""
-        return merged(call.route.path, self._life.left, self._life.session)
+    def destroyed_response(self, call: AdminCall) -> AdminResponse:
+        """What the members answered when the group was taken down for this call.
 
-    def left_already(self, call: AdminCall) -> AdminResponse:
-        """As `left`; a failure before has made some leave, and they know of no group any more."""
-        answer = self.left(call)
-        if answer.ok or not all(each.success or each.refused for each in self._life.left):
-            return answer
+        After an earlier failure some had left by themselves, and refuse: that is a success.
+        """
+        results = self._lifecycle.leave_results
+        response = merge_results(call.route.path, results, self._lifecycle.session)
+        if response.ok or not all(result.success or result.refused for result in results):
+            return response
         message = "the group is destroyed; some members had left it by themselves"
         return AdminResponse(
-            200, {**answer.body, "success": True, "status": "ok", "message": message}
+            200, {**response.body, "success": True, "status": "ok", "message": message}
         )
 
-    async def _apply(self, call: AdminCall, ask: Ask) -> AdminResponse:
-        life, sync = self._life, self._life.config_store.config.weight_sync
+    async def _apply(self, call: AdminCall, member_call: MemberCall) -> AdminResponse:
+        lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         await self._record(call)
-        await self._closing.hold(life.workers, call.route.name)
-        patience = Patience(
-            limit_secs(sync.receive_timeout_secs), GRACE_SECS, lambda m: m.destroy(call.body)
+        await self._commit.quiesce(lifecycle.workers, call.route.name)
+        timeouts = FanOutTimeouts(
+            limit_secs(config.receive_timeout_secs), GRACE_SECS, lambda m: m.destroy(call.body)
         )
-        return await self._applied(call, ask, patience)
+        return await self._fan_out_apply(call, member_call, timeouts)
 
-    async def _applied(self, call: AdminCall, ask: Ask, patience: Patience) -> AdminResponse:
-        life, session = self._life, self._life.session
+    async def _fan_out_apply(
+        self, call: AdminCall, member_call: MemberCall, timeouts: FanOutTimeouts
+    ) -> AdminResponse:
+        lifecycle, session = self._lifecycle, self._lifecycle.session
         batched = session.round.batched
-        fan = FanOut(list(life.members.values()), ask)
-        answers = await life.fan_out(fan, patience)
-        for each in answers:
-            touched = each.success or not certain(each, batched=batched)
-            session.hear(each, touched=touched)
-            if each.success:
-                life.meters.nbytes += bytes_in(each) or life.announced_bytes
-        life.announced_bytes = 0
-        failed = session.cause = "" if session.whole else fan.cause
-        told: Told = {}
-        if session.settle() is SyncState.VERIFYING:
-            told = await self._closing.close(call.credentials)
-            answers, failed = self._closing.retold(answers), self._closing.judged(failed)
+        fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
+        results = await lifecycle.fan_out(fan_out, timeouts)
+        for result in results:
+            modified = result.success or not is_unchanged(result, batched=batched)
+            session.on_result(result, modified=modified)
+            if result.success:
+                lifecycle.meters.nbytes += received_bytes(result) or lifecycle.announced_bytes
+        lifecycle.announced_bytes = 0
+        failure = session.cause = "" if session.all_ok else fan_out.cause
+        more: JsonObject = {}
+        if session.finish_step() is SyncState.VERIFYING:
+            more = await self._commit.close(call.credentials)
+            results = self._commit.with_delivery_results(results)
+            failure = self._commit.failure(failure)
         elif session.state is SyncState.GROUPED:
-            await life.record_what_was()
-        answer = self._answer(call, answers, failed, told)
-        if not failed and told.get("uncertain"):
+            await lifecycle.record_after_step()
+        response = with_bucket_count(self._response(call, results, failure, more), results)
+        if not failure and more.get("uncertain"):
             message = "every member took the weights, but their checksums differ"
-            return _failed(answer, message, told)
-        return answer
+            return _failed(response, message, more)
+        return response
 
-    async def _ask(self, ask: Ask, patience: Patience) -> tuple[list[WorkerResult], str]:
-        """Every member's answer, and why the step failed, "" where it did not."""
-        life, session = self._life, self._life.session
-        fan = FanOut(list(life.members.values()), ask)
-        answers = await life.fan_out(fan, patience)
-        for answer in answers:
-            session.hear(answer)
-        if fan.cause and session.whole:
-            session.fail(fan.cause)
+    async def _fan_out(
+        self, member_call: MemberCall, timeouts: FanOutTimeouts
+    ) -> tuple[list[WorkerResult], str]:
+        """Every member's result, and why the step failed, or ""."""
+        lifecycle, session = self._lifecycle, self._lifecycle.session
+        fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
+        results = await lifecycle.fan_out(fan_out, timeouts)
+        for result in results:
+            session.on_result(result)
+        if fan_out.cause and session.all_ok:
+            session.fail(fan_out.cause)
         else:
-            session.cause = fan.cause
-            session.settle()
-        return answers, fan.cause
+            session.cause = fan_out.cause
+            session.finish_step()
+        return results, fan_out.cause
 
     async def _record(self, call: AdminCall) -> None:
-        """Raises HttpError 503; then nothing was sent, and the sync is over."""
+        """Raises HttpError 503; nothing was sent then, and the sync is over."""
         try:
-            await self._life.record(call.route.path)
+            await self._lifecycle.record(call.route.path)
         except OSError as error:
             reason = error.strerror or error
-            where = self._life.book.where
-            message = f"nothing was sent: the journal {where} can't be written: {reason}"
-            self._life.session.fail(message)
+            path = self._lifecycle.journal.path
+            message = f"nothing was sent: the journal {path} can't be written: {reason}"
+            self._lifecycle.session.fail(message)
             raise HttpError(503, message, "journal_unwritable") from None
 
-    async def _members(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> list[Member]:
-        """With the ranks that each has now. Raises HttpError 502 where one does not tell."""
-        if self._holding.relays:
-            return [self._holding.own]
-        secs = self._life.config_store.config.health.timeout_secs
-        found: dict[Worker, int] = {}
-        left = list(workers)
+    async def _build_members(
+        self, workers: Sequence[Worker], headers: Mapping[str, str]
+    ) -> list[Member]:
+        """With their present numbers of ranks. Raises HttpError 502 if one does not report it."""
+        versions = self._version_service
+        if versions.delivers_to_all:
+            return [versions.proxy_rank]
+        secs = self._lifecycle.config_store.config.health.timeout_secs
+        ranks: dict[Worker, int] = {}
+        remaining = list(workers)
         for path in ("/server_info", "/get_server_info"):
             call = Call("GET", path, headers=headers, timeout_secs=secs)
-            outcomes = await broadcast(left, call)
+            outcomes = await broadcast(remaining, call)
             for outcome in outcomes:
                 if outcome.ok:
-                    found[outcome.worker] = ranks_in(outcome.json())
+                    ranks[outcome.worker] = count_ranks(outcome.json())
                 elif outcome.status not in ROUTE_ABSENT:
                     message = f"{outcome.worker.url} does not tell its ranks: {outcome.failure}"
                     raise HttpError(502, f"nothing was forwarded: {message}", "ranks_unknown")
-            left = [worker for worker in left if worker not in found]
+            remaining = [worker for worker in remaining if worker not in ranks]
         members: list[Member] = []
         for worker in workers:
-            member = WorkerMember(worker, found.get(worker, 1))
+            member = WorkerMember(worker, ranks.get(worker, 1))
             member.headers = dict(headers)
             members.append(member)
-        return [*members, self._holding.own] if self._holding.on else members
+        return [*members, versions.proxy_rank] if versions.is_enabled else members
 
     def _require_group(self, body: Mapping[str, Any]) -> None:
-        owner, name = self._life.session.owner, group_name_of(body)
+        owner, name = self._lifecycle.session.owner, parse_group_name(body)
         if owner is not None and name != owner.group_name:
-            now, state = trio.current_time(), self._life.session.state
-            message = f"there is no group {name!r}; there is {owner.in_words(now, state)}"
-            raise OutOfPlace(400, message)
+            now, state = trio.current_time(), self._lifecycle.session.state
+            message = f"there is no group {name!r}; there is {owner.describe(now, state)}"
+            raise InvalidTransition(400, message)
 
-    def _told(
-        self, call: AdminCall, answers: Sequence[WorkerResult], cause: str, more: Told
+    def _response(
+        self, call: AdminCall, results: Sequence[WorkerResult], cause: str, more: JsonObject
     ) -> AdminResponse:
-        failed = SyncFailed(cause, self._life.ending_status if cause == self._life.ending else 0)
-        answer = merged(call.route.path, answers, self._life.session, failed)
-        return AdminResponse(answer.status, {**answer.body, **more})
-
-    def _answer(
-        self, call: AdminCall, answers: Sequence[WorkerResult], failed: str, told: Told
-    ) -> AdminResponse:
-        answer = self._told(call, answers, failed, told)
-        return with_counts(answer, answers)
+        status = self._lifecycle.end_status if cause == self._lifecycle.end_cause else 0
+        failure = StepFailure(cause, status)
+        response = merge_results(call.route.path, results, self._lifecycle.session, failure)
+        return AdminResponse(response.status, {**response.body, **more})
 
 
-def _failed(answer: AdminResponse, message: str, told: Told) -> AdminResponse:
+def _failed(response: AdminResponse, message: str, more: JsonObject) -> AdminResponse:
     top = {"success": False, "message": message, "status": "error"}
-    return AdminResponse(502, {**answer.body, **told, **top})
+    return AdminResponse(502, {**response.body, **more, **top})
 
 
-def _seat(seat: RankRange) -> dict[str, object]:
-    return {"member": seat.name, "rank_offset": seat.offset, "ranks": seat.ranks}
+def _layout_row(ranks: RankRange) -> dict[str, object]:
+    return {"member": ranks.name, "rank_offset": ranks.offset, "ranks": ranks.ranks}
 
 
-async def read(value: V, parse: Callable[[V], T], raw: bytes) -> T:
-    """Parse it, in a thread where `raw`, all of it, is large. Raises GroupError."""
+async def parse_in_thread(value: V, parse: Callable[[V], T], raw: bytes) -> T:
+    """Parse `value`; in a thread if `raw`, the whole body, is large. Raises GroupError."""
     if len(raw) < LARGE_BYTES:
         return parse(value)
     return await trio.to_thread.run_sync(parse, value)

@@ -1,7 +1,7 @@
-"""The trainer that owns a group, watched over one plain connection to its store.
+"""A connection to the trainer's TCPStore, by which the proxy knows whether the trainer is alive.
 
-Invariant: the blocking parts run in threads of a limiter of their own, and at most one of them at a
-time asks the connection anything; the loop never waits for the network.
+Invariant: blocking calls run in threads with a limiter of their own, at most one per connection at
+a time; the event loop never waits for the network.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import trio
 from omni_proxy.process_group.store_connection import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 
-LOOK_SECS: Final = 0.05
+POLL_SECS: Final = 0.05
 PING_SECS: Final = 1.0
-PATIENT_SECS: Final = 5.0  # for one answer; a machine that has a lot to do is asked again
-THREADS: Final = 8
+PING_TIMEOUT_SECS: Final = 5.0  # of one ping; a busy machine is pinged again
+MAX_THREADS: Final = 8
 SILENT_SECS: Final = 10.0
 
 
 class TrainerLink:
-    """`open` once, `close` once; between them it can be asked whether the owner lives."""
+    """Call `open` once and `close` once; between them, check whether the trainer is alive."""
 
     _threads: trio.CapacityLimiter | None = None
 
@@ -32,58 +32,67 @@ class TrainerLink:
         self._address = (host, port)
         self._link: StoreConnection | None = None
         self._closed = False
-        self._asking = trio.Lock()
+        self._ping_lock = trio.Lock()
 
     @property
     def is_open(self) -> bool:
         return self._link is not None
 
     async def open(self, silent_secs: float = SILENT_SECS) -> None:
-        """Wait until the store answers. Raises GroupError where something else answers there."""
+        """Wait until the store answers. Raises GroupError if something else listens there."""
         await trio.to_thread.run_sync(
-            self._open, silent_secs, abandon_on_cancel=True, limiter=self._limiter()
+            self._open, silent_secs, abandon_on_cancel=True, limiter=self._thread_limiter()
         )
 
-    async def until_gone(self, silent_secs: Callable[[], float]) -> str:
-        """Why the owner is taken for dead: it closed, or was silent for as long as that says."""
-        heard_at = trio.current_time()
+    async def wait_gone(self, silent_secs: Callable[[], float]) -> str:
+        """Wait until the connection ends, or the trainer is silent for `silent_secs()`.
+
+        Return the reason why the trainer counts as dead.
+        """
+        answered_at = trio.current_time()
         while True:
             if await self.has_ended():
                 return "its connection has ended"
-            silent = trio.current_time() - heard_at
+            silent = trio.current_time() - answered_at
             if silent >= PING_SECS:
-                # An end is noticed in the middle of it, too.
-                left = max(silent_secs(), PING_SECS) - silent
-                if await self.answers(min(max(left, LOOK_SECS), PATIENT_SECS)):
-                    heard_at = trio.current_time()
-                elif trio.current_time() - heard_at >= silent_secs():
+                # A ping notices the end of the connection too.
+                remaining = max(silent_secs(), PING_SECS) - silent
+                if await self.ping(min(max(remaining, POLL_SECS), PING_TIMEOUT_SECS)):
+                    answered_at = trio.current_time()
+                elif trio.current_time() - answered_at >= silent_secs():
                     return f"its store has not answered for {silent_secs():g} s"
-            await trio.sleep(LOOK_SECS)
+            await trio.sleep(POLL_SECS)
 
-    async def answers(self, within_secs: float) -> bool:
-        """Whether its store still speaks; False where it was never heard."""
-        async with self._asking:
+    async def ping(self, within_secs: float) -> bool:
+        """Whether its store answers; False if it never did."""
+        async with self._ping_lock:
             link = self._link
             if link is None:
                 return False
             return await trio.to_thread.run_sync(
-                self._speaks, link, within_secs, abandon_on_cancel=True, limiter=self._limiter()
+                self._ping,
+                link,
+                within_secs,
+                abandon_on_cancel=True,
+                limiter=self._thread_limiter(),
             )
 
     def close(self) -> None:
-        """Returns at once; a question that is under way may hold the connection for a while."""
+        """Return at once; a ping in progress may keep the connection open for a while."""
         self._closed = True
         if self._link is not None:
-            threading.Thread(target=self._link.close, name="owner-close", daemon=True).start()
+            threading.Thread(
+                target=self._link.close, name="trainer-link-close", daemon=True
+            ).start()
 
     async def has_ended(self) -> bool:
-        """Whether its side has hung up; that of one that is not open yet has not."""
-        async with self._asking:
+        """Whether the trainer closed the connection; False if it is not open yet."""
+        async with self._ping_lock:
             return self._link is not None and self._link.has_ended()
 
-    def _speaks(self, link: StoreConnection, within_secs: float) -> bool:
-        """On a new connection where the old one is late: its answer may come after all, and would
-        be taken for that to the next question. Both have `within_secs` together."""
+    def _ping(self, link: StoreConnection, within_secs: float) -> bool:
+        """Ping, and once more on a new connection if the answer is late: a late answer would be
+        taken for the answer to the next ping. Both together take at most `within_secs`."""
         each_secs = within_secs / 2
         if link.answers(each_secs):
             return True
@@ -91,15 +100,15 @@ class TrainerLink:
         if link.has_ended():
             return False
         try:
-            fresh = connect_store(
+            new_link = connect_store(
                 self._address, each_secs, lambda: self._closed or time.monotonic() >= ends_at
             )
         except GroupError:
             return False
-        self._link = fresh
+        self._link = new_link
         link.close()
         if self._closed:
-            fresh.close()
+            new_link.close()
         return True
 
     def _open(self, silent_secs: float) -> None:
@@ -109,14 +118,14 @@ class TrainerLink:
             link.close()
 
     @classmethod
-    def _limiter(cls) -> trio.CapacityLimiter:
+    def _thread_limiter(cls) -> trio.CapacityLimiter:
         if cls._threads is None:
-            cls._threads = trio.CapacityLimiter(THREADS)
+            cls._threads = trio.CapacityLimiter(MAX_THREADS)
         return cls._threads
 
 
-async def reachable(host: str, port: int, within_secs: float) -> bool:
-    """Whether a store answers there now; for an owner whose link never came up."""
+async def is_store_reachable(host: str, port: int, within_secs: float) -> bool:
+    """Whether a store answers there now; for a trainer whose link never opened."""
     link = TrainerLink(host, port)
     try:
         with trio.move_on_after(within_secs):

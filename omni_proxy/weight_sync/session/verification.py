@@ -1,7 +1,9 @@
-"""What workers hold after a sync, by what they say themselves, and whether it is one and the same.
+"""Verification: which weights workers hold after a sync, from their own labels and checksums.
 
-Invariant: nobody is agreed with whose checker should have answered and did not. A worker without a
-checker, or one whose digests nobody else's can be compared with, is taken at its word.
+Invariant: a worker whose checker failed to answer is never agreed with. A worker without a checker,
+or whose digests cannot be compared with any other's, is trusted. A delivery's proof is reused only
+if it is as good as a new one: the digest was over all tensors of the version and no others, the
+same process still runs, and it still reports the version's label.
 """
 
 from __future__ import annotations
@@ -15,144 +17,23 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import INSTANCE_KEYS
 from omni_proxy.upstream_http.client import Call, broadcast
 from omni_proxy.weight_sync.checksum import roll_up
-from omni_proxy.weight_sync.operations.worker_calls import ask_checksums, labels_of
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
     OMNI,
     Digest,
     Verdict,
-    compare,
-    verdict_on,
+    compare_answers,
+    compare_digests,
 )
 from omni_proxy.weight_sync.store.manifest import StoredVersion
+from omni_proxy.weight_sync.worker_calls import read_labels, request_checksums
 
-DIFFERS: Final = "its checksums differ from those of other workers"
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """`wrong`: worker URL to reason. `held`: names of the tensors that each one's checker tells."""
-
-    labels: Mapping[Worker, str | None] = field(default_factory=dict)
-    verdict: Verdict = field(default_factory=Verdict)
-    wrong: Mapping[str, str] = field(default_factory=dict)
-    held: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    @property
-    def agreed(self) -> list[Worker]:
-        return [worker for worker in self.labels if worker.url not in self.wrong]
-
-    @property
-    def label(self) -> str | None:
-        told = {self.labels[worker] for worker in self.agreed}
-        return told.pop() if len(told) == 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class ProofRequest:
-    """How workers are asked. `named`: what the version should be called, where somebody said so.
-
-    `compares`: whether anything is compared. `known`: what some have proven a moment ago.
-    """
-
-    headers: Mapping[str, str]
-    timeout_secs: float
-    compares: bool = True
-    named: str | None = None
-    known: Mapping[Worker, CachedProof] = field(default_factory=dict)
-
-
-async def prove(workers: Sequence[Worker], question: ProofRequest) -> Proof:
-    headers = question.headers
-    labels = await labels_of(workers, headers)
-    if not question.compares:
-        return Proof(labels)
-    misnamed = _misnamed(labels, question.named)
-    if (known := await _still_known(labels, question)) is not None:
-        return replace(known, wrong={**misnamed, **known.wrong})
-    answers = await ask_checksums(workers, headers, question.timeout_secs)
-    verdict = compare({answer.worker: answer for answer in answers})
-    wrong = misnamed | dict.fromkeys(verdict.mismatched, DIFFERS)
-    for answer in answers:
-        if not answer.success and not answer.refused:
-            wrong[answer.worker] = f"its checksums could not be read: {answer.why}"
-    held = {answer.worker: frozenset(_names(answer)) for answer in answers}
-    return Proof(labels, verdict, wrong, held)
-
-
-def healed(
-    proof: Proof, names: frozenset[str], spoiled: Mapping[str, frozenset[str]], sure: set[str]
-) -> list[str]:
-    """URLs of those that are right again, whatever was wrong with them before.
-
-    Either the sync had every tensor that they hold, or every one of the sync that failed; or their
-    digest is that of somebody who was right before (`sure`).
-    """
-    found = []
-    agreed = [worker.url for worker in proof.agreed]
-    proven = any(url in sure and url in proof.verdict.checked for url in agreed)
-    for url in agreed:
-        held = proof.held.get(url, frozenset())
-        whole = not held or held <= names
-        mended = url in spoiled and spoiled[url] <= names
-        if whole or mended or (proven and url in proof.verdict.checked):
-            found.append(url)
-    return found
-
-
-async def _still_known(labels: Mapping[Worker, str | None], question: ProofRequest) -> Proof | None:
-    """None where one of them has to be asked: then all are, to be compared by the same facts."""
-    known = {worker: question.known[worker] for worker in labels if worker in question.known}
-    if not labels or len(known) < len(labels):
-        return None
-    now = await instances_of(list(labels), question.headers)
-    if not all(each.counts(now[worker], labels[worker]) for worker, each in known.items()):
-        return None
-    verdict = verdict_on({worker.url: each.digest for worker, each in known.items()})
-    wrong = dict.fromkeys(verdict.mismatched, DIFFERS)
-    return Proof(labels, verdict, wrong, {w.url: each.names for w, each in known.items()})
-
-
-def _misnamed(labels: Mapping[Worker, str | None], named: str | None) -> dict[str, str]:
-    """Who calls its weights otherwise than they were called to all, though others do not.
-
-    An engine that takes no label of a sync keeps the one of before: it tells nothing then, as long
-    as nobody shows that it could.
-    """
-    if named is None or named not in labels.values():
-        return {}
-    return {
-        worker.url: f"it calls its weights {label!r}, and others theirs {named!r}"
-        for worker, label in labels.items()
-        if label not in (None, named)
-    }
-
-
-def _names(answer: WorkerResult) -> Iterator[str]:
-    """Of every tensor, whatever the place of the table in the answer."""
-    waiting: list[object] = [answer.body if answer.success else None]
-    while waiting:
-        place = waiting.pop()
-        if isinstance(place, list):
-            waiting += place
-        elif isinstance(place, dict):
-            sums = place.get("checksums")
-            if isinstance(sums, dict):
-                yield from sums
-            waiting += [place.get(name) for name in ("results", "data", "rank_results", "ranks")]
-
-
-# What a delivery has proven of a worker already, so that its tensors need not be hashed once more.
-#
-# Invariant: it stands for a new proof only where it is as good: the worker's digest was that over all
-# tensors of the version, and over nothing else; the process that told it answers still, and calls its
-# weights by that version's name.
-
-ASK_SECS: Final = 5.0
+MISMATCH: Final = "its checksums differ from those of other workers"
+INSTANCE_TIMEOUT_SECS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class CachedProof:
-    """`instance`: which process of the worker had just these tensors, of which they are all."""
+    """A proof from a delivery. `instance`: the process that held exactly the tensors `names`."""
 
     instance: str
     label: str
@@ -163,18 +44,136 @@ class CachedProof:
     def digest(self) -> Digest:
         return Digest(OMNI, (), self.checksum)
 
-    def counts(self, instance: str, label: str | None) -> bool:
-        """Whether a new proof could tell nothing else, by what the worker says of itself now."""
+    def is_valid(self, instance: str, label: str | None) -> bool:
+        """Whether a new proof would give the same result, from what the worker reports now."""
         return instance == self.instance and label == self.label
 
 
-def known_by(answer: WorkerResult, version: StoredVersion, instance: str) -> CachedProof | None:
-    """`answer`: to the delivery of the version, with the proof after it; None where that is less.
+@dataclass(frozen=True, slots=True)
+class ProofRequest:
+    """How workers are verified. `label`: the label that the version should have, if it is known.
 
-    A worker of several stages may hold more than the one proof has seen.
+    `compares`: whether checksums are compared. `cached`: proofs from the delivery just before.
     """
-    body = answer.body
-    if not answer.success or not isinstance(body, dict) or not instance or not version.label:
+
+    headers: Mapping[str, str]
+    timeout_secs: float
+    compares: bool = True
+    label: str | None = None
+    cached: Mapping[Worker, CachedProof] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`wrong`: worker URL to reason. `tensors`: worker URL to the names its checker reports."""
+
+    labels: Mapping[Worker, str | None] = field(default_factory=dict)
+    verdict: Verdict = field(default_factory=Verdict)
+    wrong: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def agreed(self) -> list[Worker]:
+        return [worker for worker in self.labels if worker.url not in self.wrong]
+
+    @property
+    def label(self) -> str | None:
+        """The label that all agreed workers share; None if there is none."""
+        labels = {self.labels[worker] for worker in self.agreed}
+        return labels.pop() if len(labels) == 1 else None
+
+
+async def prove_workers(workers: Sequence[Worker], request: ProofRequest) -> Proof:
+    headers = request.headers
+    labels = await read_labels(workers, headers)
+    if not request.compares:
+        return Proof(labels)
+    misnamed = _misnamed(labels, request.label)
+    if (cached := await _prove_from_cache(labels, request)) is not None:
+        return replace(cached, wrong={**misnamed, **cached.wrong})
+    results = await request_checksums(workers, headers, request.timeout_secs)
+    verdict = compare_answers({result.worker: result for result in results})
+    wrong = misnamed | dict.fromkeys(verdict.mismatched, MISMATCH)
+    for result in results:
+        if not result.success and not result.refused:
+            wrong[result.worker] = f"its checksums could not be read: {result.why}"
+    tensors = {result.worker: frozenset(_tensor_names(result)) for result in results}
+    return Proof(labels, verdict, wrong, tensors)
+
+
+def recovered_workers(
+    proof: Proof,
+    names: frozenset[str],
+    uncertain_tensors: Mapping[str, frozenset[str]],
+    certain: set[str],
+) -> list[str]:
+    """URLs of workers that have the right weights now, even if they were uncertain before.
+
+    Either the sync (`names`) had every tensor that they hold, or every tensor of the sync that made
+    them uncertain, or their digest equals that of a worker that was `certain` before.
+    """
+    recovered = []
+    agreed = [worker.url for worker in proof.agreed]
+    proven = any(url in certain and url in proof.verdict.checked for url in agreed)
+    for url in agreed:
+        tensors = proof.tensors.get(url, frozenset())
+        complete = not tensors or tensors <= names
+        repaired = url in uncertain_tensors and uncertain_tensors[url] <= names
+        if complete or repaired or (proven and url in proof.verdict.checked):
+            recovered.append(url)
+    return recovered
+
+
+async def _prove_from_cache(
+    labels: Mapping[Worker, str | None], request: ProofRequest
+) -> Proof | None:
+    """None if one worker has no valid proof: then all are verified anew, by the same method."""
+    cached = {worker: request.cached[worker] for worker in labels if worker in request.cached}
+    if not labels or len(cached) < len(labels):
+        return None
+    instances = await read_instances(list(labels), request.headers)
+    if not all(p.is_valid(instances[worker], labels[worker]) for worker, p in cached.items()):
+        return None
+    verdict = compare_digests({worker.url: proof.digest for worker, proof in cached.items()})
+    wrong = dict.fromkeys(verdict.mismatched, MISMATCH)
+    return Proof(labels, verdict, wrong, {w.url: proof.names for w, proof in cached.items()})
+
+
+def _misnamed(labels: Mapping[Worker, str | None], label: str | None) -> dict[str, str]:
+    """Workers whose label differs from the sync's, although other workers took that label.
+
+    If no worker took the label, the engines keep their old ones, and the labels mean nothing.
+    """
+    if label is None or label not in labels.values():
+        return {}
+    return {
+        worker.url: f"it calls its weights {reported!r}, and others theirs {label!r}"
+        for worker, reported in labels.items()
+        if reported not in (None, label)
+    }
+
+
+def _tensor_names(result: WorkerResult) -> Iterator[str]:
+    """The names in every "checksums" table, wherever the response has one."""
+    pending: list[object] = [result.body if result.success else None]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict):
+            checksums = part.get("checksums")
+            if isinstance(checksums, dict):
+                yield from checksums
+            pending += [part.get(name) for name in ("results", "data", "rank_results", "ranks")]
+
+
+def cached_proof(result: WorkerResult, version: StoredVersion, instance: str) -> CachedProof | None:
+    """The proof in a delivery's result; None if it does not prove all tensors.
+
+    A worker of several stages may hold more than the proof covers.
+    """
+    body = result.body
+    if not result.success or not isinstance(body, dict) or not instance or not version.label:
         return None
     checksum, rows = body.get("checksum"), body.get("results")
     stages = [row for row in rows if _has_weights(row)] if isinstance(rows, list) else []
@@ -183,17 +182,19 @@ def known_by(answer: WorkerResult, version: StoredVersion, instance: str) -> Cac
     return CachedProof(instance, version.label, str(checksum), frozenset(version.digests))
 
 
-async def instances_of(workers: Sequence[Worker], headers: Mapping[str, str]) -> dict[Worker, str]:
-    """Which process answers for each; "" where it does not tell."""
-    call = Call("GET", "/server_info", headers=headers, timeout_secs=ASK_SECS)
-    found = await broadcast(workers, call)
-    return {each.worker: _instance_in(each.json()) if each.ok else "" for each in found}
+async def read_instances(
+    workers: Sequence[Worker], headers: Mapping[str, str]
+) -> dict[Worker, str]:
+    """The process that answers for each worker; "" if it does not name itself."""
+    call = Call("GET", "/server_info", headers=headers, timeout_secs=INSTANCE_TIMEOUT_SECS)
+    outcomes = await broadcast(workers, call)
+    return {o.worker: _parse_instance(o.json()) if o.ok else "" for o in outcomes}
 
 
-def _instance_in(info: object) -> str:
-    told = [info.get(key) for key in INSTANCE_KEYS] if isinstance(info, dict) else []
+def _parse_instance(info: object) -> str:
+    values = [info.get(key) for key in INSTANCE_KEYS] if isinstance(info, dict) else []
     return next(
-        (str(value) for value in told if isinstance(value, str | int | float) and value), ""
+        (str(value) for value in values if isinstance(value, str | int | float) and value), ""
     )
 
 

@@ -1,60 +1,58 @@
-"""Workers between the first call that may change their weights and the proof of what they hold.
+"""Workers whose version is unknown: between the first call that may change it and its proof.
 
-Invariant: from `doubt` on none of them tells a version; each is let go with the version that it
-proved to have, with the one from before where nothing touched it, or with none.
+Invariant: after `clear_versions` none of them reports a version. Each leaves the quarantine with
+the version that it proved to have, with its previous one if nothing touched it, or with none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
-
-UPDATING: Final = "updating"
+from omni_proxy.weight_sync.state.state_journal import UPDATING
 
 
 class VersionQuarantine:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._held: list[Worker] = []
-        self._before: dict[Worker, WeightVersion] = {}
+        self._previous: dict[Worker, WeightVersion] = {}
 
     def __contains__(self, worker: object) -> bool:
-        """Whether nobody knows for now what it holds."""
-        return worker in self._before
+        """Whether its version is unknown for now."""
+        return worker in self._previous
 
     @property
-    def labels_before(self) -> list[str | None]:
-        return [version.label for version in self._before.values()]
+    def previous_labels(self) -> list[str | None]:
+        return [version.label for version in self._previous.values()]
 
     def hold(self, workers: Sequence[Worker]) -> None:
-        """They get no new request."""
+        """Keep new requests from them."""
         for worker in workers:
             if UPDATING not in worker.cordon_reasons:
                 self._fleet.cordon(worker, UPDATING)
                 self._held.append(worker)
 
-    def doubt(self, workers: Sequence[Worker]) -> None:
+    def clear_versions(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
-            if worker not in self._before:
-                self._before[worker] = worker.version
+            if worker not in self._previous:
+                self._previous[worker] = worker.version
                 self._fleet.set_version(worker, None, 0)
 
-    def proven(self, worker: Worker, label: str | None, epoch: int) -> None:
-        self._before.pop(worker, None)
+    def set_proven(self, worker: Worker, label: str | None, epoch: int) -> None:
+        self._previous.pop(worker, None)
         self._fleet.set_version(worker, label, epoch)
 
-    def let_go(self, doubted: Iterable[str] = ()) -> None:
-        """`doubted`: URLs of those that may hold something else than before."""
-        changed = set(doubted)
-        for worker, version in self._before.items():
+    def release(self, changed: Iterable[str] = ()) -> None:
+        """End it for all. `changed`: URLs of workers that may not have their previous weights."""
+        changed = set(changed)
+        for worker, version in self._previous.items():
             if worker.url not in changed and self._fleet.find(worker.url) is worker:
                 self._fleet.set_version(worker, version.label, version.epoch)
         for worker in self._held:
             if UPDATING in worker.cordon_reasons:
                 self._fleet.uncordon(worker, UPDATING)
-        self._before.clear()
+        self._previous.clear()
         self._held.clear()

@@ -1,6 +1,6 @@
-"""What ends a sync from outside: its owner, its members, and bytes that do not come, all watched.
+"""Watches a sync for what should end it: the trainer, the members, a stalled transfer.
 
-Invariant: nobody is waited for here; whoever is slow to tell how far it has come is left alone
+Invariant: no watch waits for another one. A member that is slow to report its progress is ignored
 until it is found to be gone.
 """
 
@@ -8,85 +8,97 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import trio
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.weight_sync.operations.worker_calls import until_refused
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, StallDetector
+from omni_proxy.weight_sync.protocol.session import SyncSession
 from omni_proxy.weight_sync.protocol.states import SyncState
 from omni_proxy.weight_sync.session.member import Member
 from omni_proxy.weight_sync.session.trainer_link import TrainerLink
+from omni_proxy.weight_sync.worker_calls import wait_until_refused
 
-if TYPE_CHECKING:
-    from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
-
-LOOK_SECS: Final = 0.5
+PROGRESS_INTERVAL_SECS: Final = 0.5
 _MOVING: Final = (SyncState.ARMING, SyncState.ARMED, SyncState.COMMITTING)
 
 
-async def watch(life: SessionLifecycle, link: TrainerLink) -> None:
-    """Until it is cancelled; what it finds goes to `life.interrupt`."""
+class WatchedSync(Protocol):
+    """What the watchdog needs of a session lifecycle."""
+
+    session: SyncSession
+    config_store: ConfigStore
+    members: dict[str, Member]
+    workers: list[Worker]
+
+    def interrupt(self, cause: str, why: str, name: str = "") -> None: ...
+
+    def on_member_lost(self, worker: Worker, why: str) -> None: ...
+
+
+async def watch(sync: WatchedSync, link: TrainerLink) -> None:
+    """Run until cancelled; a finding is reported to `sync.interrupt`."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_owner, life, link)
-        nursery.start_soon(_receive, life)
-        for worker in life.workers:
-            nursery.start_soon(_member, life, worker)
+        nursery.start_soon(_watch_owner, sync, link)
+        nursery.start_soon(_watch_progress, sync)
+        for worker in sync.workers:
+            nursery.start_soon(_watch_member, sync, worker)
 
 
-async def _owner(life: SessionLifecycle, link: TrainerLink) -> None:
+async def _watch_owner(sync: WatchedSync, link: TrainerLink) -> None:
     try:
         await link.open()
     except GroupError as error:
-        if life.session.state is SyncState.JOINING:
-            life.interrupt(str(error), "owner_unreachable")
+        if sync.session.state is SyncState.JOINING:
+            sync.interrupt(str(error), "owner_unreachable")
         return
 
     def silent_secs() -> float:
-        """One that only has a group may be busy for ever."""
-        return _stall_secs(life) if life.session.state in _MOVING else inf
+        """A trainer that only has a group may be busy without limit."""
+        return _stall_secs(sync) if sync.session.state in _MOVING else inf
 
-    gone = await link.until_gone(silent_secs)
-    life.interrupt(f"the trainer is gone: {gone}", "owner_dead")
-
-
-async def _member(life: SessionLifecycle, worker: Worker) -> None:
-    why = await until_refused(worker, life.config_store.config.health.endpoint)
-    life.member_lost(worker, why)
+    reason = await link.wait_gone(silent_secs)
+    sync.interrupt(f"the trainer is gone: {reason}", "owner_dead")
 
 
-async def _receive(life: SessionLifecycle) -> None:
-    """While all are armed: what a call is under way for, its answers tell."""
-    clock: StallDetector | None = None
+async def _watch_member(sync: WatchedSync, worker: Worker) -> None:
+    why = await wait_until_refused(worker, sync.config_store.config.health.endpoint)
+    sync.on_member_lost(worker, why)
+
+
+async def _watch_progress(sync: WatchedSync) -> None:
+    """Detect a stall while all members are armed; a running call reports its own failure."""
+    detector: StallDetector | None = None
     while True:
-        await trio.sleep(LOOK_SECS)
-        if life.session.state is not SyncState.ARMED:
-            clock = None
+        await trio.sleep(PROGRESS_INTERVAL_SECS)
+        if sync.session.state is not SyncState.ARMED:
+            detector = None
             continue
-        clock = clock or StallDetector(trio.current_time())
-        told = await _told_by(life.members)
-        if life.session.state is SyncState.ARMED:
-            first_secs = life.config_store.config.weight_sync.ready_timeout_secs or inf
+        detector = detector or StallDetector(trio.current_time())
+        reports = await _read_progress(sync.members)
+        if sync.session.state is SyncState.ARMED:
+            first_secs = sync.config_store.config.weight_sync.ready_timeout_secs or inf
             now = trio.current_time()
-            why, name = clock.hear(now, told, _stall_secs(life), first_secs)
+            why, name = detector.update(now, reports, _stall_secs(sync), first_secs)
             if why:
-                life.interrupt(why, "member_failed" if name else "stall", name)
+                sync.interrupt(why, "member_failed" if name else "stall", name)
 
 
-async def _told_by(members: Mapping[str, Member]) -> dict[str, ReceiveProgress]:
-    told: dict[str, ReceiveProgress] = {}
+async def _read_progress(members: Mapping[str, Member]) -> dict[str, ReceiveProgress]:
+    reports: dict[str, ReceiveProgress] = {}
 
-    async def ask(member: Member) -> None:
-        if (found := await member.look()) is not None:
-            told[member.name] = found
+    async def read_one(member: Member) -> None:
+        if (report := await member.read_progress()) is not None:
+            reports[member.name] = report
 
     async with trio.open_nursery() as nursery:
         for member in members.values():
-            nursery.start_soon(ask, member)
-    return told
+            nursery.start_soon(read_one, member)
+    return reports
 
 
-def _stall_secs(life: SessionLifecycle) -> float:
-    return life.config_store.config.weight_sync.stall_timeout_secs or inf
+def _stall_secs(sync: WatchedSync) -> float:
+    return sync.config_store.config.weight_sync.stall_timeout_secs or inf

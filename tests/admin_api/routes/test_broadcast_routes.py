@@ -6,7 +6,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import NO_TENSORS
 from omni_proxy.admin_ops.routes import ROUTES
 from omni_proxy.config.schema import WeightSyncConfig
 from tests.admin_api.house import A, B, build_house, entry
-from tests.weight_sync.desks import Gated
+from tests.weight_sync.operation_fixture import Gated
 
 ENGINES = Gated
 UPDATE = "/update_weights_from_disk"

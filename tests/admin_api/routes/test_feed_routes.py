@@ -151,7 +151,7 @@ async def test_readers_are_let_go_when_the_door_drains(house):
 
 
 def why(house, url=A):
-    return reasons(house.rooms, house.desk.book.pauses())(house.worker(url))
+    return reasons(house.rooms, house.desk.journal.pauses())(house.worker(url))
 
 
 def test_one_sentence_says_why_a_worker_gets_nothing(house):

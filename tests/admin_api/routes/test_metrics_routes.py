@@ -48,8 +48,8 @@ def busy():
     house.door.policy.inner._branches["hit"] += 1
     house.config_store.reloads["refused", "SIGHUP"] += 1
     house.config_store.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
-    house.desk.ended["/update_weights_from_disk", False] += 1
-    house.desk.spent_secs["/update_weights_from_disk"] = 2.5
+    house.desk.history.ended["/update_weights_from_disk", False] += 1
+    house.desk.history.spent_secs["/update_weights_from_disk"] = 2.5
     house.instruments.logs["access_log"] = LineLog()
     held = {"connections": 3, "restarts": 1}
     house.door.door_rows = [

@@ -3,7 +3,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import LOST, UPDATE, Gated
+from tests.weight_sync.operation_fixture import LOST, UPDATE, Gated
 
 ENGINES = Gated
 

@@ -2,7 +2,7 @@ import pytest
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B, build_house, entry
-from tests.weight_sync.desks import LOST, UPDATE, Gated, call
+from tests.weight_sync.operation_fixture import LOST, UPDATE, Gated, call
 
 ENGINES = Gated
 

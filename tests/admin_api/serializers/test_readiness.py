@@ -22,7 +22,7 @@ def paused():
     house = build_house(entry(A), entry(B))
     house.healthy(A, B)
     for url in (A, B):
-        house.desk.book.stand_still(url, PAUSE)
+        house.desk.journal.record_pause(url, PAUSE)
     return house
 
 
@@ -51,7 +51,7 @@ async def test_every_page_for_programs_tells_the_pause(paused):
 
 
 async def test_one_worker_that_goes_on_makes_it_ready(paused):
-    assert paused.desk.book.run_again([A])
+    assert paused.desk.journal.forget_pauses([A])
     assert (await get(paused, "/ready"))[0] == 200
     _, feed = await get(paused, "/feed?once=true")
     assert [row["paused"] for row in feed["fleet"]] == [None, TOLD]
@@ -60,8 +60,8 @@ async def test_one_worker_that_goes_on_makes_it_ready(paused):
 async def test_workers_that_are_held_for_the_pause_are_told_alike():
     house = build_house(entry(A), routing=RoutingConfig(while_paused="hold"))
     house.healthy(A)
-    house.desk.book.stand_still(A, PAUSE)
-    house.desk.book.pause(A)
+    house.desk.journal.record_pause(A, PAUSE)
+    house.desk.journal.hold_paused(A)
     assert (await get(house, "/ready"))[1]["reason"] == "paused"
     _, told = await get(house, "/workers")
     why = told["workers"][0]["why"]
@@ -78,11 +78,11 @@ async def test_a_paused_worker_that_is_out_anyway_is_not_the_cause(paused):
 async def test_who_has_no_key_is_not_told_who_paused(paused):
     keyed = build_house(entry(A), admin=AdminConfig(api_key="sesame"))
     keyed.healthy(A)
-    keyed.desk.book.stand_still(A, PAUSE)
+    keyed.desk.journal.record_pause(A, PAUSE)
     _, told = await get(keyed, "/ready")
     assert told["reason"] == "paused"
     assert "10.0.0.3" not in str(told)
-    keyed.desk.book.pause(A)
+    keyed.desk.journal.hold_paused(A)
     paths = ("/workers", f"/workers/{keyed.worker().id}")
     for path in paths:
         _, told = await get(keyed, path)

@@ -3,8 +3,8 @@ import socket
 import pytest
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.delivery.deliver import here
-from omni_proxy.weight_sync.delivery.over_network import our_address
+from omni_proxy.weight_sync.delivery.deliver import is_local_address
+from omni_proxy.weight_sync.delivery.over_network import local_address_towards
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
 from omni_proxy.weight_sync.store.worker_proof import proof_of
@@ -23,14 +23,18 @@ from omni_proxy.weight_sync.store.worker_proof import proof_of
         (("worker.example", 80), False),
     ],
 )
-def test_a_worker_is_here_by_its_address(address, is_here):
-    assert here(address) is is_here
+def test_an_address_of_this_machine_is_local(address, is_here):
+    assert is_local_address(address) is is_here
 
 
-def test_we_are_reached_at_the_address_that_the_way_to_a_worker_has():
-    assert our_address("/run/worker.sock") == our_address(("127.0.0.1", 9)) == "127.0.0.1"
+def test_the_local_address_is_that_of_the_route_to_the_worker():
+    assert (
+        local_address_towards("/run/worker.sock")
+        == local_address_towards(("127.0.0.1", 9))
+        == "127.0.0.1"
+    )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        trial.bind((our_address(("127.0.0.1", 9)), 0))
+        trial.bind((local_address_towards(("127.0.0.1", 9)), 0))
 
 
 def version_of(tmp_path, **digests):
@@ -45,7 +49,7 @@ def checker(*, size=1, types=None, whole="", **sums):
     return WorkerResult("w", 200, {"results": [{"stage": "t", "data": data}]})
 
 
-def test_digests_that_are_alike_prove_it_and_others_disprove_it(tmp_path):
+def test_equal_digests_prove_a_version_and_others_disprove_it(tmp_path):
     version = version_of(tmp_path, a="1", b="2")
     assert proof_of(checker(a="1", b="2"), version).proven
     assert "tensor 'b' and 0 more differ" in proof_of(checker(a="1", b="3"), version).differs
@@ -66,11 +70,11 @@ def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
         (checker(a="9", more="9", size=2), "no digest over whole tensors"),
     ],
 )
-def test_what_can_not_be_compared_proves_nothing_and_disproves_nothing(tmp_path, answer, reason):
+def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, answer, reason):
     proof = proof_of(answer, version_of(tmp_path, a="1"))
     assert (proof.proven, proof.differs) == (False, "")
     assert reason in proof.told()["unverified"]
 
 
-def test_without_digests_of_ours_there_is_nothing_to_compare_with(tmp_path):
+def test_a_version_without_digests_proves_nothing(tmp_path):
     assert "not known yet" in proof_of(checker(a="1"), version_of(tmp_path, a="")).reason

@@ -4,10 +4,10 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.weight_sync.delivery.over_network import INIT, GroupSends
+from omni_proxy.weight_sync.delivery.over_network import INIT, ProcessGroupSender
 from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.admin_api.house import A
-from tests.weight_sync.desks import house_with
+from tests.weight_sync.operation_fixture import house_with
 from tests.weight_sync.store.drafts import forget, received
 
 PATIENCE_SECS = 60
@@ -35,7 +35,7 @@ def version(tmp_path):
     forget(store)
 
 
-async def test_a_group_is_ended_though_all_threads_wait_for_groups(engines, folder, version):
+async def test_a_group_can_be_ended_while_all_threads_are_busy(engines, folder, version):
     senders = []
 
     async def open_one(_):
@@ -43,8 +43,8 @@ async def test_a_group_is_ended_though_all_threads_wait_for_groups(engines, fold
         return senders[-1]
 
     engines.tell(A, INIT, {"success": False, "message": "no such group"}, status=400)
-    sends = GroupSends(WeightSyncConfig, open_one)
-    sends._threads._most.total_tokens = 1
+    sends = ProcessGroupSender(WeightSyncConfig, open_one)
+    sends._threads._call_limiter.total_tokens = 1
     with trio.fail_after(PATIENCE_SECS):
         answer = await sends.send(version, house_with(folder).worker(A), {}, {})
     assert (answer.status, answer.why) == (400, "status 400: no such group")

@@ -5,9 +5,9 @@ import trio
 
 from omni_proxy.process_group.receiver import FileRegion
 from omni_proxy.process_group.tensor_plan import parse_plans
-from omni_proxy.weight_sync.delivery.prefetch import AHEAD, Coming
+from omni_proxy.weight_sync.delivery.prefetch import PREFETCH_PATH, IncomingVersion
 from tests.admin_api.house import A, B
-from tests.weight_sync.holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders
+from tests.weight_sync.version_holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders
 
 torch = pytest.importorskip("torch")
 
@@ -36,20 +36,20 @@ class Loaders(Holders):
         self.read = {A: trio.Event(), B: trio.Event()}
 
     async def keep(self, request, url, path):
-        if path == AHEAD:
-            self.ahead(url, json.loads(request.content))
+        if path == PREFETCH_PATH:
+            self.prefetch(url, json.loads(request.content))
         answer = await super().keep(request, url, path)
-        if path == AHEAD:
+        if path == PREFETCH_PATH:
             self.read[url].set()
         return answer
 
-    def ahead(self, url, body):
+    def prefetch(self, url, body):
         if url in self.reads:
             nbytes = self.folders[url].read_ahead(body, self.targets[url])
             data = {"results": [{"stage": "t", "data": {"ahead_bytes": nbytes}}]}
-            self.tell(url, AHEAD, {"success": True, **data})
+            self.tell(url, PREFETCH_PATH, {"success": True, **data})
         else:
-            self.tell(url, AHEAD, {"detail": "Not Found"}, 404)
+            self.tell(url, PREFETCH_PATH, {"detail": "Not Found"}, 404)
 
     def load(self, url, body):
         super().load(url, body)
@@ -59,7 +59,7 @@ class Loaders(Holders):
 
     def sizes(self, url):
         port = int(url.rpartition(":")[2])
-        asked = [r for r in self.asked if (r.url.port, r.url.path) == (port, AHEAD)]
+        asked = [r for r in self.asked if (r.url.port, r.url.path) == (port, PREFETCH_PATH)]
         return [json.loads(r.content)["nbytes"] for r in asked]
 
     def untouched(self, url):
@@ -92,7 +92,7 @@ async def send(trainer, tensors):
     return await trio.to_thread.run_sync(lambda: trainer.tell("send", group="g", tensors=tensors))
 
 
-async def test_a_bucket_is_read_while_the_next_is_still_to_come(running, pool):
+async def test_a_bucket_is_prefetched_while_the_next_is_still_received(running, pool):
     engines = running.engines
     trainer = await armed(running, pool)
     await send(trainer, TENSORS[:1])
@@ -122,9 +122,7 @@ def _digest(name, tensor):
     return tensor_digest(name, str(tensor.dtype), tensor.shape, raw)
 
 
-async def test_a_fault_in_the_middle_leaves_all_on_the_old_version_and_the_next_sync_is_whole(
-    running, pool
-):
+async def test_a_failed_receive_leaves_the_old_version_and_the_next_sync_succeeds(running, pool):
     engines = running.engines
     trainer = await armed(running, pool)
     await send(trainer, TENSORS[:1])
@@ -137,7 +135,7 @@ async def test_a_fault_in_the_middle_leaves_all_on_the_old_version_and_the_next_
     assert engines.untouched(A)
     assert engines.untouched(B)
     assert running.versions() == [("default", 0), ("default", 0)]
-    await running.house.desk.sync.life.until_settled()
+    await running.house.desk.sync.lifecycle.wait_settled()
     other = [["float32", [500], 7], ["bfloat16", [30, 2], 8]]
     trainer = await armed(running, pool)
     await send(trainer, other)
@@ -151,7 +149,7 @@ async def test_a_fault_in_the_middle_leaves_all_on_the_old_version_and_the_next_
 
 
 @pytest.mark.parametrize("reads", [(B,)])
-async def test_who_has_no_such_route_is_asked_once_and_gets_all_at_the_end(running, pool):
+async def test_a_worker_without_the_prefetch_route_is_called_once(running, pool):
     engines = running.engines
     trainer = await armed(running, pool)
     await send(trainer, TENSORS[:1])
@@ -159,22 +157,22 @@ async def test_who_has_no_such_route_is_asked_once_and_gets_all_at_the_end(runni
     await engines.read[B].wait()
     await send(trainer, TENSORS[1:])
     assert (await running.ask(COMPLETE, weight_version="v1")).ok
-    assert engines.paths(A).count(AHEAD) == 1
+    assert engines.paths(A).count(PREFETCH_PATH) == 1
     assert not engines.untouched(A)
     assert (await running.ask(DESTROY)).ok
     trainer.tell("destroy", group="g")
 
 
-async def test_buckets_that_are_announced_one_by_one_are_not_read_ahead(running, pool):
+async def test_buckets_that_are_announced_one_by_one_are_not_prefetched(running, pool):
     trainer = await armed(running, pool, **BUCKETS[0])
     await send(trainer, TENSORS[:1])
     assert (await running.ask(COMPLETE, flush_cache=True)).ok
-    assert AHEAD not in running.engines.paths(A)
+    assert PREFETCH_PATH not in running.engines.paths(A)
     assert (await running.ask(DESTROY)).ok
     trainer.tell("destroy", group="g")
 
 
 def test_bytes_are_final_up_to_the_end_of_the_last_whole_bucket():
     plans = parse_plans({"num_buckets": 2, "buckets": BUCKETS}, dense=True)
-    coming = Coming(None, FileRegion("f", (100, 2100)), plans)
-    assert [coming.final_bytes(done) for done in (0, 1, 2)] == [0, 2100, 2220]
+    incoming = IncomingVersion(None, FileRegion("f", (100, 2100)), plans)
+    assert [incoming.final_bytes(done) for done in (0, 1, 2)] == [0, 2100, 2220]

@@ -9,7 +9,7 @@ import trio.testing
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.process_group.group import Groups
-from omni_proxy.weight_sync.delivery import proxy_rank
+from omni_proxy.weight_sync.delivery import proxy_rank as proxy_rank_module
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
 from omni_proxy.weight_sync.store.service import StoreService
 from tests.ports import free_port
@@ -23,12 +23,12 @@ TENSORS = [["bfloat16", [300, 7], 1], ["float32", [5], 2], ["int64", [], 3], ["u
 
 @pytest.fixture
 def settings():
-    # In a thread of ours: what a child adds is its own room's to prove.
+    # In a thread of ours: what a child adds is its rank room's to prove.
     return {"isolation": "thread", "init_timeout_secs": 20, "receive_timeout_secs": 20}
 
 
 @pytest.fixture
-async def own(tmp_path, settings):
+async def rank(tmp_path, settings):
     def now():
         return WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"), **settings)
 
@@ -36,8 +36,8 @@ async def own(tmp_path, settings):
     with trio.fail_after(PATIENCE_SECS):
         yield made
         await made.close()
-    if made._shelf.store is not None:
-        forget(made._shelf.store)
+    if made._store_service.store is not None:
+        forget(made._store_service.store)
 
 
 def body(tensors=TENSORS, names=None, **more):
@@ -54,11 +54,11 @@ def batched(*buckets):
     return json.dumps(told).encode()
 
 
-async def joined(own, pool):
+async def joined(rank, pool):
     trainer = pool.trainer()
     port = (await trio.to_thread.run_sync(lambda: trainer.tell("open", group="g")))["port"]
     asked = {"master_address": "127.0.0.1", "master_port": str(port), "group_name": "g"}
-    answer = await own.init({**asked, "backend": "gloo"}, 1, 2)
+    answer = await rank.init({**asked, "backend": "gloo"}, 1, 2)
     assert answer.success, answer
     assert trainer.reply() == {"joined": True}
     return trainer
@@ -70,42 +70,42 @@ async def sent(trainer, tensors=TENSORS, **how):
     )
 
 
-async def left(own, trainer):
-    answer = await own.destroy(b'{"group_name": "g"}')
+async def left(rank, trainer):
+    answer = await rank.destroy(b'{"group_name": "g"}')
     if trainer.living():
         trainer.tell("destroy", group="g")
     return answer
 
 
-async def test_a_whole_sync_becomes_a_version_in_one_file(own, pool):
-    trainer = await joined(own, pool)
-    ready = await own.prepare(batched(TENSORS[:2], TENSORS[2:]))
+async def test_a_whole_sync_becomes_a_version_in_one_file(rank, pool):
+    trainer = await joined(rank, pool)
+    ready = await rank.prepare(batched(TENSORS[:2], TENSORS[2:]))
     assert (ready.success, ready.body["status"]) == (True, "ready")
-    assert own.status()["bytes_expected"] == 300 * 7 * 2 + 5 * 4 + 8
+    assert rank.status()["bytes_expected"] == 300 * 7 * 2 + 5 * 4 + 8
     await sent(trainer)
-    done = await own.complete(b'{"group_name": "g"}')
+    done = await rank.complete(b'{"group_name": "g"}')
     assert (done.success, done.body["num_buckets_received"]) == (True, 2)
-    version = await own.seal("step-1")
-    store = own._shelf.store
+    version = await rank.seal("step-1")
+    store = rank._store_service.store
     assert list(version.record.files) == ["model.safetensors"]
     assert set(version.digests) == {"t1", "t2", "t3", "t4"}
     assert store.digest(version)
-    assert (await left(own, trainer)).success
+    assert (await left(rank, trainer)).success
     assert store.versions()[0].record.label == "step-1"
 
 
 @pytest.mark.parametrize("how", [{}, {"flattened": True}])
-async def test_parts_that_come_one_by_one_are_one_version(own, pool, how):
-    trainer = await joined(own, pool)
+async def test_parts_received_one_by_one_become_one_version(rank, pool, how):
+    trainer = await joined(rank, pool)
     more = {"load_format": "flattened_bucket"} if how else {}
     for part in (TENSORS[:2], TENSORS[2:]):
-        assert (await own.prepare(body(part, **more))).success
+        assert (await rank.prepare(body(part, **more))).success
         await sent(trainer, part, **how)
-        assert (await own.complete(b'{"group_name": "g"}')).success
-    version = await own.seal(None)
+        assert (await rank.complete(b'{"group_name": "g"}')).success
+    version = await rank.seal(None)
     assert len(version.record.files) == 2
-    assert own._shelf.store.digest(version)
-    await left(own, trainer)
+    assert rank._store_service.store.digest(version)
+    await left(rank, trainer)
 
 
 @pytest.mark.parametrize(
@@ -120,79 +120,79 @@ async def test_parts_that_come_one_by_one_are_one_version(own, pool, how):
         }
     ],
 )
-async def test_clocks_that_are_off_end_nothing(own, pool):
-    trainer = await joined(own, pool)
-    assert (await own.prepare(body())).success
+async def test_timeouts_of_zero_end_nothing(rank, pool):
+    trainer = await joined(rank, pool)
+    assert (await rank.prepare(body())).success
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sent, trainer)
-        assert (await own.complete(b'{"group_name": "g"}')).success
-    await own.seal("s")
-    await left(own, trainer)
+        assert (await rank.complete(b'{"group_name": "g"}')).success
+    await rank.seal("s")
+    await left(rank, trainer)
 
 
-async def test_its_first_byte_may_come_as_late_as_the_slowest_rank_is_armed(pool, tmp_path):
+async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(pool, tmp_path):
     told = {"isolation": "thread", "stall_timeout_secs": 0.2, "ready_timeout_secs": 20}
 
     def now():
         return WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"), **told)
 
-    own = ProxyRank(StoreService(now, tmp_path), now)
+    rank = ProxyRank(StoreService(now, tmp_path), now)
     with trio.fail_after(PATIENCE_SECS):
-        trainer = await joined(own, pool)
+        trainer = await joined(rank, pool)
         one = TENSORS[:1]  # between two of them a stall is one, on a machine with a lot to do too
-        assert (await own.prepare(body(one))).success
+        assert (await rank.prepare(body(one))).success
         with trio.move_on_after(0.5):
-            await trio.to_thread.run_sync(own._armed.wait, 20, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(rank._pending.wait, 20, abandon_on_cancel=True)
         await sent(trainer, one)
-        assert (await own.complete(b'{"group_name": "g"}')).success
-        await own.discard()
-        await left(own, trainer)
-        await own.close()
-    forget(own._shelf.store)
+        assert (await rank.complete(b'{"group_name": "g"}')).success
+        await rank.discard()
+        await left(rank, trainer)
+        await rank.close()
+    forget(rank._store_service.store)
 
 
-async def test_both_phases_may_be_one_call(own, pool):
-    trainer = await joined(own, pool)
+async def test_both_phases_may_be_one_call(rank, pool):
+    trainer = await joined(rank, pool)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sent, trainer)
-        assert (await own.update(body())).success
-    assert len((await own.seal("s")).digests) == 4
-    await left(own, trainer)
+        assert (await rank.update(body())).success
+    assert len((await rank.seal("s")).digests) == 4
+    await left(rank, trainer)
 
 
-async def test_what_is_not_completed_leaves_nothing_behind(own, pool, tmp_path):
-    trainer = await joined(own, pool)
-    assert (await own.prepare(body())).success
-    folder = own._draft.folder
+async def test_a_receive_that_is_not_completed_leaves_nothing_behind(rank, pool, tmp_path):
+    trainer = await joined(rank, pool)
+    assert (await rank.prepare(body())).success
+    folder = rank._draft.folder
     assert folder.is_dir()
-    assert (await left(own, trainer)).success
+    assert (await left(rank, trainer)).success
     assert not folder.exists()
-    assert not own._shelf.store.in_use
+    assert not rank._store_service.store.in_use
     with pytest.raises(LookupError):
-        await own.seal("s")
+        await rank.seal("s")
 
 
-async def test_a_trainer_that_dies_in_the_middle_leaves_no_version(own, pool):
-    trainer = await joined(own, pool)
-    assert (await own.prepare(body())).success
-    folder = own._draft.folder
+async def test_a_trainer_that_dies_in_the_middle_leaves_no_version(rank, pool):
+    trainer = await joined(rank, pool)
+    assert (await rank.prepare(body())).success
+    folder = rank._draft.folder
     await sent(trainer, stop_after=1)
     trainer.kill()
-    done = await own.complete(b'{"group_name": "g"}')
+    done = await rank.complete(b'{"group_name": "g"}')
     assert (done.status, done.body["success"]) == (400, False)
     assert not folder.exists()
-    await left(own, trainer)
+    await left(rank, trainer)
 
 
-async def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(own, pool):
-    trainer = await joined(own, pool)
-    answer = await own.prepare(body([["float32", [1 << 20, 1 << 24], 1]]))
+async def test_a_version_that_does_not_fit_is_refused_with_the_numbers(rank, pool):
+    trainer = await joined(rank, pool)
+    answer = await rank.prepare(body([["float32", [1 << 20, 1 << 24], 1]]))
     assert answer.status == 400
     assert f"needs {(1 << 46) + 512} bytes" in answer.body["message"]
     assert "free" in answer.body["message"]
-    assert own._draft is None
-    assert (await own.prepare(body())).success
-    await left(own, trainer)
+    assert rank._draft is None
+    assert (await rank.prepare(body())).success
+    await left(rank, trainer)
 
 
 @pytest.mark.parametrize(
@@ -203,80 +203,78 @@ async def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(own, pool
         (body(names=["a", "a", "b", "c"]), "'a' is announced twice"),
     ],
 )
-async def test_what_is_malformed_is_refused_and_nothing_is_armed(own, pool, asked, told):
-    trainer = await joined(own, pool)
-    answer = await own.prepare(asked)
+async def test_a_malformed_call_is_refused_and_arms_nothing(rank, pool, asked, told):
+    trainer = await joined(rank, pool)
+    answer = await rank.prepare(asked)
     assert (answer.status, told in answer.body["message"]) == (400, True), answer
-    assert own.status() == {"armed": False}
-    await left(own, trainer)
+    assert rank.status() == {"armed": False}
+    await left(rank, trainer)
 
 
-async def test_calls_out_of_place_are_refused(own):
-    for call in (own.prepare(body()), own.complete(b"{}"), own.update(body())):
+async def test_calls_in_the_wrong_state_are_refused(rank):
+    for call in (rank.prepare(body()), rank.complete(b"{}"), rank.update(body())):
         answer = await call
         assert (answer.status, answer.body["success"]) == (400, False)
-    assert (await own.destroy(b"{}")).success
+    assert (await rank.destroy(b"{}")).success
 
 
-async def test_two_that_want_its_receiver_at_once_have_the_same(own, pool, monkeypatch):
-    made, go_on, really = [], threading.Event(), proxy_rank.open_receiver
+async def test_two_tasks_that_open_the_receiver_share_it(rank, pool, monkeypatch):
+    made, go_on, really = [], threading.Event(), proxy_rank_module.open_receiver
 
     def slowly(*arguments, **named):
         made.append(really(*arguments, **named))
         go_on.wait(PATIENCE_SECS)
         return made[-1]
 
-    monkeypatch.setattr(proxy_rank, "open_receiver", slowly)
+    monkeypatch.setattr(proxy_rank_module, "open_receiver", slowly)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(own.warm)
-        nursery.start_soon(own.warm)
+        nursery.start_soon(rank.warm_up)
+        nursery.start_soon(rank.warm_up)
         await trio.testing.wait_all_tasks_blocked()
         go_on.set()
     assert len(made) == 1
-    await left(own, await joined(own, pool))
+    await left(rank, await joined(rank, pool))
 
 
-async def test_its_child_ends_when_versions_are_not_wanted_any_more_and_its_group_is_over(
+async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gone(
     pool, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(proxy_rank, "REST_SECS", 0.01)
+    monkeypatch.setattr(proxy_rank_module, "UNUSED_POLL_SECS", 0.01)
     modes = ["receive"]
 
     def now():
         return WeightSyncConfig(mode=modes[-1], store_dir=str(tmp_path / "versions"))
 
-    own = ProxyRank(StoreService(now, tmp_path), now)
+    rank = ProxyRank(StoreService(now, tmp_path), now)
     with trio.fail_after(PATIENCE_SECS):
-        trainer = await joined(own, pool)
-        receiver = own._receiver
+        trainer = await joined(rank, pool)
+        receiver = rank._receiver
         assert receiver.busy()
         modes.append("coordinate")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(own.rest)
-            await own.prepare(body())
+            nursery.start_soon(rank.close_when_unused)
+            await rank.prepare(body())
             await sent(trainer)
-            assert (await own.complete(b'{"group_name": "g"}')).success
+            assert (await rank.complete(b'{"group_name": "g"}')).success
             modes.append("both")  # wanted again before it could end
-        assert own._receiver is receiver
+        assert rank._receiver is receiver
         modes.append("off")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(own.rest)
-            assert (await left(own, trainer)).success
-        assert own._receiver is None
-        with pytest.raises(proxy_rank.GroupError, match="shutting down"):
-            receiver.sender(proxy_rank.HostedRendezvous("127.0.0.1", 2, "h", "gloo", 1.0))
-        await own.warm()  # somebody was quicker than that
-        assert own._receiver is None
+            nursery.start_soon(rank.close_when_unused)
+            assert (await left(rank, trainer)).success
+        assert rank._receiver is None
+        with pytest.raises(proxy_rank_module.GroupError, match="shutting down"):
+            receiver.sender(proxy_rank_module.HostedRendezvous("127.0.0.1", 2, "h", "gloo", 1.0))
+        await rank.warm_up()  # somebody was quicker than that
+        assert rank._receiver is None
         modes.append("receive")
-        await left(own, await joined(own, pool))
-        await own.close()
-    forget(own._shelf.store)
+        await left(rank, await joined(rank, pool))
+        await rank.close()
+    forget(rank._store_service.store)
 
 
 @pytest.mark.parametrize("settings", [{"isolation": "thread", "init_timeout_secs": 120}])
-async def test_a_join_that_has_hardly_begun_when_its_group_is_destroyed_joins_nothing(
-    own, monkeypatch
-):
+async def test_a_join_that_is_destroyed_at_once_joins_nothing(rank, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def dawdle(*_):
@@ -286,41 +284,41 @@ async def test_a_join_that_has_hardly_begun_when_its_group_is_destroyed_joins_no
     monkeypatch.setattr(Groups, "_replace_dead_group", dawdle)
     place = {"master_address": "127.0.0.1", "master_port": free_port(), "group_name": "g"}
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(own.init, place, 1, 2)
+        nursery.start_soon(rank.init, place, 1, 2)
         await trio.to_thread.run_sync(begun.wait)
         nursery.cancel_scope.cancel()
-    await own.destroy(b'{"group_name": "g"}')
+    await rank.destroy(b'{"group_name": "g"}')
     go_on.set()
-    while any(each.name == "weights-own-init" for each in threading.enumerate()):  # noqa: ASYNC110
+    while any(each.name == "weights-rank-init" for each in threading.enumerate()):  # noqa: ASYNC110
         await trio.sleep(0.01)
-    assert own._receiver.status()["groups"] == []
+    assert rank._receiver.status()["groups"] == []
 
 
-async def test_what_ends_a_group_does_not_wait_behind_who_waits_for_it(own, pool):
-    trainer = await joined(own, pool)
-    calls = own._threads._most
+async def test_a_destroy_does_not_wait_for_calls_of_its_group(rank, pool):
+    trainer = await joined(rank, pool)
+    calls = rank._threads._call_limiter
     while calls.available_tokens:
         calls.acquire_on_behalf_of_nowait(object())
-    assert (await left(own, trainer)).success
-    assert own._receiver.status()["groups"] == []
+    assert (await left(rank, trainer)).success
+    assert rank._receiver.status()["groups"] == []
 
 
-async def test_without_torch_a_trainer_is_told_what_to_install(own, monkeypatch):
+async def test_without_torch_the_error_names_what_to_install(rank, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "torch" else found(name)
     )
-    await own.warm()
-    answer = await own.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
+    await rank.warm_up()
+    answer = await rank.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
     assert answer.status == 400
     assert "pip install 'omni-proxy[weights]'" in answer.body["message"]
 
 
-async def test_a_folder_that_is_in_use_is_named(own, tmp_path):
+async def test_a_folder_that_is_in_use_is_named(rank, tmp_path):
     from omni_proxy.weight_sync.store.version_store import VersionStore
 
     os.makedirs(tmp_path / "versions")
     other = VersionStore(tmp_path / "versions")
-    answer = await own.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
+    answer = await rank.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
     assert (answer.status, "in use by another" in answer.body["message"]) == (400, True)
     other.close()

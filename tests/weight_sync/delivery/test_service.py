@@ -6,10 +6,10 @@ import trio
 
 from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.weight_sync.delivery import catchup
-from omni_proxy.weight_sync.operations.runner import AdminCall
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import NOW, A, B, build_house
-from tests.weight_sync.holders import CHECKER, DISK, FIRST, Holders
+from tests.weight_sync.version_holders import CHECKER, DISK, FIRST, Holders
 
 pytest.importorskip("torch")
 ENGINES = Holders
@@ -33,7 +33,7 @@ def restarted(running, url):
 # A sync that all take
 
 
-async def test_what_is_received_once_is_given_to_all_and_published(running):
+async def test_a_received_version_is_delivered_to_all_and_published(running):
     done = await running.sync(1)
     assert (done.ok, done.body["weight_version"], done.body["num_buckets_received"]) == (
         True, "v1", 1,
@@ -45,7 +45,7 @@ async def test_what_is_received_once_is_given_to_all_and_published(running):
     assert running.engines.holds[A] == running.engines.holds[B] == current.digests
 
 
-async def test_a_newer_version_takes_the_place_of_one_and_both_are_kept(running):
+async def test_a_newer_version_becomes_current_and_both_are_kept(running):
     await running.sync(1)
     await running.sync(2)
     assert [(v.label, v.epoch) for v in running.store.versions()] == [("v2", 2), ("v1", 1)]
@@ -55,7 +55,7 @@ async def test_a_newer_version_takes_the_place_of_one_and_both_are_kept(running)
 # One that does not take it
 
 
-async def test_quarantine_leaves_it_out_and_publishes_over_the_others(running):
+async def test_on_failure_quarantine_publishes_for_the_other_workers(running):
     running.engines.stubborn[B] = 1
     done = await running.sync(1)
     assert (done.status, done.body["success"]) == (502, False)
@@ -67,7 +67,7 @@ async def test_quarantine_leaves_it_out_and_publishes_over_the_others(running):
 
 
 @pytest.mark.parametrize("policy", ["forward"])
-async def test_forward_gives_it_the_version_once_more(running):
+async def test_on_failure_forward_delivers_the_version_again(running):
     running.engines.stubborn[B] = 1
     done = await running.sync(1)
     assert done.ok, done.body
@@ -76,7 +76,7 @@ async def test_forward_gives_it_the_version_once_more(running):
 
 
 @pytest.mark.parametrize("policy", ["forward"])
-async def test_forward_that_fails_again_leaves_it_out(running):
+async def test_a_forward_that_fails_again_leaves_the_worker_out(running):
     running.engines.stubborn[B] = 2
     done = await running.sync(1)
     assert (done.status, list(done.body["uncertain"])) == (502, [B])
@@ -84,7 +84,7 @@ async def test_forward_that_fails_again_leaves_it_out(running):
 
 
 @pytest.mark.parametrize("policy", ["rollback"])
-async def test_rollback_gives_everybody_the_version_of_before(running):
+async def test_on_failure_rollback_delivers_the_previous_version_to_all(running):
     await running.sync(1)
     before = dict(running.engines.holds)
     running.engines.stubborn[B] = 1
@@ -98,13 +98,13 @@ async def test_rollback_gives_everybody_the_version_of_before(running):
 
 
 @pytest.mark.parametrize("policy", ["rollback"])
-async def test_without_a_version_of_before_there_is_no_way_back(running):
+async def test_without_a_previous_version_there_is_no_rollback(running):
     running.engines.stubborn[B] = 1
     assert (await running.sync(1)).status == 502
     assert running.held() == [[], ["uncertain"]]
 
 
-async def test_what_all_refuse_changed_nobody(running):
+async def test_weights_that_all_refuse_leave_no_worker_uncertain(running):
     await running.sync(1)
     running.engines.refuses = True
     done = await running.sync(2)
@@ -116,7 +116,7 @@ async def test_what_all_refuse_changed_nobody(running):
 # Whoever comes late
 
 
-async def test_a_worker_that_began_anew_is_held_until_it_has_caught_up(running):
+async def test_a_restarted_worker_is_held_until_it_has_caught_up(running):
     await running.sync(1)
     restarted(running, B)
     running.engines.shut(DISK, B)
@@ -128,10 +128,10 @@ async def test_a_worker_that_began_anew_is_held_until_it_has_caught_up(running):
     await running.until(lambda: running.house.worker(B).routable)
     assert running.versions() == [("v1", 1), ("v1", 1)]
     assert running.engines.holds[B] == running.store.current.digests
-    assert running.desk.holding.catch_up.caught_up == 1
+    assert running.desk.version_service.catch_up.caught_up == 1
 
 
-async def test_a_worker_that_has_it_is_not_given_it_again(running):
+async def test_a_worker_that_has_the_version_gets_no_delivery(running):
     await running.sync(1)
     down(running, B)
     running.house.healthy(B)
@@ -140,7 +140,7 @@ async def test_a_worker_that_has_it_is_not_given_it_again(running):
     assert (running.engines.loads(B), running.versions()[1]) == (1, ("v1", 1))
 
 
-async def test_one_that_says_so_and_holds_something_else_is_found_out(running):
+async def test_a_worker_that_reports_the_label_but_holds_other_tensors_is_detected(running):
     await running.sync(1)
     down(running, B)
     running.engines.holds[B] = FIRST
@@ -149,31 +149,31 @@ async def test_one_that_says_so_and_holds_something_else_is_found_out(running):
     assert running.engines.holds[B] == running.store.current.digests
 
 
-async def test_one_that_was_left_out_comes_back_when_it_begins_anew(running):
+async def test_a_worker_left_out_recovers_after_a_restart(running):
     running.engines.stubborn[B] = 1
     await running.sync(1)
     restarted(running, B)
     running.house.healthy(B)
     await running.until(lambda: running.house.worker(B).routable)
-    assert (running.versions()[1], running.desk.book.reasons) == (("v1", 1), {})
+    assert (running.versions()[1], running.desk.journal.uncertain) == (("v1", 1), {})
 
 
-async def test_one_that_can_not_catch_up_is_uncertain_in_the_end(running, monkeypatch):
-    monkeypatch.setattr(catchup, "AGAIN_SECS", (0.01, 0.01))
+async def test_a_worker_that_cannot_catch_up_becomes_uncertain(running, monkeypatch):
+    monkeypatch.setattr(catchup, "RETRY_SECS", (0.01, 0.01))
     await running.sync(1)
     restarted(running, B)
     running.engines.stubborn[B] = 99
     running.house.healthy(B)
     await running.until(lambda: running.held()[1] == ["uncertain"])
     assert running.engines.loads(B) == 1 + 3
-    reason = running.desk.book.reasons[B]
+    reason = running.desk.journal.uncertain[B]
     assert "did not catch up: status 500: out of memory" in reason
 
 
-async def test_one_whose_version_has_vanished_is_not_let_in_with_older_weights(
+async def test_a_worker_whose_target_version_vanished_is_not_released_with_older_weights(
     running, monkeypatch
 ):
-    monkeypatch.setattr(catchup, "AGAIN_SECS", (0.01, 0.01))
+    monkeypatch.setattr(catchup, "RETRY_SECS", (0.01, 0.01))
     await running.sync(1)
     await running.until(lambda: running.store.current.on_disk)
     for version in running.store.versions():
@@ -185,28 +185,32 @@ async def test_one_whose_version_has_vanished_is_not_let_in_with_older_weights(
         while running.held()[1] != ["uncertain"]:
             assert not running.house.worker(B).routable
             await trio.lowlevel.checkpoint()
-    assert "missed the update to 'v1': it came up with 'default'" in running.desk.book.reasons[B]
+    assert (
+        "missed the update to 'v1': it came up with 'default'" in running.desk.journal.uncertain[B]
+    )
     assert (await running.sync(2)).ok
     assert (running.versions(), running.held()) == ([("v2", 2), ("v2", 2)], [[], []])
 
 
-async def test_one_whose_version_is_not_ours_any_more_is_judged_by_its_label(running):
+async def test_a_worker_whose_target_is_not_in_the_store_is_checked_by_its_label(running):
     """A version of another way came while it waited to catch up to ours."""
     await running.sync(1)
     restarted(running, B)
     async with running.house.config_store.operation_lock:
         running.house.healthy(B)
         await running.until(lambda: running.engines.paths(B).count(CHECKER) > 1)
-        due = TargetVersion(label="elsewhere", named=True, models=(running.house.worker(B).model,))
-        await running.desk.book.publish(due, None)
+        target = TargetVersion(
+            label="elsewhere", named=True, models=(running.house.worker(B).model,)
+        )
+        await running.desk.journal.publish(target, None)
     await running.until(lambda: running.held()[1] == ["uncertain"])
-    assert "missed the update to 'elsewhere'" in running.desk.book.reasons[B]
+    assert "missed the update to 'elsewhere'" in running.desk.journal.uncertain[B]
 
 
 # Asking for versions, and going back
 
 
-async def test_versions_are_told_the_newest_first(running):
+async def test_versions_are_listed_newest_first(running):
     client = running.house.client()
     assert (await (await client.get("/weights/versions")).get_json())["versions"] == []
     await running.sync(1)
@@ -219,7 +223,7 @@ async def test_versions_are_told_the_newest_first(running):
 
 
 @pytest.mark.parametrize("wanted", [{"version": "v1"}, {"version": 1}, {}])
-async def test_a_rollback_gives_all_an_older_version_under_a_new_epoch(running, wanted):
+async def test_a_rollback_delivers_an_older_version_under_a_new_epoch(running, wanted):
     await running.sync(1)
     first = dict(running.engines.holds)
     await running.sync(2)
@@ -230,7 +234,7 @@ async def test_a_rollback_gives_all_an_older_version_under_a_new_epoch(running, 
     assert running.engines.holds == first
     assert running.versions() == [("v1", 3), ("v1", 3)]
     assert (running.store.current.number, running.store.current.epoch) == (1, 3)
-    assert running.desk.history[-1]["path"] == "/weights/rollback"
+    assert running.desk.history.rows[-1]["path"] == "/weights/rollback"
     restarted(running, B)
     running.house.healthy(B)
     await running.until(lambda: running.house.worker(B).routable)
@@ -241,7 +245,7 @@ PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 
 
 @pytest.mark.parametrize("way", ["sync", "rollback", "catching up"])
-async def test_engines_that_somebody_has_paused_go_on_only_when_somebody_says_so(running, way):
+async def test_engines_that_a_caller_paused_stay_paused(running, way):
     await running.sync(1)
     await running.sync(2)
     pause = AdminCall(BY_PATH[PAUSE], "POST", PAUSE, b"{}")
@@ -256,7 +260,7 @@ async def test_engines_that_somebody_has_paused_go_on_only_when_somebody_says_so
         down(running, B)
         running.engines.holds[B] = FIRST  # and it is the same process
         running.house.healthy(B)
-        await running.until(lambda: running.desk.holding.catch_up.caught_up == 1)
+        await running.until(lambda: running.desk.version_service.catch_up.caught_up == 1)
     assert DISK in running.engines.paths(B)
     assert CONTINUE not in [*running.engines.paths(A), *running.engines.paths(B)]
 
@@ -271,7 +275,7 @@ async def test_engines_that_somebody_has_paused_go_on_only_when_somebody_says_so
         ({"version": ["v1"]}, 400, "a number or a label"),
     ],
 )
-async def test_a_version_that_is_not_there_is_refused_and_nobody_is_asked(
+async def test_a_rollback_to_an_unknown_version_is_refused_before_any_call(
     running, wanted, status, said
 ):
     await running.sync(1)
@@ -282,7 +286,7 @@ async def test_a_version_that_is_not_there_is_refused_and_nobody_is_asked(
     assert running.engines.loads() == 1
 
 
-async def test_where_no_versions_are_kept_there_is_no_way_back_to_one():
+async def test_a_rollback_without_a_store_is_refused():
     client = build_house().client()
     told = json.loads(await (await client.get("/weights/versions")).get_data())
     assert (told["store"], told["versions"]) == (None, [])

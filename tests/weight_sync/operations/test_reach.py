@@ -2,7 +2,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.weight_sync.operations.worker_calls import until_refused
+from omni_proxy.weight_sync.worker_calls import wait_until_refused
 from tests.admin_api.engines_at_hand import Engines
 from tests.admin_api.house import A, build_house, entry
 
@@ -14,17 +14,17 @@ def worker():
     return build_house(entry(A)).worker(A)
 
 
-async def test_one_is_gone_when_nobody_listens_there_any_more(engines, autojump_clock):
+async def test_a_worker_is_gone_after_two_refused_connections_in_a_row(engines, autojump_clock):
     well = (200, b"{}")
     engines.says[A, "/health"] = [well, well, REFUSED, well, REFUSED, REFUSED]
-    assert "nobody listens" in await until_refused(worker(), "/health")
+    assert "nothing listens" in await wait_until_refused(worker(), "/health")
     assert len(engines.asked) == 6
     assert trio.current_time() == 3
 
 
 @pytest.mark.parametrize("said", [(503, b""), httpx.ReadError("gone"), httpx.ReadTimeout("slow")])
-async def test_one_that_is_busy_or_slow_is_not(engines, autojump_clock, said):
+async def test_a_busy_or_slow_worker_is_not_gone(engines, autojump_clock, said):
     engines.says[A, "/health"] = said
     with trio.move_on_after(60) as scope:
-        await until_refused(worker(), "/health")
+        await wait_until_refused(worker(), "/health")
     assert scope.cancelled_caught

@@ -1,29 +1,29 @@
-from omni_proxy.weight_sync.operations.worker_calls import compare_checksums, labels_of
+from omni_proxy.weight_sync.worker_calls import compare_checksums, read_labels
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import LOST, house_with
+from tests.weight_sync.operation_fixture import LOST, house_with
 
 
-async def test_who_guards_or_lacks_the_first_path_is_asked_on_the_second(engines, folder):
+async def test_a_worker_that_refuses_the_first_label_path_is_asked_on_the_second(engines, folder):
     house = house_with(folder)
     engines.tell(A, "/model_info", {"detail": "key"}, status=401)
     engines.tell(A, "/get_model_info", {"weight_version": "v9"})
-    labels = await labels_of(house.fleet.workers, {"authorization": "Bearer t"})
+    labels = await read_labels(house.fleet.workers, {"authorization": "Bearer t"})
     assert {worker.url: label for worker, label in labels.items()} == {A: "v9", B: "v1"}
     assert engines.paths(B) == ["/model_info"]
     assert {request.headers["authorization"] for request in engines.asked} == {"Bearer t"}
 
 
-async def test_who_is_lost_or_tells_several_has_no_label(engines, folder):
+async def test_a_worker_that_is_lost_or_reports_several_labels_has_none(engines, folder):
     house = house_with(folder)
     engines.says[A, "/model_info"] = LOST
     stages = [{"data": {"weight_version": label}} for label in ("v1", "v2")]
     engines.tell(B, "/model_info", {"results": stages})
-    labels = await labels_of(house.fleet.workers, {})
+    labels = await read_labels(house.fleet.workers, {})
     assert list(labels.values()) == [None, None]
     assert engines.paths(A) == ["/model_info"]
 
 
-async def test_checksums_are_asked_for_as_the_contract_says(engines, folder):
+async def test_checksums_are_requested_as_the_contract_says(engines, folder):
     house = house_with(folder)
     verdict = await compare_checksums(house.fleet.workers, {}, 5.0)
     assert (verdict.checked, verdict.checksums) == ((A, B), {A: "s", B: "s"})
@@ -33,10 +33,10 @@ async def test_checksums_are_asked_for_as_the_contract_says(engines, folder):
         assert request.headers["content-type"] == "application/json"
 
 
-async def test_vllm_tells_its_label_at_a_route_of_its_own(engines, folder):
+async def test_the_label_of_vllm_is_read_from_weight_info(engines, folder):
     house = house_with(folder)
     for path in ("/model_info", "/get_model_info"):
         engines.tell(A, path, {}, status=404)
     engines.tell(A, "/weight_info", {"weight_version": "step-7"})
-    labels = await labels_of(house.fleet.workers, {})
+    labels = await read_labels(house.fleet.workers, {})
     assert list(labels.values()) == ["step-7", "v1"]

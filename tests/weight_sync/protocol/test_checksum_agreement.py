@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.protocol.checksum_agreement import Digest, compare, digest_of
+from omni_proxy.weight_sync.protocol.checksum_agreement import Digest, compare_answers, parse_digest
 
 
 def omni(ranks=(), whole="", stage="text"):
@@ -24,7 +24,7 @@ def sglang(*ranks):
 
 
 def verdict(**bodies):
-    return compare({
+    return compare_answers({
         url: WorkerResult(url, 200, each) if isinstance(each, dict) else each
         for url, each in bodies.items()
     })  # fmt: skip
@@ -42,12 +42,12 @@ def test_other_layouts_are_compared_over_whole_tensors():
     assert (found.checked, found.mismatched) == (("a", "c"), ("b",))
 
 
-def test_of_two_that_differ_nobody_is_right():
+def test_two_workers_that_differ_are_both_mismatched():
     found = verdict(a=omni(("x",)), b=omni(("y",)))
     assert (found.checked, found.mismatched) == ((), ("a", "b"))
 
 
-def test_who_cannot_be_compared_is_unverified_and_not_mismatched():
+def test_a_worker_that_cannot_be_compared_is_unverified():
     lost = WorkerResult("d", None, "", "ReadTimeout")
     found = verdict(a=omni(("x",)), b=omni(("x",)), c=sglang("q"), d=lost, e={"success": True},
                     f=omni(("x", "y")))  # fmt: skip
@@ -58,7 +58,7 @@ def test_who_cannot_be_compared_is_unverified_and_not_mismatched():
         "e": "its checker names no checksum",
         "f": "no other worker's checksum can be compared with it",
     }
-    assert found.told()["unverified"] == ["d", "e", "c", "f"]
+    assert found.to_dict()["unverified"] == ["d", "e", "c", "f"]
 
 
 def test_engines_of_one_kind_are_compared():
@@ -66,7 +66,7 @@ def test_engines_of_one_kind_are_compared():
     assert verdict(a=sglang("q"), b=sglang("r")).mismatched == ("a", "b")
 
 
-def test_a_pool_of_one_is_checked_by_its_own_word():
+def test_a_single_worker_is_checked_by_its_own_report():
     found = verdict(a=omni(("x",), "w"))
     assert (found.checked, found.checksums) == (("a",), {"a": "w"})
     assert verdict(a=omni(("x",)), b={"success": True}).checked == ()
@@ -77,28 +77,28 @@ def test_a_pool_of_one_is_checked_by_its_own_word():
     [{}, {"results": 3}, {"results": [{"data": {"per_gpu_checksum": 7}}]}, {"ranks": [{}]}, "text",
      {"results": [{"data": {"rank_results": [{"data": None}]}}]}],
 )  # fmt: skip
-def test_junk_is_no_digest(junk):
-    assert digest_of(WorkerResult("a", 200, junk)) == "its checker names no checksum"
+def test_invalid_reports_have_no_digest(junk):
+    assert parse_digest(WorkerResult("a", 200, junk)) == "its checker names no checksum"
 
 
-def test_a_stage_without_a_checksum_leaves_only_what_all_stages_tell():
+def test_a_stage_without_a_checksum_leaves_only_what_all_stages_report():
     body = {"results": [
         {"stage": "b", "data": {"per_gpu_checksum": "x", "full_checksum": "2"}},
         {"stage": "a", "data": {"full_checksum": "1"}},
     ]}  # fmt: skip
-    assert digest_of(WorkerResult("a", 200, body)) == Digest("omni", (), "1/2")
+    assert parse_digest(WorkerResult("a", 200, body)) == Digest("omni", (), "1/2")
 
 
 def test_a_rank_without_a_checksum_leaves_only_the_whole():
     body = omni(("x", None), "w")
-    assert digest_of(WorkerResult("a", 200, body)) == Digest("omni", (), "w")
+    assert parse_digest(WorkerResult("a", 200, body)) == Digest("omni", (), "w")
 
 
 SUMS = st.sampled_from(("x", "y", "z"))
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), SUMS, min_size=2))
-def test_alike_replicas_the_largest_group_is_right(sums):
+def test_the_largest_group_of_equal_replicas_is_right(sums):
     found = verdict(**{url: omni((each,)) for url, each in sums.items()})
     sizes = sorted((list(sums.values()).count(s) for s in set(sums.values())), reverse=True)
     clear = len(sizes) == 1 or sizes[0] > sizes[1]

@@ -21,16 +21,16 @@ BEGUN = st.builds(
     step=st.just("calling"),
 )
 JOURNALS = st.builds(
-    Journal, begun=st.none() | BEGUN, uncertain=st.dictionaries(URLS, st.text(max_size=9))
+    Journal, in_progress=st.none() | BEGUN, uncertain=st.dictionaries(URLS, st.text(max_size=9))
 )
 
 
 @given(JOURNALS)
-def test_what_is_written_is_read(journal):
+def test_a_journal_survives_encoding(journal):
     assert decode(encode(journal)) == journal
 
 
-def test_half_a_character_is_written_as_a_question_mark():
+def test_a_lone_surrogate_becomes_a_question_mark():
     told = Journal(
         uncertain={"http://a": "\ud800x"}, pauses={"http://a": PauseRecord(mode="\udfff")}
     )
@@ -40,9 +40,9 @@ def test_half_a_character_is_written_as_a_question_mark():
 
 
 @given(JOURNALS)
-def test_at_the_start_exactly_the_named_are_uncertain(journal):
-    targets = journal.begun.targets if journal.begun else ()
-    found = journal.at_start()
+def test_exactly_the_recorded_workers_are_uncertain_at_the_start(journal):
+    targets = journal.in_progress.targets if journal.in_progress else ()
+    found = journal.uncertain_at_start()
     assert found.keys() == {*targets, *journal.uncertain}
     for url, reason in journal.uncertain.items():
         assert found[url] == reason
@@ -50,13 +50,13 @@ def test_at_the_start_exactly_the_named_are_uncertain(journal):
         assert found[url].startswith("the proxy ended while update_weights_from_disk was under way")
 
 
-def test_nothing_under_way_and_nobody_uncertain_is_no_record():
+def test_a_journal_with_nothing_in_progress_is_falsy():
     assert not Journal()
     assert Journal(uncertain={"http://a": ""})
 
 
 @given(JOURNALS, st.data())
-def test_a_record_that_was_cut_is_refused(journal, data):
+def test_a_truncated_journal_is_refused(journal, data):
     raw = encode(journal).rstrip()
     cut = data.draw(st.integers(0, len(raw) - 1))
     with pytest.raises(UnreadableJournal):
@@ -66,13 +66,13 @@ def test_a_record_that_was_cut_is_refused(journal, data):
 @pytest.mark.parametrize(
     "raw", [b"[]", b'{"format": 2}', b"\xff", b'{"begun": {"path": "/x"}}', b'{"uncertain": []}']
 )
-def test_what_is_no_record_is_refused(raw):
+def test_invalid_journals_are_refused(raw):
     with pytest.raises(UnreadableJournal):
         decode(raw)
 
 
 @pytest.mark.parametrize("step", ["joining", "grouped", "arming", "armed", "committing"])
-def test_members_of_a_sync_are_doubted_from_the_moment_on_in_which_they_may_receive(step):
+def test_members_of_a_sync_are_uncertain_from_arming_on(step):
     sync = JournalEntry(
         operation="g",
         path="/prepare_weights_update",
@@ -82,4 +82,6 @@ def test_members_of_a_sync_are_doubted_from_the_moment_on_in_which_they_may_rece
     )
     journal = decode(encode(Journal(sync=sync)))
     assert journal
-    assert set(journal.at_start()) == (set() if step in ("joining", "grouped") else {"http://a"})
+    assert set(journal.uncertain_at_start()) == (
+        set() if step in ("joining", "grouped") else {"http://a"}
+    )

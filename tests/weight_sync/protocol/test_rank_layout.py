@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.weight_sync.protocol.rank_layout import RankLayoutError, ranks_in, seats_of
+from omni_proxy.weight_sync.protocol.rank_layout import RankLayoutError, assign_ranks, count_ranks
 
 RANKS = st.lists(st.integers(1, 8), min_size=1, max_size=6).map(
     lambda counts: {f"http://{at}": count for at, count in enumerate(counts)}
@@ -13,7 +13,7 @@ RANKS = st.lists(st.integers(1, 8), min_size=1, max_size=6).map(
 def test_a_layout_gives_each_rank_once_and_none_outside_the_group(ranks, offset, world):
     fits = offset >= 1 and offset + sum(ranks.values()) <= world
     try:
-        seats = seats_of(offset, world, ranks)
+        seats = assign_ranks(offset, world, ranks)
     except RankLayoutError:
         assert not fits
         return
@@ -23,29 +23,29 @@ def test_a_layout_gives_each_rank_once_and_none_outside_the_group(ranks, offset,
     assert {seat.name: seat.ranks for seat in seats} == ranks
 
 
-def test_what_does_not_fit_is_told_with_the_arithmetic():
+def test_ranks_that_do_not_fit_are_refused_with_the_sum():
     with pytest.raises(RankLayoutError) as refused:
-        seats_of(4, 4, {"http://a": 2, "http://b": 1})
+        assign_ranks(4, 4, {"http://a": 2, "http://b": 1})
     message = str(refused.value)
     assert "rank_offset 4 + 3 ranks" in message
     assert "http://a: 2, http://b: 1" in message
     assert "= 7, but world_size is 4" in message
 
 
-def test_the_trainers_own_rank_is_nobodys():
+def test_rank_zero_cannot_be_assigned():
     with pytest.raises(RankLayoutError, match="rank_offset 0"):
-        seats_of(0, 9, {"http://a": 1})
+        assign_ranks(0, 9, {"http://a": 1})
 
 
 @pytest.mark.parametrize("ranks", [{}, {"http://a": 0}])
-def test_a_member_without_a_rank_is_none(ranks):
+def test_a_member_without_ranks_is_refused(ranks):
     with pytest.raises(RankLayoutError, match="rank at least"):
-        seats_of(1, 9, ranks)
+        assign_ranks(1, 9, ranks)
 
 
 @pytest.mark.parametrize(
     ("info", "ranks"),
     [({"tp_size": 2}, 2), ({"tp_size": 0}, 1), ({"tp_size": True}, 1), ({}, 1), (None, 1)],
 )
-def test_who_does_not_tell_its_ranks_has_one(info, ranks):
-    assert ranks_in(info) == ranks
+def test_a_server_that_reports_no_ranks_has_one(info, ranks):
+    assert count_ranks(info) == ranks

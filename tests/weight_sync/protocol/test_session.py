@@ -9,12 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.requests import Marks
-from omni_proxy.weight_sync.protocol.session import Owner, Standing, SyncSession
-from omni_proxy.weight_sync.protocol.states import LEADS_TO, OutOfPlace, SyncEvent, SyncState, after
+from omni_proxy.weight_sync.protocol.requests import UpdateFlags
+from omni_proxy.weight_sync.protocol.session import GroupOwner, MemberStatus, SyncSession
+from omni_proxy.weight_sync.protocol.states import (
+    TRANSITIONS,
+    InvalidTransition,
+    SyncEvent,
+    SyncState,
+    next_state,
+)
 
 NAMES = ("http://a", "http://b", "http://c")
-LAST, MORE = Marks(flush_cache=True), Marks(flush_cache=False)
+LAST, MORE = UpdateFlags(flush_cache=True), UpdateFlags(flush_cache=False)
 # What a member makes of a call: it does it, says no, fails in its middle, dies, or says that it
 # did it and has something else.
 WELL, NO, BROKEN, DIES, LIES = "well", "no", "broken", "dies", "lies"
@@ -63,27 +69,27 @@ class Fleet(RuleBasedStateMachine):
     def init(self, deeds):
         there = [name for name in NAMES if self.members[name].alive]
         if self.session.state is not SyncState.IDLE:
-            with pytest.raises(OutOfPlace) as refused:
-                self.session.begin(Owner("h", "other:1", 0.0), ())
+            with pytest.raises(InvalidTransition) as refused:
+                self.session.begin(GroupOwner("h", "other:1", 0.0), ())
             assert refused.value.status == 409
             return
         if not there:
             return
         seats = [RankRange(name, 1, 1 + at) for at, name in enumerate(there)]
-        self.session.begin(Owner("g", "host:1", 0.0), seats)
+        self.session.begin(GroupOwner("g", "host:1", 0.0), seats)
 
         def join(member):
             member.joined = True
 
         went = self.ask(deeds, join)
-        assert (self.session.settle() is SyncState.GROUPED) is went
+        assert (self.session.finish_step() is SyncState.GROUPED) is went
         self.follow_up(went)
 
     @precondition(lambda self: self.session.state is SyncState.GROUPED)
     @rule(deeds=fleet_of(PLAIN), batched=st.booleans())
     def prepare(self, deeds, batched):
-        if batched and self.session.open:
-            with pytest.raises(OutOfPlace):
+        if batched and self.session.has_unpublished:
+            with pytest.raises(InvalidTransition):
                 self.session.arm(batched=True, buckets=2, names=("t",))
             assert self.session.state is SyncState.GROUPED
             return
@@ -93,7 +99,7 @@ class Fleet(RuleBasedStateMachine):
             member.armed = True
 
         went = self.ask(deeds, arm)
-        assert (self.session.settle() is SyncState.ARMED) is went
+        assert (self.session.finish_step() is SyncState.ARMED) is went
         self.follow_up(went)
 
     @precondition(lambda self: self.session.state is SyncState.ARMED)
@@ -108,10 +114,12 @@ class Fleet(RuleBasedStateMachine):
         self.session.update(marks, ("t",))
         self.apply(deeds)
 
-    @precondition(lambda self: self.session.state is SyncState.GROUPED and self.session.open)
+    @precondition(
+        lambda self: self.session.state is SyncState.GROUPED and self.session.has_unpublished
+    )
     @rule()
     def goes_on(self):
-        if self.session.round.ends_itself:
+        if self.session.round.is_complete:
             self.session.close()
             self.verify()
         else:
@@ -121,11 +129,11 @@ class Fleet(RuleBasedStateMachine):
     @rule()
     def destroy(self):
         if self.session.state is SyncState.IDLE:
-            with pytest.raises(OutOfPlace) as refused:
+            with pytest.raises(InvalidTransition) as refused:
                 self.session.leave()
             assert refused.value.status == 400
             return
-        if self.session.state is SyncState.GROUPED and self.session.open:
+        if self.session.state is SyncState.GROUPED and self.session.has_unpublished:
             self.session.close()
             self.verify()
         if self.session.state is not SyncState.ABORTING:
@@ -144,7 +152,7 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.session.state is not SyncState.IDLE)
     @rule(name=st.sampled_from(NAMES))
     def a_member_dies(self, name):
-        if name in self.session.parts:
+        if name in self.session.members:
             self.members[name].alive = False
             self.session.fail(f"{name} is lost", name)
             self.follow_up()
@@ -160,61 +168,61 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.session.state in (SyncState.IDLE, SyncState.GROUPED))
     @rule(event=st.sampled_from((SyncEvent.COMPLETE, SyncEvent.PREPARE, SyncEvent.UPDATE)))
     def asked_out_of_place(self, event):
-        if (self.session.state, event) in LEADS_TO:
+        if (self.session.state, event) in TRANSITIONS:
             return
         before = self.session.state
-        with pytest.raises(OutOfPlace) as refused:
-            self.session.place(event)
+        with pytest.raises(InvalidTransition) as refused:
+            self.session.check(event)
         assert (refused.value.status, self.session.state) == (400, before)
 
     # What follows
 
     def ask(self, deeds, do):
         """Whether every member did it."""
-        for name in self.session.parts:
+        for name in self.session.members:
             member, deed = self.members[name], deeds[name]
             if deed == DIES:
                 member.alive = False
             if deed == WELL:
                 do(member)
-                self.session.hear(ok(name))
+                self.session.on_result(ok(name))
             else:
-                self.session.hear(no(name) if deed == NO else lost(name))
-        return all(deeds[name] == WELL for name in self.session.parts)
+                self.session.on_result(no(name) if deed == NO else lost(name))
+        return all(deeds[name] == WELL for name in self.session.members)
 
     def apply(self, deeds):
         self.count += 1
         batched = self.session.round.batched
-        for name in self.session.parts:
+        for name in self.session.members:
             member, deed = self.members[name], deeds[name]
             if deed in (WELL, LIES):
                 mine = self.count if deed == WELL else (name, self.count)
                 member.weights += (mine,)
                 member.armed = False
-                self.session.hear(ok(name))
+                self.session.on_result(ok(name))
                 continue
             if deed == DIES:
                 member.alive = False
             if deed == BROKEN or (deed == NO and not batched):
                 member.weights += (("half", name, self.count),)
             answer = no(name) if deed == NO else lost(name)
-            self.session.hear(answer, touched=not (deed == NO and batched))
-        did_it = all(deeds[name] in (WELL, LIES) for name in self.session.parts)
-        assert self.session.whole is did_it
-        self.session.settle()
+            self.session.on_result(answer, modified=not (deed == NO and batched))
+        did_it = all(deeds[name] in (WELL, LIES) for name in self.session.members)
+        assert self.session.all_ok is did_it
+        self.session.finish_step()
         if self.session.state is SyncState.VERIFYING:
             self.verify()
         self.follow_up(did_it)
 
     def verify(self):
         """Whoever has what most have; of two that differ nobody is believed."""
-        survivors = [name for name, part in self.session.parts.items() if not part.failed]
+        survivors = [name for name, part in self.session.members.items() if not part.failed]
         held = Counter(self.members[name].weights for name in survivors)
         best = held.most_common(1)[0]
         alone = sum(1 for count in held.values() if count == best[1]) == 1
         agreed = [n for n in survivors if alone and self.members[n].weights == best[0]]
         doubted = self.session.publish(agreed)
-        assert doubted.keys() == self.session.parts.keys() - set(agreed)
+        assert doubted.keys() == self.session.members.keys() - set(agreed)
         self.doubted = (self.doubted - set(agreed)) | doubted.keys()
         for name in agreed:
             self.published.add(self.members[name].weights)
@@ -224,16 +232,16 @@ class Fleet(RuleBasedStateMachine):
             assert self.session.state in (SyncState.ABORTING, SyncState.IDLE)
         if self.session.state is not SyncState.ABORTING:
             return
-        for name in self.session.parts:
+        for name in self.session.members:
             member = self.members[name]
             if member.alive:
                 member.armed = member.joined = False
-            self.session.disarm(name, ok=member.alive)
+            self.session.on_left(name, ok=member.alive)
         self.doubted |= self.session.end().keys()
 
     def routed(self):
         """Who gets requests: neither dead, nor doubted, nor in the middle of a round."""
-        touched = {name for name, part in self.session.parts.items() if part.touched}
+        touched = {name for name, part in self.session.members.items() if part.modified}
         return [
             name
             for name in NAMES
@@ -255,9 +263,9 @@ class Fleet(RuleBasedStateMachine):
     @invariant()
     def everybody_in_a_group_has_joined_it(self):
         if self.session.state in (SyncState.GROUPED, SyncState.ARMED):
-            assert all(self.members[name].joined for name in self.session.parts)
+            assert all(self.members[name].joined for name in self.session.members)
         if self.session.state is SyncState.ARMED:
-            assert all(self.members[name].armed for name in self.session.parts)
+            assert all(self.members[name].armed for name in self.session.members)
 
 
 Fleet.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
@@ -267,86 +275,87 @@ TestFleet = Fleet.TestCase
 def grouped(*names):
     session = SyncSession()
     session.begin(
-        Owner("g", "host:1", 5.0, "me"), [RankRange(n, 1, 1 + at) for at, n in enumerate(names)]
+        GroupOwner("g", "host:1", 5.0, "me"),
+        [RankRange(n, 1, 1 + at) for at, n in enumerate(names)],
     )
     for name in names:
-        session.hear(ok(name))
-    assert session.settle() is SyncState.GROUPED
+        session.on_result(ok(name))
+    assert session.finish_step() is SyncState.GROUPED
     return session
 
 
-def test_the_owner_is_named_with_its_age_and_its_step():
+def test_the_owner_is_described_with_age_and_step():
     session = grouped("http://a")
-    words = session.owner.in_words(8.5, session.state)
+    words = session.owner.describe(8.5, session.state)
     assert words == "group 'g' at host:1 of me, begun 3.5 s ago, step grouped"
 
 
-def test_who_asks_after_the_end_hears_what_ended_it():
+def test_calls_after_the_end_are_refused_with_its_cause():
     session = grouped("http://a")
-    session.fail("http://a is lost: nobody listens", "http://a")
-    session.disarm("http://a", ok=False)
+    session.fail("http://a is lost: nothing listens", "http://a")
+    session.on_left("http://a", ok=False)
     assert session.end() == {}
-    with pytest.raises(OutOfPlace, match="http://a is lost"):
+    with pytest.raises(InvalidTransition, match="http://a is lost"):
         session.arm(batched=False, buckets=1, names=("t",))
 
 
-def test_of_a_whole_sync_that_all_refuse_nobody_is_in_doubt():
+def test_a_whole_sync_that_all_refuse_leaves_no_member_uncertain():
     session = grouped("http://a", "http://b")
     session.arm(batched=True, buckets=1, names=("t",))
-    for name in session.parts:
-        session.hear(ok(name))
-    session.settle()
+    for name in session.members:
+        session.on_result(ok(name))
+    session.finish_step()
     session.commit(LAST)
-    for name in session.parts:
-        session.hear(no(name), touched=False)
-    assert session.settle() is SyncState.ABORTING
-    for name in session.parts:
-        session.disarm(name, ok=True)
+    for name in session.members:
+        session.on_result(no(name), modified=False)
+    assert session.finish_step() is SyncState.ABORTING
+    for name in session.members:
+        session.on_left(name, ok=True)
     assert session.end() == {}
 
 
-def test_where_one_took_the_whole_and_the_other_did_not_it_is_published_over_the_one():
+def test_a_whole_sync_that_one_member_took_is_published_for_that_member():
     session = grouped("http://a", "http://b")
     session.arm(batched=True, buckets=1, names=("t",))
-    for name in session.parts:
-        session.hear(ok(name))
-    session.settle()
+    for name in session.members:
+        session.on_result(ok(name))
+    session.finish_step()
     session.commit(LAST)
-    session.hear(ok("http://a"))
-    session.hear(lost("http://b"))
-    assert session.settle() is SyncState.VERIFYING
+    session.on_result(ok("http://a"))
+    session.on_result(lost("http://b"))
+    assert session.finish_step() is SyncState.VERIFYING
     assert session.publish(["http://a"]) == {"http://b": "ReadError"}
     assert session.state is SyncState.ABORTING
-    assert session.standings() == {"http://a": "ok", "http://b": "uncertain"}
+    assert session.member_statuses() == {"http://a": "ok", "http://b": "uncertain"}
 
 
-def test_calls_that_all_abort_mark_the_end_by_that():
+def test_calls_that_all_abort_requests_complete_the_round():
     session = grouped("http://a")
     for _ in range(2):
-        session.update(Marks(abort_all_requests=True), ("t",))
-        session.hear(ok("http://a"))
-        assert session.settle() is SyncState.GROUPED
-    assert session.round.ends_itself
+        session.update(UpdateFlags(abort_all_requests=True), ("t",))
+        session.on_result(ok("http://a"))
+        assert session.finish_step() is SyncState.GROUPED
+    assert session.round.is_complete
     session.update(MORE, ("t",))
-    session.hear(ok("http://a"))
-    session.settle()
-    assert not session.round.ends_itself
+    session.on_result(ok("http://a"))
+    session.finish_step()
+    assert not session.round.is_complete
 
 
-def test_only_an_open_round_can_be_said_to_be_over():
-    with pytest.raises(OutOfPlace, match="no weights-update session"):
+def test_only_an_open_round_can_be_ended():
+    with pytest.raises(InvalidTransition, match="no weights-update session"):
         grouped("http://a").commit_end()
 
 
 def test_a_member_is_updating_while_it_applies():
     session = grouped("http://a")
     session.update(LAST, ("t",))
-    assert session.standings() == {"http://a": Standing.UPDATING.value}
+    assert session.member_statuses() == {"http://a": MemberStatus.UPDATING.value}
 
 
 def test_every_state_but_idle_can_be_ended():
     for state in SyncState:
         if state in (SyncState.IDLE, SyncState.ABORTING):
             continue
-        assert after(state, SyncEvent.FAILED) is SyncState.ABORTING
-        assert after(state, SyncEvent.DESTROY) is SyncState.ABORTING
+        assert next_state(state, SyncEvent.FAILED) is SyncState.ABORTING
+        assert next_state(state, SyncEvent.DESTROY) is SyncState.ABORTING

@@ -2,8 +2,8 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import PAUSE, call, held
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import PAUSE, call, held
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     CONTINUE,
@@ -25,7 +25,7 @@ ENGINES = Engines
 # In parts
 
 
-async def test_parts_are_one_sync_that_ends_with_its_group(trainer, engines):
+async def test_parts_are_published_together_when_the_group_is_destroyed(trainer, engines):
     await trainer.join()
     for _ in range(3):
         await trainer.well(PREPARE, **TENSORS)
@@ -40,7 +40,7 @@ async def test_parts_are_one_sync_that_ends_with_its_group(trainer, engines):
     assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
 
 
-async def test_a_marked_last_part_is_published_when_generation_goes_on(trainer):
+async def test_a_marked_last_part_is_published_at_continue(trainer):
     await trainer.join()
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
     await trainer.well(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
@@ -51,7 +51,7 @@ async def test_a_marked_last_part_is_published_when_generation_goes_on(trainer):
     assert trainer.state == "grouped"
 
 
-async def test_going_on_in_the_middle_leaves_everybody_in_doubt(trainer):
+async def test_continue_between_parts_leaves_all_workers_uncertain(trainer):
     await trainer.join()
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
     told = await trainer.well(CONTINUE)
@@ -59,14 +59,14 @@ async def test_going_on_in_the_middle_leaves_everybody_in_doubt(trainer):
     assert held(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
-async def test_the_end_of_a_session_ends_the_round(trainer):
+async def test_end_weight_update_ends_the_round(trainer):
     await trainer.join()
     await trainer.well(UPDATE, **TENSORS, flush_cache=False, weight_version="v2")
     told = await trainer.well(END)
     assert (told["weight_epoch"], versions(trainer.house)[A]) == (1, ("v2", 1))
 
 
-async def test_a_part_that_one_does_not_take_leaves_everybody_in_doubt(trainer, engines):
+async def test_a_part_that_one_member_refuses_leaves_all_workers_uncertain(trainer, engines):
     await trainer.join()
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
     engines.tell(B, UPDATE, {"success": False, "message": "no"}, 400)
@@ -74,10 +74,10 @@ async def test_a_part_that_one_does_not_take_leaves_everybody_in_doubt(trainer, 
     assert answer.body["message"] == f"{B}: status 400: no"
     await trainer.until("idle")
     assert uncertain(trainer.house) == [A, B]
-    assert trainer.house.desk.book.published.epoch == 0
+    assert trainer.house.desk.journal.published.epoch == 0
 
 
-async def test_nothing_else_is_loaded_while_a_sync_is_open(trainer, engines):
+async def test_other_updates_are_refused_while_a_sync_is_open(trainer, engines):
     await trainer.join()
     assert (await trainer.ask(DISK, model_path="m")).ok
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
@@ -86,7 +86,7 @@ async def test_nothing_else_is_loaded_while_a_sync_is_open(trainer, engines):
     assert "group 'g'" in answer.body["message"]
 
 
-async def test_nothing_else_is_loaded_while_bytes_may_be_on_their_way(trainer, engines):
+async def test_other_updates_are_refused_while_members_are_armed(trainer, engines):
     await trainer.arm()
     answer = await trainer.ask(DISK, model_path="m")
     assert (answer.status, engines.bodies(DISK, A)) == (409, [])
@@ -98,7 +98,9 @@ async def test_nothing_else_is_loaded_while_bytes_may_be_on_their_way(trainer, e
 # Back in
 
 
-async def test_who_was_in_doubt_is_healed_by_all_of_what_was_sent_in_vain(trainer, engines):
+async def test_an_uncertain_worker_recovers_when_all_failed_tensors_are_sent_again(
+    trainer, engines
+):
     engines.tensors = ("a", "b", "c")  # one of them is never sent: it is nobody's doubt
     await trainer.arm()
     engines.sums[B] = "other"
@@ -118,7 +120,7 @@ async def test_who_was_in_doubt_is_healed_by_all_of_what_was_sent_in_vain(traine
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_an_engine_that_a_failed_part_left_paused_runs_before_it_is_routed_to_again(
+async def test_an_engine_left_paused_by_a_failed_part_continues_before_it_gets_requests(
     trainer, engines, paused
 ):
     await trainer.arm()
@@ -136,7 +138,7 @@ async def test_an_engine_that_a_failed_part_left_paused_runs_before_it_is_routed
     assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == told
 
 
-async def test_a_part_does_not_heal_what_it_does_not_touch(trainer, engines):
+async def test_a_part_recovers_no_worker_whose_failed_tensors_it_lacks(trainer, engines):
     engines.tell(A, DISK, {}, 500)
     engines.tell(B, DISK, {}, 500)
     assert not (await trainer.ask(DISK, model_path="m")).ok

@@ -6,8 +6,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import held
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import held
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     DESTROY,
@@ -29,7 +29,7 @@ ENGINES = Engines
 # Whose it is
 
 
-async def test_a_second_trainer_is_told_of_the_first_while_that_one_lives(trainer):
+async def test_a_second_trainer_is_refused_while_the_first_is_alive(trainer):
     await trainer.arm()
     async with store_of_a_trainer() as other:
         answer = await trainer.ask(INIT, **init_body(other, group_name="mine"))
@@ -42,7 +42,7 @@ async def test_a_second_trainer_is_told_of_the_first_while_that_one_lives(traine
     assert (await trainer.well(COMPLETE, weight_version="v2"))["weight_epoch"] == 1
 
 
-async def test_one_whose_store_is_not_up_yet_is_not_taken_for_dead(trainer, engines):
+async def test_a_trainer_whose_store_is_still_starting_is_alive(trainer, engines):
     engines.shut(INIT)
     answers = []
     async with trio.open_nursery() as nursery:
@@ -62,7 +62,7 @@ async def test_one_whose_store_is_not_up_yet_is_not_taken_for_dead(trainer, engi
     assert answers[0].ok, answers[0].body
 
 
-async def test_force_takes_it_over(trainer, engines):
+async def test_an_init_with_force_takes_the_group_over(trainer, engines):
     await trainer.arm()
     async with store_of_a_trainer() as other:
         body = init_body(other, group_name="mine", force=True)
@@ -72,23 +72,23 @@ async def test_force_takes_it_over(trainer, engines):
 
 
 @pytest.mark.parametrize("same", [True, False])
-async def test_who_comes_before_its_death_was_noticed_takes_the_place_of_a_dead_one(
+async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_noticed(
     trainer, engines, caplog, same
 ):
     await trainer.arm()
-    trainer.house.desk.sync.life._watching.cancel()  # as if nobody had looked since
+    trainer.house.desk.sync.lifecycle._watching.cancel()  # as if nobody had looked since
     trainer.store.die()
     port = trainer.store.port if same else 0
     async with store_of_a_trainer(port) as other:
         assert (other.port == trainer.store.port) is same
         assert (await trainer.ask(INIT, **init_body(other))).ok
-        assert "replaced stale group: group 'g'" in caplog.text
+        assert "stale_group_replaced sync=\"group 'g'" in caplog.text
         assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
         assert trainer.house.desk.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
         await trainer.well(PREPARE, **BUCKETS)
 
 
-async def test_a_trainer_that_dies_is_answered_for(trainer, engines):
+async def test_a_dead_trainer_ends_the_sync(trainer, engines):
     await trainer.arm()
     trainer.store.die()
     await trainer.until("idle")
@@ -101,9 +101,7 @@ async def test_a_trainer_that_dies_is_answered_for(trainer, engines):
         assert (await trainer.ask(INIT, **init_body(other))).ok
 
 
-async def test_a_trainer_that_is_stopped_is_given_up_when_it_has_been_silent_for_too_long(
-    trainer_with, store
-):
+async def test_a_stopped_trainer_is_given_up_after_the_stall_timeout(trainer_with, store):
     trainer = await trainer_with(stall_timeout_secs=1.0)
     await trainer.arm()
     store.silent = True
@@ -111,7 +109,7 @@ async def test_a_trainer_that_is_stopped_is_given_up_when_it_has_been_silent_for
     assert "has not answered for 1 s" in trainer.house.desk.sync.status()["last_cause"]
 
 
-async def test_a_trainer_that_dies_in_the_middle_of_its_parts_leaves_doubt(trainer):
+async def test_a_trainer_that_dies_between_parts_leaves_workers_uncertain(trainer):
     await trainer.join()
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
     trainer.store.die()
@@ -120,7 +118,7 @@ async def test_a_trainer_that_dies_in_the_middle_of_its_parts_leaves_doubt(train
     assert held(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
-async def test_its_end_does_not_wait_for_what_runs(trainer, engines, nursery):
+async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
     await trainer.arm()
     engines.shut(COMPLETE)
     nursery.start_soon(trainer.house.desk.submit, asks(COMPLETE))
@@ -131,7 +129,7 @@ async def test_its_end_does_not_wait_for_what_runs(trainer, engines, nursery):
     assert trainer.state == "idle"
 
 
-async def test_what_is_armed_is_disarmed_by_its_end(trainer, engines):
+async def test_a_destroy_disarms_armed_members(trainer, engines):
     await trainer.arm()
     await trainer.well(DESTROY)
     assert (trainer.state, uncertain(trainer.house)) == ("idle", [])
@@ -142,7 +140,9 @@ async def test_what_is_armed_is_disarmed_by_its_end(trainer, engines):
 # Callers come and go
 
 
-async def test_a_caller_that_leaves_stops_nothing_and_hears_it_later(trainer, engines):
+async def test_a_caller_that_disconnects_cancels_nothing_and_gets_the_result_later(
+    trainer, engines
+):
     await trainer.arm()
     engines.shut(COMPLETE, B)
     with trio.move_on_after(0.1):
@@ -157,7 +157,7 @@ async def test_a_caller_that_leaves_stops_nothing_and_hears_it_later(trainer, en
     assert again.status == 400
 
 
-async def test_a_prepare_that_nobody_heard_is_answered_when_it_is_asked_again(trainer, engines):
+async def test_a_prepare_without_a_waiting_caller_is_answered_when_repeated(trainer, engines):
     await trainer.join()
     engines.shut(PREPARE, B)
     with trio.move_on_after(0.1):

@@ -7,8 +7,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import held
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import held
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     DESTROY,
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("listening")
 ENGINES = Engines
 
 
-async def test_what_runs_gets_its_time_before_a_complete_is_forwarded(trainer_with, engines):
+async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(trainer_with, engines):
     trainer = await trainer_with(drain_secs=60.0)
     await trainer.arm()
     worker = trainer.house.worker(B)
@@ -45,7 +45,9 @@ async def test_what_runs_gets_its_time_before_a_complete_is_forwarded(trainer_wi
     assert uncertain(trainer.house) == []
 
 
-async def test_where_requests_may_pass_nobody_is_held_and_no_version_is_told(trainer_with, engines):
+async def test_with_while_updating_pass_no_worker_is_held_and_versions_are_unknown(
+    trainer_with, engines
+):
     trainer = await trainer_with(while_updating="pass")
     await trainer.arm()
     await trainer.well(COMPLETE, weight_version="v2")
@@ -60,7 +62,7 @@ async def test_where_requests_may_pass_nobody_is_held_and_no_version_is_told(tra
         engines.open(COMPLETE)
 
 
-async def test_with_verify_off_nobody_is_asked_for_checksums(trainer_with, engines):
+async def test_with_verify_off_no_checksums_are_requested(trainer_with, engines):
     trainer = await trainer_with(verify="off")
     engines.sums[B] = "other"
     await trainer.arm()
@@ -70,7 +72,7 @@ async def test_with_verify_off_nobody_is_asked_for_checksums(trainer_with, engin
     assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
 
 
-async def test_every_call_to_a_replica_carries_the_key_of_who_asked_for_it(trainer_with, engines):
+async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer_with, engines):
     trainer = await trainer_with()
     for path, body in (
         (INIT, init_body(trainer.store)),
@@ -80,14 +82,14 @@ async def test_every_call_to_a_replica_carries_the_key_of_who_asked_for_it(train
     ):
         call = replace(asks(path, **body), headers={"authorization": f"Bearer {path}"})
         assert (await trainer.house.desk.submit(call)).ok
-    own = {
+    expected = {
         INIT: ("/server_info", INIT),
         PREPARE: (PREPARE,),
         COMPLETE: (COMPLETE, "/model_info", "/weights_checker"),
         DESTROY: (DESTROY,),
     }
     looks = ("/server_info", "/model_info")  # we ask for these without being asked, too
-    for asked_for, paths in own.items():
+    for asked_for, paths in expected.items():
         for path in paths:
             found = [r for r in engines.asked if r.url.path == path]
             keys = {r.headers.get("authorization") for r in found}
@@ -95,7 +97,7 @@ async def test_every_call_to_a_replica_carries_the_key_of_who_asked_for_it(train
             assert None not in keys or path in looks, path
 
 
-async def test_no_weights_change_before_every_door_knows_that_a_replica_is_held(
+async def test_no_weights_change_before_every_process_knows_that_a_replica_is_held(
     trainer_with, engines
 ):
     trainer = await trainer_with()

@@ -7,9 +7,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.weight_sync.protocol.journal import decode
-from omni_proxy.weight_sync.session import lifecycle
+from omni_proxy.weight_sync.session import leftover_groups
 from tests.admin_api.house import NOW, A, B
-from tests.weight_sync.syncs import (
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     DESTROY,
@@ -31,17 +31,17 @@ ENGINES = Engines
 # Members come and go
 
 
-async def test_a_member_that_is_gone_ends_it_by_name(trainer, listening, engines):
+async def test_a_member_that_is_gone_ends_the_sync_and_is_named(trainer, listening, engines):
     await trainer.arm()
     listening[B].set()
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A)
     answer = await trainer.ask(COMPLETE)
     assert answer.status == 400
-    assert f"{B} is lost: nobody listens" in answer.body["message"]
+    assert f"{B} is lost: nothing listens" in answer.body["message"]
 
 
-async def test_a_member_that_is_dead_by_its_probes_ends_it_too(trainer):
+async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
     await trainer.arm()
     trainer.house.fleet.mark_dead(trainer.house.worker(B), NOW)
     assert trainer.house.worker(B).health.state is Health.DEAD
@@ -52,7 +52,7 @@ async def test_a_member_that_is_dead_by_its_probes_ends_it_too(trainer):
 async def test_a_member_that_did_not_leave_is_told_again_before_it_joins(
     trainer, engines, monkeypatch
 ):
-    monkeypatch.setattr(lifecycle, "UNDO_SECS", 0.1)
+    monkeypatch.setattr(leftover_groups, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.shut(DESTROY, B)
     answer = await trainer.ask(DESTROY)
@@ -66,12 +66,12 @@ async def test_a_member_that_did_not_leave_is_told_again_before_it_joins(
 # Written down
 
 
-async def test_what_is_armed_is_written_down_and_doubted_after_a_restart(
+async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
     trainer, folder, engines, nursery
 ):
     await trainer.join()
     sync = decode((folder / "journal.json").read_bytes())
-    assert (sync.sync.step, sync.sync.targets, sync.at_start()) == ("grouped", (A, B), {})
+    assert (sync.sync.step, sync.sync.targets, sync.uncertain_at_start()) == ("grouped", (A, B), {})
     await trainer.well(PREPARE, **BUCKETS)
     assert decode((folder / "journal.json").read_bytes()).sync.step == "arming"
     later = sync_house(folder)
@@ -83,9 +83,7 @@ async def test_what_is_armed_is_written_down_and_doubted_after_a_restart(
     assert engines.bodies(DESTROY, A) == [{"group_name": "g"}]
 
 
-async def test_what_is_about_to_change_weights_is_written_down_before_it_is_sent(
-    trainer, folder, engines
-):
+async def test_a_call_that_changes_weights_is_recorded_before_it_is_sent(trainer, folder, engines):
     await trainer.join()
     engines.shut(UPDATE)
     async with trio.open_nursery() as nursery:
@@ -96,7 +94,7 @@ async def test_what_is_about_to_change_weights_is_written_down_before_it_is_sent
         engines.open(UPDATE)
 
 
-async def test_whom_our_end_left_in_a_group_is_out_of_it_before_there_is_another_one(
+async def test_members_of_a_cut_short_group_leave_before_the_next_init(
     trainer, folder, engines, nursery
 ):
     await trainer.arm()
@@ -118,13 +116,13 @@ async def test_whom_our_end_left_in_a_group_is_out_of_it_before_there_is_another
     assert answers[0].ok, answers[0].body
 
 
-async def test_nothing_is_sent_that_can_not_be_written_down(trainer, engines, monkeypatch):
+async def test_nothing_is_sent_if_the_journal_cannot_be_written(trainer, engines, monkeypatch):
     await trainer.join()
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.house.desk.book._file, "write", full)
+    monkeypatch.setattr(trainer.house.desk.journal._file, "write", full)
     answer = await trainer.ask(PREPARE, **BUCKETS)
     assert (answer.status, answer.body["error"]["code"]) == (503, "journal_unwritable")
     assert not engines.bodies(PREPARE, A)
@@ -139,7 +137,7 @@ async def test_a_sync_leaves_nothing_in_the_journal(trainer, folder):
     assert json.loads((folder / "epoch.json").read_bytes())["epoch"] == 1
 
 
-async def test_who_comes_up_after_a_sync_is_kept_out_until_it_has_told_what_it_has(
+async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_read(
     trainer, engines
 ):
     await trainer.arm()
@@ -157,10 +155,10 @@ async def test_who_comes_up_after_a_sync_is_kept_out_until_it_has_told_what_it_h
         while "uncertain" not in worker.cordon_reasons:
             await trio.sleep(0.01)
             assert not worker.routable
-    assert "missed the update to 'v2'" in trainer.house.desk.book.reasons[B]
+    assert "missed the update to 'v2'" in trainer.house.desk.journal.uncertain[B]
 
 
-async def test_who_comes_up_with_the_weights_of_the_last_sync_is_let_in(trainer, engines):
+async def test_a_worker_that_comes_up_with_the_synced_weights_is_released(trainer, engines):
     await trainer.arm()
     await trainer.well(COMPLETE, weight_version="v2")
     worker, fleet = trainer.house.worker(B), trainer.house.fleet

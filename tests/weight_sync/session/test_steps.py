@@ -2,8 +2,8 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import held
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import held
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     DESTROY,
@@ -26,7 +26,7 @@ ENGINES = Engines
 # Joining
 
 
-async def test_each_replica_gets_ranks_of_its_own_and_nobody_stops_serving(trainer, engines):
+async def test_each_replica_gets_its_own_ranks_and_keeps_serving(trainer, engines):
     answer = await trainer.init()
     assert answer.ok
     assert engines.bodies(INIT, A)[0]["rank_offset"] == 1
@@ -47,16 +47,14 @@ async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
     assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
 
 
-async def test_a_backend_of_ours_goes_to_every_replica(trainer_with, engines):
+async def test_a_configured_backend_is_sent_to_every_replica(trainer_with, engines):
     trainer = await trainer_with(backend="nccl")
     await trainer.join()
     assert engines.bodies(INIT, B)[0]["backend"] == "nccl"
 
 
 @pytest.mark.parametrize(("offset", "world"), [(4, 4), (2, 4), (0, 4), (1, 3)])
-async def test_ranks_that_do_not_fit_are_refused_and_nobody_is_asked(
-    trainer, engines, offset, world
-):
+async def test_ranks_that_do_not_fit_are_refused_before_any_call(trainer, engines, offset, world):
     answer = await trainer.init(rank_offset=offset, world_size=world)
     assert answer.status == 400
     assert f"rank_offset {offset}" in answer.body["message"]
@@ -64,7 +62,7 @@ async def test_ranks_that_do_not_fit_are_refused_and_nobody_is_asked(
     assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
 
 
-async def test_a_replica_that_does_not_tell_its_ranks_is_named(trainer, engines):
+async def test_a_replica_that_does_not_report_its_ranks_is_named(trainer, engines):
     engines.tell(B, "/server_info", {}, 500)
     answer = await trainer.init()
     assert answer.status == 502
@@ -86,7 +84,7 @@ async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
     await trainer.join()
 
 
-async def test_a_join_ends_at_its_own_deadline_and_at_no_other(trainer_with, engines):
+async def test_a_join_ends_at_init_timeout(trainer_with, engines):
     trainer = await trainer_with(init_timeout_secs=0.2)
     engines.shut(INIT, B)
     answer = await trainer.init()
@@ -95,7 +93,7 @@ async def test_a_join_ends_at_its_own_deadline_and_at_no_other(trainer_with, eng
     await trainer.until("idle")
 
 
-async def test_something_that_is_no_store_is_found_out(engines, folder, nursery):
+async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
     async def talk(stream):
         await stream.send_all(b"SSH-2.0-OpenSSH_9.6\r\n")
         await trio.sleep_forever()
@@ -117,7 +115,7 @@ async def test_something_that_is_no_store_is_found_out(engines, folder, nursery)
 # Two phases
 
 
-async def test_a_whole_sync_is_published_when_all_have_it_and_not_before(trainer, engines):
+async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines):
     told = await trainer.arm()
     assert (told["status"], held(trainer.house)) == ("ready", [[], []])
     engines.shut(COMPLETE, B)
@@ -146,7 +144,7 @@ async def test_a_whole_sync_is_published_when_all_have_it_and_not_before(trainer
     assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
 
 
-async def test_what_is_malformed_arms_nobody_and_costs_no_group(trainer, engines):
+async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engines):
     await trainer.join()
     answer = await trainer.ask(PREPARE, num_buckets=2, buckets=[TENSORS])
     assert (answer.status, trainer.state) == (400, "grouped")
@@ -154,7 +152,7 @@ async def test_what_is_malformed_arms_nobody_and_costs_no_group(trainer, engines
     await trainer.well(PREPARE, **BUCKETS)
 
 
-async def test_one_that_refuses_to_arm_disarms_all_and_is_named(trainer, engines):
+async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engines):
     await trainer.join()
     engines.tell(B, PREPARE, {"success": False, "message": "armed already"}, 409)
     answer = await trainer.ask(PREPARE, **BUCKETS)
@@ -172,7 +170,7 @@ async def test_one_that_refuses_to_arm_disarms_all_and_is_named(trainer, engines
     ("path", "after_prepare", "status"),
     [(COMPLETE, False, 400), (PREPARE, True, 409), (UPDATE, True, 409)],
 )
-async def test_calls_out_of_place_are_refused(trainer, path, after_prepare, status):
+async def test_calls_in_the_wrong_state_are_refused(trainer, path, after_prepare, status):
     await (trainer.arm() if after_prepare else trainer.join())
     before = trainer.state
     answer = await trainer.ask(path, **TENSORS)
@@ -180,20 +178,20 @@ async def test_calls_out_of_place_are_refused(trainer, path, after_prepare, stat
 
 
 @pytest.mark.parametrize("path", [PREPARE, COMPLETE, UPDATE, DESTROY])
-async def test_without_a_group_nothing_can_be_asked_of_it(trainer, engines, path):
+async def test_without_a_group_every_call_is_refused(trainer, engines, path):
     answer = await trainer.ask(path, **TENSORS)
     assert answer.status == 400
     assert not engines.bodies(path, A)
 
 
-async def test_a_group_of_another_name_is_none(trainer):
+async def test_a_call_for_another_group_name_is_refused(trainer):
     await trainer.join()
     answer = await trainer.ask(PREPARE, **BUCKETS, group_name="other")
     assert answer.status == 400
     assert "there is no group 'other'" in answer.body["message"]
 
 
-async def test_replicas_that_differ_are_kept_out_and_it_is_no_success(trainer, engines):
+async def test_replicas_that_differ_are_left_out_and_the_sync_fails(trainer, engines):
     engines.sums[B] = "other"
     await trainer.arm()
     answer = await trainer.ask(COMPLETE, weight_version="v2")
@@ -203,7 +201,7 @@ async def test_replicas_that_differ_are_kept_out_and_it_is_no_success(trainer, e
     assert held(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
-async def test_one_that_is_lost_is_kept_out_and_the_other_goes_on_with_the_new(trainer, engines):
+async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(trainer, engines):
     await trainer.arm()
     engines.says[B, COMPLETE] = LOST
     answer = await trainer.ask(COMPLETE, weight_version="v2")
@@ -214,16 +212,18 @@ async def test_one_that_is_lost_is_kept_out_and_the_other_goes_on_with_the_new(t
     assert held(trainer.house) == [[], ["uncertain"]]
 
 
-async def test_what_one_plainly_refuses_is_not_believed_of_the_only_other(trainer, engines):
+async def test_weights_that_one_replica_refused_are_not_published_for_a_single_other(
+    trainer, engines
+):
     await trainer.arm()
     engines.tell(B, COMPLETE, {"success": False, "message": "the trainer sent fewer"}, 400)
     answer = await trainer.ask(COMPLETE, weight_version="v2")
     assert answer.status == 400
     assert uncertain(trainer.house) == [A, B]
-    assert trainer.house.desk.book.published.epoch == 0
+    assert trainer.house.desk.journal.published.epoch == 0
 
 
-async def test_what_all_refuse_changed_nobody(trainer, engines):
+async def test_weights_that_all_refuse_leave_no_worker_uncertain(trainer, engines):
     before = versions(trainer.house)
     await trainer.arm()
     for url in (A, B):
@@ -234,7 +234,7 @@ async def test_what_all_refuse_changed_nobody(trainer, engines):
     assert (held(trainer.house), versions(trainer.house)) == ([[], []], before)
 
 
-async def test_a_member_whose_checksum_can_not_be_read_is_not_agreed_with(trainer, engines):
+async def test_a_member_without_a_readable_checksum_is_left_out(trainer, engines):
     await trainer.arm()
     engines.says[B, "/weights_checker"] = LOST
     answer = await trainer.ask(COMPLETE, weight_version="v2")

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.weight_sync.session.trainer_link import TrainerLink, reachable
+from omni_proxy.weight_sync.session.trainer_link import TrainerLink, is_store_reachable
 
 
 @pytest.fixture
@@ -14,38 +14,38 @@ async def link(store):
     made.close()
 
 
-async def test_an_owner_that_hangs_up_is_gone(store, link):
+async def test_a_trainer_that_disconnects_is_gone(store, link):
     await link.open()
     assert link.is_open
     store.die()
-    assert await link.until_gone(lambda: math.inf) == "its connection has ended"
-    assert not await link.answers(1)
+    assert await link.wait_gone(lambda: math.inf) == "its connection has ended"
+    assert not await link.ping(1)
 
 
-async def test_one_that_is_silent_for_as_long_as_it_may_be_is_gone_too(store, link):
+async def test_a_trainer_that_is_silent_for_the_limit_is_gone(store, link):
     await link.open()
     store.silent = True
-    assert "has not answered for 0.5 s" in await link.until_gone(lambda: 0.5)
+    assert "has not answered for 0.5 s" in await link.wait_gone(lambda: 0.5)
 
 
-async def test_one_that_is_silent_has_no_longer_for_a_second_connection(store, link):
+async def test_a_second_connection_does_not_extend_the_ping_timeout(store, link):
     await link.open()
     store.silent = True
     with trio.fail_after(7.9):  # twice as long is what it must not have
-        await link.until_gone(lambda: 4.0)
+        await link.wait_gone(lambda: 4.0)
 
 
-async def test_one_that_was_late_once_is_heard_again(store, link):
+async def test_a_trainer_that_answered_late_once_is_alive(store, link):
     await link.open()
     store.silent = True
-    assert not await link.answers(0.2)
+    assert not await link.ping(0.2)
     store.silent = False
-    assert await link.answers(2)
-    assert await link.answers(2)
+    assert await link.ping(2)
+    assert await link.ping(2)
 
 
-async def test_what_never_was_heard_does_not_live(store, link):
-    assert not await link.answers(1)
+async def test_a_link_that_never_opened_is_not_alive(store, link):
+    assert not await link.ping(1)
 
 
 async def test_a_store_that_comes_later_is_waited_for(nursery):
@@ -60,7 +60,7 @@ async def test_a_store_that_comes_later_is_waited_for(nursery):
     link.close()
 
 
-async def test_who_speaks_otherwise_is_no_owner(nursery):
+async def test_a_server_of_another_protocol_is_an_error(nursery):
     async def talk(stream):
         await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n")
         await trio.sleep_forever()
@@ -70,8 +70,8 @@ async def test_who_speaks_otherwise_is_no_owner(nursery):
     port = listener.socket.getsockname()[1]
     with pytest.raises(GroupError, match="another protocol"):
         await TrainerLink("127.0.0.1", port).open()
-    assert not await reachable("127.0.0.1", port, 2)
+    assert not await is_store_reachable("127.0.0.1", port, 2)
 
 
-async def test_a_store_can_be_asked_for_without_staying(store):
-    assert await reachable("127.0.0.1", store.port, 5)
+async def test_a_store_can_be_checked_without_keeping_a_connection(store):
+    assert await is_store_reachable("127.0.0.1", store.port, 5)

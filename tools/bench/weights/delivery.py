@@ -48,14 +48,14 @@ class Relayed:
 
     def _timed(self, folder: Path) -> float:
         from omni_proxy.process_group.receiver import FileRegion
-        from omni_proxy.weight_sync.delivery.prefetch import Coming
+        from omni_proxy.weight_sync.delivery.prefetch import IncomingVersion
         from omni_proxy.weight_sync.store.draft import Draft
 
         ours = self._ours
         block = Draft(1, folder, in_memory=True).add([plan.tensors for plan in ours.plans])
         place = FileRegion(str(block.path), block.starts)
         armed = ours.armed(into=place)
-        coming = Coming(armed, place, ours.plans)
+        coming = IncomingVersion(armed, place, ours.plans)
         follower = threading.Thread(target=self._follow, args=[coming], name="bench-worker")
         started = time.perf_counter()
         ours.order()
@@ -77,9 +77,9 @@ class Relayed:
 
         done = 0
         with suppress(WeightsFault):  # by its last name: it was sealed meanwhile
-            while done < len(coming.plans) and coming.armed.fault() is None:
-                done = coming.armed.wait_past(done, LOOK_SECS).buckets_done
-                told = {"model_path": coming.place.path, "nbytes": coming.final_bytes(done)}
+            while done < len(coming.plans) and coming.pending.fault() is None:
+                done = coming.pending.wait_past(done, LOOK_SECS).buckets_done
+                told = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}
                 self._folder.read_ahead(told, self._target)
 
     def _require_whole(self) -> None:

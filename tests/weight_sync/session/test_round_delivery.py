@@ -4,13 +4,13 @@ import pytest
 import trio
 
 from tests.admin_api.house import NOW, A, B
-from tests.weight_sync.holders import DISK, Holders
+from tests.weight_sync.version_holders import DISK, Holders
 
 pytest.importorskip("torch")
 ENGINES = Holders
 
 
-async def test_nobody_waits_for_another_to_have_it(running):
+async def test_workers_get_the_version_at_the_same_time(running):
     engines, answers = running.engines, []
     engines.shut(DISK)
 
@@ -27,9 +27,9 @@ async def test_nobody_waits_for_another_to_have_it(running):
     assert answers[0].ok, answers[0].body
 
 
-async def test_who_comes_up_meanwhile_is_held_before_the_others_go_on(running):
+async def test_a_worker_that_comes_up_during_a_delivery_is_held_before_the_others_continue(running):
     house, engines, seen = running.house, running.engines, []
-    late, publish = house.worker(B), running.desk.book.publish
+    late, publish = house.worker(B), running.desk.journal.publish
     for _ in range(house.fleet.thresholds.fall):
         epoch = late.health.epoch
         house.fleet.observe_probe(late, status=None, error="gone", at=NOW, epoch=epoch)
@@ -38,7 +38,7 @@ async def test_who_comes_up_meanwhile_is_held_before_the_others_go_on(running):
         seen.append(sorted(late.cordon_reasons))
         return await publish(*told)
 
-    running.desk.book.publish = publishing
+    running.desk.journal.publish = publishing
     engines.shut(DISK, A)
     async with trio.open_nursery() as asking:
         asking.start_soon(running.sync, 1)
@@ -52,10 +52,10 @@ async def test_who_comes_up_meanwhile_is_held_before_the_others_go_on(running):
 
 
 @pytest.mark.parametrize("policy", ["rollback"])
-async def test_nobody_is_given_back_what_was_not_the_version_of_before(running):
+async def test_a_rollback_needs_a_previous_version_in_the_store(running):
     await running.sync(1)
     renamed = await running.ask("/update_weight_version", new_version="of somebody else")
-    assert (renamed.ok, running.desk.book.published.epoch) == (True, 2)
+    assert (renamed.ok, running.desk.journal.published.epoch) == (True, 2)
     running.engines.stubborn[B] = 1
     done = await running.sync(2)
     assert done.status == 502

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.config.schema import Config, ServerConfig
-from omni_proxy.weight_sync.operations.journal_file import JournalFile, PublishedVersion, folder_for
 from omni_proxy.weight_sync.protocol.journal import Journal, UnreadableJournal
+from omni_proxy.weight_sync.state.journal_file import JournalFile, PublishedVersion, folder_for
 
 SOME = Journal(uncertain={"http://a": "why"})
 
@@ -22,7 +22,7 @@ def file(tmp_path):
     return JournalFile(tmp_path / "deep" / "proxy.weights")
 
 
-def test_what_killed_writes_left_is_swept_at_the_start(file):
+def test_temporary_files_of_killed_writes_are_removed_at_the_start(file):
     file.write(SOME)
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -32,7 +32,7 @@ def test_what_killed_writes_left_is_swept_at_the_start(file):
     assert os.listdir(file.folder) == ["journal.json"]
 
 
-def test_what_is_written_is_read_and_nobody_else_may_read_it(file):
+def test_a_journal_file_is_private_and_survives_a_restart(file):
     assert file.read() == Journal()
     file.write(SOME)
     assert file.read() == SOME
@@ -57,7 +57,7 @@ def test_file_and_folder_are_on_the_disk_before_it_returns(file, monkeypatch):
     assert not file.path.exists()
 
 
-def test_clearing_what_is_not_there_makes_nothing(file):
+def test_clearing_a_missing_journal_creates_no_file(file):
     file.write(Journal())
     assert not file.folder.exists()
 
@@ -72,7 +72,7 @@ def test_a_record_that_cannot_be_read_is_set_aside_whole(file):
     assert (file.folder / "journal.unreadable").read_text() == "{"
 
 
-def test_a_folder_that_is_none_is_no_empty_journal(tmp_path):
+def test_an_invalid_folder_is_not_an_empty_journal(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(UnreadableJournal, match="Not a directory"):
         JournalFile(tmp_path / "f").read()
@@ -84,7 +84,7 @@ def test_the_epoch_is_kept(file):
     assert file.read_published() == PublishedVersion(7, "v7")
 
 
-def test_half_a_character_in_a_label_is_written_as_a_question_mark(tmp_path):
+def test_a_lone_surrogate_in_a_label_becomes_a_question_mark(tmp_path):
     JournalFile(tmp_path).write_published(PublishedVersion(1, "\ud800"))
     assert JournalFile(tmp_path).read_published() == PublishedVersion(1, "?")
 
@@ -96,7 +96,7 @@ def test_an_epoch_that_cannot_be_read_never_goes_back(file, junk):
     assert file.read_published().epoch > 70_000
 
 
-def test_the_folder_is_beside_the_state_file_or_in_the_users_state():
+def test_the_folder_is_beside_the_state_file_or_in_the_user_state_folder():
     config = Config(server=ServerConfig(host="127.0.0.1", port=30001))
     beside = folder_for(Path("/etc/o/proxy.state.toml"), config, {})
     assert beside == Path("/etc/o/proxy.weights")

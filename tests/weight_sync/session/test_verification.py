@@ -4,11 +4,11 @@ import pytest
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.checksum import roll_up
-from omni_proxy.weight_sync.session.verification import known_by
+from omni_proxy.weight_sync.session.verification import cached_proof
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
 from tests.admin_api.house import A, B
-from tests.weight_sync.holders import CHECKER, DISK, Holders
+from tests.weight_sync.version_holders import CHECKER, DISK, Holders
 
 pytest.importorskip("torch")
 DIGESTS = {"a": "1", "b": "2"}
@@ -43,18 +43,18 @@ class Telling(Holders):
 ENGINES = Telling
 
 
-async def test_what_the_delivery_has_proven_is_not_hashed_again(running, engines):
+async def test_a_proof_from_the_delivery_is_reused(running, engines):
     done = await running.sync(1)
     assert done.ok, done.body
     assert engines.hashed() == [1, 1]
     assert done.body["verification"]["checked"] == [A, B]
     whole = roll_up(running.store.current.digests)
     assert done.body["verification"]["checksums"] == {A: whole, B: whole}
-    assert running.desk.book.published.due["*"].digest == whole
+    assert running.desk.journal.published.targets["*"].digest == whole
     assert running.versions() == [("v1", 1), ("v1", 1)]
 
 
-async def test_another_process_than_the_one_that_proved_it_is_asked_again(running, engines):
+async def test_another_process_than_the_proven_one_is_hashed_again(running, engines):
     def begin_anew():
         engines.restart(B)
         engines.labels[B] = "v1"  # the label alone would not tell
@@ -66,14 +66,16 @@ async def test_another_process_than_the_one_that_proved_it_is_asked_again(runnin
     assert B in done.body["uncertain"]
 
 
-async def test_weights_of_another_name_are_hashed_again(running, engines):
+async def test_weights_with_another_label_are_hashed_again(running, engines):
     engines.at_go_on = lambda: engines.restart(B)  # a stage of it only: the process is the same
     done = await running.sync(1)
     assert (done.status, engines.hashed()) == (502, [2, 2])
     assert B in done.body["uncertain"]
 
 
-async def test_who_may_hold_more_than_was_proven_is_asked_with_all_others(running, engines):
+async def test_a_worker_with_more_stages_than_were_proven_is_hashed_with_all_others(
+    running, engines
+):
     engines.stages[B] = 2
     done = await running.sync(1)
     assert (done.ok, engines.hashed()) == (True, [2, 2])
@@ -96,12 +98,12 @@ def delivered(status=200, **fields):
     return WorkerResult("w", status, body)
 
 
-def test_the_digest_over_all_tensors_and_no_others_is_known(tmp_path):
-    known = known_by(delivered(), version_of(tmp_path, **DIGESTS), "x")
-    assert (known.names, known.digest.whole) == ({"a", "b"}, roll_up(DIGESTS))
-    assert known.counts("x", "v1")
-    assert not known.counts("y", "v1")
-    assert not known.counts("x", None)
+def test_a_digest_over_exactly_all_tensors_is_a_proof(tmp_path):
+    proof = cached_proof(delivered(), version_of(tmp_path, **DIGESTS), "x")
+    assert (proof.names, proof.digest.whole) == ({"a", "b"}, roll_up(DIGESTS))
+    assert proof.is_valid("x", "v1")
+    assert not proof.is_valid("y", "v1")
+    assert not proof.is_valid("x", None)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +117,11 @@ def test_the_digest_over_all_tensors_and_no_others_is_known(tmp_path):
         ({"success": False}, "x"),
     ],
 )
-def test_anything_less_is_not(tmp_path, fields, instance):
-    assert known_by(delivered(**fields), version_of(tmp_path, **DIGESTS), instance) is None
+def test_a_delivery_that_proves_less_gives_no_proof(tmp_path, fields, instance):
+    assert cached_proof(delivered(**fields), version_of(tmp_path, **DIGESTS), instance) is None
 
 
-def test_a_version_without_a_name_or_digests_can_not_be_told_from_another(tmp_path):
-    assert known_by(delivered(), version_of(tmp_path, label=None, **DIGESTS), "x") is None
+def test_a_version_without_label_or_digests_gives_no_proof(tmp_path):
+    assert cached_proof(delivered(), version_of(tmp_path, label=None, **DIGESTS), "x") is None
     undigested = version_of(tmp_path, a="", b="")
-    assert known_by(delivered(checksum=roll_up({})), undigested, "x") is None
+    assert cached_proof(delivered(checksum=roll_up({})), undigested, "x") is None

@@ -2,11 +2,11 @@ import threading
 
 import trio
 
-from omni_proxy.weight_sync.operations.blocking_calls import BlockingCalls
+from omni_proxy.weight_sync.delivery.blocking_calls import BlockingCalls
 
 
-async def test_what_ends_a_call_does_not_wait_for_its_thread():
-    threads, over = BlockingCalls("test", 1, ends=1), threading.Event()
+async def test_a_call_that_ends_another_does_not_wait_for_its_thread():
+    threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(threads.run, "wait", over.wait, 30)
@@ -14,8 +14,8 @@ async def test_what_ends_a_call_does_not_wait_for_its_thread():
             await threads.end("stop", over.set)
 
 
-async def test_whoever_is_cancelled_leaves_his_call_to_its_end():
-    threads, over = BlockingCalls("test", 1, ends=1), threading.Event()
+async def test_a_cancelled_call_goes_on_in_its_thread():
+    threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
     with trio.fail_after(30):
         with trio.move_on_after(0.01) as given_up:
             await threads.run("wait", over.wait, 30)

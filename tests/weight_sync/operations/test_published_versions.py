@@ -6,7 +6,16 @@ import trio
 from omni_proxy.config.schema import WeightSyncConfig
 from tests.admin_api.house import A, B
 from tests.rest import at_rest
-from tests.weight_sync.desks import LOST, PAUSE, UPDATE, call, held, house_with, journal, started
+from tests.weight_sync.operation_fixture import (
+    LOST,
+    PAUSE,
+    UPDATE,
+    call,
+    held,
+    house_with,
+    journal,
+    started,
+)
 
 
 async def versions_while(house, engines, nursery, wanted):
@@ -22,14 +31,12 @@ async def versions_while(house, engines, nursery, wanted):
     ("path", "known"),
     [(UPDATE, None), ("/update_weight_version", None), (PAUSE, "v1"), ("/flush_cache", "v1")],
 )
-async def test_while_weights_are_changed_nobody_says_which_they_are(
-    house, engines, nursery, path, known
-):
+async def test_versions_are_unknown_while_weights_change(house, engines, nursery, path, known):
     await house.settle()
     assert await versions_while(house, engines, nursery, call(path)) == [(known, 0)] * 2
 
 
-async def test_who_refused_has_what_it_had_and_of_the_uncertain_nobody_knows(
+async def test_a_worker_that_refused_keeps_its_version_and_an_uncertain_one_has_none(
     house, engines, nursery
 ):
     engines.labels = {A: "v2", B: "v2"}
@@ -42,7 +49,7 @@ async def test_who_refused_has_what_it_had_and_of_the_uncertain_nobody_knows(
     assert [w.weight_version for w in house.fleet.workers] == [None, None]
 
 
-async def test_a_label_that_is_told_in_the_middle_is_not_believed(house, engines, nursery):
+async def test_a_label_read_during_an_update_is_ignored(house, engines, nursery):
     engines.shut(UPDATE)
     nursery.start_soon(house.desk.submit, call())
     await engines.came[A, UPDATE].wait()
@@ -73,7 +80,9 @@ async def missing(house, engines, label, body):
     await at_rest()
 
 
-async def test_who_was_dead_during_an_update_does_not_serve_its_old_weights(house, engines, folder):
+async def test_a_worker_that_was_dead_during_an_update_does_not_serve_its_old_weights(
+    house, engines, folder
+):
     await missing(house, engines, "v2", {"weight_version": "v2"})
     reason = "missed the update to 'v2': it came up with 'v1'"
     assert (held(house), journal(folder).uncertain) == ([[], ["uncertain"]], {B: reason})
@@ -85,7 +94,7 @@ async def test_who_was_dead_during_an_update_does_not_serve_its_old_weights(hous
     assert held(house) == [[], []]
 
 
-async def test_who_is_resolved_after_it_missed_one_is_not_held_for_it_again(house, engines):
+async def test_a_worker_resolved_after_a_missed_update_is_not_held_for_it_again(house, engines):
     await missing(house, engines, "v2", {"weight_version": "v2"})
     assert (await house.desk.resolve({})).status == 200
     house.fleet.set_version(house.worker(B), None, 0)
@@ -94,7 +103,9 @@ async def test_who_is_resolved_after_it_missed_one_is_not_held_for_it_again(hous
     assert (held(house), house.worker(B).weight_version) == ([[], []], "v1")
 
 
-async def test_who_crashed_after_an_update_does_not_serve_its_first_weights(house, engines):
+async def test_a_worker_that_crashed_after_an_update_does_not_serve_its_first_weights(
+    house, engines
+):
     await house.settle()
     engines.labels = {A: "v2", B: "v2"}
     await house.desk.submit(call(body={"weight_version": "v2"}))
@@ -105,11 +116,11 @@ async def test_who_crashed_after_an_update_does_not_serve_its_first_weights(hous
     assert held(house) == [[], ["uncertain"]]
 
 
-async def test_without_a_label_of_its_own_an_update_is_told_by_its_checksum(house, engines):
+async def test_an_update_without_a_new_label_is_recognized_by_its_checksum(house, engines):
     engines.whole = {A: "new", B: "old"}
     await missing(house, engines, "v1", {})
     assert held(house) == [[], ["uncertain"]]
-    assert "epoch 1: it came up with other tensors" in house.desk.book.reasons[B]
+    assert "epoch 1: it came up with other tensors" in house.desk.journal.uncertain[B]
     await house.desk.resolve({})
     engines.whole = {A: "new", B: "new"}
     await missing(house, engines, "v1", {})
@@ -117,7 +128,7 @@ async def test_without_a_label_of_its_own_an_update_is_told_by_its_checksum(hous
     assert house.worker(B).weight_epoch == 2
 
 
-async def test_a_label_that_was_there_before_proves_no_epoch(engines, folder, nursery):
+async def test_a_label_that_existed_before_proves_no_epoch(engines, folder, nursery):
     house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(house.desk.run)
     await missing(house, engines, "v1", {})
@@ -125,7 +136,7 @@ async def test_a_label_that_was_there_before_proves_no_epoch(engines, folder, nu
     assert [w.weight_epoch for w in house.fleet.workers] == [1, 0]
 
 
-async def test_an_update_for_some_is_not_missed_by_the_others(house, engines):
+async def test_workers_that_were_not_targets_have_not_missed_an_update(house, engines):
     await house.settle()
     engines.labels[A] = "v2"
     await house.desk.submit(call(body={"weight_version": "v2"}, chosen=frozenset((A,))))
@@ -135,7 +146,7 @@ async def test_an_update_for_some_is_not_missed_by_the_others(house, engines):
     assert held(house) == [[], []]
 
 
-async def test_who_does_not_tell_when_it_comes_up_is_asked_again(
+async def test_a_worker_that_reports_no_label_is_probed_again(
     engines, folder, nursery, autojump_clock
 ):
     house = house_with(folder)

@@ -9,8 +9,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.admin_ops.routes import BY_PATH
-from omni_proxy.weight_sync.operations.runner import AdminCall
 from omni_proxy.weight_sync.protocol.journal import Journal, decode
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.engines_at_hand import Engines
 from tests.admin_api.house import A, B, build_house, entry
 

@@ -1,7 +1,7 @@
-"""Where the journal and the epoch are kept: a folder of our own, 0700, with files of 0600.
+"""The files of the journal and the epoch, in a private folder (0700, files 0600).
 
-Invariant: what was written is on the disk when `write` returns, file and folder both. A journal
-that can't be read is set aside, never overwritten.
+Invariant: when `write` returns, the file and its folder entry are on the disk (fsync). A journal
+that cannot be read is set aside, never overwritten.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
-    """Beside the state file, or in the user's state folder under the address we listen on."""
+    """Beside the state file, or in the user's state folder, named after the listen address."""
     if state_file is not None:
         name = state_file.name.removesuffix(".toml").removesuffix(".state")
         return state_file.with_name(f"{name}.weights")
     home = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    place = f"{config.server.host}-{config.server.port}".replace("/", "_")
-    return Path(home) / "omni-proxy" / place
+    name = f"{config.server.host}-{config.server.port}".replace("/", "_")
+    return Path(home) / "omni-proxy" / name
 
 
 class JournalFile:
@@ -44,7 +44,7 @@ class JournalFile:
         self._epoch_path = folder / "epoch.json"
 
     def read(self) -> Journal:
-        """At the start. Without a file nothing is under way. Raises UnreadableJournal."""
+        """An empty journal if there is no file. Raises UnreadableJournal."""
         for path in (self.path, self._epoch_path):
             remove_stale_temporaries(path)
         try:
@@ -55,16 +55,16 @@ class JournalFile:
             raise UnreadableJournal(f"{self.path}: {error.strerror}") from None
 
     def set_aside(self) -> None:
-        """What could not be read stays for whoever wants to know. Raises OSError."""
+        """Rename an unreadable journal, so that it can be inspected later. Raises OSError."""
         self.path.replace(self.path.with_suffix(".unreadable"))
 
     def write(self, journal: Journal) -> None:
-        """Raises OSError; the old record is whole then."""
+        """Atomic: raises OSError, and the old record is intact then."""
         if journal:
-            self._put(self.path, encode(journal).decode())
+            self._write_text(self.path, encode(journal).decode())
         elif self.path.exists():
             self.path.unlink()
-            _sync(self.folder)
+            _fsync_folder(self.folder)
 
     def read_published(self) -> PublishedVersion:
         try:
@@ -72,21 +72,21 @@ class JournalFile:
         except FileNotFoundError:
             return PublishedVersion(0, None)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            # Seconds are above any count of updates: so the number still never goes back.
+            # The epoch must never go back; the time in seconds is above any count of updates.
             return PublishedVersion(int(time.time()), None)
 
     def write_published(self, published: PublishedVersion) -> None:
         """Raises OSError."""
-        self._put(self._epoch_path, readable_json(published).decode() + "\n")
+        self._write_text(self._epoch_path, readable_json(published).decode() + "\n")
 
-    def _put(self, path: Path, text: str) -> None:
-        new = not self.folder.exists()
+    def _write_text(self, path: Path, text: str) -> None:
+        is_new = not self.folder.exists()
         write_atomically(path, text)
-        if new:
-            _sync(self.folder.parent)
+        if is_new:
+            _fsync_folder(self.folder.parent)
 
 
-def _sync(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,10 +4,10 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
-from omni_proxy.weight_sync.session import lifecycle
+from omni_proxy.weight_sync.session import leftover_groups
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import PAUSE, held, house_with
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import PAUSE, held, house_with
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     CONTINUE,
@@ -33,7 +33,7 @@ ENGINES = Engines
 # Asked for twice
 
 
-async def test_of_two_trainers_that_come_at_once_the_second_is_told_of_the_first(trainer, engines):
+async def test_of_two_simultaneous_trainers_the_second_is_refused(trainer, engines):
     engines.shut("/server_info", A)
     async with store_of_a_trainer() as other, trio.open_nursery() as nursery:
         answers = []
@@ -52,14 +52,14 @@ async def test_of_two_trainers_that_come_at_once_the_second_is_told_of_the_first
     assert answers[0].ok, answers[0].body
 
 
-async def test_an_init_that_fails_before_it_begins_stands_in_nobodys_way(trainer, engines):
+async def test_an_init_that_fails_early_does_not_block_the_next_one(trainer, engines):
     engines.tell(B, "/server_info", {}, 500)
     assert (await trainer.init()).status == 502
     del engines.says[B, "/server_info"]
     await trainer.join()
 
 
-async def test_two_completes_at_once_hear_the_same(trainer, engines):
+async def test_two_simultaneous_completes_get_the_same_response(trainer, engines):
     await trainer.arm()
     engines.shut(COMPLETE, B)
     answers = []
@@ -79,7 +79,7 @@ async def test_two_completes_at_once_hear_the_same(trainer, engines):
     assert len(engines.bodies(COMPLETE, A)) == 1
 
 
-async def test_members_that_had_left_by_themselves_make_no_failure_of_a_destroy(trainer, engines):
+async def test_a_destroy_succeeds_if_members_had_left_by_themselves(trainer, engines):
     await trainer.arm()
     engines.shut(COMPLETE)
     for url in (A, B):
@@ -98,7 +98,7 @@ async def test_bytes_are_counted_for_each_member_that_took_them(trainer):
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
     await trainer.well(PREPARE, **TENSORS)
     await trainer.well(COMPLETE)
-    assert trainer.house.desk.sync.life.meters.nbytes == 2 * 2 * (4 * 2 + 3 * 4)
+    assert trainer.house.desk.sync.lifecycle.meters.nbytes == 2 * 2 * (4 * 2 + 3 * 4)
 
 
 # Standing still
@@ -118,7 +118,7 @@ def telling(engines, state, nbytes, error=None):
     )
 
 
-async def test_a_trainer_that_lives_and_sends_nothing_more_is_given_up(trainer_with, engines):
+async def test_a_live_trainer_that_sends_nothing_is_given_up(trainer_with, engines):
     trainer = await trainer_with(stall_timeout_secs=1.0, ready_timeout_secs=60)
     await trainer.arm()
     telling(engines, "receiving", 7)
@@ -131,7 +131,7 @@ async def test_a_trainer_that_lives_and_sends_nothing_more_is_given_up(trainer_w
     assert "nothing has come" in answer.body["message"]
 
 
-async def test_a_member_whose_receive_fails_ends_it_before_anybody_completes(trainer, engines):
+async def test_a_failed_receive_ends_the_sync_before_a_complete(trainer, engines):
     await trainer.arm()
     telling(engines, "failed", 7, "the peer sent more than it announced")
     await trainer.until("idle")
@@ -140,7 +140,7 @@ async def test_a_member_whose_receive_fails_ends_it_before_anybody_completes(tra
     assert uncertain(trainer.house) == []
 
 
-async def test_who_only_follows_the_first_cause_does_not_make_it_the_trainers(trainer, engines):
+async def test_only_the_first_cause_decides_the_status_code(trainer, engines):
     await trainer.arm()
     engines.says[B, COMPLETE] = LOST
     engines.shut(COMPLETE, A)
@@ -158,7 +158,7 @@ async def test_who_only_follows_the_first_cause_does_not_make_it_the_trainers(tr
     assert answers[0].body["message"] == f"{B}: ReadError"
 
 
-async def test_one_that_has_everything_waits_for_its_complete(trainer, engines):
+async def test_a_member_that_received_everything_does_not_stall(trainer, engines):
     telling(engines, "received", 7)
     await trainer.arm()
     with trio.fail_after(30):
@@ -168,21 +168,19 @@ async def test_one_that_has_everything_waits_for_its_complete(trainer, engines):
     await trainer.well(COMPLETE, weight_version="v2")
 
 
-async def test_who_goes_on_after_its_trainer_has_died_publishes_nothing(trainer):
+async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
     await trainer.join()
     await trainer.well(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
-    trainer.house.desk.sync.life._watching.cancel()  # as if nobody had looked since
+    trainer.house.desk.sync.lifecycle._watching.cancel()  # as if nobody had looked since
     trainer.store.die()
     await trainer.well(CONTINUE)
     await trainer.until("idle")
-    assert trainer.house.desk.book.published.epoch == 0
+    assert trainer.house.desk.journal.published.epoch == 0
     assert uncertain(trainer.house) == [A, B]
 
 
-async def test_a_member_is_told_to_leave_the_group_that_it_was_left_in(
-    trainer, engines, monkeypatch
-):
-    monkeypatch.setattr(lifecycle, "UNDO_SECS", 0.1)
+async def test_a_member_left_in_an_old_group_is_told_to_leave_it(trainer, engines, monkeypatch):
+    monkeypatch.setattr(leftover_groups, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.shut(DESTROY, B)
     assert (await trainer.ask(DESTROY)).status == 502
@@ -194,7 +192,7 @@ async def test_a_member_is_told_to_leave_the_group_that_it_was_left_in(
 # Back by themselves
 
 
-async def test_who_has_the_published_weights_after_our_restart_is_back_by_itself(
+async def test_after_a_restart_workers_with_the_published_weights_recover(
     trainer, folder, engines, nursery
 ):
     await trainer.arm()
@@ -210,10 +208,10 @@ async def test_who_has_the_published_weights_after_our_restart_is_back_by_itself
     assert engines.paths(A).index(DESTROY) < len(engines.paths(A)) - 1
     assert held(later) == [[], ["uncertain"]]
     assert [w.weight_epoch for w in later.fleet.workers] == [1, 0]
-    assert later.desk.book.published.epoch == 1
+    assert later.desk.journal.published.epoch == 1
 
 
-async def test_who_was_not_changed_by_what_failed_is_back_by_itself(trainer, engines):
+async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engines):
     await trainer.arm()
     await trainer.well(COMPLETE, weight_version="v2")
     await trainer.well(UPDATE, **TENSORS, flush_cache=False)
@@ -234,9 +232,7 @@ def full(*_):
 
 
 @pytest.mark.parametrize("path", [COMPLETE, UPDATE, DESTROY])
-async def test_a_disk_that_is_full_when_all_have_answered_is_only_told_of(
-    trainer, engines, monkeypatch, path
-):
+async def test_a_full_disk_after_the_calls_is_only_reported(trainer, engines, monkeypatch, path):
     body = {**TENSORS, "flush_cache": True, "weight_version": "v2"}
     await (trainer.arm() if path == COMPLETE else trainer.join())
     if path == DESTROY:
@@ -250,7 +246,7 @@ async def test_a_disk_that_is_full_when_all_have_answered_is_only_told_of(
 
         nursery.start_soon(ask)
         await next(event for (url, _), event in engines.came.items() if url == B).wait()
-        monkeypatch.setattr(trainer.house.desk.book._file, "write", full)
+        monkeypatch.setattr(trainer.house.desk.journal._file, "write", full)
         for event in engines.gates.values():
             event.set()
     assert answers[0].status == 200, answers[0].body
@@ -258,9 +254,7 @@ async def test_a_disk_that_is_full_when_all_have_answered_is_only_told_of(
     assert uncertain(trainer.house) == []
 
 
-async def test_a_task_of_ours_that_fails_in_the_middle_ends_the_sync_and_frees_the_fleet(
-    engines, folder, store
-):
+async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engines, folder, store):
     house = sync_house(folder)
     trainer = Trainer(house, store)
     with trio.CancelScope() as scope:
@@ -291,7 +285,7 @@ async def paused_house(folder, nursery, store, **fields):
     return Trainer(house, store)
 
 
-async def test_from_its_pause_on_requests_wait_and_nothing_is_drained_where_all_stands_still(
+async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
     engines, folder, nursery, store
 ):
     trainer = await paused_house(folder, nursery, store)
@@ -306,11 +300,11 @@ async def test_from_its_pause_on_requests_wait_and_nothing_is_drained_where_all_
     await trainer.well(DESTROY)
     await trainer.well(CONTINUE)
     assert held(house) == [[], []]
-    assert house.desk.book.stopped == set()
+    assert house.desk.journal.paused_engines == set()
 
 
 @pytest.mark.parametrize("fields", [{"while_updating": "pass"}, {"mode": "off"}])
-async def test_where_requests_pass_or_nobody_has_a_group_a_pause_holds_nobody(
+async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     engines, folder, nursery, store, fields
 ):
     trainer = await paused_house(folder, nursery, store, **fields)
@@ -318,10 +312,10 @@ async def test_where_requests_pass_or_nobody_has_a_group_a_pause_holds_nobody(
         await trainer.join()
     await trainer.well(PAUSE)
     assert held(trainer.house) == [[], []]
-    assert trainer.house.desk.book.stopped == {A, B}
+    assert trainer.house.desk.journal.paused_engines == {A, B}
 
 
-async def test_who_comes_up_before_we_are_ready_to_ask_it_waits_for_that(
+async def test_a_worker_that_comes_up_before_the_service_runs_is_held(
     trainer, engines, folder, nursery
 ):
     await trainer.arm()

@@ -10,9 +10,9 @@ import trio
 from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.checksum import roll_up
-from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import A, B, build_house, entry
-from tests.weight_sync.desks import Gated
+from tests.weight_sync.operation_fixture import Gated
 from tests.weight_sync.store.drafts import forget
 
 DISK, CHECKER = "/update_weights_from_disk", "/weights_checker"
@@ -76,7 +76,7 @@ class Running:
 
     async def start(self, nursery):
         await nursery.start(self.desk.run)
-        self.store = self.desk.holding.shelf.store
+        self.store = self.desk.version_service.store_service.store
         self.house.healthy(A, B)
 
     def close(self):

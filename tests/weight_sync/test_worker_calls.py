@@ -7,11 +7,11 @@ import trio
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import Call
-from omni_proxy.weight_sync.operations.worker_calls import call_all, limit_secs
+from omni_proxy.weight_sync.worker_calls import call_all, limit_secs
 from tests.admin_api.house import build_house
 
 
-async def test_all_are_asked_before_any_answers_however_many(monkeypatch):
+async def test_all_workers_are_called_before_any_answers(monkeypatch):
     count = 150
     here, everybody = [], trio.Event()
 
@@ -41,5 +41,5 @@ async def test_all_are_asked_before_any_answers_however_many(monkeypatch):
     assert sorted(each.worker for each in heard) == sorted(worker.url for worker in workers)
 
 
-def test_no_limit_is_none():
+def test_a_configured_zero_is_no_limit():
     assert (limit_secs(0), limit_secs(5)) == (math.inf, 5)

@@ -10,9 +10,9 @@ import trio
 
 from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.weight_sync.operations.runner import AdminCall
+from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import Gated, house_with
+from tests.weight_sync.operation_fixture import Gated, house_with
 
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
@@ -120,7 +120,7 @@ def versions(house):
 
 
 def uncertain(house):
-    return sorted(house.desk.book.reasons)
+    return sorted(house.desk.journal.uncertain)
 
 
 class Trainer:
@@ -161,4 +161,4 @@ class Trainer:
             while self.state != state:  # noqa: ASYNC110  # nothing rings for a state
                 await trio.sleep(0.01)
             if state == "idle":
-                await self.house.desk.sync.life.until_settled()
+                await self.house.desk.sync.lifecycle.wait_settled()

@@ -6,8 +6,8 @@ import trio
 from omni_proxy.config.schema import AdminConfig
 from omni_proxy.weight_sync.session import steps
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import held, house_with
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import held, house_with
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     DESTROY,
@@ -26,7 +26,9 @@ ENGINES = Engines
 SHORT_SECS = 0.2
 
 
-async def test_who_does_not_get_ready_in_time_is_named_and_all_are_disarmed(trainer_with, engines):
+async def test_a_member_that_is_not_ready_in_time_is_named_and_all_are_disarmed(
+    trainer_with, engines
+):
     trainer = await trainer_with(ready_timeout_secs=SHORT_SECS)
     await trainer.join()
     engines.shut(PREPARE, B)
@@ -42,9 +44,7 @@ async def test_who_does_not_get_ready_in_time_is_named_and_all_are_disarmed(trai
 
 
 @pytest.mark.parametrize("path", [COMPLETE, UPDATE])
-async def test_what_does_not_come_in_time_is_given_up_and_asked_for_once(
-    trainer_with, engines, path
-):
+async def test_weights_that_do_not_arrive_in_time_end_the_step_once(trainer_with, engines, path):
     trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await (trainer.arm() if path == COMPLETE else trainer.join())
     engines.shut(path)
@@ -60,7 +60,7 @@ async def test_what_does_not_come_in_time_is_given_up_and_asked_for_once(
     assert held(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
-async def test_what_is_refused_when_its_time_is_over_changed_nobody(trainer_with, engines):
+async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_with, engines):
     """As replicas answer that are told to leave while they wait for bytes."""
     trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await trainer.arm()
@@ -83,9 +83,7 @@ async def test_what_is_refused_when_its_time_is_over_changed_nobody(trainer_with
     assert (uncertain(trainer.house), versions(trainer.house)) == ([], before)
 
 
-async def test_a_clock_that_is_off_ends_nothing_and_that_of_other_calls_does_not_count(
-    folder, nursery, store, engines, monkeypatch
-):
+async def test_a_timeout_of_zero_never_ends_a_step(folder, nursery, store, engines, monkeypatch):
     monkeypatch.setattr(steps, "GRACE_SECS", 0.05)
     sync = sync_house(folder, receive_timeout_secs=0, ready_timeout_secs=0, init_timeout_secs=0)
     house = house_with(
@@ -118,7 +116,7 @@ async def test_a_clock_that_is_off_ends_nothing_and_that_of_other_calls_does_not
         assert answers[0].ok, (path, answers[0].body)
 
 
-async def test_an_answer_that_is_awaited_comes_when_its_trainer_dies(trainer_with, engines):
+async def test_a_running_step_ends_when_the_trainer_dies(trainer_with, engines):
     trainer = await trainer_with()
     await trainer.arm()
     engines.shut(COMPLETE)

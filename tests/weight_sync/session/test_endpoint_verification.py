@@ -4,8 +4,8 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.desks import call, held
-from tests.weight_sync.syncs import (
+from tests.weight_sync.operation_fixture import call, held
+from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     CONTINUE,
@@ -37,7 +37,7 @@ def forgotten(trainer):
 
 
 @pytest.mark.parametrize("said", [STALE, DAMAGED])
-async def test_who_refuses_what_it_has_done_is_not_believed_to_have_what_it_had(
+async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertain(
     trainer, engines, said
 ):
     await trainer.arm()
@@ -72,7 +72,7 @@ async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trai
     assert held(trainer.house) == [[], []]
 
 
-async def test_a_file_that_was_loaded_without_a_flush_leaves_doubt(trainer, engines):
+async def test_a_disk_load_without_a_flush_leaves_the_worker_uncertain(trainer, engines):
     for url in (A, B):
         engines.tell(url, DISK, STALE, 400)
     assert not (await trainer.ask(DISK, model_path="m")).ok
@@ -82,7 +82,7 @@ async def test_a_file_that_was_loaded_without_a_flush_leaves_doubt(trainer, engi
 # The names of versions
 
 
-async def test_who_calls_its_weights_otherwise_than_the_others_is_kept_out(trainer, engines):
+async def test_a_worker_with_another_label_than_the_others_is_left_out(trainer, engines):
     await trainer.arm()
 
     async def keep(request, url, path, well=engines.keep):
@@ -99,7 +99,7 @@ async def test_who_calls_its_weights_otherwise_than_the_others_is_kept_out(train
 
 
 @pytest.mark.parametrize("told", ["v0", None])
-async def test_engines_that_take_no_name_are_not_blamed_for_it(trainer, engines, told):
+async def test_engines_that_take_no_label_are_not_left_out(trainer, engines, told):
     await trainer.arm()
 
     async def keep(request, url, path, well=engines.keep):
@@ -112,7 +112,7 @@ async def test_engines_that_take_no_name_are_not_blamed_for_it(trainer, engines,
     assert uncertain(trainer.house) == []
 
 
-async def test_a_name_that_comes_again_is_a_new_epoch(trainer):
+async def test_a_repeated_label_is_a_new_epoch(trainer):
     await trainer.arm()
     for epoch in (1, 2):
         told = await trainer.well(COMPLETE, weight_version="v2", epoch=epoch)
@@ -124,7 +124,7 @@ async def test_a_name_that_comes_again_is_a_new_epoch(trainer):
 # Caches
 
 
-async def test_prefixes_are_forgotten_where_caches_were_flushed_and_only_there(trainer, forgotten):
+async def test_cache_knowledge_is_cleared_only_where_caches_were_flushed(trainer, forgotten):
     await trainer.arm()
     await trainer.well(COMPLETE, weight_version="v2", flush_cache=True)
     assert sorted(forgotten) == [A, B]
@@ -145,7 +145,7 @@ async def test_prefixes_are_forgotten_where_caches_were_flushed_and_only_there(t
 # Going on
 
 
-async def test_going_on_brings_nobody_back_who_is_in_doubt_and_tells_who_that_is(trainer, engines):
+async def test_continue_keeps_uncertain_workers_out_and_names_them(trainer, engines):
     engines.sums[B] = "other"
     await trainer.arm()
     assert not (await trainer.ask(COMPLETE, weight_version="v2")).ok

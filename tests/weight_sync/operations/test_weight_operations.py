@@ -6,7 +6,7 @@ from omni_proxy.config.schema import AdminConfig, RoutingConfig, WeightSyncConfi
 from omni_proxy.weight_sync.protocol.journal import Journal
 from tests.admin_api.house import NOW, A, B
 from tests.rest import at_rest
-from tests.weight_sync.desks import (
+from tests.weight_sync.operation_fixture import (
     LOST,
     PAUSE,
     UPDATE,
@@ -19,26 +19,26 @@ from tests.weight_sync.desks import (
 )
 
 
-async def test_the_record_names_the_targets_before_a_worker_hears_of_it(
-    house, engines, folder, nursery
-):
+async def test_the_journal_names_the_targets_before_the_first_call(house, engines, folder, nursery):
     await started(engines, nursery, house, call())
-    begun = journal(folder).begun
-    assert (begun.path, begun.targets, begun.step) == (UPDATE, (A, B), "calling")
+    entry = journal(folder).in_progress
+    assert (entry.path, entry.targets, entry.step) == (UPDATE, (A, B), "calling")
     assert held(house) == [["updating"], ["updating"]]
     engines.open(UPDATE)
     await at_rest()
     assert (journal(folder), held(house)) == (Journal(), [[], []])
 
 
-async def test_who_asks_first_is_served_first(house, engines):
+async def test_operations_run_in_order_of_arrival(house, engines):
     bodies = [{"model_path": str(at)} for at in range(5)]
     await ask(house, *(call(body=body) for body in bodies))
     sent = [r.content for r in engines.asked if r.url.path == UPDATE and r.url.port == 8011]
     assert sent == [call(body=body).body for body in bodies]
 
 
-async def test_a_turn_that_may_not_be_waited_for_is_refused_at_once(engines, folder, nursery):
+async def test_with_lock_timeout_zero_a_second_operation_is_refused_at_once(
+    engines, folder, nursery
+):
     house = house_with(folder, admin=AdminConfig(lock_timeout_secs=0))
     await nursery.start(house.desk.run)
     await started(engines, nursery, house, call(caller="one"))
@@ -54,7 +54,9 @@ async def test_a_turn_that_may_not_be_waited_for_is_refused_at_once(engines, fol
     assert (await house.desk.submit(call(PAUSE))).status == 200
 
 
-async def test_what_runs_gets_its_time_to_end_and_no_more(engines, folder, nursery, autojump_clock):
+async def test_requests_in_flight_are_drained_up_to_the_time_limit(
+    engines, folder, nursery, autojump_clock
+):
     house = house_with(folder, weight_sync=WeightSyncConfig(drain_secs=9))
     await nursery.start(house.desk.run)
     worker = house.worker(A)
@@ -74,7 +76,7 @@ async def test_what_runs_gets_its_time_to_end_and_no_more(engines, folder, nurse
         await at_rest()
 
 
-async def test_with_pass_nobody_is_held_while_it_runs(engines, folder, nursery):
+async def test_with_while_updating_pass_no_worker_is_held(engines, folder, nursery):
     house = house_with(folder, weight_sync=WeightSyncConfig(while_updating="pass"))
     await nursery.start(house.desk.run)
     await started(engines, nursery, house, call())
@@ -83,7 +85,9 @@ async def test_with_pass_nobody_is_held_while_it_runs(engines, folder, nursery):
 
 
 @pytest.mark.parametrize(("choice", "left"), [("pass", []), ("hold", ["paused"])])
-async def test_what_a_pause_leaves(engines, folder, nursery, choice, left):
+async def test_a_successful_pause_holds_unless_while_paused_is_pass(
+    engines, folder, nursery, choice, left
+):
     house = house_with(folder, routing=RoutingConfig(while_paused=choice))
     await nursery.start(house.desk.run)
     engines.says[B, PAUSE] = (500, b"oops")
@@ -91,14 +95,14 @@ async def test_what_a_pause_leaves(engines, folder, nursery, choice, left):
     assert held(house) == [["paused"], ["paused"]]
     engines.open(PAUSE)
     await at_rest()
-    assert (held(house), journal(folder).begun) == ([left, []], None)
+    assert (held(house), journal(folder).in_progress) == ([left, []], None)
     assert journal(folder).paused == ((A,) if left else ())
     await house.desk.submit(call("/continue_generation"))
     assert held(house) == [[], []]
 
 
 @pytest.mark.parametrize("choice", ["pass", "hold"])
-async def test_who_paused_what_and_when_is_told_until_it_goes_on_over_a_restart_too(
+async def test_the_status_shows_pauses_until_continue_also_after_a_restart(
     engines, folder, nursery, choice
 ):
     house = house_with(folder, routing=RoutingConfig(while_paused=choice))
@@ -121,15 +125,13 @@ async def test_who_paused_what_and_when_is_told_until_it_goes_on_over_a_restart_
     assert journal(folder) == Journal()
 
 
-async def test_a_pause_of_some_workers_is_told_of_those_alone(house, folder):
+async def test_a_pause_of_some_workers_is_recorded_for_those_only(house, folder):
     await house.desk.submit(call(PAUSE, chosen=frozenset((B,))))
     assert list(house.desk.status()["paused"]) == [B]
     assert list(journal(folder).pauses) == [B]
 
 
-async def test_an_engine_that_was_started_anew_while_nobody_looked_is_not_paused(
-    house, folder, nursery
-):
+async def test_an_engine_that_restarted_unnoticed_is_not_paused(house, folder, nursery):
     house.worker(A).instance = house.worker(B).instance = "first"
     await house.desk.submit(call(PAUSE))
     after = house_with(folder)
@@ -153,7 +155,7 @@ async def test_a_worker_that_does_not_continue_stays_paused(engines, folder, nur
     assert (answer.status, held(house)) == (502, [["paused"], []])
 
 
-async def test_an_update_that_keeps_the_pause_is_one(engines, folder, nursery):
+async def test_an_update_with_keep_pause_counts_as_a_pause(engines, folder, nursery):
     house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(house.desk.run)
     await house.desk.submit(call(body={"keep_pause": True}))
@@ -162,13 +164,13 @@ async def test_an_update_that_keeps_the_pause_is_one(engines, folder, nursery):
     assert held(house) == [["paused"], ["paused"]]
 
 
-async def test_holds_of_others_and_of_before_survive(house, engines):
+async def test_holds_from_before_the_operation_survive(house, engines):
     house.fleet.cordon(house.worker(A), "launch")
     await house.desk.submit(call())
     assert held(house) == [["launch"], []]
 
 
-async def test_an_update_that_is_lost_on_one_is_uncertain_there_and_stays_so(
+async def test_a_worker_whose_update_failed_is_uncertain_until_a_whole_update(
     house, engines, folder
 ):
     engines.says[B, UPDATE] = LOST
@@ -209,7 +211,7 @@ async def test_in_mode_off_a_failed_init_disables_and_more_than_one_target_is_re
     assert held(house) == [[], []]
 
 
-async def test_nobody_alive_and_nobody_meant(house):
+async def test_without_a_live_or_a_matching_worker_a_call_is_refused(house):
     refused = await house.desk.submit(call(chosen=frozenset()))
     assert refused.body["error"]["code"] == "no_workers_match"
     for worker in house.fleet.workers:
@@ -218,7 +220,7 @@ async def test_nobody_alive_and_nobody_meant(house):
     assert (refused.status, refused.body["message"]) == (503, "no live upstream workers")
 
 
-async def test_a_flushed_cache_is_forgotten_and_a_kept_one_is_not(house, engines):
+async def test_an_update_clears_cache_knowledge_unless_flush_cache_is_false(house, engines):
     forgotten = []
     house.fleet.watch_cache_cleared(forgotten.append)
     await house.desk.submit(call(body={"flush_cache": False}))
@@ -227,7 +229,7 @@ async def test_a_flushed_cache_is_forgotten_and_a_kept_one_is_not(house, engines
     assert forgotten == house.fleet.workers
 
 
-async def test_who_has_flushed_its_cache_is_forgotten_and_who_refused_to_is_not(house, engines):
+async def test_a_flush_clears_cache_knowledge_only_where_it_succeeded(house, engines):
     forgotten = []
     house.fleet.watch_cache_cleared(forgotten.append)
     engines.says[B, "/flush_cache"] = (500, b"busy")
@@ -237,7 +239,7 @@ async def test_who_has_flushed_its_cache_is_forgotten_and_who_refused_to_is_not(
     assert len(forgotten) == 1
 
 
-async def test_epochs_rise_with_each_update_that_somebody_took(house, engines, folder):
+async def test_the_epoch_rises_with_each_update_that_a_worker_took(house, engines, folder):
     engines.labels = {A: "v2", B: "v2"}
     told = (await house.desk.submit(call())).body
     assert (told["weight_epoch"], told["weight_versions"]) == (1, {A: "v2", B: "v2"})
@@ -247,11 +249,11 @@ async def test_epochs_rise_with_each_update_that_somebody_took(house, engines, f
     engines.says[A, UPDATE] = LOST
     assert "weight_epoch" not in (await house.desk.submit(call())).body
     again = house_with(folder)
-    assert again.desk.book.published.epoch == 2
+    assert again.desk.journal.published.epoch == 2
     assert held(again) == [["uncertain"], ["uncertain"]]
 
 
-async def test_a_worker_that_comes_up_tells_which_version_it_has(house, engines):
+async def test_the_version_of_a_worker_that_comes_up_is_read(house, engines):
     engines.labels = {A: "v2", B: "v2"}
     await house.desk.submit(call(body={"weight_version": "v2"}))
     engines.labels[B] = "v0"  # started anew, from its first weights
@@ -286,13 +288,15 @@ async def test_in_mode_off_one_of_many_buckets_for_one_worker_is_not_hashed(plai
     assert engines.paths() == ["/update_weights_from_distributed", "/model_info"]
 
 
-async def test_a_second_caller_with_the_same_words_is_no_retry(house, engines):
+async def test_the_same_call_from_two_waiting_callers_runs_twice(house, engines):
     answers = await ask(house, call(caller="one"), call(caller="two"))
     assert [each.status for each in answers] == [200, 200]
     assert engines.paths().count(UPDATE) == 2
 
 
-async def test_who_left_and_asks_again_gets_the_answer_of_what_runs(house, engines, nursery):
+async def test_a_caller_that_disconnected_and_retries_gets_the_running_result(
+    house, engines, nursery
+):
     engines.shut(UPDATE)
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as callers:
@@ -312,18 +316,20 @@ async def test_who_left_and_asks_again_gets_the_answer_of_what_runs(house, engin
     assert engines.paths().count(UPDATE) == 1
 
 
-async def test_without_a_running_desk_it_says_so(engines, folder):
+async def test_calls_are_refused_with_503_while_the_service_does_not_run(engines, folder):
     house = house_with(folder)
     refused = await house.desk.submit(call())
     assert (refused.status, refused.body["error"]["code"]) == (503, "weights_unavailable")
 
 
-async def test_a_desk_that_ends_in_the_middle_leaves_its_targets_uncertain(engines, folder):
+async def test_a_service_that_ends_during_an_operation_leaves_its_targets_uncertain(
+    engines, folder
+):
     house = house_with(folder)
     answers = []
     async with trio.open_nursery() as outer:
-        async with trio.open_nursery() as life:
-            await life.start(house.desk.run)
+        async with trio.open_nursery() as lifecycle:
+            await lifecycle.start(house.desk.run)
 
             async def caller():
                 answers.append(await house.desk.submit(call()))
@@ -331,19 +337,19 @@ async def test_a_desk_that_ends_in_the_middle_leaves_its_targets_uncertain(engin
             outer.start_soon(caller)
             engines.shut(UPDATE)
             await engines.came[A, UPDATE].wait()
-            life.cancel_scope.cancel()
+            lifecycle.cancel_scope.cancel()
         assert held(house) == [["updating"], ["updating"]]
-        async with trio.open_nursery() as life:
-            await life.start(house.desk.run)
+        async with trio.open_nursery() as lifecycle:
+            await lifecycle.start(house.desk.run)
             assert held(house) == [["uncertain"], ["uncertain"]]
             assert house.config_store.operation_lock.locked() is False
             assert (await house.desk.resolve({})).status == 200
             assert held(house) == [[], []]
-            life.cancel_scope.cancel()
+            lifecycle.cancel_scope.cancel()
     assert answers[0].status == 503
 
 
-async def test_resolve_leaves_out_who_could_not_be_told_to_continue(house, engines, folder):
+async def test_resolve_leaves_out_workers_that_did_not_continue(house, engines, folder):
     engines.says[A, UPDATE] = engines.says[B, UPDATE] = LOST
     await house.desk.submit(call())
     engines.says[A, "/continue_generation"] = LOST
@@ -367,21 +373,21 @@ async def test_the_history_is_bounded_and_reads_are_not_in_it(house, engines):
     assert {each["path"] for each in told} == {"/continue_generation"}
 
 
-async def test_a_journal_that_cannot_be_cleared_is_told_and_stops_nothing(
+async def test_a_journal_that_cannot_be_cleared_is_reported_and_stops_nothing(
     house, engines, folder, monkeypatch
 ):
-    write = type(house.desk.book._file).write
+    write = type(house.desk.journal._file).write
 
     def full(file, record):
-        if record.begun is None:
+        if record.in_progress is None:
             raise OSError(28, "No space left on device")
         write(file, record)
 
-    monkeypatch.setattr(type(house.desk.book._file), "write", full)
+    monkeypatch.setattr(type(house.desk.journal._file), "write", full)
     answer = await house.desk.submit(call())
     assert (answer.status, held(house)) == (200, [[], []])
     assert "No space left" in answer.body["journal_error"]
-    assert journal(folder).begun is not None
+    assert journal(folder).in_progress is not None
 
 
 async def test_a_pause_outlives_the_program_and_ends_with_continue(engines, folder, nursery):
@@ -400,25 +406,23 @@ async def test_a_pause_outlives_the_program_and_ends_with_continue(engines, fold
     assert held(passing) == [[], []]
 
 
-async def test_to_continue_in_the_middle_of_an_update_does_not_clear_its_record(
-    engines, folder, nursery
-):
+async def test_continue_during_an_update_does_not_clear_its_record(engines, folder, nursery):
     house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(house.desk.run)
     await house.desk.submit(call(PAUSE))
     await started(engines, nursery, house, call())
     await house.desk.submit(call("/continue_generation"))
     found = journal(folder)
-    assert (found.begun.path, found.paused) == (UPDATE, ())
+    assert (found.in_progress.path, found.paused) == (UPDATE, ())
     engines.open(UPDATE)
     await at_rest()
     assert (held(house), journal(folder)) == ([[], []], Journal())
 
 
-async def test_words_that_no_text_can_hold_stop_nothing(house, engines, folder):
+async def test_lone_surrogates_in_worker_messages_stop_nothing(house, engines, folder):
     engines.says[B, UPDATE] = (500, b'{"message": "half \\ud83d"}')
     engines.labels[A] = "v\ud83d"
     answer = await house.desk.submit(call())
     assert (answer.status, held(house)) == (502, [[], ["uncertain"]])
     assert journal(folder).uncertain[B].endswith("half ?")
-    assert house_with(folder).desk.book.published.epoch == 1
+    assert house_with(folder).desk.journal.published.epoch == 1

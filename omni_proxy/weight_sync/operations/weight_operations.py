@@ -1,0 +1,322 @@
+"""The service for operations on weights: what the admin API submits calls to.
+
+Calls that change workers are queued (operation_queue), run by a runner, a rollback or the sync
+endpoint, and recorded. Invariant: an operation belongs to this service, not to the request that
+started it: a client that disconnects cancels nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from uuid import uuid4
+
+import trio
+
+from omni_proxy.admin_ops import model_info
+from omni_proxy.admin_ops.operation import Operation, Step
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
+from omni_proxy.admin_ops.routes import CONTINUE, INIT, MODEL_INFO, ROLLBACK, AdminRoute, Kind
+from omni_proxy.config.schema import Config
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.upstream_http.client import ROUTE_ABSENT
+from omni_proxy.weight_sync.delivery.catchup import CATCHING_UP
+from omni_proxy.weight_sync.delivery.service import VersionService
+from omni_proxy.weight_sync.operations.detached_calls import DetachedCalls
+from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
+from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
+from omni_proxy.weight_sync.operations.runner import OperationRunner
+from omni_proxy.weight_sync.operations.status import (
+    OperationHistory,
+    journal_status,
+    queue_status,
+)
+from omni_proxy.weight_sync.operations.version_probe import VersionProbe
+from omni_proxy.weight_sync.session.endpoint import SyncEndpoint
+from omni_proxy.weight_sync.state.journal_file import JournalFile
+from omni_proxy.weight_sync.state.state_journal import PAUSED, OperationContext, StateJournal
+from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
+from omni_proxy.wire.errors import HttpError
+
+RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
+
+
+class WeightOperations:
+    """Created before the fleet is filled, so that held workers get no request from the start."""
+
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, file: JournalFile) -> None:
+        self.journal = StateJournal(fleet, file)
+        self.history = OperationHistory()
+        self._fleet = fleet
+        self._config_store = config_store
+        self._context = OperationContext(fleet, config_store, self.journal)
+        self._queue = OperationQueue(config_store, self.history.record, self._after_operation)
+        self.version_service = VersionService(self._context, file.folder, self.is_updating)
+        versions = self.version_service
+        self.rollback_source = RollbackSource(versions.store_service, versions.deliverer)
+        self.sync = SyncEndpoint(self._context, versions)
+        self.sync.lifecycle.on_left = self._probe_again
+        self._deferred: set[str] = set()  # URLs to probe after the current operation
+        self._calls = DetachedCalls(self.sync.store_response)
+        self._probe = VersionProbe(
+            fleet, self.journal, self._is_busy, self._compares_checksums, self._has_sync
+        )
+        versions.catch_up.on_unavailable = self._probe_instead
+        if config_store.config.routing.while_paused == "pass":
+            self.journal.held_paused.clear()
+        config_store.subscribe(self._on_config_change)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self.journal.finish_start()
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.version_service.run)
+                await self.sync.start(nursery)
+                self._calls.nursery = nursery
+                self._probe.start(nursery)
+                nursery.start_soon(self.journal.follow_restarts)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._calls.nursery = self._probe.nursery = None
+            self.sync.stop()
+
+    async def submit(self, call: AdminCall) -> AdminResponse:
+        """Run the call and wait for the response. Cancellation ends only the wait."""
+        return await self._calls.run(call.key, lambda: self._perform(call))
+
+    async def resolve(self, headers: Mapping[str, str], caller: str = "") -> AdminResponse:
+        """Let uncertain workers continue, and put them back into rotation."""
+        return await self._calls.run(("resolve",), lambda: self._resolve(headers, caller))
+
+    def status(self) -> dict[str, object]:
+        """JSON-ready; the keys are documented in docs/http.md."""
+        return {
+            **queue_status(self._queue),
+            "sync": self.sync.status(),
+            "store": self.version_service.status(),
+            **journal_status(self.journal, self._fleet.workers),
+            "history": list(self.history.rows),
+        }
+
+    @property
+    def waiting(self) -> int:
+        """The number of queued operations."""
+        return len(self._queue.waiting)
+
+    def is_updating(self, worker: Worker) -> bool:
+        """Whether its weights are being changed, or a long call of an operation runs on it."""
+        lifecycle = self.sync.lifecycle
+        in_sync = worker in lifecycle.quarantine or worker.url in lifecycle.leaving
+        return self._queue.targets(worker) or in_sync
+
+    async def _perform(self, call: AdminCall) -> AdminResponse:
+        if not call.route.takes_turn:
+            return await self._call_at_once(call)
+        if self.sync.handles(call.route):
+            return await self._sync_step(call)
+        self.sync.check_conflict(call.route)
+        _check_rank_clash(call, self._targets(call))
+        operation = self._new_operation(call.route, call.caller)
+
+        async def perform() -> AdminResponse:
+            workers = self._targets(call)  # again, because the fleet may have changed meanwhile
+            self.sync.check_conflict(call.route)
+            _check_rank_clash(call, workers)
+            return await self._runner(call, operation).run(workers)
+
+        return await self._queue.run(operation, perform)
+
+    def _runner(self, call: AdminCall, operation: Operation) -> OperationRunner:
+        if call.route is ROLLBACK:
+            return Rollback(self._context, call, operation, self.rollback_source)
+        return OperationRunner(self._context, call, operation)
+
+    async def _sync_step(self, call: AdminCall) -> AdminResponse:
+        """A step of a weight sync, over all members of the group."""
+        if (stored := self.sync.stored_response(call)) is not None:
+            return stored
+        await self.sync.before_step(call)
+        try:
+            return await self._queue_sync_step(call)
+        finally:
+            self.sync.after_step(call)
+
+    async def _queue_sync_step(self, call: AdminCall) -> AdminResponse:
+        operation = self._new_operation(call.route, call.caller)
+
+        async def perform() -> AdminResponse:
+            lifecycle = self.sync.lifecycle
+            known = [*lifecycle.workers, *lifecycle.recipients]
+            workers = self._targets(call) if call.route.path == INIT else known
+            operation.targets = tuple(worker.url for worker in workers)
+            operation.enter(Step.CALLING, trio.current_time())
+            return await self.sync.perform(call, workers)
+
+        return await self._queue.run(operation, perform)
+
+    async def _call_at_once(self, call: AdminCall) -> AdminResponse:
+        """Routes that change no weights: they are not queued. `continue` must never wait for an
+        update, which may itself wait for it."""
+        workers = self._targets(call)
+        began = trio.current_time()
+        request = call.to_workers(limit_secs(self._config_store.config.admin.worker_timeout_secs))
+        more: dict[str, object] = {}
+        if call.route.kind is Kind.CONTINUE:
+            more = await self.sync.before_continue(call.credentials)
+        results = await call_all(workers, request)
+        succeeded = [w for w, result in zip(workers, results, strict=True) if result.success]
+        if call.route.path == MODEL_INFO:
+            for worker, result in zip(workers, results, strict=True):
+                if result.success:
+                    self._probe.record_label(worker, model_info.version_of(result.body))
+            return model_info.merge(results)
+        response = aggregate(call.route.path, results, {})
+        response = AdminResponse(response.status, {**response.body, **more})
+        if call.route.kind is Kind.CONTINUE and self._clear_pauses(succeeded):
+            await self.journal.save()
+        elif call.route.kind is Kind.FLUSH:
+            for worker in succeeded:
+                self._fleet.cache_cleared(worker)
+        if call.route.kind is not Kind.READ:
+            operation = self._new_operation(call.route, call.caller, asked_at=began)
+            operation.targets = tuple(worker.url for worker in workers)
+            for result in results:
+                operation.hear(result)
+            self.history.record(operation, response)
+        return response
+
+    async def _resolve(self, headers: Mapping[str, str], caller: str) -> AdminResponse:
+        operation = self._new_operation(RESOLVE, caller)
+
+        async def perform() -> AdminResponse:
+            urls = list(self.journal.uncertain)
+            workers = [self._fleet.find(url) for url in urls]
+            alive = [w for w in workers if w and w.health.state is not Health.DEAD]
+            operation.targets = tuple(worker.url for worker in alive)
+            secs = limit_secs(self._config_store.config.admin.worker_timeout_secs)
+            call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
+            results = await call_all(alive, call.to_workers(secs), operation.hear)
+            # A worker without the route cannot have been paused.
+            stuck = {r.worker: r for r in results if not r.success and r.status not in ROUTE_ABSENT}
+            readable, self.journal.readable = self.journal.readable, True
+            resolved = [url for url in urls if url not in stuck]
+            await self.journal.waive_targets(resolved)
+            self.journal.clear_uncertain(resolved)
+            self._clear_pauses([worker for worker in alive if worker.url not in stuck])
+            await self.journal.finish_operation()
+            ids = [self._worker_id(url) for url in resolved]
+            more = {"journal_readable": readable, "resolved_worker_ids": ids}
+            return _resolve_response(more, stuck)
+
+        return await self._queue.run(operation, perform)
+
+    def _targets(self, call: AdminCall) -> list[Worker]:
+        """Raises HttpError: 503 if no worker is alive, 404 if the selector matches none."""
+        alive = [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
+        if not alive:
+            raise HttpError(503, "no live upstream workers", "no_live_worker")
+        chosen = [w for w in alive if call.chosen is None or w.url in call.chosen]
+        if not chosen:
+            raise HttpError(404, "the selector matches no live worker", "no_workers_match")
+        return chosen
+
+    def _new_operation(
+        self, route: AdminRoute, caller: str, asked_at: float | None = None
+    ) -> Operation:
+        now = trio.current_time() if asked_at is None else asked_at
+        return Operation(uuid4().hex, route, caller, now)
+
+    def _clear_pauses(self, workers: list[Worker]) -> bool:
+        """The engines generate again. Return whether one of them was paused."""
+        resumed = self.journal.forget_pauses(worker.url for worker in workers)
+        return self._release_paused(workers) or resumed
+
+    def _release_paused(self, workers: list[Worker]) -> bool:
+        """Release the "paused" hold, except on targets of a pause that is running now.
+
+        Return whether one of them was held.
+        """
+        current = self._queue.current
+        pausing = current if current and current.route.hold == PAUSED else None
+        held = [
+            worker
+            for worker in workers
+            if PAUSED in worker.cordon_reasons and not (pausing and worker.url in pausing.targets)
+        ]
+        for worker in held:
+            self.journal.release_paused(worker.url)
+        return bool(held)
+
+    def _after_operation(self, operation: Operation) -> None:
+        self._probe_unknown(operation.targets)
+        deferred, self._deferred = self._deferred, set()
+        self._probe_again(deferred)
+
+    def _probe_again(self, urls: Iterable[str]) -> None:
+        """Check that they have the published weights, after a sync that may have changed them."""
+        for url in urls:
+            worker = self._fleet.find(url)
+            if worker is None:
+                continue
+            if self._is_busy(worker):
+                self._deferred.add(url)
+            else:
+                self._probe.probe_soon(worker, came_up=True)
+
+    def _probe_instead(self, worker: Worker) -> None:
+        """It cannot catch up, because the version is not in the store: probe label and digest."""
+        if CATCHING_UP not in worker.cordon_reasons:
+            return
+        if not self.is_updating(worker):  # else the operation decides what it has
+            self._probe.hold(worker)  # no request may reach it in between
+        self._fleet.uncordon(worker, CATCHING_UP)
+        self._probe_again([worker.url])
+
+    def _probe_unknown(self, urls: tuple[str, ...]) -> None:
+        """Probe targets whose result was unclear or missing, but that are not held for it."""
+        for url in urls:
+            worker = self._fleet.find(url)
+            if worker and worker.weight_version is None and url not in self.journal.uncertain:
+                self._probe.probe_soon(worker)
+
+    def _worker_id(self, url: str) -> str:
+        worker = self._fleet.find(url)
+        return worker.id if worker else url
+
+    def _is_busy(self, worker: Worker) -> bool:
+        """Whether what works on it will read its version back itself."""
+        return CATCHING_UP in worker.cordon_reasons or self.is_updating(worker)
+
+    def _has_sync(self) -> bool:
+        return self._config_store.config.weight_sync.mode != "off"
+
+    def _compares_checksums(self) -> bool:
+        return self._config_store.config.weight_sync.verify == "checksum"
+
+    def _on_config_change(self, old: Config, new: Config) -> None:
+        passes = new.routing.while_paused == "pass"
+        if passes and old.routing.while_paused != new.routing.while_paused:
+            self._release_paused(self._fleet.workers)
+
+
+def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
+    """Raises HttpError 422: with one body for all, several workers would take the same ranks."""
+    if call.route.path == INIT and len(workers) > 1:
+        message = (
+            "distributed weight-update init currently supports a single-replica target stage, but "
+            f"{len(workers)} live workers were targeted; multi-replica refit needs a distinct "
+            "rank_offset per replica."
+        )
+        raise HttpError(422, message, "several_workers", detail=message)
+
+
+def _resolve_response(more: dict[str, object], stuck: Mapping[str, WorkerResult]) -> AdminResponse:
+    if not stuck:
+        return AdminResponse(200, {"status": "ok", "success": True, "message": "ok", **more})
+    message = "some workers did not take continue_generation and stay out of routing"
+    unresolved = {url: result.why for url, result in stuck.items()}
+    body = {"status": "error", "success": False, "message": message, "unresolved": unresolved}
+    return AdminResponse(502, {**body, **more})

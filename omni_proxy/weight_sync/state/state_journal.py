@@ -1,0 +1,281 @@
+"""Uncertain and paused workers, the published version, operations in progress: kept and enforced.
+
+Invariant: an uncertain or paused worker is held out of rotation from the moment it is in the
+fleet, also after it was deleted and added again, also after a restart. The state in memory leads:
+if the disk fails, the error is reported, and only what has not begun is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.weight_sync.protocol.journal import (
+    Journal,
+    JournalEntry,
+    PauseRecord,
+    UnreadableJournal,
+)
+from omni_proxy.weight_sync.protocol.published_version import (
+    ALL_WORKERS,
+    PublishedVersion,
+    TargetVersion,
+)
+from omni_proxy.weight_sync.state.journal_file import JournalFile
+
+# Reasons for which a worker is held out of rotation.
+UNCERTAIN: Final = "uncertain"
+UPDATING: Final = "updating"
+PAUSED: Final = "paused"
+_log = logging.getLogger(__name__)
+
+
+class StateJournal:
+    """`uncertain`: worker URL to the reason why its weights are unknown.
+
+    `held_paused`: URLs held out of rotation for a pause. `paused_engines`: URLs whose engine was
+    paused, whether the worker is held or not. The constructor reads the file.
+    """
+
+    def __init__(self, fleet: Fleet, file: JournalFile) -> None:
+        self._fleet = fleet
+        self._file = file
+        self._all_uncertain = ""  # the reason, if all workers are uncertain since the start
+        self._operation: JournalEntry | None = None
+        self._sync: JournalEntry | None = None
+        # Members of a group whose sync was cut short when the proxy ended, and the group's name.
+        self.leftover_members: tuple[str, ...] = ()
+        self.leftover_group = ""
+        self._write_lock = trio.Lock()
+        self.uncertain: dict[str, str] = {}
+        self.held_paused: set[str] = set()
+        self.paused_engines: set[str] = set()
+        self._pauses: dict[str, PauseRecord] = {}  # of `paused_engines` and `held_paused`
+        self._restarted = trio.Event()  # the file lists an engine as paused that has restarted
+        self.readable = True
+        self.error = ""
+        self.published = file.read_published()
+        try:
+            journal = file.read()
+            self.uncertain = journal.uncertain_at_start()
+            self.held_paused = set(journal.paused)
+            self.paused_engines, self._pauses = set(journal.pauses), dict(journal.pauses)
+            if journal.sync is not None:
+                self.leftover_members = journal.sync.targets
+                self.leftover_group = journal.sync.operation
+        except UnreadableJournal as error:
+            self.readable = False
+            self._all_uncertain = f"the journal {file.path} can't be read: {error}"
+        for url, reason in self.uncertain.items():
+            _log.warning("worker_still_uncertain worker=%s reason=%r", url, reason)
+        for url in self.all_paused:
+            _log.warning("worker_still_paused worker=%s", url)
+        fleet.watch_members(self._hold_all)
+        fleet.watch_worker(self._hold_worker)
+        fleet.watch_cache_cleared(self._on_cache_cleared)
+        fleet.watch_health(self._on_health_change)
+
+    @property
+    def path(self) -> str:
+        return str(self._file.path)
+
+    @property
+    def in_group(self) -> bool:
+        """Whether a trainer has a group with the workers."""
+        return self._sync is not None
+
+    @property
+    def all_paused(self) -> frozenset[str]:
+        """URLs of engines that a caller paused: no other operation may make them continue."""
+        return frozenset(self.held_paused | self.paused_engines)
+
+    def pauses(self) -> dict[str, PauseRecord]:
+        """The pauses of workers in the fleet, by URL, in the order of the fleet."""
+        paused = self.all_paused
+        urls = [worker.url for worker in self._fleet.workers if worker.url in paused]
+        return {url: self._pauses.get(url, PauseRecord()) for url in urls}
+
+    def record_pause(self, url: str, pause: PauseRecord) -> None:
+        """The engine was paused. The first record counts until the engine continues."""
+        if url not in self.all_paused:
+            self._pauses.pop(url, None)
+        self.paused_engines.add(url)
+        self._pauses.setdefault(url, pause)
+
+    def forget_pauses(self, urls: Iterable[str]) -> bool:
+        """The engines generate again. Return whether one of them was recorded as paused."""
+        resumed = self.paused_engines & set(urls)
+        self.paused_engines -= resumed
+        return bool(resumed)
+
+    async def finish_start(self) -> None:
+        """The fleet is filled: from here on the journal names the uncertain workers."""
+        if self._all_uncertain:
+            self._all_uncertain = ""
+            _log.error("weight_journal_unreadable path=%s uncertain=all", self.path)
+            try:
+                await trio.to_thread.run_sync(self._file.set_aside)
+            except OSError as error:
+                self.record_error(error)
+        if self._operation is not None or self._sync is not None:
+            # The service was restarted in the middle of it: the same as a restart of the program.
+            cut_short = Journal(in_progress=self._operation, sync=self._sync)
+            self.mark_uncertain(cut_short.uncertain_at_start())
+            self._sync = None
+        for worker in self._fleet.workers:
+            if UPDATING in worker.cordon_reasons:
+                self._fleet.uncordon(worker, UPDATING)
+        await self.finish_operation()
+
+    async def begin_operation(self, entry: JournalEntry) -> None:
+        """Raises OSError: then no call may be sent."""
+        async with self._write_lock:
+            await self._write(entry)
+            self._operation = entry
+
+    async def begin_sync(self, entry: JournalEntry) -> None:
+        """Recorded beside the operation in progress. Raises OSError: then no call may be sent."""
+        async with self._write_lock:
+            before, self._sync = self._sync, entry
+            try:
+                await self._write(self._operation)
+            except OSError:
+                self._sync = before
+                raise
+
+    async def finish_sync(self) -> None:
+        """The fate of every member is decided, and no group is left."""
+        async with self._write_lock:
+            self._sync = None
+            await self._try_to_write()
+
+    async def finish_operation(self) -> None:
+        """Write the state, with no operation in progress."""
+        async with self._write_lock:
+            self._operation = None
+            await self._try_to_write()
+
+    async def save(self) -> None:
+        """Write the state, with the operation in progress, if there is one."""
+        async with self._write_lock:
+            await self._try_to_write()
+
+    async def follow_restarts(self) -> None:
+        """Write the state each time a paused engine has restarted, until cancelled."""
+        while True:
+            await self._restarted.wait()
+            self._restarted = trio.Event()
+            await self.save()
+
+    async def publish(self, target: TargetVersion, urls: Iterable[str] | None) -> PublishedVersion:
+        """Publish the next epoch; it never goes back. `urls`: its targets, None for all workers."""
+        known = {ALL_WORKERS, *(worker.url for worker in self._fleet.workers)}
+        rows = {url: row for url, row in self.published.targets.items() if url in known}
+        self.published = PublishedVersion(self.published.epoch, None, rows).after(target, urls)
+        await self._write_published()
+        return self.published
+
+    async def waive_targets(self, urls: Iterable[str]) -> None:
+        """An operator vouches for the weights of these workers, whatever update they missed."""
+        workers = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
+        self.published = self.published.waive({worker.url: worker.model for worker in workers})
+        if self.published.targets:
+            await self._write_published()
+
+    def hold_paused(self, url: str) -> None:
+        self.held_paused.add(url)
+        self._hold_all()
+
+    def release_paused(self, url: str) -> None:
+        self.held_paused.discard(url)
+        worker = self._fleet.find(url)
+        if worker is not None and PAUSED in worker.cordon_reasons:
+            self._fleet.uncordon(worker, PAUSED)
+
+    def mark_uncertain(self, reasons: dict[str, str]) -> None:
+        """`reasons`: by worker URL."""
+        for url, reason in reasons.items():
+            _log.warning("worker_uncertain worker=%s reason=%r", url, reason)
+        self.uncertain.update(reasons)
+        self._hold_all()
+
+    def clear_uncertain(self, urls: Iterable[str]) -> None:
+        for url in urls:
+            if self.uncertain.pop(url, None) is not None:
+                worker = self._fleet.find(url)
+                if worker is not None:
+                    self._fleet.uncordon(worker, UNCERTAIN)
+
+    def record_error(self, error: OSError) -> None:
+        """The journal could not be written: shown in the status, and logged."""
+        self.error = f"{self.path}: {error.strerror or error}"
+        _log.error("weight_journal_write_failed error=%r", self.error)
+
+    async def _try_to_write(self) -> None:
+        try:
+            await self._write(self._operation)
+            self.error = ""
+        except OSError as error:
+            self.record_error(error)
+
+    async def _write(self, operation: JournalEntry | None) -> None:
+        pauses = {url: self._pauses.get(url, PauseRecord()) for url in sorted(self.all_paused)}
+        journal = Journal(
+            in_progress=operation,
+            sync=self._sync,
+            uncertain=dict(self.uncertain),
+            paused=tuple(sorted(self.held_paused)),
+            pauses=pauses,
+        )
+        await trio.to_thread.run_sync(self._file.write, journal)
+
+    async def _write_published(self) -> None:
+        try:
+            await trio.to_thread.run_sync(self._file.write_published, self.published)
+        except OSError as error:
+            self.record_error(error)
+
+    def _on_cache_cleared(self, worker: Worker) -> None:
+        """A restarted engine generates. A flush is told apart by the version, which it keeps."""
+        if worker.weight_version is None:
+            self._on_engine_restarted(worker.url)
+
+    def _on_health_change(self, worker: Worker, before: Health) -> None:
+        """The paused process may have ended while this program did not run."""
+        pause = self._pauses.get(worker.url)
+        if pause is not None and pause.instance and worker.instance not in ("", pause.instance):
+            self._on_engine_restarted(worker.url)
+
+    def _on_engine_restarted(self, url: str) -> None:
+        if url in self.paused_engines:
+            self.paused_engines.discard(url)
+            self._restarted.set()
+
+    def _hold_all(self) -> None:
+        for worker in self._fleet.workers:
+            self._hold_worker(worker)
+
+    def _hold_worker(self, worker: Worker) -> None:
+        if self._all_uncertain:
+            self.uncertain.setdefault(worker.url, self._all_uncertain)
+        if worker.url in self.uncertain and UNCERTAIN not in worker.cordon_reasons:
+            self._fleet.cordon(worker, UNCERTAIN)
+        if worker.url in self.held_paused and PAUSED not in worker.cordon_reasons:
+            self._fleet.cordon(worker, PAUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationContext:
+    """What every operation on weights needs: the fleet, its configuration, the journal."""
+
+    fleet: Fleet
+    config_store: ConfigStore
+    journal: StateJournal

@@ -1,0 +1,199 @@
+"""Calls to workers for weight updates: admin calls, labels, checksums, continue, reachability.
+
+Invariant: `call_all` has no bound on how many workers it calls at a time. Workers that join a group
+wait for each other, so a bound would be a deadlock. Labels and checksums come from the workers
+alone, never from what a caller asked for; a worker that reports no label has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from omni_proxy.admin_ops.model_info import version_of
+from omni_proxy.admin_ops.results import WorkerResult, parsed
+from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
+from omni_proxy.upstream_http.engine_calls import flush_cache
+from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
+
+MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a weights checker names every tensor
+JSON_TYPE: Final = {"content-type": "application/json"}
+OnResult = Callable[[WorkerResult], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminCall:
+    """One admin request to the workers. `chosen`: URLs of its targets, None for all workers.
+
+    `target` is the path and the query as workers get them; `caller` names who sent the request.
+    """
+
+    route: AdminRoute
+    method: str
+    target: str
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    chosen: frozenset[str] | None = None
+    caller: str = ""
+
+    def to_workers(self, timeout_secs: float) -> Call:
+        return Call(
+            self.method,
+            self.target,
+            self.body,
+            self.headers,
+            timeout_secs=timeout_secs,
+            max_bytes=MAX_RESPONSE_BYTES,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same request, repeated with the same credentials."""
+        return self.method, self.target, self.body, self.chosen, self.headers.get("authorization")
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Headers for further calls to the workers on behalf of this one."""
+        key = self.headers.get("authorization")
+        return {"authorization": key} if key else {}
+
+    def body_field(self, name: str) -> object:
+        """The value of a key of the JSON body; None if the body has no such key."""
+        try:
+            body = json.loads(self.body) if self.body else {}
+        except (ValueError, RecursionError):
+            return None
+        return body.get(name) if isinstance(body, dict) else None
+
+
+async def request_worker(worker: Worker, call: Call) -> WorkerResult:
+    """Send one call, and parse the response. Never raises for what the worker does."""
+    outcome = await call_worker(worker, call)
+    body = parsed(outcome.body)
+    return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
+
+
+async def post_json(
+    worker: Worker, path: str, body: bytes, headers: Mapping[str, str], timeout_secs: float
+) -> WorkerResult:
+    """POST `body`, which is JSON text. The response may be as large as a checksum report."""
+    headers = {**headers, **JSON_TYPE}
+    secs = timeout_secs
+    call = Call("POST", path, body, headers, timeout_secs=secs, max_bytes=MAX_RESPONSE_BYTES)
+    return await request_worker(worker, call)
+
+
+async def call_all(
+    workers: Sequence[Worker], call: Call, on_result: OnResult = lambda _: None
+) -> list[WorkerResult]:
+    """Results in the order of the workers; `on_result` gets each one as soon as it is there."""
+    results: dict[Worker, WorkerResult] = {}
+
+    async def call_one(worker: Worker) -> None:
+        results[worker] = result = await request_worker(worker, call)
+        on_result(result)
+
+    async with trio.open_nursery() as nursery:
+        for worker in workers:
+            nursery.start_soon(call_one, worker)
+    return [results[worker] for worker in workers]
+
+
+def limit_secs(configured: float) -> float:
+    """A configured 0 means no limit."""
+    return configured or math.inf
+
+
+# Labels and checksums
+
+LABEL_SECS: Final = 30.0
+# /get_model_info needs no key and exists in older SGLang engines; /weight_info is vLLM's.
+LABEL_PATHS: Final = ("/model_info", "/get_model_info", "/weight_info")
+CHECKSUM: Final = b'{"action": "checksum"}'
+
+
+async def read_labels(
+    workers: Sequence[Worker], headers: Mapping[str, str]
+) -> dict[Worker, str | None]:
+    """The weight version that each worker reports; None if it reports none."""
+    labels: dict[Worker, str | None] = dict.fromkeys(workers)
+    remaining = list(workers)
+    for path in LABEL_PATHS:
+        call = Call("GET", path, headers=headers, timeout_secs=LABEL_SECS)
+        results = await call_all(remaining, call)
+        for worker, result in zip(remaining, results, strict=True):
+            labels[worker] = version_of(result.body) if result.success else None
+        # A worker that could not be reached is not tried on the next path.
+        remaining = [w for w, result in zip(remaining, results, strict=True) if result.refused]
+    return labels
+
+
+async def request_checksums(
+    workers: Sequence[Worker], headers: Mapping[str, str], timeout_secs: float
+) -> list[WorkerResult]:
+    call = Call(
+        "POST",
+        "/weights_checker",
+        CHECKSUM,
+        headers={**headers, **JSON_TYPE},
+        timeout_secs=timeout_secs,
+        max_bytes=MAX_RESPONSE_BYTES,
+    )
+    return await call_all(workers, call)
+
+
+async def compare_checksums(
+    workers: Sequence[Worker], headers: Mapping[str, str], timeout_secs: float
+) -> Verdict:
+    results = await request_checksums(workers, headers, timeout_secs)
+    return compare_answers({result.worker: result for result in results})
+
+
+# Engines that a failed update left paused, or with an old prefix cache. A one-phase update that
+# fails leaves its engine paused, even if it was told to continue before (api-server.md 2.4).
+
+RECOVERY_SECS: Final = 30.0
+
+
+async def continue_generation(
+    workers: Iterable[Worker], paused: Container[str], headers: Mapping[str, str]
+) -> None:
+    """Send "continue" to all workers except `paused`: URLs of engines that a caller paused."""
+    headers = {**headers, **JSON_TYPE}
+    call = Call("POST", CONTINUE.path, b"{}", headers, timeout_secs=RECOVERY_SECS)
+    await call_all([worker for worker in workers if worker.url not in paused], call)
+
+
+async def flush_worker_cache(worker: Worker) -> bool:
+    """Whether the worker says that its cache is empty; one without a flush route has no cache."""
+    outcome = await flush_cache(worker, {}, RECOVERY_SECS)
+    return outcome.ok or outcome.status in ROUTE_ABSENT
+
+
+# Reachability. A whole request is sent each time, because servers keep an idle connection open for
+# long. A slow worker is never reported: only refused connections count, and two in a row.
+
+REACH_INTERVAL_SECS: Final = 0.5
+REACH_TIMEOUT_SECS: Final = 2.0
+REFUSALS_IN_A_ROW: Final = 2
+REFUSED: Final = "ConnectError"
+
+
+async def wait_until_refused(worker: Worker, endpoint: str) -> str:
+    """Wait until nothing listens at the worker's address; return the reason as text.
+
+    `endpoint`: a path that is cheap to request. Finds a dead worker sooner than health probes do.
+    """
+    refused = 0
+    while refused < REFUSALS_IN_A_ROW:
+        await trio.sleep(REACH_INTERVAL_SECS)
+        outcome = await call_worker(worker, Call("GET", endpoint, timeout_secs=REACH_TIMEOUT_SECS))
+        refused = refused + 1 if outcome.error == REFUSED else 0
+    return "nothing listens at its address any more"
