@@ -124,6 +124,13 @@ class Watched(Struct, frozen=True):
     last_stall_secs: float | None = None
 
 
+class LastMinute(Struct, frozen=True):
+    """Requests of the fleet that ended in the last minute, the running second included."""
+
+    requests: int = 0
+    errors: int = 0
+
+
 class FeedModel(Struct, frozen=True):
     at: str
     revision: int
@@ -139,6 +146,7 @@ class FeedModel(Struct, frozen=True):
     admission: Admission = Admission()
     policy: dict[str, Any] = {}
     history: tuple[Point, ...] = ()
+    last_minute: LastMinute | None = None  # None: from a proxy of an older release
     recent_ends: tuple[FinishedRequest, ...] = ()
     last_reload: dict[str, Any] | None = None
     supervisors: tuple[Supervised, ...] = ()

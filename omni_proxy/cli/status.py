@@ -192,7 +192,10 @@ def request_words(feed: FeedModel, history: Sequence[Point]) -> str:
     words = f"{admission.inflight} in flight{bound}, {admission.waiting} waiting"
     if not feed.metrics:
         return f"{words}; [server] metrics is off: no rates, no times"
-    ended, errors = last_minute(history)
+    if feed.last_minute is not None:
+        ended, errors = feed.last_minute.requests, feed.last_minute.errors
+    else:
+        ended, errors = last_minute(history)
     share = f" ({100 * errors / ended:.1f} %)" if errors and ended else ""
     return f"{words}; last minute: {ended} ended, {errors} errors{share}"
 

@@ -164,6 +164,16 @@ class RecentWindow:
             while len(marks) > 1 and at - marks[1][0] > LATELY_SECS:
                 marks.popleft()
 
+    def last_minute(self) -> tuple[int, int]:
+        """Requests that ended in the last minute, and errors among them.
+
+        As in `of` the running second counts, so that the fleet never has less than its workers.
+        """
+        second = self.second_so_far()
+        last = list(islice(reversed(self.points), LATELY_SECS))
+        requests = second.requests + sum(point.requests for point in last)
+        return requests, second.errors + sum(point.errors for point in last)
+
     def of(self, worker: Worker, at: float) -> Lately:
         self.gather(worker)
         now, then = self.sums.get(worker) or Slot(), Slot()

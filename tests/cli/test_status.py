@@ -51,6 +51,12 @@ def test_one_screen_tells_who_is_slow_who_is_out_and_what_the_reload_did(proxy, 
     ]
 
 
+def test_the_last_minute_is_the_one_that_the_proxy_counted(proxy, capsys):
+    proxy.says["/feed"] = (200, PICTURE | {"last_minute": {"requests": 251, "errors": 3}})
+    assert main(["status", "--url", proxy.url]) == 0
+    assert "last minute: 251 ended, 3 errors (1.2 %)" in capsys.readouterr().out
+
+
 def test_a_machine_gets_the_picture_as_it_is(proxy, capsys):
     proxy.says["/feed"] = (200, PICTURE)
     assert main(["status", "--json", "--url", proxy.url]) == 0

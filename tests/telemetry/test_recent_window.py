@@ -56,6 +56,33 @@ def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, 
     assert told.first_p50_ms is None
 
 
+def test_the_last_minute_of_the_fleet_counts_the_running_second_as_its_workers_do(
+    fleet, recent, meters
+):
+    a, b = fleet.workers
+    recent.tick(1000.0, 0, 0)
+    meters.count(whole(a, 0.2), a)
+    meters.count(whole(b, 0.2, status=503), b)
+    assert recent.last_minute() == (2, 1)
+    recorded = recent.of(a, 1000.5), recent.of(b, 1000.5)
+    assert sum(of_worker.answers for of_worker in recorded) == 2
+    assert sum(of_worker.errors for of_worker in recorded) == 1
+    recent.tick(1001.0, 0, 0)
+    assert recent.last_minute() == (2, 1)
+
+
+def test_the_last_minute_of_the_fleet_is_never_less_than_that_of_its_workers(fleet, recent, meters):
+    a, b = fleet.workers
+    for second in range(150):
+        if second < 90:
+            for worker in (a, b):
+                meters.count(whole(worker, 0.2), worker)
+        recorded = [recent.of(worker, 999.5 + second).answers for worker in (a, b)]
+        assert recent.last_minute()[0] >= sum(recorded)
+        recent.tick(1000.0 + second, 0, 0)
+    assert recent.last_minute() == (0, 0)
+
+
 def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):

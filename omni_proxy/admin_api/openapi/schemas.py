@@ -259,7 +259,8 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Snapshot": shape(
         history=listed(OBJECT), at=TIME, version=TEXT, ready=FLAG, leaving=FLAG, revision=COUNT,
         admission=OBJECT, data_plane=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
-        recent_ends=listed(OBJECT), last_reload=OBJECT, supervisors=listed(OBJECT),
+        last_minute=OBJECT, recent_ends=listed(OBJECT), last_reload=OBJECT,
+        supervisors=listed(OBJECT),
         watchdog=OBJECT, weights=OBJECT,
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals too; an error tells why."},

@@ -83,6 +83,9 @@ class Snapshots:
                 }
                 for worker in rooms.fleet.workers
             ],
+            "last_minute": dict(
+                zip(("requests", "errors"), instruments.recent.last_minute(), strict=True)
+            ),
             "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
             "last_reload": config_store.last_reload,
             "launch": launch,

@@ -50,6 +50,16 @@ async def test_one_look_tells_fleet_history_ends_and_what_runs(house):
     assert told["weights"]["workers"][0]["worker"] == A
 
 
+async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(house):
+    house.healthy(A)
+    worker = house.worker(A)
+    house.instruments.meters.count(ended(worker), worker)
+    told = await snapshot(house)
+    assert told["last_minute"] == {"requests": 1, "errors": 0}
+    assert told["fleet"][0]["answers"] == 1
+    assert told["history"] == []
+
+
 async def test_a_worker_that_has_requests_and_says_nothing_is_told(house):
     house.healthy(A)
     worker = house.worker(A)
