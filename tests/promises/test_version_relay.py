@@ -14,7 +14,7 @@ from omni_proxy.weight_sync.store.service import StoreService
 from tests.ports import free_port
 from tests.promises.replica_program import gauges
 from tests.promises.tiny_fleet import CHAT
-from tests.weight_sync.store.drafts import forget, received
+from tests.weight_sync.store.drafts import delete_store, store_version
 from tests.weight_sync.store.tiny_version import fleet_of, tiny_version
 
 pytest.importorskip("torch")
@@ -52,7 +52,7 @@ async def house(tmp_path, receiver):
         return await trio.to_thread.run_sync(receiver.sender, meeting)
 
     yield shelf, VersionDeliverer(shelf, ProcessGroupSender(lambda: settings, sender))
-    forget(shelf.store)
+    delete_store(shelf.store)
 
 
 async def asked(worker, path, **body):
@@ -78,7 +78,7 @@ async def test_who_is_here_takes_it_by_path_others_by_a_group_and_all_prove_it(
         ways = [answer.body["delivered_by"] for answer in answers]
         assert ways == ["disk", "group"]
         for worker, answer in zip(fleet, answers, strict=True):
-            assert answer.body["checked_tensors"] == len(version.record.tensors)
+            assert answer.body["checked_tensors"] == len(version.manifest.tensors)
             assert (await relay.prove(version, worker, {})).proven
             assert (await asked(worker, "/model_info"))["weight_version"] == f"step-{seed}"
         after = [await answer_of(worker) for worker in fleet]
@@ -98,7 +98,7 @@ async def test_tensors_that_are_not_those_received_are_a_failure(house, fleet):
 
 async def test_what_does_not_fit_is_refused_and_leaves_a_worker_as_it_was(house, fleet):
     shelf, relay = house
-    good, bad = tiny_version(shelf.store, 7), received(shelf.store)
+    good, bad = tiny_version(shelf.store, 7), store_version(shelf.store)
     with trio.fail_after(PATIENCE_SECS):
         await relay.deliver(good, fleet)
         for answer in await relay.deliver(bad, fleet):

@@ -13,7 +13,7 @@ from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import A, B, build_house, entry
 from tests.weight_sync.operation_fixture import Gated
-from tests.weight_sync.store.drafts import forget
+from tests.weight_sync.store.drafts import delete_store
 
 DISK, CHECKER = "/update_weights_from_disk", "/weights_checker"
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
@@ -80,7 +80,7 @@ class Running:
         self.house.healthy(A, B)
 
     def close(self):
-        forget(self.store)
+        delete_store(self.store)
 
     async def ask(self, path, **body):
         raw = json.dumps({"group_name": "g", **body}).encode()

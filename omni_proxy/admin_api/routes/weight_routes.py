@@ -66,7 +66,7 @@ class VersionRoutes:
         current = holding.store_service.current
         versions = holding.store_service.versions()
         number = current.number if current is not None else None
-        told = [version.told(current=version.number == number) for version in versions]
+        told = [version.to_dict(current=version.number == number) for version in versions]
         return reply({**holding.status(), "current": number, "versions": told})
 
     async def roll_back(self) -> Response:

@@ -22,7 +22,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
-from omni_proxy.weight_sync.store.worker_proof import WorkerProof, proof_of
+from omni_proxy.weight_sync.store.worker_proof import WorkerProof, compare_checksums
 from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json
 
 DISK: Final = "/update_weights_from_disk"
@@ -39,7 +39,7 @@ MISMATCH_STATUS: Final = 502
 
 
 class NetworkSender(Protocol):
-    """Sends a version to one worker through a process group of its own."""
+    """NetworkSender a version to one worker through a process group of its own."""
 
     async def send(
         self,
@@ -119,7 +119,9 @@ class _WorkerDelivery:
         return result
 
     async def prove(self, worker: Worker) -> WorkerProof:
-        return proof_of(await self._post(worker, "/weights_checker", CHECKSUM), self.version)
+        return compare_checksums(
+            await self._post(worker, "/weights_checker", CHECKSUM), self.version
+        )
 
     async def _update(self, worker: Worker) -> WorkerResult:
         body = self._body()
@@ -147,7 +149,7 @@ class _WorkerDelivery:
 
     def _disk_body(self, body: Mapping[str, Any]) -> dict[str, Any]:
         # As with a broadcast, tensors that the trainer did not send stay unchanged.
-        manifest = {"files": list(self.version.record.files)}
+        manifest = {"files": list(self.version.manifest.files)}
         return {"model_path": str(self.version.folder), "manifest": manifest, **body}
 
     async def _call(self, worker: Worker, path: str, body: Mapping[str, Any]) -> WorkerResult:

@@ -26,7 +26,7 @@ from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_p
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.store.manifest import StoredVersion
-from omni_proxy.weight_sync.store.recovery import rows_of
+from omni_proxy.weight_sync.store.recovery import read_header_rows
 from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
 from omni_proxy.weight_sync.worker_calls import post_json, request_worker
 
@@ -201,8 +201,8 @@ async def _run_both(
 def _read_buckets(version: StoredVersion) -> list[_Bucket]:
     """A bucket for each file. Raises SafetensorsError, OSError, GroupError."""
     buckets = []
-    for file, nbytes in version.record.files.items():
-        rows = rows_of(version.folder / file, nbytes)
+    for file, nbytes in version.manifest.files.items():
+        rows = read_header_rows(version.folder / file, nbytes)
         announcement = {
             "names": list(rows),
             "dtypes": [row.dtype for row in rows.values()],

@@ -38,13 +38,13 @@ from omni_proxy.weight_sync.store.draft import Draft
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
 from omni_proxy.weight_sync.store.service import StoreService
-from omni_proxy.weight_sync.store.version_store import NoRoom
+from omni_proxy.weight_sync.store.version_store import InsufficientSpace
 
 NAME: Final = "proxy"
 NO_LIMIT_SECS: Final = 86400.0  # for a timeout that is off: torch requires a number
 UNUSED_POLL_SECS: Final = 1.0  # interval of checks whether the receiver is still used
 HEADER_BYTES: Final = 512  # upper bound of a tensor's row in a file header
-_REFUSALS: Final = (GroupError, NoRoom, SafetensorsError, OSError)
+_REFUSALS: Final = (GroupError, InsufficientSpace, SafetensorsError, OSError)
 _log = logging.getLogger(__name__)
 
 
@@ -167,13 +167,13 @@ class ProxyRank:
         if draft is None:
             raise LookupError("nothing was received that could become a version")
         store = await self._store_service.open()
-        return await self._store_service.in_thread(store.seal, draft, label)
+        return await self._store_service.run_in_thread(store.seal, draft, label)
 
     async def discard(self) -> None:
         """Discard what was received of a version that will not be sealed."""
         draft, self._draft, self.incoming = self._draft, None, None
         if draft is not None and self._store_service.store is not None:
-            await self._store_service.in_thread(self._store_service.store.discard, draft)
+            await self._store_service.run_in_thread(self._store_service.store.discard, draft)
 
     async def close(self) -> None:
         """End the child process."""
@@ -263,11 +263,11 @@ class ProxyRank:
         count = sum(len(plan.tensors) for plan in plans)
         nbytes = sum(plan.block_bytes for plan in plans) + count * HEADER_BYTES
         if self._draft is None:
-            self._draft = await self._store_service.in_thread(store.begin, nbytes)
+            self._draft = await self._store_service.run_in_thread(store.begin, nbytes)
         else:
-            await self._store_service.in_thread(store.require_room, self._draft, nbytes)
+            await self._store_service.run_in_thread(store.require_room, self._draft, nbytes)
         buckets = [plan.tensors for plan in plans]
-        block = await self._store_service.in_thread(self._draft.add, buckets)
+        block = await self._store_service.run_in_thread(self._draft.add, buckets)
         return FileRegion(str(block.path), block.starts)
 
     async def _receive(self) -> dict[str, object]:
@@ -285,7 +285,7 @@ class ProxyRank:
         if self._draft is not draft:
             received.close()
             raise GroupError("the group was destroyed right after everything was received")
-        draft.digested(received.digests)
+        draft.set_digests(received.digests)
         result = {
             "status": "ok",
             "num_buckets_received": received.buckets,

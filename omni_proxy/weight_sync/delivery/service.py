@@ -76,7 +76,7 @@ class VersionService:
                 self.catch_up.start_all()
                 task_status.started()
                 if self.is_enabled:
-                    await self.store_service.in_thread(shm_cleanup.sweep)
+                    await self.store_service.run_in_thread(shm_cleanup.remove_stale_folders)
                 await trio.sleep_forever()
         finally:
             self._nursery = self.catch_up.nursery = self.prefetch.nursery = None

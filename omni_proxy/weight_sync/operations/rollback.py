@@ -115,5 +115,5 @@ class Rollback(OperationRunner):
 
 
 def _unknown(message: str, store: VersionStore) -> HttpError:
-    versions = [version.told(current=version == store.current) for version in store.versions()]
+    versions = [version.to_dict(current=version == store.current) for version in store.versions()]
     return HttpError(404, message, "unknown_version", detail=message, versions=versions)

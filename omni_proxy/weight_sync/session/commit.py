@@ -84,7 +84,7 @@ class RoundCommit:
         if wrong:
             proof, wrong, version = await self._recover(proof, wrong, headers)
             if version is not self._delivery.version and version is not None:
-                names = frozenset(version.record.tensors)
+                names = frozenset(version.manifest.tensors)
                 more["rolled_back_to"] = version.label or version.number
         more["verification"] = proof.verdict.to_dict()
         lifecycle.meters.note("verify", trio.current_time() - began, ok=not wrong)
@@ -106,8 +106,8 @@ class RoundCommit:
     ) -> dict[str, str]:
         """Record who is uncertain, put the others back into rotation. Return URL to reason."""
         lifecycle, journal = self._lifecycle, self._lifecycle.journal
-        certain = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
-        good = recovered_workers(proof, names, lifecycle.uncertain_tensors, certain)
+        is_unchanged = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
+        good = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
         agreed = {*(worker.url for worker in proof.agreed), NAME}
         left_out = lifecycle.session.publish(agreed)
         uncertain = {url: why for url, why in left_out.items() if url not in agreed} | dict(wrong)

@@ -145,4 +145,4 @@ class RoundDelivery:
         version, self.version = self.version, None
         store = self._version_service.store_service.store
         if version is not None and store is not None:
-            await self._version_service.store_service.in_thread(store.discard, version)
+            await self._version_service.store_service.run_in_thread(store.discard, version)

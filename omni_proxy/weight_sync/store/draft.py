@@ -1,7 +1,7 @@
-"""A version that is being received: files of full size whose tensors come from somebody else.
+"""A version that is being received: files of full size that another thread or process fills.
 
-Invariant: its folder is called `vN.partial` and its record says that it is not complete, until the
-store seals it. Whoever writes into its files writes through `Block`s alone.
+Invariant: its folder is named `vN.partial`, and its manifest is not `complete`, until the store
+seals it. Its files are written only through `FileBlock`s.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Final
 from msgspec.structs import replace
 
 from omni_proxy.process_group.tensor_plan import TensorSpec
-from omni_proxy.weight_sync.store.filesystem import allot
-from omni_proxy.weight_sync.store.manifest import INDEX, RECORD, Manifest, encode
-from omni_proxy.weight_sync.store.safetensors_header import HeaderRow, header_of, index_of
+from omni_proxy.weight_sync.store.filesystem import allocate
+from omni_proxy.weight_sync.store.manifest import INDEX_FILE, MANIFEST_FILE, Manifest, encode
+from omni_proxy.weight_sync.store.safetensors_header import HeaderRow, encode_header, encode_index
 
 ONLY_FILE: Final = "model.safetensors"
 PARTIAL: Final = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A file of full size with its header; `starts` has the byte where each bucket's data begin."""
+class FileBlock:
+    """A file of full size with its header; bucket i's data start at byte `starts[i]`."""
 
     path: Path
     starts: tuple[int, ...]
@@ -33,25 +33,25 @@ class Block:
 
 
 class Draft:
-    """Made by the store; one thread at a time."""
+    """Created by the store; used by one thread at a time."""
 
     def __init__(self, number: int, folder: Path, *, in_memory: bool) -> None:
         """Raises OSError."""
         self.number = number
         self.folder = folder
         self.in_memory = in_memory
-        self.over = False  # sealed or thrown away
+        self.finished = False  # sealed or discarded
         self._created_at = datetime.now(UTC).isoformat()
         self._files: dict[str, int] = {}
         self._rows: dict[str, HeaderRow] = {}
         folder.mkdir(mode=0o700)
-        (folder / RECORD).write_bytes(encode(self.record()))
+        (folder / MANIFEST_FILE).write_bytes(encode(self.manifest()))
 
     def __len__(self) -> int:
-        """How many tensors were announced."""
+        """The number of announced tensors."""
         return len(self._rows)
 
-    def record(self, label: str | None = None, *, complete: bool = False) -> Manifest:
+    def manifest(self, label: str | None = None, *, complete: bool = False) -> Manifest:
         return Manifest(
             number=self.number,
             created_at=self._created_at,
@@ -61,32 +61,32 @@ class Draft:
             tensors=dict(self._rows),
         )
 
-    def add(self, buckets: Sequence[Sequence[TensorSpec]]) -> Block:
-        """Room for these tensors, in this order. Raises OSError, LayoutError.
+    def add(self, buckets: Sequence[Sequence[TensorSpec]]) -> FileBlock:
+        """Allocates a file for these tensors, in this order. Raises OSError, SafetensorsError.
 
-        A name that came before is from now on what is announced here.
+        A tensor that was announced before is replaced by the one announced here.
         """
         tensors = [tensor for bucket in buckets for tensor in bucket]
-        header = header_of(tensors)
+        header = encode_header(tensors)
         name = ONLY_FILE if not self._files else f"model-{len(self._files) + 1:05d}.safetensors"
         nbytes = len(header) + sum(tensor.nbytes for tensor in tensors)
-        allot(self.folder / name, header, nbytes)
-        starts, place = [], len(header)
+        allocate(self.folder / name, header, nbytes)
+        starts, offset = [], len(header)
         for bucket in buckets:
-            starts.append(place)
+            starts.append(offset)
             for tensor in bucket:
-                row = HeaderRow(tensor.dtype, tensor.shape, name, place, tensor.nbytes)
+                row = HeaderRow(tensor.dtype, tensor.shape, name, offset, tensor.nbytes)
                 self._rows[tensor.name] = row
-                place += tensor.nbytes
+                offset += tensor.nbytes
         self._files[name] = nbytes
-        return Block(self.folder / name, tuple(starts), nbytes)
+        return FileBlock(self.folder / name, tuple(starts), nbytes)
 
-    def digested(self, digests: Mapping[str, str]) -> None:
-        """What the tensors that came were found to be."""
+    def set_digests(self, digests: Mapping[str, str]) -> None:
+        """Records the digests of received tensors, by name."""
         for name, digest in digests.items():
             self._rows[name] = replace(self._rows[name], sha256=digest)
 
-    def index(self) -> None:
-        """Tell which file has which tensor, where they are several. Raises OSError."""
+    def write_index(self) -> None:
+        """Writes the index of tensors by file, if there are several files. Raises OSError."""
         if len(self._files) > 1:
-            (self.folder / INDEX).write_bytes(index_of(self._rows))
+            (self.folder / INDEX_FILE).write_bytes(encode_index(self._rows))

@@ -1,6 +1,6 @@
-"""Folders on file systems: what is free there, and writes that are whole or not there at all.
+"""File operations of the store: free space, atomic and durable writes, the store's lock.
 
-Every function blocks. Invariant: what `put` and `move` did is on the disk when they return.
+Every function blocks. Invariant: what `replace_file` and `move` wrote is durable when they return.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from typing import Final
 from omni_proxy.process_group.memory import free_bytes, is_memory_device
 
 SHARED_MEMORY: Final = Path("/dev/shm")
-_PIECE_BYTES: Final = 8 << 20
-# What is not on the disk yet is what others' small writes wait for (0.15 s behind half a GB).
-_PENDING_BYTES: Final = 64 << 20
+_COPY_BYTES: Final = 8 << 20
+# Unflushed pages delay other programs' small writes: flush often.
+_MAX_UNFLUSHED_BYTES: Final = 64 << 20
 _NAME_DIGITS: Final = 16
 
 
 class StoreBusy(OSError):
-    """Another program keeps its versions in this folder."""
+    """Another program has this store open."""
 
 
-def room_on(folder: Path) -> int:
-    """Bytes that can be written below `folder` now, by the machine's memory where it lies there."""
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    return min(free, free_bytes()) if in_memory(folder) else free
+def free_space(folder: Path) -> int:
+    """Bytes that can be written below `folder` now; for tmpfs also limited by free memory."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    return min(free, free_bytes()) if is_in_memory(folder) else free
 
 
-def in_memory(folder: Path) -> bool:
+def is_in_memory(folder: Path) -> bool:
     """Whether the folder is on tmpfs or ramfs."""
     return is_memory_device(folder.stat().st_dev)
 
 
-def memory_for(disk: Path) -> Path | None:
-    """A folder of ours in shared memory that belongs to this one; None where there can be none.
+def shared_memory_folder(disk: Path) -> Path | None:
+    """This store's folder in shared memory; None if there is none or `disk` is in memory itself.
 
     Raises OSError.
     """
-    if not SHARED_MEMORY.is_dir() or in_memory(disk):
+    if not SHARED_MEMORY.is_dir() or is_in_memory(disk):
         return None
-    place = hashlib.sha256(os.fsencode(disk.resolve())).hexdigest()[:_NAME_DIGITS]
-    folder = SHARED_MEMORY / f"{memory_prefix()}{place}"
+    digest = hashlib.sha256(os.fsencode(disk.resolve())).hexdigest()[:_NAME_DIGITS]
+    folder = SHARED_MEMORY / f"{shared_memory_prefix()}{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    # Everybody may write there: what somebody else has put under our name is not ours.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
+    status = folder.lstat()
+    # Every user may write to /dev/shm: another user's folder of this name is not used.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
     return folder
 
 
-def memory_prefix() -> str:
-    """How the names of all our folders there begin."""
+def shared_memory_prefix() -> str:
+    """The prefix of this user's folder names in shared memory."""
     return f"omni-proxy-{os.getuid()}-"
 
 
@@ -72,73 +72,73 @@ def lock(folder: Path) -> int:
     return descriptor
 
 
-def put(path: Path, data: bytes) -> None:
-    """Replace a file by one with these bytes. Raises OSError; the old one is whole then."""
-    aside = path.with_name(f"{path.name}.new")
-    with aside.open("wb") as file:
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file atomically. Raises OSError; the old file is then unchanged."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
-    sync(path.parent)
+    temporary.replace(path)
+    sync_folder(path.parent)
 
 
-def allot(path: Path, header: bytes, nbytes: int) -> None:
-    """A file of `nbytes` that begins with `header`; all its room is taken. Raises OSError."""
+def allocate(path: Path, header: bytes, nbytes: int) -> None:
+    """Creates a file of `nbytes` that starts with `header`, all blocks allocated. Raises OSError."""
     with path.open("xb") as file:
-        # Else whoever writes through a mapping later is killed where the room has gone.
+        # A later write through a mapping would kill the writer if the disk were full by then.
         os.posix_fallocate(file.fileno(), 0, nbytes)
         file.write(header)
 
 
 def copy(source: Path, target: Path) -> None:
-    """The bytes of a file, on the disk when it returns, without passing through this process."""
+    """Copies a file durably, inside the kernel."""
     with source.open("rb") as read, target.open("xb") as write:
-        left = os.fstat(read.fileno()).st_size
-        pending = 0
-        while left:
-            count = os.sendfile(write.fileno(), read.fileno(), None, min(left, _PIECE_BYTES))
+        remaining = os.fstat(read.fileno()).st_size
+        unflushed = 0
+        while remaining:
+            count = os.sendfile(write.fileno(), read.fileno(), None, min(remaining, _COPY_BYTES))
             if not count:
-                raise OSError(f"{source} ended {left} bytes too soon")
-            left -= count
-            pending += count
-            if pending >= _PENDING_BYTES:
+                raise OSError(f"{source} ended {remaining} bytes too soon")
+            remaining -= count
+            unflushed += count
+            if unflushed >= _MAX_UNFLUSHED_BYTES:
                 os.fdatasync(write.fileno())
-                pending = 0
+                unflushed = 0
         os.fsync(write.fileno())
 
 
-def settle(folder: Path) -> None:
-    """Have the bytes of its files on the disk."""
+def sync_files(folder: Path) -> None:
+    """Flushes the content of the folder's files to the disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename a folder, and have the name on the disk."""
+    """Renames a folder durably."""
     source.rename(target)
-    sync(target.parent)
+    sync_folder(target.parent)
 
 
 def remove(folder: Path) -> None:
-    """Whole or not at all, as far as its name tells."""
+    """Removes a folder, atomically as far as its name is concerned."""
     doomed = folder.with_name(f"{folder.name}.removed")
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def point(link: Path, target: Path) -> None:
-    """A symbolic link, replaced in one step."""
-    aside = link.with_name(f"{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(target)
-    aside.replace(link)
-    sync(link.parent)
+def replace_symlink(link: Path, target: Path) -> None:
+    """Points a symbolic link at `target`, atomically."""
+    temporary = link.with_name(f"{link.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+    sync_folder(link.parent)
 
 
-def sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

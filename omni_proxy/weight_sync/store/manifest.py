@@ -1,6 +1,6 @@
-"""What is written beside a version's tensors, and what is told of a version. Pure.
+"""The manifest file of a stored version, and a version as callers see it. Pure.
 
-Invariant: `complete` stands in a record only once every byte of every tensor is there.
+Invariant: a manifest is `complete` only if every byte of every tensor was received.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
 
 FORMAT: Final = 1
-RECORD: Final = "record.json"
-INDEX: Final = "model.safetensors.index.json"
+MANIFEST_FILE: Final = "record.json"
+INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """`epoch` is 0 until the fleet was found to have it. `files`: name to size in bytes.
+    """`epoch` is 0 until the whole fleet serves the version. `files`: name to size in bytes.
 
-    `created_at` is an ISO time.
+    `created_at` is an ISO 8601 time.
     """
 
     format: int = FORMAT
@@ -38,64 +38,64 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class UnreadableManifest(ValueError):
-    """Nothing can be said of the version that it stands beside."""
+    """The manifest is broken, so its version cannot be used."""
 
 
-def encode(record: Manifest) -> bytes:
-    return msgspec.json.encode(record) + b"\n"
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest) + b"\n"
 
 
 def decode(raw: bytes) -> Manifest:
     """Raises UnreadableManifest."""
     try:
-        record = msgspec.json.decode(raw, type=Manifest)
+        manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableManifest(str(error)) from None
-    if record.format != FORMAT:
-        raise UnreadableManifest(f"format {record.format} is not known")
-    return record
+    if manifest.format != FORMAT:
+        raise UnreadableManifest(f"format {manifest.format} is not known")
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A whole version as it stood when it was asked for; `folder` is the fastest place it is at."""
+    """A snapshot of a stored version; `folder` is in memory if the version is, else on the disk."""
 
-    record: Manifest
+    manifest: Manifest
     folder: Path
     in_memory: bool
     on_disk: bool
 
     @property
     def number(self) -> int:
-        return self.record.number
+        return self.manifest.number
 
     @property
     def label(self) -> str | None:
-        return self.record.label
+        return self.manifest.label
 
     @property
     def epoch(self) -> int:
-        """0 where it was received, and never found on the whole fleet."""
-        return self.record.epoch
+        """0 if it was received but never served by the whole fleet."""
+        return self.manifest.epoch
 
     @property
     def name(self) -> str:
-        """How to speak of it."""
+        """For messages: number and label."""
         label = "" if self.label is None else f" ({self.label!r})"
         return f"version {self.number}{label}"
 
     @property
     def nbytes(self) -> int:
-        return sum(self.record.files.values())
+        return sum(self.manifest.files.values())
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """By tensor name; {} while one of them is not known."""
-        found = {name: row.sha256 for name, row in self.record.tensors.items()}
-        return found if all(found.values()) else {}
+        """SHA-256 by tensor name; {} while one of them is not known."""
+        digests = {name: row.sha256 for name, row in self.manifest.tensors.items()}
+        return digests if all(digests.values()) else {}
 
-    def told(self, *, current: bool) -> dict[str, object]:
-        """JSON-ready, for whoever asks which versions there are."""
+    def to_dict(self, *, current: bool) -> dict[str, object]:
+        """JSON-ready, for listings of versions."""
         digests = self.digests
         return {
             "version": self.number if self.label is None else self.label,
@@ -103,8 +103,8 @@ class StoredVersion:
             "weight_epoch": self.epoch,
             "current": current,
             "published": self.epoch > 0,
-            "created_at": self.record.created_at,
-            "tensors": len(self.record.tensors),
+            "created_at": self.manifest.created_at,
+            "tensors": len(self.manifest.tensors),
             "bytes": self.nbytes,
             "checksum": roll_up(digests) if digests else None,
             "path": str(self.folder),

@@ -1,7 +1,7 @@
-"""The bytes of a safetensors file before its tensors are there, and the check of one that is.
+"""Headers of safetensors files: written before the tensors arrive, parsed and validated later.
 
-Pure. Tensors lie in announced order and without gaps, as the format has it, so that a block of
-them can be received straight into the file.
+Pure. Tensors lie in announced order without gaps, as the format requires, so that a block of them
+can be received directly into the file.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ STORED_DTYPES: Final = {
 }
 _TORCH_DTYPES: Final = {stored: name for name, stored in STORED_DTYPES.items()}
 LENGTH: Final = struct.Struct("<Q")
-MAX_HEADER_BYTES: Final = 100_000_000  # what every reader of the format accepts
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of all readers of the format
 _ALIGNMENT_BYTES: Final = 64
-# Other loaders refuse a file that does not say whose layout its tensors have.
+# Other loaders refuse a file that does not name the framework of its tensor layout.
 _METADATA: Final = {"format": "pt"}
 _RESERVED: Final = "__metadata__"
 
 
 class SafetensorsError(ValueError):
-    """It can be no safetensors file, or is none; the text says why."""
+    """Not a valid safetensors file, or these tensors cannot be one; the text says why."""
 
 
 class HeaderRow(Struct, frozen=True):
-    """Where one tensor lies: `offset` counts from the file's first byte.
+    """Where one tensor is stored; `offset` counts from the file's first byte.
 
-    `dtype` is torch's name without "torch."; `sha256` is its digest, "" while it is not known.
+    `dtype` is torch's name without "torch."; `sha256` is "" while the digest is not known.
     """
 
     dtype: str
@@ -64,10 +64,10 @@ class _Entry(Struct):
     data_offsets: tuple[int, int]
 
 
-def header_of(tensors: Iterable[TensorSpec]) -> bytes:
-    """Everything up to the first tensor's first byte.
+def encode_header(tensors: Iterable[TensorSpec]) -> bytes:
+    """The file's bytes up to the first tensor.
 
-    Raises SafetensorsError where that is too long, or a name is none that the format can tell.
+    Raises SafetensorsError if the header is too long, or a tensor has a reserved name.
     """
     entries: dict[str, object] = {_RESERVED: _METADATA}
     end = 0
@@ -87,29 +87,29 @@ def header_of(tensors: Iterable[TensorSpec]) -> bytes:
     return LENGTH.pack(len(text)) + text
 
 
-def rows_in(file: str, header: bytes) -> dict[str, HeaderRow]:
-    """What a header promises, by tensor name; `header` without its length. Raises SafetensorsError."""
+def parse_header(file: str, header: bytes) -> dict[str, HeaderRow]:
+    """The rows of a header (without its length) by tensor name. Raises SafetensorsError."""
     try:
         parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         parts.pop(_RESERVED, None)
         entries = {name: msgspec.json.decode(part, type=_Entry) for name, part in parts.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SafetensorsError(f"{file} has a broken safetensors header: {error}") from None
-    start, place, rows = LENGTH.size + len(header), 0, {}
-    for name, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
+    start, expected, rows = LENGTH.size + len(header), 0, {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         dtype = _TORCH_DTYPES.get(entry.dtype, "")
         begin, end = entry.data_offsets
-        if not dtype or begin != place or end - begin != prod(entry.shape) * ITEM_BYTES[dtype]:
+        if not dtype or begin != expected or end - begin != prod(entry.shape) * ITEM_BYTES[dtype]:
             raise SafetensorsError(f"{file} has a broken safetensors header at tensor {name!r}")
         rows[name] = HeaderRow(dtype, entry.shape, file, start + begin, end - begin)
-        place = end
+        expected = end
     return rows
 
 
-def index_of(rows: Mapping[str, HeaderRow]) -> bytes:
-    """Which file has which tensor, as loaders of checkpoints in several files want it."""
-    told = {
+def encode_index(rows: Mapping[str, HeaderRow]) -> bytes:
+    """The index of tensors by file, as loaders of sharded checkpoints expect it."""
+    index = {
         "metadata": {"total_size": sum(row.nbytes for row in rows.values())},
         "weight_map": {name: row.file for name, row in rows.items()},
     }
-    return msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"

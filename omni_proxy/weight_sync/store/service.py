@@ -1,8 +1,8 @@
-"""The store as the running program has it: opened where it is first wanted, tidied meanwhile.
+"""The store inside the running program: opened at first use, maintained in the background.
 
-What takes long happens in threads of its own. `run` brings new versions to the disk and hashes what
-was found at the start, one after another; nothing waits for it. Invariant: no version is offered
-again whose bytes were found to have changed.
+Slow operations run in threads. `run` writes new versions to the disk and verifies the digests of
+versions found at the start, one after another; no request waits for it. Invariant: a version whose
+bytes have changed is never offered again.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from typing import TypeVar
 import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.weight_sync.store.filesystem import memory_for
+from omni_proxy.weight_sync.store.filesystem import shared_memory_folder
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion, VersionStore
 
 T = TypeVar("T")
 
-MODES = ("receive", "both")  # in which we hold versions
+MODES = ("receive", "both")  # in which versions are stored
 FOLDER = "versions"
-LEAVE_SECS = 10.0
-AGAIN_SECS = 60.0  # after a disk that failed
+CLOSE_SECS = 10.0
+RETRY_SECS = 60.0  # after a disk error
 _log = logging.getLogger(__name__)
 
 
 class StoreService:
-    """`settings` are those of the moment; `beside` is where versions lie without a `store_dir`."""
+    """`settings()` are the current ones; without a `store_dir`, versions are in `data_dir`."""
 
-    def __init__(self, settings: Callable[[], WeightSyncConfig], beside: Path) -> None:
+    def __init__(self, settings: Callable[[], WeightSyncConfig], data_dir: Path) -> None:
         self._settings = settings
-        self._beside = beside
+        self._data_dir = data_dir
         self._opening = trio.Lock()
         self._threads = trio.CapacityLimiter(8)
-        self._news = trio.Event()
-        self._unproven: set[int] = set()  # versions of before, that somebody may have changed
+        self._changed = trio.Event()
+        self._unverified: set[int] = set()  # versions of an earlier run, which may have changed
         self.store: VersionStore | None = None
-        self.error = ""  # why the last one could not be opened, or brought to the disk
+        self.error = ""  # why the store could not be opened or a version written
 
     @property
     def wanted(self) -> bool:
-        """Whether versions are kept at all, as we are configured."""
+        """Whether the configured mode stores versions."""
         return self._settings().mode in MODES
 
     @property
@@ -53,42 +53,42 @@ class StoreService:
         return self.store.current if self.store is not None else None
 
     @property
-    def _place(self) -> Path:
+    def _folder(self) -> Path:
         folder = self._settings().store_dir
-        return Path(folder) if folder else self._beside / FOLDER
+        return Path(folder) if folder else self._data_dir / FOLDER
 
     def versions(self) -> list[StoredVersion]:
-        """The newest first; none while the store is not open."""
+        """The newest first; empty while the store is not open."""
         return self.store.versions() if self.store is not None else []
 
     def has_path(self, path: str) -> bool:
-        """Whether that is a place of a version in the store, of one that is gone too."""
+        """Whether the path is inside the store, also if its version was removed."""
         return self.store is not None and any(
             Path(path).is_relative_to(root) for root in self.store.roots
         )
 
     async def open(self) -> VersionStore:
-        """Raises OSError where the folder can't be used, also for being another program's."""
+        """Raises OSError if the folder can't be used, also if another program uses it."""
         async with self._opening:
-            place = self._place
-            if self.store is not None and self.store.folder != place and not self.store.in_use:
-                moved, self.store = self.store, None
-                await self._left(moved)
+            folder = self._folder
+            if self.store is not None and self.store.folder != folder and not self.store.in_use:
+                previous, self.store = self.store, None
+                await self._shut_down(previous)
             if self.store is None:
                 try:
-                    self.store = await self.in_thread(
-                        _opened, place, self._settings().keep_versions
+                    self.store = await self.run_in_thread(
+                        _open_store, folder, self._settings().keep_versions
                     )
                 except OSError as error:
-                    self.error = f"{place}: {error.strerror or error}"
+                    self.error = f"{folder}: {error.strerror or error}"
                     raise
                 self.error = ""
-                self._unproven = {version.number for version in self.store.versions()}
+                self._unverified = {version.number for version in self.store.versions()}
             self.store.keep = self._settings().keep_versions
             return self.store
 
-    async def in_thread(self, call: Callable[..., T], *arguments: object) -> T:
-        """What blocks, beside the loop. It goes on to its end, also where nobody waits any more."""
+    async def run_in_thread(self, call: Callable[..., T], *arguments: object) -> T:
+        """Runs a blocking call in a thread; it runs to its end even if this task is cancelled."""
         name = f"weights-store-{getattr(call, '__name__', 'call')}"
         return await trio.to_thread.run_sync(
             partial(call, *arguments),
@@ -99,85 +99,87 @@ class StoreService:
 
     @asynccontextmanager
     async def lease(self, version: StoredVersion) -> AsyncIterator[StoredVersion]:
-        """As the store's. Raises UnknownVersion, OSError."""
+        """See `VersionStore.lease`. Raises UnknownVersion, OSError."""
         store = await self.open()
         lease = store.lease(version)
-        # Both wait for whoever changes the store, and the end may remove what was kept for it.
+        # Both take the store's lock, and the exit may remove the version's folder.
         with trio.CancelScope(shield=True):
-            leased = await self.in_thread(lease.__enter__)
+            leased = await self.run_in_thread(lease.__enter__)
         try:
             yield leased
         finally:
             with trio.CancelScope(shield=True):
-                await self.in_thread(lease.__exit__, None, None, None)
+                await self.run_in_thread(lease.__exit__, None, None, None)
 
     async def published(self, version: StoredVersion, label: str | None, epoch: int) -> None:
-        """The fleet has it. A disk that fails is told of, and changes nothing of that."""
+        """Records that the whole fleet serves the version; a disk error is only logged."""
         try:
             store = await self.open()
-            await self.in_thread(store.publish, version, label, epoch)
+            await self.run_in_thread(store.publish, version, label, epoch)
         except (OSError, UnknownVersion) as error:
             self.error = f"{version.name}: {error}"
-            _log.error("%s was published, and could not be noted so: %s", version.name, error)
+            _log.error("version_publish_not_recorded version=%r error=%r", version.name, str(error))
         self.poke()
 
     def poke(self) -> None:
-        """There is something new to bring to the disk."""
-        self._news.set()
+        """Has `run` write new versions to the disk."""
+        self._changed.set()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until it is cancelled. What is found at the start is there once it has started."""
-        await self._opened_if_wanted()
+        """Maintains the store until it is cancelled. Stored versions are listed once started."""
+        await self._open_if_wanted()
         task_status.started()
         try:
             while True:
-                self._news = trio.Event()
-                await self._opened_if_wanted()
-                patience = AGAIN_SECS if not await self._tidied() else float("inf")
-                with trio.move_on_after(patience):
-                    await self._news.wait()
+                self._changed = trio.Event()
+                await self._open_if_wanted()
+                retry_secs = RETRY_SECS if not await self._maintain() else float("inf")
+                with trio.move_on_after(retry_secs):
+                    await self._changed.wait()
         finally:
             store, self.store = self.store, None
             if store is not None:
-                await self._left(store)
+                await self._shut_down(store)
 
-    async def _left(self, store: VersionStore) -> None:
-        with trio.move_on_after(LEAVE_SECS, shield=True):
+    async def _shut_down(self, store: VersionStore) -> None:
+        with trio.move_on_after(CLOSE_SECS, shield=True):
             try:
-                await self.in_thread(store.leave)
+                await self.run_in_thread(store.leave)
             except OSError as error:
-                _log.warning("%s could not be left in good order: %s", store.folder, error)
+                _log.warning(
+                    "version_store_close_failed folder=%s error=%r", store.folder, str(error)
+                )
 
-    async def _opened_if_wanted(self) -> None:
+    async def _open_if_wanted(self) -> None:
         if self.wanted:
             try:
                 await self.open()
-            except OSError as error:
-                _log.error("versions of weights can't be kept: %s: %s", self.error, error)
+            except OSError:
+                _log.error("version_store_unavailable error=%r", self.error)
 
-    async def _tidied(self) -> bool:
-        """Whether nothing is left to be done."""
-        store, whole = self.store, True
+    async def _maintain(self) -> bool:
+        """Writes and verifies versions; whether all of it succeeded."""
+        store, succeeded = self.store, True
         for version in store.versions() if store is not None else ():
             assert store is not None
             try:
                 if version.epoch:
-                    await self.in_thread(store.persist, version)
-                # Of what we received ourselves the digests are known as a rule.
-                if version.number in self._unproven or not version.digests:
-                    await self.in_thread(store.digest, version)
-                    self._unproven.discard(version.number)
-                await self.in_thread(store.collect)
+                    await self.run_in_thread(store.persist, version)
+                # A version received in this run usually has its digests already.
+                if version.number in self._unverified or not version.digests:
+                    await self.run_in_thread(store.digest, version)
+                    self._unverified.discard(version.number)
+                await self.run_in_thread(store.collect)
                 self.error = ""
             except UnknownVersion:
-                pass  # a newer one has taken its place
+                pass  # a newer version has replaced it
             except OSError as error:
                 self.error = f"{version.name}: {error.strerror or error}"
-                _log.error("%s could not be brought to the disk: %s", version.name, error)
-                whole = False
-        return whole
+                _log.error("version_persist_failed version=%r error=%r", version.name, str(error))
+                succeeded = False
+        return succeeded
 
 
-def _opened(folder: Path, keep: int) -> VersionStore:
+def _open_store(folder: Path, keep: int) -> VersionStore:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return VersionStore(folder, keep=keep, memory=memory_for(folder))
+    return VersionStore(folder, keep=keep, memory=shared_memory_folder(folder))

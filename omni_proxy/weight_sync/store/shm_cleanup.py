@@ -1,9 +1,9 @@
-"""Folders in shared memory whose program was killed, given back by the next one that starts.
+"""Removes folders in shared memory that a killed program left, when the next program starts.
 
-Whoever uses such a folder holds a lock on it, which ends with it however it ends, and a link in it
-says which store it belongs to. Invariant: what is in use is never touched, nor what only lies in
-memory while its store is still there: that store's next program finds it again. Who has just made
-one, and has no lock on it yet, finds it gone and makes it anew.
+A program holds a lock on its folder, which the kernel releases however the program ends; a link in
+the folder names its store. Invariant: a locked folder is never touched, nor one whose versions
+exist only in memory while its store exists: the store's next program recovers them. A program whose
+new folder is removed before it could lock it creates the folder again.
 """
 
 from __future__ import annotations
@@ -21,87 +21,89 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy.weight_sync.store import filesystem
-from omni_proxy.weight_sync.store.manifest import RECORD
+from omni_proxy.weight_sync.store.manifest import MANIFEST_FILE
 
-OF: Final = ".of"  # the link to the store on the disk
-# Who sweeps has a folder for as long as it takes to remove what is in it.
-SWEEP_SECS: Final = 5.0
-AGAIN_SECS: Final = 0.01
+STORE_LINK: Final = ".of"  # the link to the store on the disk
+# How long another program may hold the lock while it removes a folder's content.
+LOCK_SECS: Final = 5.0
+RETRY_SECS: Final = 0.01
 _VERSION: Final = re.compile(r"v[1-9]\d*")
 _log = logging.getLogger(__name__)
 
 
 def claim(memory: Path, disk: Path) -> int | None:
-    """A descriptor that keeps it from being swept while it is open. Raises OSError.
+    """A descriptor that protects the folder from removal while it is open. Raises OSError.
 
-    None where somebody else has it and does not let go: it is used without then.
+    None if another program keeps the lock: the folder is then used without it.
     """
-    pause, until = threading.Event(), time.monotonic() + SWEEP_SECS
-    while (descriptor := _made_and_locked(memory)) is None:
-        if time.monotonic() >= until:
+    pause, deadline = threading.Event(), time.monotonic() + LOCK_SECS
+    while (descriptor := _create_and_lock(memory)) is None:
+        if time.monotonic() >= deadline:
             return None
-        pause.wait(AGAIN_SECS)
-    link = memory / OF
+        pause.wait(RETRY_SECS)
+    link = memory / STORE_LINK
     link.unlink(missing_ok=True)
     link.symlink_to(disk.resolve())
     return descriptor
 
 
-def give_up(memory: Path) -> None:
-    """Nothing is left in it. Raises OSError where something is."""
-    (memory / OF).unlink(missing_ok=True)
+def remove_empty(memory: Path) -> None:
+    """Removes a folder without versions. Raises OSError if it is not empty."""
+    (memory / STORE_LINK).unlink(missing_ok=True)
     memory.rmdir()
 
 
-def sweep() -> list[Path]:
-    """Remove what killed programs left, and nobody needs; what was removed. Blocks."""
-    prefix = filesystem.memory_prefix()
-    found = sorted(filesystem.SHARED_MEMORY.glob(f"{prefix}*"))
-    return [folder for folder in found if _swept(folder)]
+def remove_stale_folders() -> list[Path]:
+    """Removes folders of killed programs that are no longer needed; returns them. Blocks."""
+    prefix = filesystem.shared_memory_prefix()
+    folders = sorted(filesystem.SHARED_MEMORY.glob(f"{prefix}*"))
+    return [folder for folder in folders if _remove_if_stale(folder)]
 
 
-def _swept(folder: Path) -> bool:
+def _remove_if_stale(folder: Path) -> bool:
     try:
-        about = folder.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return False
-        descriptor = _locked(folder)
+        descriptor = _try_lock(folder)
         if descriptor is None:
             return False
         try:
-            if not _needless(folder):
+            if not _is_redundant(folder):
                 return False
             shutil.rmtree(folder)
         finally:
             os.close(descriptor)
     except OSError as error:
-        _log.warning("%s, which a killed program left, stays: %s", folder, error)
+        _log.warning("stale_shared_memory_kept folder=%s error=%r", folder, str(error))
         return False
-    _log.info("removed %s, which a killed program left", folder)
+    _log.info("stale_shared_memory_removed folder=%s", folder)
     return True
 
 
-def _needless(folder: Path) -> bool:
-    """Whether it is empty, or its store is gone, or has all of it on the disk, too."""
-    link = folder / OF
+def _is_redundant(folder: Path) -> bool:
+    """Whether it is empty, its store is gone, or its store has all its versions on the disk."""
+    link = folder / STORE_LINK
     if not link.is_symlink():
-        # Of one that has something in it nobody can say whose it is.
+        # Without a link the owner of its content is unknown.
         return not any(folder.iterdir())
     disk = link.readlink()
-    whole = [each for each in folder.iterdir() if _VERSION.fullmatch(each.name)]
-    return not disk.is_dir() or all((disk / each.name / RECORD).is_file() for each in whole)
+    versions = [entry for entry in folder.iterdir() if _VERSION.fullmatch(entry.name)]
+    return not disk.is_dir() or all(
+        (disk / version.name / MANIFEST_FILE).is_file() for version in versions
+    )
 
 
-def _made_and_locked(memory: Path) -> int | None:
+def _create_and_lock(memory: Path) -> int | None:
     memory.mkdir(mode=0o700, exist_ok=True)
     try:
-        return _locked(memory)
+        return _try_lock(memory)
     except FileNotFoundError:
-        return None  # swept between the two
+        return None  # removed by another program between the two calls
 
 
-def _locked(folder: Path) -> int | None:
-    """None where somebody else has it, or where another one has this name by now."""
+def _try_lock(folder: Path) -> int | None:
+    """None if another program holds the lock, or the folder was replaced in the meantime."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,7 +7,7 @@ from omni_proxy.weight_sync.delivery.deliver import is_local_address
 from omni_proxy.weight_sync.delivery.over_network import local_address_towards
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
-from omni_proxy.weight_sync.store.worker_proof import proof_of
+from omni_proxy.weight_sync.store.worker_proof import compare_checksums
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,19 @@ def checker(*, size=1, types=None, whole="", **sums):
 
 def test_equal_digests_prove_a_version_and_others_disprove_it(tmp_path):
     version = version_of(tmp_path, a="1", b="2")
-    assert proof_of(checker(a="1", b="2"), version).proven
-    assert "tensor 'b' and 0 more differ" in proof_of(checker(a="1", b="3"), version).differs
-    assert "full_checksum is x" in proof_of(checker(a="1", b="2", whole="x"), version).differs
+    assert compare_checksums(checker(a="1", b="2"), version).proven
+    assert (
+        "tensor 'b' and 0 more differ" in compare_checksums(checker(a="1", b="3"), version).differs
+    )
+    assert (
+        "full_checksum is x" in compare_checksums(checker(a="1", b="2", whole="x"), version).differs
+    )
 
 
 def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
-    assert proof_of(checker(a="1", more="9", whole="x"), version_of(tmp_path, a="1")).proven
+    assert compare_checksums(
+        checker(a="1", more="9", whole="x"), version_of(tmp_path, a="1")
+    ).proven
 
 
 @pytest.mark.parametrize(
@@ -71,10 +77,10 @@ def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
     ],
 )
 def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, answer, reason):
-    proof = proof_of(answer, version_of(tmp_path, a="1"))
+    proof = compare_checksums(answer, version_of(tmp_path, a="1"))
     assert (proof.proven, proof.differs) == (False, "")
     assert reason in proof.told()["unverified"]
 
 
 def test_a_version_without_digests_proves_nothing(tmp_path):
-    assert "not known yet" in proof_of(checker(a="1"), version_of(tmp_path, a="")).reason
+    assert "not known yet" in compare_checksums(checker(a="1"), version_of(tmp_path, a="")).reason

@@ -8,7 +8,7 @@ from omni_proxy.weight_sync.delivery.over_network import INIT, ProcessGroupSende
 from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.admin_api.house import A
 from tests.weight_sync.operation_fixture import house_with
-from tests.weight_sync.store.drafts import forget, received
+from tests.weight_sync.store.drafts import delete_store, store_version
 
 PATIENCE_SECS = 60
 
@@ -31,8 +31,8 @@ class Sender:
 @pytest.fixture
 def version(tmp_path):
     store = VersionStore(tmp_path / "versions")
-    yield received(store)
-    forget(store)
+    yield store_version(store)
+    delete_store(store)
 
 
 async def test_a_group_can_be_ended_while_all_threads_are_busy(engines, folder, version):

@@ -103,7 +103,7 @@ async def test_a_bucket_is_prefetched_while_the_next_is_still_received(running, 
     await send(trainer, TENSORS[1:])
     done = await running.ask(COMPLETE, weight_version="v1")
     assert done.ok, done.body
-    record = running.store.versions()[0].record
+    record = running.store.versions()[0].manifest
     for url in (A, B):
         first, *rest = engines.sizes(url)
         assert first == record.tensors["b"].offset
@@ -140,7 +140,7 @@ async def test_a_failed_receive_leaves_the_old_version_and_the_next_sync_succeed
     trainer = await armed(running, pool)
     await send(trainer, other)
     assert (await running.ask(COMPLETE, weight_version="v2")).ok
-    record = running.store.versions()[0].record
+    record = running.store.versions()[0].manifest
     for url in (A, B):
         held = {name: _digest(name, tensor) for name, tensor in engines.targets[url]}
         assert held == {name: row.sha256 for name, row in record.tensors.items()}

@@ -13,7 +13,7 @@ from omni_proxy.weight_sync.delivery import proxy_rank as proxy_rank_module
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
 from omni_proxy.weight_sync.store.service import StoreService
 from tests.ports import free_port
-from tests.weight_sync.store.drafts import forget
+from tests.weight_sync.store.drafts import delete_store
 
 pytest.importorskip("torch")
 
@@ -37,7 +37,7 @@ async def rank(tmp_path, settings):
         yield made
         await made.close()
     if made._store_service.store is not None:
-        forget(made._store_service.store)
+        delete_store(made._store_service.store)
 
 
 def body(tensors=TENSORS, names=None, **more):
@@ -87,11 +87,11 @@ async def test_a_whole_sync_becomes_a_version_in_one_file(rank, pool):
     assert (done.success, done.body["num_buckets_received"]) == (True, 2)
     version = await rank.seal("step-1")
     store = rank._store_service.store
-    assert list(version.record.files) == ["model.safetensors"]
+    assert list(version.manifest.files) == ["model.safetensors"]
     assert set(version.digests) == {"t1", "t2", "t3", "t4"}
     assert store.digest(version)
     assert (await left(rank, trainer)).success
-    assert store.versions()[0].record.label == "step-1"
+    assert store.versions()[0].manifest.label == "step-1"
 
 
 @pytest.mark.parametrize("how", [{}, {"flattened": True}])
@@ -103,7 +103,7 @@ async def test_parts_received_one_by_one_become_one_version(rank, pool, how):
         await sent(trainer, part, **how)
         assert (await rank.complete(b'{"group_name": "g"}')).success
     version = await rank.seal(None)
-    assert len(version.record.files) == 2
+    assert len(version.manifest.files) == 2
     assert rank._store_service.store.digest(version)
     await left(rank, trainer)
 
@@ -148,7 +148,7 @@ async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(po
         await rank.discard()
         await left(rank, trainer)
         await rank.close()
-    forget(rank._store_service.store)
+    delete_store(rank._store_service.store)
 
 
 async def test_both_phases_may_be_one_call(rank, pool):
@@ -270,7 +270,7 @@ async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gon
         modes.append("receive")
         await left(rank, await joined(rank, pool))
         await rank.close()
-    forget(rank._store_service.store)
+    delete_store(rank._store_service.store)
 
 
 @pytest.mark.parametrize("settings", [{"isolation": "thread", "init_timeout_secs": 120}])

@@ -8,11 +8,11 @@ from omni_proxy.process_group.broadcast.tensor_hashing import start_tensor_diges
 from omni_proxy.process_group.tensor_plan import TensorSpec, make_plan
 
 
-def spec(name, *shape, dtype="uint8"):
+def tensor_spec(name, *shape, dtype="uint8"):
     return make_plan([(name, dtype, list(shape))]).tensors[0]
 
 
-def content(tensor: TensorSpec, seed: int) -> bytes:
+def tensor_content(tensor: TensorSpec, seed: int) -> bytes:
     return bytes((seed + place) % 251 for place in range(tensor.nbytes))
 
 
@@ -23,7 +23,7 @@ def write(block, buckets, seed=0):
         for start, bucket in zip(block.starts, buckets, strict=True):
             file.seek(start)
             for tensor in bucket:
-                data = content(tensor, seed)
+                data = tensor_content(tensor, seed)
                 file.write(data)
                 digest = start_tensor_digest(tensor)
                 digest.update(data)
@@ -31,17 +31,17 @@ def write(block, buckets, seed=0):
     return digests
 
 
-def received(store, buckets=None, seed=0, *, digests=True):
+def store_version(store, buckets=None, seed=0, *, digests=True):
     """A sealed version of these buckets, all of them in one file."""
-    buckets = buckets or [[spec("a", 3)], [spec("b", 2, 2), spec("c")]]
+    buckets = buckets or [[tensor_spec("a", 3)], [tensor_spec("b", 2, 2), tensor_spec("c")]]
     draft = store.begin(sum(tensor.nbytes for bucket in buckets for tensor in bucket) + 4096)
     found = write(draft.add(buckets), buckets, seed)
     if digests:
-        draft.digested(found)
+        draft.set_digests(found)
     return store.seal(draft)
 
 
-def forget(store):
+def delete_store(store):
     """Nothing of it is left, in memory either."""
     store.close()
     for root in filter(None, (store._disk, store._memory)):

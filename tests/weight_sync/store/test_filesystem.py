@@ -4,8 +4,8 @@ from omni_proxy.weight_sync.store import filesystem
 
 
 def test_a_copy_of_many_pieces_is_whole_and_leaves_little_pending(tmp_path, monkeypatch):
-    monkeypatch.setattr(filesystem, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(filesystem, "_PENDING_BYTES", 2500)
+    monkeypatch.setattr(filesystem, "_COPY_BYTES", 1000)
+    monkeypatch.setattr(filesystem, "_MAX_UNFLUSHED_BYTES", 2500)
     settled = []
     really = os.fdatasync
 

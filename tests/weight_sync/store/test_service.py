@@ -7,7 +7,7 @@ import trio
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
-from tests.weight_sync.store.drafts import forget, received
+from tests.weight_sync.store.drafts import delete_store, store_version
 
 
 class Kept:
@@ -26,21 +26,21 @@ class Kept:
     def move(self, name):
         self.settings = WeightSyncConfig(mode="receive", store_dir=str(self._folder / name))
 
-    def forget(self):
+    def delete_store(self):
         for store in self._stores:
-            forget(store)
+            delete_store(store)
 
 
 @pytest.fixture
 async def kept(tmp_path):
     made = Kept(tmp_path)
     yield made
-    made.forget()
+    made.delete_store()
 
 
 async def test_a_version_whose_fate_is_open_keeps_the_store_where_it_is(kept):
     store = await kept.open()
-    version = received(store)
+    version = store_version(store)
     kept.move("two")
     assert await kept.open() is store
     async with kept.shelf.lease(version) as leased:
@@ -55,11 +55,11 @@ async def test_a_version_whose_fate_is_open_keeps_the_store_where_it_is(kept):
 
 async def test_whoever_changes_the_store_holds_up_nobody_but_those_who_want_a_lease(kept, nursery):
     store = await kept.open()
-    version = received(store)
+    version = store_version(store)
     taken, over = threading.Event(), threading.Event()
 
     def change():
-        with store._changing:
+        with store._lock:
             taken.set()
             over.wait(30)
 
@@ -83,7 +83,7 @@ async def test_whoever_changes_the_store_holds_up_nobody_but_those_who_want_a_le
 
 async def test_a_folder_that_can_not_be_used_any_more_is_told_of_when_something_is_published(kept):
     store = await kept.open()
-    version = received(store)
+    version = store_version(store)
     store.discard(version)
     kept.move("two")
     (kept._folder / "two").write_text("no folder")
@@ -93,9 +93,9 @@ async def test_a_folder_that_can_not_be_used_any_more_is_told_of_when_something_
 
 async def test_what_somebody_else_has_removed_is_no_version_and_stands_in_nobodys_way(kept):
     store = await kept.open()
-    version = received(store)
+    version = store_version(store)
     await kept.shelf.published(version, "v1", 1)
-    await kept.shelf.in_thread(store.persist, version)
+    await kept.shelf.run_in_thread(store.persist, version)
     assert version.in_memory
     shutil.rmtree(version.folder)
     async with kept.shelf.lease(version) as leased:
@@ -105,11 +105,11 @@ async def test_what_somebody_else_has_removed_is_no_version_and_stands_in_nobody
     with pytest.raises(UnknownVersion):
         async with kept.shelf.lease(version):
             pass
-    assert received(store).number == 2
+    assert store_version(store).number == 2
 
 
 async def test_paths_of_its_versions_are_known(kept):
     store = await kept.open()
-    version = received(store)
+    version = store_version(store)
     assert kept.shelf.has_path(str(version.folder))
     assert not kept.shelf.has_path("/models/m")

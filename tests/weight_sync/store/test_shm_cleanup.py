@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.weight_sync.store import filesystem, shm_cleanup
-from omni_proxy.weight_sync.store.shm_cleanup import OF, sweep
+from omni_proxy.weight_sync.store.shm_cleanup import STORE_LINK, remove_stale_folders
 from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.tree import ROOT
-from tests.weight_sync.store.drafts import received
+from tests.weight_sync.store.drafts import store_version
 
 # A program with a store that has a version in memory; `keeps` brings that to the disk, too.
 PROGRAM = """
 import pathlib, sys, time
-from omni_proxy.weight_sync.store import filesystem as places
+from omni_proxy.weight_sync.store import filesystem
 from omni_proxy.weight_sync.store.version_store import VersionStore
-from tests.weight_sync.store.drafts import received
-places.SHARED_MEMORY = pathlib.Path(sys.argv[2])
+from tests.weight_sync.store.drafts import store_version
+filesystem.SHARED_MEMORY = pathlib.Path(sys.argv[2])
 disk = pathlib.Path(sys.argv[1])
-memory = places.SHARED_MEMORY / (places.memory_prefix() + disk.name)
+memory = filesystem.SHARED_MEMORY / (filesystem.shared_memory_prefix() + disk.name)
 store = VersionStore(disk, memory=memory)
-version = store.publish(received(store), None, 1)
+version = store.publish(store_version(store), None, 1)
 if sys.argv[3] == "keeps":
     store.persist(version)
 print(memory, flush=True)
@@ -71,9 +71,9 @@ def test_what_a_killed_program_left_goes_once_it_is_dead_and_all_of_it_is_on_the
     program, tmp_path
 ):
     process, memory = program("one")
-    assert (sweep(), (memory / "v1").is_dir()) == ([], True)
+    assert (remove_stale_folders(), (memory / "v1").is_dir()) == ([], True)
     killed(process)
-    assert (sweep(), memory.exists()) == ([memory], False)
+    assert (remove_stale_folders(), memory.exists()) == ([memory], False)
     later = VersionStore(tmp_path / "one", memory=memory)
     assert later.current.number == 1
     later.leave()
@@ -83,7 +83,7 @@ def test_what_a_killed_program_left_goes_once_it_is_dead_and_all_of_it_is_on_the
 def test_what_only_lies_in_memory_waits_for_its_own_store(program, tmp_path):
     process, memory = program("one", "forgets")
     killed(process)
-    assert (sweep(), (memory / "v1").is_dir()) == ([], True)
+    assert (remove_stale_folders(), (memory / "v1").is_dir()) == ([], True)
     later = VersionStore(tmp_path / "one", memory=memory)
     assert later.current.number == 1
     later.close()
@@ -93,32 +93,34 @@ def test_what_belongs_to_a_store_that_is_gone_goes_whatever_it_is(program, tmp_p
     process, memory = program("one", "forgets")
     killed(process)
     (tmp_path / "one").rename(tmp_path / "another")
-    assert (sweep(), memory.exists()) == ([memory], False)
+    assert (remove_stale_folders(), memory.exists()) == ([memory], False)
 
 
 def test_the_folders_of_others_and_those_that_say_nothing_stay(shared, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (shared / f"{filesystem.memory_prefix()}link").symlink_to(elsewhere)
-    (shared / f"{filesystem.memory_prefix()}silent" / "v1").mkdir(parents=True)
+    (shared / f"{filesystem.shared_memory_prefix()}link").symlink_to(elsewhere)
+    (shared / f"{filesystem.shared_memory_prefix()}silent" / "v1").mkdir(parents=True)
     (shared / "omni-proxy-other").mkdir()
-    assert sweep() == []
+    assert remove_stale_folders() == []
     assert len(list(shared.iterdir())) == 3
 
 
 def test_an_empty_folder_goes_unless_a_program_has_it(shared, tmp_path):
-    left, used = (shared / f"{filesystem.memory_prefix()}{name}" for name in ("left", "used"))
+    left, used = (
+        shared / f"{filesystem.shared_memory_prefix()}{name}" for name in ("left", "used")
+    )
     left.mkdir()
     store = VersionStore(tmp_path / "used", memory=used)
-    (used / OF).unlink()  # all that is in it
-    assert sweep() == [left]
+    (used / STORE_LINK).unlink()  # all that is in it
+    assert remove_stale_folders() == [left]
     assert (left.exists(), used.exists()) == (False, True)
     store.close()
-    assert sweep() == [used]
+    assert remove_stale_folders() == [used]
 
 
 def test_a_folder_that_is_swept_from_under_a_program_is_made_anew(shared, tmp_path, monkeypatch):
-    real, tried = shm_cleanup._made_and_locked, threading.Event()
+    real, tried = shm_cleanup._create_and_lock, threading.Event()
 
     def try_once(memory):
         try:
@@ -126,8 +128,8 @@ def test_a_folder_that_is_swept_from_under_a_program_is_made_anew(shared, tmp_pa
         finally:
             tried.set()
 
-    monkeypatch.setattr(shm_cleanup, "_made_and_locked", try_once)
-    memory = shared / f"{filesystem.memory_prefix()}one"
+    monkeypatch.setattr(shm_cleanup, "_create_and_lock", try_once)
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
     memory.mkdir()
     sweeping = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(sweeping, fcntl.LOCK_EX)
@@ -137,16 +139,16 @@ def test_a_folder_that_is_swept_from_under_a_program_is_made_anew(shared, tmp_pa
         memory.rmdir()
         os.close(sweeping)
         store = starting.result(30)
-    assert (memory / OF).is_symlink()
-    assert sweep() == []
-    assert received(store).folder.parent == memory
+    assert (memory / STORE_LINK).is_symlink()
+    assert remove_stale_folders() == []
+    assert store_version(store).folder.parent == memory
     store.close()
 
 
 def test_a_lock_on_a_folder_that_was_swept_meanwhile_counts_for_nothing(
     shared, tmp_path, monkeypatch
 ):
-    memory = shared / f"{filesystem.memory_prefix()}one"
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
     lock, swept = fcntl.flock, []
 
     def late(descriptor, how):
@@ -159,31 +161,31 @@ def test_a_lock_on_a_folder_that_was_swept_meanwhile_counts_for_nothing(
     monkeypatch.setattr(fcntl, "flock", late)
     store = VersionStore(tmp_path / "one", memory=memory)
     assert swept == [memory]
-    assert (sweep(), memory.exists()) == ([], True)
+    assert (remove_stale_folders(), memory.exists()) == ([], True)
     store.close()
 
 
 def test_a_store_is_free_for_the_next_one_only_when_its_folder_is_gone(
     shared, tmp_path, monkeypatch
 ):
-    memory = shared / f"{filesystem.memory_prefix()}one"
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
     store = VersionStore(tmp_path / "one", memory=memory)
-    give_up = shm_cleanup.give_up
+    give_up = shm_cleanup.remove_empty
 
     def told(folder):
         with pytest.raises(filesystem.StoreBusy):
             VersionStore(tmp_path / "one", memory=memory)
         give_up(folder)
 
-    monkeypatch.setattr(shm_cleanup, "give_up", told)
+    monkeypatch.setattr(shm_cleanup, "remove_empty", told)
     store.leave()
     assert not memory.exists()
     VersionStore(tmp_path / "one", memory=memory).close()
 
 
 def test_a_store_that_was_left_in_good_order_leaves_nothing(shared, tmp_path):
-    memory = shared / f"{filesystem.memory_prefix()}one"
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
     store = VersionStore(tmp_path / "one", memory=memory)
-    store.persist(store.publish(received(store), None, 1))
+    store.persist(store.publish(store_version(store), None, 1))
     store.leave()
     assert not memory.exists()

@@ -12,8 +12,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from omni_proxy.weight_sync.store import filesystem
 from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
-from omni_proxy.weight_sync.store.version_store import NoRoom, UnknownVersion, VersionStore
-from tests.weight_sync.store.drafts import content, received, spec, write
+from omni_proxy.weight_sync.store.version_store import (
+    InsufficientSpace,
+    UnknownVersion,
+    VersionStore,
+)
+from tests.weight_sync.store.drafts import store_version, tensor_content, tensor_spec, write
 
 
 @pytest.fixture
@@ -36,19 +40,24 @@ def test_a_version_is_read_by_the_library_of_the_format(store):
     import torch
     from safetensors.torch import load_file
 
-    buckets = [[spec("h", 3, dtype="bfloat16"), spec("none", 0, 4)], [spec("f", 2, 5), spec("s")]]
-    version = received(store, buckets)
+    buckets = [
+        [tensor_spec("h", 3, dtype="bfloat16"), tensor_spec("none", 0, 4)],
+        [tensor_spec("f", 2, 5), tensor_spec("s")],
+    ]
+    version = store_version(store, buckets)
     loaded = load_file(version.folder / "model.safetensors")
     for tensor in (tensor for bucket in buckets for tensor in bucket):
         there = loaded[tensor.name]
         assert (str(there.dtype), tuple(there.shape)) == (f"torch.{tensor.dtype}", tensor.shape)
-        assert there.reshape(-1).view(torch.uint8).numpy().tobytes() == content(tensor, 0)
+        assert there.reshape(-1).view(torch.uint8).numpy().tobytes() == tensor_content(tensor, 0)
 
 
 def test_buckets_that_come_one_by_one_are_files_with_an_index(store):
     draft = store.begin(100)
-    for seed, bucket in enumerate(([spec("a", 3)], [spec("b", 2)], [spec("a", 3)])):
-        draft.digested(write(draft.add([bucket]), [bucket], seed))
+    for seed, bucket in enumerate(
+        ([tensor_spec("a", 3)], [tensor_spec("b", 2)], [tensor_spec("a", 3)])
+    ):
+        draft.set_digests(write(draft.add([bucket]), [bucket], seed))
     version = store.seal(draft)
     assert json.loads((version.folder / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 5},
@@ -60,7 +69,7 @@ def test_buckets_that_come_one_by_one_are_files_with_an_index(store):
 
 def test_until_it_is_sealed_there_is_no_version(store, tmp_path):
     draft = store.begin(100)
-    draft.add([[spec("a", 3)]])
+    draft.add([[tensor_spec("a", 3)]])
     assert (store.versions(), names(tmp_path / "memory")) == ([], ["v1.partial"])
     again = reopened(store)
     assert (again.versions(), names(tmp_path / "memory")) == ([], [])
@@ -68,8 +77,8 @@ def test_until_it_is_sealed_there_is_no_version(store, tmp_path):
 
 
 def test_current_is_what_was_published_last_whatever_its_number(store, tmp_path):
-    one = store.publish(received(store), "a", 1)
-    two = store.publish(received(store), "b", 2)
+    one = store.publish(store_version(store), "a", 1)
+    two = store.publish(store_version(store), "b", 2)
     assert (store.current, store.previous) == (two, one)
     back = store.publish(one, "a", 3)
     assert (store.current, store.previous.number) == (back, 2)
@@ -83,18 +92,18 @@ def test_current_is_what_was_published_last_whatever_its_number(store, tmp_path)
 
 
 def test_a_version_is_found_by_its_number_and_by_its_label(store):
-    store.publish(received(store), "7", 1)
-    store.publish(received(store), "step-2", 2)
+    store.publish(store_version(store), "7", 1)
+    store.publish(store_version(store), "step-2", 2)
     assert [store.find(wanted).number for wanted in (1, "7", "step-2", "2")] == [1, 1, 2, 2]
     with pytest.raises(UnknownVersion, match=r"there are: version 2 \('step-2'\), version 1"):
         store.find("step-9")
 
 
 def test_only_the_current_version_stays_in_memory_once_others_are_on_the_disk(store, tmp_path):
-    one = store.publish(received(store), "a", 1)
+    one = store.publish(store_version(store), "a", 1)
     store.persist(one)
     assert names(tmp_path / "memory") == ["v1"]
-    two = store.publish(received(store), "b", 2)
+    two = store.publish(store_version(store), "b", 2)
     store.persist(two)
     assert (names(tmp_path / "memory"), names(tmp_path / "disk")) == (
         ["v2"],
@@ -103,8 +112,8 @@ def test_only_the_current_version_stays_in_memory_once_others_are_on_the_disk(st
 
 
 def test_an_end_in_good_order_gives_memory_back_and_loses_nothing(store, tmp_path):
-    store.persist(store.publish(received(store), "a", 1))
-    store.publish(received(store), "b", 2)
+    store.persist(store.publish(store_version(store), "a", 1))
+    store.publish(store_version(store), "b", 2)
     store.leave()
     assert (names(tmp_path / "memory"), names(tmp_path / "disk")) == (["v2"], ["current", "v1"])
     again = reopened(store)
@@ -113,10 +122,10 @@ def test_an_end_in_good_order_gives_memory_back_and_loses_nothing(store, tmp_pat
 
 
 def test_a_version_that_is_leased_stays_where_it_is_until_it_is_given_back(store, tmp_path):
-    one = store.publish(received(store), "a", 1)
+    one = store.publish(store_version(store), "a", 1)
     with store.lease(one) as leased:
         for epoch in (2, 3):
-            store.publish(received(store), "b", epoch)
+            store.publish(store_version(store), "b", epoch)
         assert leased.folder.is_dir()
     assert names(tmp_path / "memory") == ["v2", "v3"]
     with pytest.raises(UnknownVersion), store.lease(one):
@@ -125,7 +134,7 @@ def test_a_version_that_is_leased_stays_where_it_is_until_it_is_given_back(store
 
 def test_a_folder_that_somebody_removed_is_there_again_with_the_next_version(store, tmp_path):
     draft = store.begin(100)
-    draft.digested(write(draft.add([[spec("a", 3)]]), [[spec("a", 3)]], 1))
+    draft.set_digests(write(draft.add([[tensor_spec("a", 3)]]), [[tensor_spec("a", 3)]], 1))
     shutil.rmtree(tmp_path / "disk")
     version = store.publish(store.seal(draft), "v1", 1)
     assert (store.current.label, store.current.epoch) == ("v1", 1)
@@ -136,20 +145,22 @@ def test_a_folder_that_somebody_removed_is_there_again_with_the_next_version(sto
 def test_a_name_that_the_format_keeps_for_itself_is_refused(store):
     draft = store.begin(100)
     with pytest.raises(SafetensorsError, match="'__metadata__'"):
-        draft.add([[spec("a", 3), spec("__metadata__", 3)]])
+        draft.add([[tensor_spec("a", 3), tensor_spec("__metadata__", 3)]])
 
 
 def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(store):
-    with pytest.raises(NoRoom, match=rf"needs {1 << 60} bytes and .*disk has \d+ free"):
+    with pytest.raises(InsufficientSpace, match=rf"needs {1 << 60} bytes and .*disk has \d+ free"):
         store.begin(1 << 60)
     draft = store.begin(10)
-    with pytest.raises(NoRoom, match=rf"needs {1 << 60} bytes and .*memory has \d+ free"):
+    with pytest.raises(
+        InsufficientSpace, match=rf"needs {1 << 60} bytes and .*memory has \d+ free"
+    ):
         store.require_room(draft, 1 << 60)
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "header", "record"])
 def test_a_version_that_is_not_what_its_record_says_is_set_aside(store, tmp_path, damage):
-    version = store.publish(received(store), "a", 1)
+    version = store.publish(store_version(store), "a", 1)
     file = version.folder / "model.safetensors"
     if damage in ("short", "long"):
         os.truncate(file, file.stat().st_size + (1 if damage == "long" else -1))
@@ -163,7 +174,7 @@ def test_a_version_that_is_not_what_its_record_says_is_set_aside(store, tmp_path
 
 
 def test_bytes_that_changed_are_found_by_their_digest(store):
-    version = store.publish(received(store), "a", 1)
+    version = store.publish(store_version(store), "a", 1)
     assert store.digest(version)
     file = version.folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -173,10 +184,10 @@ def test_bytes_that_changed_are_found_by_their_digest(store):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_to_hash_a_version_leaves_no_file_of_it_open(store, there):
-    buckets = [[spec(name, 3) for name in "abc"], [spec("d", 3)]]
-    version = received(store, buckets)
+    buckets = [[tensor_spec(name, 3) for name in "abc"], [tensor_spec("d", 3)]]
+    version = store_version(store, buckets)
     if not there:
-        (version.folder / version.record.tensors["d"].file).unlink()
+        (version.folder / version.manifest.tensors["d"].file).unlink()
     before = os.listdir("/proc/self/fd")
     with suppress(FileNotFoundError):
         assert store.digest(version) == there
@@ -184,8 +195,8 @@ def test_to_hash_a_version_leaves_no_file_of_it_open(store, there):
 
 
 def test_digests_that_were_not_taken_while_it_came_are_taken_afterwards(store):
-    wanted = received(store).digests
-    version = received(store, digests=False)
+    wanted = store_version(store).digests
+    version = store_version(store, digests=False)
     assert version.digests == {}
     assert store.digest(version)
     assert store.find(2).digests == wanted
@@ -197,13 +208,13 @@ def test_a_folder_belongs_to_one_program_at_a_time(store):
 
 
 def test_versions_lie_in_a_folder_of_our_own_in_shared_memory(tmp_path):
-    if filesystem.in_memory(tmp_path):
+    if filesystem.is_in_memory(tmp_path):
         pytest.skip("the temporary folder is in memory itself")
-    memory = filesystem.memory_for(tmp_path)
+    memory = filesystem.shared_memory_folder(tmp_path)
     try:
-        assert filesystem.in_memory(memory)
+        assert filesystem.is_in_memory(memory)
         assert memory.stat().st_mode & 0o777 == 0o700
-        assert filesystem.memory_for(memory) is None
+        assert filesystem.shared_memory_folder(memory) is None
     finally:
         memory.rmdir()
 
@@ -265,8 +276,8 @@ class Machine(RuleBasedStateMachine):
         self.born += 1
         self.settle()
         assert draft.number == self.born
-        bucket = [spec("a", 3)]
-        draft.digested(write(draft.add([bucket]), [bucket], draft.number))
+        bucket = [tensor_spec("a", 3)]
+        draft.set_digests(write(draft.add([bucket]), [bucket], draft.number))
         return draft, self.store
 
     @rule(made=consumes(drafts), good=st.booleans())

@@ -27,7 +27,7 @@ def tiny_version(store, seed, *, files=1, digests=True):
             file.seek(block.starts[0])
             file.writelines(tensors[name].numpy().tobytes() for name in some)
         if digests:
-            draft.digested(
+            draft.set_digests(
                 {
                     n: tensor_digest(n, str(t.dtype), t.shape, t.numpy().tobytes())
                     for n, t in tensors.items()
