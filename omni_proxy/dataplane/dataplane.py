@@ -328,4 +328,4 @@ class DataPlane:
         self.admin_front.sweep()
         for lane in self._lanes.values():
             lane.sweep()
-        self.listeners.sweep()
+        self.listeners.retry_accepting()

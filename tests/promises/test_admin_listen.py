@@ -38,7 +38,7 @@ async def client_at(where):
 
 
 async def admin_place(running):
-    found = await running.says(r"listening on (\S+) for control requests")
+    found = await running.says(r"listening on (\S+) for admin requests")
     return found[1].removeprefix("http://")
 
 

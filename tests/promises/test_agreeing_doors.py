@@ -50,7 +50,7 @@ async def test_a_change_is_answered_once_the_slowest_door_has_taken_it(tmp_path)
     async with workers("a") as fleet:
         put(tmp_path / "proxy.toml", toml(fleet, more=f"processes = 2\n{more}"))
         async with starting("--config", tmp_path / "proxy.toml") as running:
-            await running.says("listening on .* for control requests")
+            await running.says("listening on .* for admin requests")
             transport = httpx.AsyncHTTPTransport(uds=str(sock))
             running.client = httpx.AsyncClient(transport=transport, base_url="http://control")
             told = await running.until("/status", serving)

@@ -96,7 +96,7 @@ async def test_commands_find_it_by_its_file(tmp_path):
             status, said = await command("workers", "list", "--config", file)
             assert (status, fleet[0].url in said) == (0, True), said
             put(file, f"{with_tls}[admin]\nlisten = 'unix:{place}'\n")
-            await running.says("for control requests")
+            await running.says("for admin requests")
             status, said = await command("workers", "disable", fleet[0].url, "--config", file)
             assert status == 0, said
             status, said = await command("status", "--url", str(running.client.base_url))
@@ -142,7 +142,7 @@ async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_pa
             assert (await running.ask()).status_code == 200
             put(file, good)
             mine.write_text("nonsense")  # the renewal of a certificate went wrong
-            await running.says("the renewed certificate is refused, keeping the current one")
+            await running.says("certificate_reload_failed")
             assert (await running.ask()).status_code == 200
             told = (await running.told("/status"))["data_plane"]["tls"]
             assert "mine-key.pem" in told["error"]

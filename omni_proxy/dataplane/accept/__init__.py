@@ -1,1 +1,1 @@
-"""Listeners: sockets, TLS certificates, PROXY protocol."""
+"""Listeners: bound sockets, TLS certificates, the PROXY protocol, and TLS connections."""

@@ -1,8 +1,8 @@
-"""The certificate that the listeners show, kept in step with its files.
+"""The TLS certificate of the listeners, reloaded when its files change.
 
-Invariant: `context` is always one that works. A renewed pair on disk is taken within seconds and
-without a change of FILE; a broken one is told of once, and the running one stays. Connections keep
-what they began with.
+Invariant: `context` is always one that works. A renewed pair on disk is loaded within seconds
+without a reload of the configuration; a broken one is logged once, and the current one stays.
+Connections keep the certificate that they began with.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from omni_proxy.system.tls_contexts import listener_tls_files, server_context
 
 _log = logging.getLogger(__name__)
 
-LOOK_SECS: Final = 2.0
+POLL_SECS: Final = 2.0
 
-State = tuple[FileSignature | None, ...]
+FileSignatures = tuple[FileSignature | None, ...]
 
 
 class Certificates:
@@ -33,57 +33,64 @@ class Certificates:
 
     def __init__(self) -> None:
         self.context: ssl.SSLContext | None = None
-        self.error = ""  # of the newest files, where they could not be taken
+        self.error = ""  # of the newest files, where they could not be loaded
         self._server = ServerConfig()
-        self._seen: State = ()  # the files' state when they were last read
+        self._signatures: FileSignatures = ()  # when they were last read
         self._loaded_at = ""
 
     def prepare(self, new: ServerConfig) -> Callable[[], None]:
-        """Read what `new` names; the result puts it in force. Raises ConfigError."""
+        """Load the files that `new` names; the result applies them. Raises ConfigError."""
         if not new.tls_cert:
-            return partial(self._take, new, None, ())
-        seen = _state(new)
-        if self.context is not None and _named(new) == _named(self._server) and seen == self._seen:
-            return partial(self._keep, new)
-        return partial(self._take, new, server_context(new), seen)
+            return partial(self._apply, new, None, ())
+        signatures = _file_signatures(new)
+        if (
+            self.context is not None
+            and _identity(new) == _identity(self._server)
+            and signatures == self._signatures
+        ):
+            return partial(self._apply_unchanged, new)
+        return partial(self._apply, new, server_context(new), signatures)
 
-    def _keep(self, new: ServerConfig) -> None:
+    def _apply_unchanged(self, new: ServerConfig) -> None:
         self._server = new
 
-    def _take(self, new: ServerConfig, context: ssl.SSLContext | None, seen: State) -> None:
-        self._server, self.context, self._seen, self.error = new, context, seen, ""
+    def _apply(
+        self, new: ServerConfig, context: ssl.SSLContext | None, signatures: FileSignatures
+    ) -> None:
+        self._server, self.context, self._signatures, self.error = new, context, signatures, ""
         self._loaded_at = datetime.now(UTC).isoformat()
 
     async def run(self) -> None:
-        """Look at the files now and then, until cancelled."""
+        """Poll the files until cancelled."""
         while True:
-            await trio.sleep(LOOK_SECS)
+            await trio.sleep(POLL_SECS)
             if self.context is not None:
-                await self._look()
+                await self._poll()
 
-    async def _look(self) -> None:
-        """Read them anew where they have changed, and have stayed so since the last look."""
+    async def _poll(self) -> None:
+        """Reload the files where they have changed, and are complete: unchanged for a moment."""
         server = self._server
-        seen = await trio.to_thread.run_sync(_state, server)
-        while seen != self._seen and server is self._server:
-            await trio.sleep(LOOK_SECS / 4)  # one of the two may still be on its way
-            before, seen = seen, await trio.to_thread.run_sync(_state, server)
-            if seen == before:
-                await self._renew(server, seen)
+        signatures = await trio.to_thread.run_sync(_file_signatures, server)
+        while signatures != self._signatures and server is self._server:
+            await trio.sleep(POLL_SECS / 4)  # one of the two may not be written yet
+            previous, signatures = (
+                signatures,
+                await trio.to_thread.run_sync(_file_signatures, server),
+            )
+            if signatures == previous:
+                await self._reload(server, signatures)
 
-    async def _renew(self, server: ServerConfig, seen: State) -> None:
+    async def _reload(self, server: ServerConfig, signatures: FileSignatures) -> None:
         try:
             context = await trio.to_thread.run_sync(server_context, server)
-        except ConfigError as refused:
+        except ConfigError as error:
             if server is self._server:
-                self._seen, self.error = seen, str(refused)
-                _log.error(
-                    "the renewed certificate is refused, keeping the current one: %s", refused
-                )
+                self._signatures, self.error = signatures, str(error)
+                _log.error('certificate_reload_failed file=%s error="%s"', server.tls_cert, error)
             return
         if server is self._server:
-            self._take(server, context, seen)
-            _log.info("took the renewed certificate in %s", server.tls_cert)
+            self._apply(server, context, signatures)
+            _log.info("certificate_reloaded file=%s", server.tls_cert)
 
     def status(self) -> dict[str, object] | None:
         if self.context is None:
@@ -96,9 +103,9 @@ class Certificates:
         }
 
 
-def _named(server: ServerConfig) -> tuple[object, ...]:
+def _identity(server: ServerConfig) -> tuple[object, ...]:
     return (*listener_tls_files(server), server.tls_client_require)
 
 
-def _state(server: ServerConfig) -> State:
+def _file_signatures(server: ServerConfig) -> FileSignatures:
     return tuple(map(file_signature, listener_tls_files(server)))

@@ -1,8 +1,8 @@
-"""A listening socket of the door: accepts, and hands each connection to a coroutine of its own.
+"""A listening socket of the event loop: accepts, and hands each connection to a callback.
 
-Invariant: opened before it is needed (`open_socket` and the constructor, which alone may fail) and
-closed once; short of the descriptor limit it stops, says so, and goes on at a later sweep, so
-nothing that was accepted suffers: its worker's connection gets a descriptor, too.
+Invariant: it is bound before it is needed (`open_socket` and the constructor alone may fail) and
+closed once. Near the descriptor limit it stops accepting, logs that, and goes on at a later
+`retry_accepting`, so that accepted connections get descriptors for their upstream connections.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from omni_proxy.wire.proxy_protocol import format_peer
 _log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
-ACCEPTS_PER_EVENT: Final = 64  # then the others get their turn
+ACCEPTS_PER_EVENT: Final = 64  # then other streams get their turn
 
 
 def open_socket(
     host: str, port: int, *, listening: bool = True, mode: int = 0o660
 ) -> socket.socket:
-    """Bound, and listening unless that shall come later: until then connections are refused.
+    """Bind a socket, and listen unless that comes later: until then connections are refused.
 
-    `mode` is for the file of a `unix:PATH` host. Raises OSError (also for a host that is no address
-    of this machine).
+    `mode`: of the file of a `unix:PATH` host. Raises OSError, also for a host that is no address of
+    this machine.
     """
     if host.startswith("unix:"):
-        return _open_file(host[5:], listening=listening, mode=mode)
+        return _open_unix_socket(host[5:], listening=listening, mode=mode)
     family, kind, proto, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -45,7 +45,7 @@ def open_socket(
         sock.bind(address)
         if listening:
             sock.listen(BACKLOG)
-        else:  # a port that is only bound is free for all who want to use it again
+        else:  # with it another program could bind a port that does not listen
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         sock.setblocking(False)
     except OSError:
@@ -54,13 +54,13 @@ def open_socket(
     return sock
 
 
-def _open_file(path: str, *, listening: bool, mode: int) -> socket.socket:
-    """In the place of a socket file that nobody listens on any more; any other stays."""
+def _open_unix_socket(path: str, *, listening: bool, mode: int) -> socket.socket:
+    """Replaces a stale socket file, on which no program listens; any other file stays."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _make_way(path)
+        _remove_stale_file(path)
         sock.bind(path)
-        os.chmod(path, mode)  # before anybody can connect
+        os.chmod(path, mode)  # before a client can connect
         if listening:
             sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -70,13 +70,13 @@ def _open_file(path: str, *, listening: bool, mode: int) -> socket.socket:
     return sock
 
 
-def _make_way(path: str) -> None:
-    """Raises OSError where somebody listens there, or where it is no socket."""
+def _remove_stale_file(path: str) -> None:
+    """Remove a stale socket file. Raises OSError where a program listens, or it is no socket."""
     try:
-        found = os.lstat(path)
+        stat_result = os.lstat(path)
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(stat_result.st_mode):
         raise FileExistsError(errno.EEXIST, "there is a file of that name, and it is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -91,8 +91,8 @@ def _make_way(path: str) -> None:
 class Listener:
     """`on_accept` gets each accepted socket and the peer's address as text.
 
-    `keeps_file`: that of a Unix socket is not ours to remove. Raises OSError where the socket can't
-    be watched; it is closed then.
+    `keeps_file`: do not remove the file of a Unix socket. Raises OSError where the socket can't be
+    registered; it is closed then.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Listener:
         self._loop = loop
         self._sock = sock
         self.on_accept = welcome
-        self._stalled = False  # somebody may wait of whom no event tells
-        self._full = False  # no more are let in, for want of descriptors
-        self._told = False  # of that, once until all who waited are in
-        self._brim = accept_fd_limit()
+        self._stalled = False  # connections may wait for which no event comes
+        self._at_fd_limit = False  # near the descriptor limit: accept no more
+        self._pause_logged = False  # that was logged, once until the backlog is empty
+        self._max_fd = accept_fd_limit()
         self._is_file = sock.family == socket.AF_UNIX
-        self.address = _shown(sock)
+        self.address = _address_text(sock)
         removes = self._is_file and not keeps_file
         self._file = os.lstat(self.address[5:]) if removes else None
         self._fd = sock.fileno()
@@ -123,39 +123,39 @@ class Listener:
                 raise
 
     def listen(self) -> None:
-        """Where the socket does not yet. Raises OSError."""
+        """Listen, if the socket does not yet. Raises OSError."""
         if not self.is_listening:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.listen(BACKLOG)
             self._loop.register(self._fd, self)
 
     def on_event(self, mask: int) -> None:
-        if self._full:
+        if self._at_fd_limit:
             return
         for _ in range(ACCEPTS_PER_EVENT):
             try:
                 sock, peer = self._sock.accept()
             except BlockingIOError:
-                self._stalled = self._told = False
+                self._stalled = self._pause_logged = False
                 return
             except ConnectionError:
-                continue  # it left before we came
+                continue  # the client closed before it was accepted
             except OSError as error:
-                self._refused(error)
+                self._on_accept_error(error)
                 return
-            full = sock.fileno() >= self._brim
+            at_limit = sock.fileno() >= self._max_fd
             try:
-                self._let_in(sock, peer)
-            except OSError as error:  # epoll watches no more sockets: nobody else may suffer
+                self._accept_one(sock, peer)
+            except OSError as error:  # epoll registers no more sockets: only this one ends
                 sock.close()
-                self._refused(error)
+                self._on_accept_error(error)
                 return
-            if full:
-                self._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            if at_limit:
+                self._on_accept_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
-        self._loop.rearm(self._fd)  # more may wait, and an edge is not given twice
+        self._loop.rearm(self._fd)  # more may wait, and an edge comes only once
 
-    def _let_in(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+    def _accept_one(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         sock.setblocking(False)
         if self._is_file:
             self.on_accept(sock, "unix")
@@ -163,12 +163,12 @@ class Listener:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.on_accept(sock, format_peer(peer[0], peer[1]))
 
-    def sweep(self) -> None:
-        """Go on where accepting had to stop."""
-        self._brim = accept_fd_limit()
-        if self._full:
-            self._full = lowest_free_fd(self._fd) >= self._brim
-        if self._stalled and not self._full and self._sock.fileno() >= 0:
+    def retry_accepting(self) -> None:
+        """Go on where accepting had to stop; called with each sweep."""
+        self._max_fd = accept_fd_limit()
+        if self._at_fd_limit:
+            self._at_fd_limit = lowest_free_fd(self._fd) >= self._max_fd
+        if self._stalled and not self._at_fd_limit and self._sock.fileno() >= 0:
             self.on_event(0)
 
     @property
@@ -176,49 +176,49 @@ class Listener:
         return bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
     def pause(self) -> None:
-        """Accept nobody until `work`; the socket goes on to listen, for others who have it."""
+        """Accept nothing until `resume`; the socket stays open for other processes that have it."""
         self._stalled = False
         self._loop.suspend(self._fd)
 
     def resume(self) -> None:
-        """Accept again, also those who came meanwhile. Can't fail."""
-        with contextlib.suppress(ValueError):  # the pump has ended
+        """Accept again, also what came meanwhile. Can't fail."""
+        with contextlib.suppress(ValueError):  # the event loop has ended
             self._loop.rearm(self._fd)
 
     def dup_socket(self) -> socket.socket:
-        """The same socket once more, to be closed by whoever asks."""
+        """A duplicate of the socket, to be closed by the caller. Raises OSError."""
         return self._sock.dup()
 
     def set_file_mode(self, mode: int) -> None:
-        """Who may connect, where it is a file."""
+        """Set the permissions of a Unix socket's file."""
         if self._is_file:
             with contextlib.suppress(OSError):
                 os.chmod(self.address[5:], mode)
 
     def close(self) -> None:
         if self._file is not None:
-            self._remove(self._file)
+            self._remove_file(self._file)
         self._loop.unregister(self._fd, self._sock)
 
-    def _remove(self, mine: os.stat_result) -> None:
-        """Its file, unless another program has put its own there meanwhile."""
+    def _remove_file(self, own_stat: os.stat_result) -> None:
+        """Remove its file, unless another program has put its own there."""
         with contextlib.suppress(OSError):
-            found = os.lstat(self.address[5:])
-            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+            stat_result = os.lstat(self.address[5:])
+            if (stat_result.st_dev, stat_result.st_ino) == (own_stat.st_dev, own_stat.st_ino):
                 os.unlink(self.address[5:])
 
-    def _refused(self, error: OSError) -> None:
+    def _on_accept_error(self, error: OSError) -> None:
         if error.errno not in EXHAUSTION_ERRNOS:
-            _log.error("accepting on %s failed: %s", self.address, error)
+            _log.error('accept_failed listener=%s error="%s"', self.address, error)
         else:
-            if not self._told:
-                _log.error("%s stops accepting for a moment: %s", self.address, error.strerror)
-            self._full = self._told = True
+            if not self._pause_logged:
+                _log.error('accept_paused listener=%s error="%s"', self.address, error.strerror)
+            self._at_fd_limit = self._pause_logged = True
         self._stalled = True
 
 
-def _shown(sock: socket.socket) -> str:
-    """As in a URL, without its scheme; `unix:PATH`."""
+def _address_text(sock: socket.socket) -> str:
+    """`host:port` as in a URL, or `unix:PATH`."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]

@@ -1,8 +1,8 @@
-"""The listeners of the door: the public one, and that for control requests where there is one.
+"""The listeners of the data plane: the public one, and that for admin requests where there is one.
 
 Contract: `prepare` opens and reads everything that a configuration needs, and alone may fail; its
-commit can't. A place that stays keeps its socket, whatever else changes about it; one that is new
-is open before an old one closes.
+`commit` can't. An address that stays keeps its socket, whatever else changes; a new one is open
+before an old one closes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where to listen: an address with its port, or a `unix:PATH` host."""
+    """A host with its port, or a `unix:PATH` host; `admin`: all its requests go to the admin API."""
 
     host: str
     port: int
@@ -47,15 +47,15 @@ class ListenAddress:
 
 
 def listen_addresses(config: Config) -> list[ListenAddress]:
-    """The public one first."""
-    places = [ListenAddress(config.server.host, config.server.port)]
+    """Of the configuration, the public one first."""
+    addresses = [ListenAddress(config.server.host, config.server.port)]
     if config.admin.listen:
-        places.append(_place(config.admin.listen, admin=True))
-    return places
+        addresses.append(_parse_address(config.admin.listen, admin=True))
+    return addresses
 
 
-def _place(where: str, *, admin: bool) -> ListenAddress:
-    """Of `host:port` or `unix:PATH`."""
+def _parse_address(where: str, *, admin: bool) -> ListenAddress:
+    """Parse `host:port` or `unix:PATH`."""
     if where.startswith("unix:"):
         return ListenAddress(where, 0, admin=admin)
     host, _, port = where.rpartition(":")
@@ -64,7 +64,7 @@ def _place(where: str, *, admin: bool) -> ListenAddress:
 
 @dataclass(frozen=True, slots=True)
 class PreparedListeners:
-    """All that a configuration needs, open. Called, it is in force; `cancel` closes it again.
+    """Everything that a configuration needs, open. A call applies it; `cancel` closes it again.
 
     `public`: the listener of [server] host and port, as it will be.
     """
@@ -78,121 +78,137 @@ class PreparedListeners:
 
 
 class Listeners:
-    """Where the door lets clients in, and how each is received."""
+    """All listeners, and what each does with an accepted socket."""
 
-    def __init__(self, door: DataPlane) -> None:
+    def __init__(self, dataplane: DataPlane) -> None:
         self.certificates = Certificates()
-        self.held = False  # the places are taken, yet nobody is let in
-        self._door = door
+        self.held = False  # addresses are bound, but do not listen yet
+        self._dataplane = dataplane
         self._open: list[tuple[ListenAddress, Listener]] = []  # the public one first
 
     def prepare(self, new: Config, *, opens: bool) -> PreparedListeners:
-        """Without `opens` the listeners stay as they are. Raises OSError, whose `filename` is the
-        place, and ConfigError."""
-        renew = self.certificates.prepare(new.server)
-        wanted = listen_addresses(new) if opens else [place for place, _ in self._open]
+        """Without `opens` the listeners stay as they are.
+
+        Raises ConfigError, and OSError with the address as its `filename`.
+        """
+        apply_certificates = self.certificates.prepare(new.server)
+        wanted = listen_addresses(new) if opens else [address for address, _ in self._open]
         mode = int(new.server.unix_mode, 8)
-        here = dict(self._open)
-        opened = self._opened([place for place in wanted if place not in here], mode)
+        current = dict(self._open)
+        opened = self._open_all([address for address in wanted if address not in current], mode)
 
         def commit() -> None:
-            renew()
+            apply_certificates()
             if opens:
-                self._move([(place, opened.get(place) or here[place]) for place in wanted])
+                self._replace(
+                    [(address, opened.get(address) or current[address]) for address in wanted]
+                )
                 for _, listener in self._open:
                     listener.set_file_mode(mode)
-            self._receive()
-            for place, listener in self._open:
-                if place in opened:
-                    self._tell(place, listener)
+            self._set_callbacks()
+            for address, listener in self._open:
+                if address in opened:
+                    self._log_listening(address, listener)
 
-        coming = [opened.get(place) or here[place] for place in wanted if not place.admin]
-        return PreparedListeners(coming[0] if coming else None, commit, lambda: self._shut(opened))
+        public = [
+            opened.get(address) or current[address] for address in wanted if not address.admin
+        ]
+        return PreparedListeners(
+            public[0] if public else None, commit, lambda: self._close_all(opened)
+        )
 
-    def _opened(self, places: Sequence[ListenAddress], mode: int) -> dict[ListenAddress, Listener]:
-        """Nobody comes in before the pump's next batch. Raises OSError, and none is open."""
+    def _open_all(
+        self, addresses: Sequence[ListenAddress], mode: int
+    ) -> dict[ListenAddress, Listener]:
+        """Open all; they accept from the next iteration on. Raises OSError, and none is open."""
         opened: dict[ListenAddress, Listener] = {}
-        for place in places:
+        for address in addresses:
             try:
-                sock = open_socket(place.host, place.port, listening=not self.held, mode=mode)
-                opened[place] = Listener(self._door.loop, sock, self._door.accept_connection)
+                sock = open_socket(address.host, address.port, listening=not self.held, mode=mode)
+                opened[address] = Listener(
+                    self._dataplane.loop, sock, self._dataplane.accept_connection
+                )
             except OSError as error:
-                self._shut(opened)
-                error.filename = str(place)
+                self._close_all(opened)
+                error.filename = str(address)
                 raise
         return opened
 
-    def _shut(self, opened: dict[ListenAddress, Listener]) -> None:
+    def _close_all(self, opened: dict[ListenAddress, Listener]) -> None:
         for listener in opened.values():
             listener.close()
-        self._door.loop.flush()
+        self._dataplane.loop.flush()
 
-    def _move(self, wanted: list[tuple[ListenAddress, Listener]]) -> None:
-        """The new listeners are open before the old ones close; connections live on."""
-        stay = {place for place, _ in wanted}
-        for place, listener in self._open:
-            if place not in stay:
+    def _replace(self, wanted: list[tuple[ListenAddress, Listener]]) -> None:
+        """Close listeners that `wanted` has not; their connections go on."""
+        stay = {address for address, _ in wanted}
+        for address, listener in self._open:
+            if address not in stay:
                 listener.close()
         self._open = wanted
-        self._door.loop.flush()
+        self._dataplane.loop.flush()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool) -> None:
-        """In the place of those of this kind; whoever opened them removes their files. Raises
-        OSError where they can't be watched: all of these are closed then, and no other."""
-        loop, welcome = self._door.loop, self._door.accept_connection
-        fresh: list[Listener] = []
+        """Replace the listeners of this kind; `keeps_file` applies to `socks`.
+
+        Raises OSError where they can't be registered: then all of `socks` are closed, and no other.
+        """
+        loop, on_accept = self._dataplane.loop, self._dataplane.accept_connection
+        new_listeners: list[Listener] = []
         try:
             for sock in socks:
-                fresh.append(Listener(loop, sock, welcome, keeps_file=True))  # noqa: PERF401  some
+                new_listeners.append(Listener(loop, sock, on_accept, keeps_file=True))  # noqa: PERF401  some
         except OSError:
-            for listener in fresh:
+            for listener in new_listeners:
                 listener.close()
             for sock in socks:
                 sock.close()
             raise
         self.close(admin=admin)
-        self._open += [(_place(listener.address, admin=admin), listener) for listener in fresh]
-        self._receive()
+        self._open += [
+            (_parse_address(listener.address, admin=admin), listener) for listener in new_listeners
+        ]
+        self._set_callbacks()
 
-    def _receive(self) -> None:
-        """What is done with those that come: decided per listener, so that no connection pays."""
-        for place, listener in self._open:
-            listener.on_accept = self._reception(place)
+    def _set_callbacks(self) -> None:
+        """Choose the callback of each listener, so that no connection has to."""
+        for address, listener in self._open:
+            listener.on_accept = self._callback_for(address)
 
-    def _reception(self, place: ListenAddress) -> Callable[[socket.socket, str], None]:
-        door, certificates = self._door, self.certificates
-        if certificates.context is not None and not place.is_file:
-            secured = TlsAdminConnection if place.admin else TlsConnection
+    def _callback_for(self, address: ListenAddress) -> Callable[[socket.socket, str], None]:
+        dataplane, certificates = self._dataplane, self.certificates
+        if certificates.context is not None and not address.is_file:
+            connection_class = TlsAdminConnection if address.admin else TlsConnection
 
-            def shake(sock: socket.socket, peer: str) -> None:
+            def accept_tls(sock: socket.socket, peer: str) -> None:
                 if certificates.context is not None:
-                    door.accepted += 1
-                    secured(door, sock, peer, certificates.context).start()
+                    dataplane.accepted += 1
+                    connection_class(dataplane, sock, peer, certificates.context).start()
 
-            return shake
-        if not place.admin:
-            return door.accept_connection
+            return accept_tls
+        if not address.admin:
+            return dataplane.accept_connection
 
-        def admit(sock: socket.socket, peer: str) -> None:
-            door.accepted += 1
-            AdminConnection(door, sock, peer).start()
+        def accept_admin(sock: socket.socket, peer: str) -> None:
+            dataplane.accepted += 1
+            AdminConnection(dataplane, sock, peer).start()
 
-        return admit
+        return accept_admin
 
     def open(self) -> None:
-        """Let them in where `held` kept them out. Raises OSError."""
+        """Listen where `held` prevented it. Raises OSError."""
         self.held = False
-        for place, listener in self._open:
+        for address, listener in self._open:
             listener.listen()
-            self._tell(place, listener)
+            self._log_listening(address, listener)
 
-    def _tell(self, place: ListenAddress, listener: Listener) -> None:
+    def _log_listening(self, address: ListenAddress, listener: Listener) -> None:
         if not self.held:
-            whose = " for control requests" if place.admin else ""
-            _log.info("listening on %s%s", self._url(place, listener), whose)
+            suffix = " for admin requests" if address.admin else ""
+            _log.info("listening on %s%s", self._url(address, listener), suffix)
 
-    def _url(self, place: ListenAddress, listener: Listener) -> str:
-        if place.is_file:
+    def _url(self, address: ListenAddress, listener: Listener) -> str:
+        if address.is_file:
             return listener.address
         return f"{'http' if self.certificates.context is None else 'https'}://{listener.address}"
 
@@ -200,16 +216,16 @@ class Listeners:
         return [listener.address for _, listener in self._open]
 
     def urls(self) -> list[str]:
-        """The addresses with their schemes."""
-        return [self._url(place, listener) for place, listener in self._open]
+        """With their schemes."""
+        return [self._url(address, listener) for address, listener in self._open]
 
-    def sweep(self) -> None:
+    def retry_accepting(self) -> None:
         for _, listener in self._open:
-            listener.sweep()
+            listener.retry_accepting()
 
     def close(self, *, admin: bool | None = None) -> None:
         """All of them, or those of one kind."""
-        for place, listener in self._open:
-            if admin in (None, place.admin):
+        for address, listener in self._open:
+            if admin in (None, address.admin):
                 listener.close()
-        self._open = [each for each in self._open if admin not in (None, each[0].admin)]
+        self._open = [entry for entry in self._open if admin not in (None, entry[0].admin)]

@@ -1,8 +1,8 @@
-"""The PROXY protocol at the beginning of a connection, ahead of TLS where that is spoken.
+"""The PROXY protocol header at the start of a connection, before TLS (proxy-protocol.txt of HAProxy).
 
-Contract: only the introduction is taken out of the socket, whatever came behind it; `peer` is the
-client's address from then on. Garbage, silence (`client_head_secs`) and an end close the connection
-without a word: whoever sent that is no balancer of ours.
+Invariant: only the header is read from the socket, whatever follows it; from then on `peer` is the
+client's address. Garbage, silence (`client_head_secs`) and an end close the connection without a
+response: the sender is not one of our load balancers.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _log = logging.getLogger(__name__)
 
 
 async def read_proxy_header(conn: Connection) -> None:
-    """Raises ClientDisconnected, Expired, OSError."""
+    """Raises ClientDisconnected, PhaseTimeout, OSError."""
     client = conn.client
     conn.clock("head", conn.door.limits.client_head)
-    found = None
-    while found is None:
+    header = None
+    while header is None:
         if conn.must_wait_for(client):
             await pause
-        came = client.peek(MAX_BYTES)
-        if came is not None:
-            found = _read(conn, came)
-            client.readable = False  # what was seen gives no new edge, what is still to come does
-            if found is None and (client.peer_closed or len(came) == MAX_BYTES):
+        data = client.peek(MAX_BYTES)
+        if data is not None:
+            header = _parse(conn, data)
+            client.readable = False  # bytes that were peeked at give no new edge, later ones do
+            if header is None and (client.peer_closed or len(data) == MAX_BYTES):
                 raise ClientDisconnected
-    client.recv(found.length)
+    client.recv(header.length)
     client.readable = True
     conn.proxy_header_read = True
-    conn.peer = found.peer or conn.peer
+    conn.peer = header.peer or conn.peer
 
 
-def _read(conn: Connection, came: bytes) -> ProxyHeader | None:
+def _parse(conn: Connection, data: bytes) -> ProxyHeader | None:
     door = conn.door
     try:
-        return parse_proxy_header(came)
+        return parse_proxy_header(data)
     except ProxyHeaderError as error:
         door.failed_introductions += 1
         level = logging.WARNING if door.failed_introductions == 1 else logging.DEBUG
-        _log.log(level, "%s does not speak the PROXY protocol: %s", conn.peer, error)
+        _log.log(level, 'proxy_header_invalid peer=%s error="%s"', conn.peer, error)
         raise ClientDisconnected from None

@@ -1,7 +1,7 @@
-"""A client connection over TLS: its handshake, and then the life of any other.
+"""A downstream connection over TLS: its handshake, then as any other connection.
 
-Invariant: nothing is read as a request before the handshake is over, which `client_head_secs`
-bounds. Whoever speaks plain HTTP here is told so, in plain HTTP.
+Invariant: nothing is read as a request before the handshake is done, which `client_head_secs`
+bounds. A client that speaks plain HTTP here gets a 400 in plain HTTP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class TlsConnection(Connection):
-    """`context` is the one that counts at the moment of accepting."""
+    """`context`: the listeners' at the moment of accepting."""
 
     __slots__ = ("_context",)
 
@@ -47,39 +47,43 @@ class TlsConnection(Connection):
         self.clock("handshake", self.door.limits.client_head)
         plain = self.client
         try:
-            self.client = await self._shaken()
-        except HttpError as refusal:
+            self.client = await self._handshake()
+        except HttpError as error_reply:
             self.phase = "head"
-            with contextlib.suppress(OSError):  # whoever would be told is not there any more
-                await refuse_head(self, refusal)
+            with contextlib.suppress(OSError):  # the client has closed
+                await refuse_head(self, error_reply)
             return
         except (ClientDisconnected, PhaseTimeout, OSError) as error:
             self.door.failed_handshakes += 1
-            told = f"no end within time (phase {error})" if isinstance(error, PhaseTimeout) else ""
-            _log.debug("TLS handshake with %s failed: %s", self.peer, told or tls_error_text(error))
+            timeout = f"timeout in phase {error}" if isinstance(error, PhaseTimeout) else ""
+            _log.debug(
+                'tls_handshake_failed peer=%s error="%s"',
+                self.peer,
+                timeout or tls_error_text(error),
+            )
             return
         finally:
             if self.client is plain:
                 plain.close()
         await await_direct(super().serve())
 
-    async def _shaken(self) -> TlsStream:
+    async def _handshake(self) -> TlsStream:
         if not self.proxy_header_read:
             await read_proxy_header(self)
             self.clock("handshake", self.door.limits.client_head)
         first = await read_handshake_bytes(self, self.client)
         if first[:1] != RECORD and first[:1].isalpha():
             raise HttpError(
-                400, "this listener speaks TLS, and plain HTTP came: use https://",
+                400, "this listener requires TLS, and the request is plain HTTP: use https://",
                 "plain_http_on_tls_port", close=True,
             )  # fmt: skip
-        shake = TlsHandshake(self._context)
-        shake.incoming.write(first)
-        return await shake.run(self, self.client)
+        handshake = TlsHandshake(self._context)
+        handshake.incoming.write(first)
+        return await handshake.run(self, self.client)
 
 
 class AdminConnection(Connection):
-    """Of the [admin] listener: everything goes to the control routes."""
+    """Of the [admin] listener: all requests go to the admin API."""
 
     __slots__ = ()
 
@@ -87,6 +91,8 @@ class AdminConnection(Connection):
 
 
 class TlsAdminConnection(TlsConnection):
+    """As `AdminConnection`, over TLS."""
+
     __slots__ = ()
 
     admin_only = True

@@ -16,75 +16,75 @@ PAIR = ServerConfig(tls_cert=str(FILES / "server.pem"), tls_key=str(FILES / "ser
 
 @pytest.fixture
 def files(tmp_path):
-    """A pair that may be overwritten."""
+    """A certificate and key that may be overwritten."""
 
     def write(name):
         for end in ("", "-key"):
-            (tmp_path / f"mine{end}.pem").write_bytes((FILES / f"{name}{end}.pem").read_bytes())
+            (tmp_path / f"server{end}.pem").write_bytes((FILES / f"{name}{end}.pem").read_bytes())
 
     write("server")
-    server = ServerConfig(tls_cert=f"{tmp_path}/mine.pem", tls_key=f"{tmp_path}/mine-key.pem")
+    server = ServerConfig(tls_cert=f"{tmp_path}/server.pem", tls_key=f"{tmp_path}/server-key.pem")
     return server, write, tmp_path
 
 
 def test_without_a_certificate_there_is_no_context():
-    held = Certificates()
-    held.prepare(ServerConfig())()
-    assert (held.context, held.status()) == (None, None)
+    reloader = Certificates()
+    reloader.prepare(ServerConfig())()
+    assert (reloader.context, reloader.status()) == (None, None)
 
 
-def test_the_same_files_keep_their_context_whatever_else_changes():
-    held = Certificates()
-    held.prepare(PAIR)()
-    first = held.context
-    held.prepare(msgspec.structs.replace(PAIR, port=1))()
-    assert held.context is first
-    held.prepare(msgspec.structs.replace(PAIR, tls_client_ca=str(FILES / "authority.pem")))()
-    assert held.context is not first
-    assert held.context.verify_mode is ssl.CERT_REQUIRED
-    held.prepare(ServerConfig())()
-    assert held.context is None
+def test_the_context_stays_while_the_files_are_the_same():
+    reloader = Certificates()
+    reloader.prepare(PAIR)()
+    first = reloader.context
+    reloader.prepare(msgspec.structs.replace(PAIR, port=1))()
+    assert reloader.context is first
+    reloader.prepare(msgspec.structs.replace(PAIR, tls_client_ca=str(FILES / "authority.pem")))()
+    assert reloader.context is not first
+    assert reloader.context.verify_mode is ssl.CERT_REQUIRED
+    reloader.prepare(ServerConfig())()
+    assert reloader.context is None
 
 
-def test_nothing_changes_before_the_commit_nor_by_a_refusal():
-    held = Certificates()
-    held.prepare(PAIR)
-    assert held.context is None
-    held.prepare(PAIR)()
-    first = held.context
+def test_nothing_changes_before_the_commit_or_after_an_error():
+    reloader = Certificates()
+    reloader.prepare(PAIR)
+    assert reloader.context is None
+    reloader.prepare(PAIR)()
+    first = reloader.context
     with pytest.raises(ConfigError, match=r"server\.tls_key"):
-        held.prepare(msgspec.structs.replace(PAIR, tls_key=str(FILES / "renewed-key.pem")))
-    assert held.context is first
+        reloader.prepare(msgspec.structs.replace(PAIR, tls_key=str(FILES / "renewed-key.pem")))
+    assert reloader.context is first
 
 
 @pytest.fixture
-async def watched(files, nursery, monkeypatch):
-    monkeypatch.setattr(certificates, "LOOK_SECS", 0.01)
-    held = Certificates()
-    held.prepare(files[0])()
-    nursery.start_soon(held.run)
-    return held
+async def polled(files, nursery, monkeypatch):
+    monkeypatch.setattr(certificates, "POLL_SECS", 0.01)
+    reloader = Certificates()
+    reloader.prepare(files[0])()
+    nursery.start_soon(reloader.run)
+    return reloader
 
 
-async def test_files_that_change_are_read_anew(files, watched):
-    first = watched.context
+async def test_changed_files_are_reloaded(files, polled):
+    first = polled.context
     files[1]("renewed")
-    await until(lambda: watched.context is not first)
-    second = watched.context
-    watched.prepare(files[0])()
-    assert watched.context is second
+    await until(lambda: polled.context is not first)
+    second = polled.context
+    polled.prepare(files[0])()
+    assert polled.context is second
 
 
-async def test_a_broken_pair_is_told_of_once_and_forgotten_when_it_is_mended(
-    files, watched, caplog
+async def test_a_broken_pair_is_logged_once_and_replaced_when_it_is_valid_again(
+    files, polled, caplog
 ):
-    first = watched.context
-    (files[2] / "mine-key.pem").write_text("nonsense")
-    await until(lambda: watched.error)
-    await trio.sleep(0.05)  # it looks again and again meanwhile
-    assert watched.context is first
-    assert "holds no key in PEM form" in watched.status()["error"]
-    assert caplog.text.count("the renewed certificate is refused") == 1
+    first = polled.context
+    (files[2] / "server-key.pem").write_text("nonsense")
+    await until(lambda: polled.error)
+    await trio.sleep(0.05)  # it polls several times meanwhile
+    assert polled.context is first
+    assert "holds no key in PEM form" in polled.status()["error"]
+    assert caplog.text.count("certificate_reload_failed") == 1
     files[1]("renewed")
-    await until(lambda: watched.context is not first)
-    assert watched.status()["error"] is None
+    await until(lambda: polled.context is not first)
+    assert polled.status()["error"] is None

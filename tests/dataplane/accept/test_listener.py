@@ -9,19 +9,19 @@ from omni_proxy.dataplane.accept.listener import ACCEPTS_PER_EVENT, Listener, op
 from tests.dataplane.pumping import until
 
 
-class Reluctant:
-    """A listening socket whose next accepts fail as told."""
+class FailingAccepts:
+    """A listening socket whose next accepts fail with the given errors."""
 
-    def __init__(self, sock: socket.socket, *numbers: int) -> None:
-        self._sock, self.numbers = sock, list(numbers)
+    def __init__(self, sock: socket.socket, *error_numbers: int) -> None:
+        self._sock, self.error_numbers = sock, list(error_numbers)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._sock, name)
 
     def accept(self):
-        if self.numbers:
-            number = self.numbers.pop(0)
-            raise OSError(number, "told to fail")
+        if self.error_numbers:
+            error_number = self.error_numbers.pop(0)
+            raise OSError(error_number, "a test error")
         return self._sock.accept()
 
 
@@ -33,108 +33,110 @@ def sock():
 
 
 @pytest.fixture
-def guests():
-    came: list[tuple[socket.socket, str]] = []
-    yield came
-    for guest, _ in came:
-        guest.close()
+def accepted():
+    pairs: list[tuple[socket.socket, str]] = []
+    yield pairs
+    for near, _ in pairs:
+        near.close()
 
 
 @pytest.fixture
-def call(sock):
-    callers = []
+def connect(sock):
+    clients = []
 
     def dial():
-        callers.append(socket.create_connection(sock.getsockname()))
-        return callers[-1]
+        clients.append(socket.create_connection(sock.getsockname()))
+        return clients[-1]
 
     yield dial
-    for caller in callers:
-        caller.close()
+    for client in clients:
+        client.close()
 
 
-async def test_each_connection_is_welcomed_with_its_peer(loop, sock, guests, call):
-    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
-    caller = call()
-    await until(lambda: guests)
-    (guest, peer), = guests  # fmt: skip
-    host, port = caller.getsockname()
+async def test_the_callback_gets_each_connection_with_its_peer(loop, sock, accepted, connect):
+    listener = Listener(loop, sock, lambda *pair: accepted.append(pair))
+    client = connect()
+    await until(lambda: accepted)
+    (near, peer), = accepted  # fmt: skip
+    host, port = client.getsockname()
     assert (peer, listener.address.rpartition(":")[0]) == (f"{host}:{port}", "127.0.0.1")
-    assert (guest.getblocking(), guest.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) == (
+    assert (near.getblocking(), near.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) == (
         False, 1,
     )  # fmt: skip
     listener.close()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-async def test_at_its_limit_it_pauses_says_so_once_and_goes_on_at_the_next_sweep(
-    loop, sock, guests, call, caplog, number
+@pytest.mark.parametrize("error_number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_at_the_descriptor_limit_it_pauses_logs_once_and_goes_on_with_a_sweep(
+    loop, sock, accepted, connect, caplog, error_number
 ):
-    reluctant = Reluctant(sock, number, number)
-    listener = Listener(loop, reluctant, lambda *guest: guests.append(guest))
-    call()
-    await until(lambda: len(reluctant.numbers) == 1)
-    listener.sweep()
-    assert (reluctant.numbers, guests) == ([], [])
-    assert caplog.text.count("stops accepting for a moment") == 1
-    listener.sweep()
-    assert len(guests) == 1
-    call()
-    await until(lambda: len(guests) == 2)
+    failing = FailingAccepts(sock, error_number, error_number)
+    listener = Listener(loop, failing, lambda *pair: accepted.append(pair))
+    connect()
+    await until(lambda: len(failing.error_numbers) == 1)
+    listener.retry_accepting()
+    assert (failing.error_numbers, accepted) == ([], [])
+    assert caplog.text.count("accept_paused") == 1
+    listener.retry_accepting()
+    assert len(accepted) == 1
+    connect()
+    await until(lambda: len(accepted) == 2)
     listener.close()
 
 
-async def test_a_caller_that_left_before_its_turn_stops_nobody(loop, sock, guests, call):
-    reluctant = Reluctant(sock, errno.ECONNABORTED)
-    listener = Listener(loop, reluctant, lambda *guest: guests.append(guest))
-    call()
-    await until(lambda: guests)
+async def test_a_client_that_closed_before_accept_does_not_stop_the_others(
+    loop, sock, accepted, connect
+):
+    failing = FailingAccepts(sock, errno.ECONNABORTED)
+    listener = Listener(loop, failing, lambda *pair: accepted.append(pair))
+    connect()
+    await until(lambda: accepted)
     listener.close()
 
 
-async def test_a_crowd_is_let_in_by_portions_one_right_after_the_other(loop, sock, guests, call):
-    crowd = 3 * ACCEPTS_PER_EVENT + 3
-    for _ in range(crowd):
-        call()
+async def test_a_long_backlog_is_accepted_in_portions(loop, sock, accepted, connect):
+    backlog = 3 * ACCEPTS_PER_EVENT + 3
+    for _ in range(backlog):
+        connect()
     batches = []
 
-    def welcome(*guest):
-        guests.append(guest)
+    def on_accept(*pair):
+        accepted.append(pair)
         batches.append(loop.now)
 
-    listener = Listener(loop, sock, welcome)
-    await until(lambda: len(guests) == crowd)
+    listener = Listener(loop, sock, on_accept)
+    await until(lambda: len(accepted) == backlog)
     assert list(Counter(batches).values()) == [ACCEPTS_PER_EVENT] * 3 + [3]
     listener.close()
 
 
-async def test_a_closed_listener_lets_nobody_in(loop, sock, guests, call):
-    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
+async def test_a_closed_listener_accepts_nothing(loop, sock, accepted, connect):
+    listener = Listener(loop, sock, lambda *pair: accepted.append(pair))
     listener.close()
     loop.flush()
-    listener.sweep()
+    listener.retry_accepting()
     with pytest.raises(OSError):
-        call()
-    assert guests == []
+        connect()
+    assert accepted == []
 
 
-async def test_one_that_rests_lets_nobody_in_until_it_works_again(loop, sock, guests, call):
-    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
+async def test_a_paused_listener_accepts_nothing_until_it_is_resumed(loop, sock, accepted, connect):
+    listener = Listener(loop, sock, lambda *pair: accepted.append(pair))
     listener.pause()
     loop.flush()
-    call()
-    listener.sweep()
+    connect()
+    listener.retry_accepting()
     shared = listener.dup_socket()
     with shared:
         assert listener.is_listening
-        shared.accept()[0].close()  # it waited for whoever has the socket
-    call()
+        shared.accept()[0].close()  # it waited in the backlog
+    connect()
     listener.resume()
-    await until(lambda: guests)
-    assert len(guests) == 1
+    await until(lambda: accepted)
+    assert len(accepted) == 1
 
 
-def test_what_cannot_be_bound_leaves_nothing_open(sock):
+def test_a_failed_bind_leaves_nothing_open(sock):
     for place in (sock.getsockname(), ("192.0.2.1", 0), ("no.such.host.invalid", 0)):
         with pytest.raises(OSError):
             open_socket(*place)
@@ -142,7 +144,7 @@ def test_what_cannot_be_bound_leaves_nothing_open(sock):
 
 @pytest.fixture
 def ipv6():
-    """Opens a listening socket of that family."""
+    """Opens a listening IPv6 socket."""
     with socket.socket(socket.AF_INET6) as trial:
         try:
             trial.bind(("::1", 0))
@@ -155,60 +157,62 @@ def ipv6():
     ("host", "called", "shown"),
     [("::1", "::1", "[::1]"), ("::", "::1", "[::1]"), ("::", "127.0.0.1", "127.0.0.1")],
 )
-async def test_an_ipv6_address_is_shown_in_brackets(loop, guests, ipv6, host, called, shown):
-    listener = Listener(loop, ipv6(host), lambda *guest: guests.append(guest))
+async def test_an_ipv6_address_is_shown_in_brackets(loop, accepted, ipv6, host, called, shown):
+    listener = Listener(loop, ipv6(host), lambda *pair: accepted.append(pair))
     place, _, port = listener.address.rpartition(":")
     assert place == f"[{host}]"
-    with socket.create_connection((called, int(port))) as caller:
-        await until(lambda: guests)
-        assert guests[0][1] == f"{shown}:{caller.getsockname()[1]}"
+    with socket.create_connection((called, int(port))) as client:
+        await until(lambda: accepted)
+        assert accepted[0][1] == f"{shown}:{client.getsockname()[1]}"
     listener.close()
     loop.flush()
 
 
-async def test_one_that_is_only_bound_holds_its_port_and_lets_nobody_in_yet(loop, guests):
+async def test_a_bound_listener_holds_its_port_and_refuses_until_it_listens(loop, accepted):
     sock = open_socket("127.0.0.1", 0, listening=False)
-    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
+    listener = Listener(loop, sock, lambda *pair: accepted.append(pair))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(sock.getsockname())
     with pytest.raises(OSError, match="in use"):
         open_socket(*sock.getsockname(), listening=False)
     listener.listen()
     with socket.create_connection(sock.getsockname()):
-        await until(lambda: guests)
+        await until(lambda: accepted)
     listener.close()
     loop.flush()
     assert sock.fileno() < 0
 
 
-async def test_one_that_never_listened_closes_as_any_other(loop):
+async def test_a_listener_that_never_listened_can_be_closed(loop):
     sock = open_socket("127.0.0.1", 0, listening=False)
-    Listener(loop, sock, lambda *guest: None).close()
+    Listener(loop, sock, lambda *pair: None).close()
     loop.flush()
     assert sock.fileno() < 0
 
 
 @pytest.fixture
 def file(tmp_path):
-    return tmp_path / "door.sock"
+    return tmp_path / "listener.sock"
 
 
-async def test_a_socket_file_lets_in_who_may_and_goes_with_its_listener(loop, guests, file):
+async def test_a_unix_socket_has_its_mode_and_its_file_is_removed_with_it(loop, accepted, file):
     listener = Listener(
-        loop, open_socket(f"unix:{file}", 0, mode=0o600), lambda *guest: guests.append(guest)
+        loop,
+        open_socket(f"unix:{file}", 0, mode=0o600),
+        lambda *pair: accepted.append(pair),
     )
     assert (listener.address, stat.S_IMODE(file.stat().st_mode)) == (f"unix:{file}", 0o600)
     listener.set_file_mode(0o640)
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.connect(str(file))
-        await until(lambda: guests)
-    assert guests[0][1] == "unix"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(file))
+        await until(lambda: accepted)
+    assert accepted[0][1] == "unix"
     listener.close()
     assert not file.exists()
 
 
-async def test_a_file_that_is_another_programs_by_now_stays(loop, file):
+async def test_the_file_of_another_program_stays(loop, file):
     listener = Listener(loop, open_socket(f"unix:{file}", 0), lambda *_: None)
     file.unlink()
     with open_socket(f"unix:{file}", 0):
@@ -219,7 +223,7 @@ async def test_a_file_that_is_another_programs_by_now_stays(loop, file):
     assert file.exists()
 
 
-def test_a_file_that_nobody_listens_on_is_replaced_and_any_other_is_not(file):
+def test_a_stale_socket_file_is_replaced_and_any_other_is_not(file):
     open_socket(f"unix:{file}", 0).close()
     with open_socket(f"unix:{file}", 0), pytest.raises(OSError, match="another program") as taken:
         open_socket(f"unix:{file}", 0)
@@ -231,32 +235,32 @@ def test_a_file_that_nobody_listens_on_is_replaced_and_any_other_is_not(file):
     assert file.read_text() == "precious"
 
 
-async def test_a_socket_file_may_be_taken_before_it_is_open(loop, guests, file):
+async def test_a_unix_socket_may_be_bound_before_it_listens(loop, accepted, file):
     sock = open_socket(f"unix:{file}", 0, listening=False)
-    listener = Listener(loop, sock, lambda *guest: guests.append(guest))
-    with socket.socket(socket.AF_UNIX) as caller:
+    listener = Listener(loop, sock, lambda *pair: accepted.append(pair))
+    with socket.socket(socket.AF_UNIX) as client:
         with pytest.raises(ConnectionRefusedError):
-            caller.connect(str(file))
+            client.connect(str(file))
         listener.listen()
-        caller.connect(str(file))
-        await until(lambda: guests)
+        client.connect(str(file))
+        await until(lambda: accepted)
     listener.close()
 
 
-async def test_a_connection_that_cannot_be_watched_ends_alone(loop, sock, guests, call):
+async def test_a_connection_that_cannot_be_registered_ends_alone(loop, sock, accepted, connect):
     faults = [OSError(errno.ENOSPC, "No space left on device")]
 
-    def welcome(guest, peer):
+    def on_accept(near, peer):
         if faults:
             raise faults.pop()
-        guests.append((guest, peer))
+        accepted.append((near, peer))
 
-    listener = Listener(loop, sock, welcome)
-    first = call()
+    listener = Listener(loop, sock, on_accept)
+    first = connect()
     await until(lambda: not faults)
     assert first.recv(1) == b""
-    call()
-    listener.sweep()
-    await until(lambda: guests)
+    connect()
+    listener.retry_accepting()
+    await until(lambda: accepted)
     listener.close()
     loop.flush()
