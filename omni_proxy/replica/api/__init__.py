@@ -1,5 +1,7 @@
-"""HTTP over a live client: routes, bodies and streams, and nothing of the pipeline behind it.
+"""HTTP routes of the replica: requests in, bodies and event streams out, over a pipeline client.
 
-Invariant: a module here mounts its routes with `mount(app, served)`; every request that is left
-early, by its caller's disconnect above all, leaves its generation and so aborts it.
+`openai` has the OpenAI routes, `speech` speech and voices, `native` SGLang's routes and admin
+operations, `openapi` the API description, `common` what they share. Invariant: a module mounts its
+routes with `mount(app, context)`. A request that ends early, by a disconnect above all, aborts its
+generation.
 """

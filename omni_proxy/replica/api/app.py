@@ -1,7 +1,7 @@
-"""The app: every route over one live client, and what holds for all of them.
+"""The app: every route over one pipeline client, and the settings that hold for all of them.
 
-Invariant: making it starts nothing: no pipeline, no server, no profiler. It ends with the server
-that serves it; the client is its owner's.
+Invariant: creating it starts nothing: no pipeline, no server, no profiler. Its lifetime is that of
+the server that serves it; the caller owns the client.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def create_app(client: Client, **options: Unpack[AppOptions]) -> QuartTrio:
 
 def build_app(context: RouteContext) -> QuartTrio:
     app = QuartTrio("sglang-omni", static_folder=None)
-    app.config["RESPONSE_TIMEOUT"] = None  # Quart's 60 s end a long answer without a word
+    app.config["RESPONSE_TIMEOUT"] = (
+        None  # Quart's default of 60 s would silently cut long responses
+    )
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_SECS
     app.config["MAX_CONTENT_LENGTH"] = context.max_body_bytes
     app.config["MAX_FORM_MEMORY_SIZE"] = context.max_body_bytes

@@ -1,7 +1,7 @@
-"""What every route is given: the client, the names, and what the operator has allowed.
+"""What every route gets: the pipeline client, names, and the operator's settings.
 
 Invariant: nothing here changes while the app serves, except what `meters` counts. The module
-imports no route, so that each of them can import it.
+imports no route, so that every route can import it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _admin_key_from_environment() -> str | None:
 
 
 class AppOptions(TypedDict, total=False):
-    """The keyword arguments of `create_app`: any field of `RouteContext` but the client."""
+    """Keyword arguments of `create_app`: any field of `RouteContext` but the client."""
 
     model_name: str
     model_path: str
@@ -52,15 +52,15 @@ class AppOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteContext:
-    """`capabilities` None is "not known": nothing is refused for want of one.
+    """Settings and services of the routes.
 
-    `ready` None is ready from the start. `admin_api_key` None is open. `voices_dir` None is a
-    folder of the user's cache. `cut_failed_streams` ends a failed chat stream without an error
-    event and without `[DONE]`, as older servers do. `enable_tensor_updates` takes new weights in
-    the bodies of requests. `profile_root` is the only folder that profiles are written below; None
-    is any with an admin key, else that for temporary files. A media list that is empty, or a media
-    path that is None, allows nothing. `started_unix_secs` and `instance` tell one process from its
-    successor.
+    `capabilities` None means unknown: no request is refused for a missing capability. `ready` None
+    means ready from the start. `admin_api_key` None leaves admin routes open. `voices_dir` None is
+    a folder in the user's cache. `cut_failed_streams` ends a failed chat stream without an error
+    event and without `[DONE]`, as older servers do. `enable_tensor_updates` accepts new weights in
+    request bodies. `profile_root` is the only folder for profiles; None allows any folder with an
+    admin key, else the folder for temporary files. An empty list of media domains, or a media path
+    of None, allows nothing. `started_unix_secs` and `instance` identify this process.
     """
 
     client: Client

@@ -1,1 +1,1 @@
-"""Package common."""
+"""Shared by all routes: errors, body validation, SSE and deferred streams, media, origin checks."""

@@ -1,10 +1,11 @@
-"""Pages of other origins: any may call models and read (cors.py), none may run this server.
+"""Cross-origin requests: CORS headers, and protection of admin routes from foreign web pages.
 
-Without an admin key the caller's place in the network is what lets it in, and every page that
-somebody there visits shares that place. Invariant: a route that is not listed as OPEN refuses what
-says that it comes from another origin's page, a browser's GET, and a browser under a Host that a
-stranger may have pointed here (DNS rebinding); a key that is asked for says more than an origin, so
-with one nothing is refused here.
+Any page may call models and read (api-server.md 1.0). Without an admin key the caller's network
+location is its only credential, and every web page that a user there visits shares it. Invariant: a
+route that is not listed as open refuses requests from pages of another origin, GET requests of
+browsers, and browser requests under a Host that an attacker may have pointed here (DNS rebinding).
+With an admin key nothing is refused here: the key is the stronger check. Every response varies by
+origin, except the plain 500 of an unexpected error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from omni_proxy.origins import NO_ORIGIN, hostname_of, is_local_name, parse_orig
 from omni_proxy.replica.api.common.errors import DetailError
 from omni_proxy.replica.api.route_context import RouteContext
 
-# Models, by whatever method.
+# Model routes, open for every method.
 MODEL_ROUTES: Final = frozenset(
     (
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate",
@@ -29,7 +30,7 @@ MODEL_ROUTES: Final = frozenset(
         "/v1/audio/voices", "/v1/audio/voices/<name>",
     )
 )  # fmt: skip
-# Their GET reads, and does nothing else.
+# Routes whose GET only reads.
 READ_ROUTES: Final = frozenset(
     (
         "/health", "/health_generate", "/v1/models", "/v1/models/<path:name>", "/favicon.ico",
@@ -43,51 +44,53 @@ _SAME_SITE_VALUES: Final = ("none", "same-origin")
 
 
 def is_open(method: str, rule: str) -> bool:
-    """Whether a page of any origin may ask for it."""
+    """Whether a page of any origin may call this route."""
     reading = method in SAFE_METHODS and rule in READ_ROUTES
     return method == "OPTIONS" or reading or rule in MODEL_ROUTES
 
 
 def refuse_cross_origin(app: QuartTrio, context: RouteContext) -> None:
-    """Before any body is read. Refuses with 403."""
+    """Check every request before its body is read; refused requests get 403."""
     app.before_request(_check_for(context))
 
 
 def _check_for(context: RouteContext) -> Callable[[], Awaitable[None]]:
-    async def judge() -> None:
+    async def check() -> None:
         rule = request.url_rule
         if context.admin_api_key or rule is None or is_open(request.method, rule.rule):
             return
         if is_cross_origin(request.headers, f"{request.scheme}://{request.host}"):
-            told = "a page of another origin may not do this: set --admin-api-key"
-            raise DetailError(403, f"cross_site: {told}")
-        # A proxy passes a browser's name on, and no more of it.
+            message = "a page of another origin may not do this: set --admin-api-key"
+            raise DetailError(403, f"cross_site: {message}")
+        # A proxy may forward only these headers of a browser's request.
         if _has_origin_headers(request.headers) and not is_local_name(hostname_of(request.host)):
-            told = f"a page at {request.host} may not do this: any name can be pointed here; use"
-            raise DetailError(403, f"cross_site: {told} the address, or set --admin-api-key")
+            message = f"a page at {request.host} may not do this: any name can be pointed here; use"
+            raise DetailError(403, f"cross_site: {message} the address, or set --admin-api-key")
         if request.method in SAFE_METHODS and _is_browser(request.headers):
             raise DetailError(403, f"a browser changes nothing by {request.method}: send POST")
 
-    return judge
+    return check
 
 
-def is_cross_origin(headers: Headers, own: str) -> bool:
-    """Whether a request says that it is of a page whose origin is not `own`."""
+def is_cross_origin(headers: Headers, own_origin: str) -> bool:
+    """Whether the headers say that the request comes from a page of another origin than
+    `own_origin`.
+    """
     if any(site not in _SAME_SITE_VALUES for site in headers.getlist("Sec-Fetch-Site")):
         return True
-    # Browsers that send no Origin say at least where they were.
+    # Browsers that send no Origin send a Referer.
     origins = headers.getlist("Origin") or headers.getlist("Referer")
-    ours = parse_origin(own)
-    return any(ours == NO_ORIGIN or parse_origin(origin) != ours for origin in origins)
+    expected = parse_origin(own_origin)
+    return any(expected == NO_ORIGIN or parse_origin(origin) != expected for origin in origins)
 
 
 def _is_browser(headers: Headers) -> bool:
-    """To plain HTTP beyond this machine a browser tells no more than its name."""
+    """Over plain HTTP to another host a browser sends only its User-Agent."""
     return _has_origin_headers(headers) or headers.get("User-Agent", "").startswith("Mozilla/")
 
 
 def _has_origin_headers(headers: Headers) -> bool:
-    """Each browser's request that is no plain GET does."""
+    """Every browser request but a plain GET has one of them."""
     return any(name in headers for name in ("Origin", "Referer", "Sec-Fetch-Site"))
 
 
@@ -101,16 +104,16 @@ def add_cors_headers(app: QuartTrio) -> None:
 
 
 async def _preflight() -> Response | None:
-    wanted = request.headers.get("Access-Control-Request-Method")
-    if request.method != "OPTIONS" or "Origin" not in request.headers or wanted is None:
+    method = request.headers.get("Access-Control-Request-Method")
+    if request.method != "OPTIONS" or "Origin" not in request.headers or method is None:
         return None
     headers = {
         "access-control-allow-methods": METHODS,
         "access-control-max-age": str(PREFLIGHT_SECS),
     }
-    asked = request.headers.get("Access-Control-Request-Headers")
-    if asked is not None:
-        headers["access-control-allow-headers"] = asked
+    headers_wanted = request.headers.get("Access-Control-Request-Headers")
+    if headers_wanted is not None:
+        headers["access-control-allow-headers"] = headers_wanted
     return Response("OK", 200, headers, content_type="text/plain; charset=utf-8")
 
 

@@ -1,7 +1,7 @@
-"""Streams that begin before their head does: what fails until then is a plain HTTP error.
+"""Streams whose response starts only with the first output: earlier failures are plain HTTP errors.
 
-Invariant: a generation that was begun is left when its request is over, even where the caller went
-away between the handler's return and the first byte, so that nobody ever entered the body.
+Invariant: a generation that was started is closed when its request ends, even if the client
+disconnected between the handler's return and the first byte, so that the body was never entered.
 """
 
 from __future__ import annotations
@@ -23,45 +23,47 @@ _KEY: Final = "omni_proxy.patient_body"
 
 
 class ChunkEncoder(Protocol):
-    """What a route makes of chunks. `failed` None: the stream is cut, for it cannot tell."""
+    """What a route makes of chunks. `failed` returns None to cut the connection instead of sending
+    an error.
+    """
 
     def feed(self, chunk: GenerateChunk) -> Iterable[bytes]: ...
 
-    def failed(self, fault: ClientError | SpeechError) -> bytes | None: ...
+    def failed(self, error: ClientError | SpeechError) -> bytes | None: ...
 
 
 class DeferredStream(ResponseBody):
-    """The body of a streamed answer; `begin` is awaited before its response is made."""
+    """The body of a streamed response; `begin` is awaited before the response is created."""
 
     def __init__(
         self,
         generation: Generation,
-        shape: ChunkEncoder,
+        encoder: ChunkEncoder,
         timing: RequestTimer,
-        left: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`left` is called once, when the generation has been left."""
+        """`on_close` is called once, when the generation has been closed."""
         self._generation = generation
-        self._shape = shape
+        self._encoder = encoder
         self._timing = timing
-        self._left = left
-        self._gone = False
-        self._over = False
+        self._on_close = on_close
+        self._closed = False
+        self._ended = False
         self._ready: deque[bytes] = deque()
 
     async def begin(self) -> None:
-        """Wait for the first bytes. Raises what the client or the shape raises."""
+        """Wait for the first bytes. Raises what the client or the encoder raises."""
         cast("dict[str, Any]", request.scope)[_KEY] = self
         await self._generation.__aenter__()
         while not self._ready:
-            self._take(await self._generation.__anext__())
+            self._encode(await self._generation.__anext__())
 
-    async def leave(self) -> None:
-        """Abort what has not ended. More than once is the same as once."""
-        if not self._gone:
-            self._gone = True
-            self._timing.left()
-            self._left()
+    async def aclose(self) -> None:
+        """Abort the generation unless it has ended; repeated calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._timing.close()
+            self._on_close()
             await self._generation.aclose()
 
     async def __aenter__(self) -> Self:
@@ -73,44 +75,44 @@ class DeferredStream(ResponseBody):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.leave()
+        await self.aclose()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> bytes:
         while not self._ready:
-            if self._over:
+            if self._ended:
                 raise StopAsyncIteration
             try:
-                self._take(await self._generation.__anext__())
-            except (*CLIENT_ERRORS, SpeechError) as fault:
-                self._over = True
-                told = self._shape.failed(fault)
-                if told is None:
+                self._encode(await self._generation.__anext__())
+            except (*CLIENT_ERRORS, SpeechError) as error:
+                self._ended = True
+                data = self._encoder.failed(error)
+                if data is None:
                     raise
-                self._ready.append(told)
+                self._ready.append(data)
         return self._ready.popleft()
 
-    def _take(self, chunk: GenerateChunk) -> None:
-        # Quart sends an empty piece as an empty chunk, which in HTTP/1.1 is the end of the body.
-        self._ready.extend(piece for piece in self._shape.feed(chunk) if piece)
+    def _encode(self, chunk: GenerateChunk) -> None:
+        # Quart would send empty data as an empty chunk, which ends the body in HTTP/1.1.
+        self._ready.extend(data for data in self._encoder.feed(chunk) if data)
         if self._ready:
-            self._timing.first()
+            self._timing.mark_first_output()
         if chunk.terminal:
-            self._over = True
-            self._timing.ended()
+            self._ended = True
+            self._timing.finish()
 
 
 def deferred_response(body: DeferredStream, headers: Mapping[str, str]) -> Response:
-    """Return the response over a body that has begun; it may last as long as it takes."""
+    """Return the response over a body that has begun; it has no time limit."""
     response = Response(body, headers=dict(headers))
     response.timeout = None
     return response
 
 
 class _StreamCleanup:
-    """The app, and after each of its requests what that request still holds."""
+    """ASGI wrapper: after each request, closes the stream that the request still holds."""
 
     def __init__(self, asgi: Any) -> None:
         self._asgi = asgi
@@ -120,10 +122,10 @@ class _StreamCleanup:
             await self._asgi(scope, receive, send)
         finally:
             if body := scope.pop(_KEY, None):
-                await body.leave()  # never waits, so that a cancellation cannot cut it short
+                await body.aclose()  # never waits, so a cancellation cannot interrupt it
 
 
 def close_streams_after_requests(app: QuartTrio) -> None:
-    """Give `app` the promise above, once however often it is asked for."""
+    """Install the cleanup in `app`, once however often this is called."""
     if not isinstance(app.asgi_app, _StreamCleanup):
         app.asgi_app = _StreamCleanup(app.asgi_app)  # type: ignore[method-assign, assignment]

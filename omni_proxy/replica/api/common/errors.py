@@ -1,8 +1,9 @@
-"""Errors in the two families that clients know: `{"detail": ...}` and OpenAI's `{"error": {...}}`.
+"""The three error families that clients know: `{"detail"}`, OpenAI's and the speech routes'.
 
-Invariant: whoever raises `DetailError` or `OpenAIError` says which family answers; what a client of
-the pipeline raises is `{"detail"}`. An error nobody foresaw is a bare text 500 that tells nothing
-(api-server.md 1.0).
+`DetailError` and `OpenAIError` choose the family where they are raised; an error of the pipeline
+client becomes `{"detail"}`. `SpeechError` has four keys that are always present (api-server.md
+1.0): a client error names the field at fault, a server error none. Invariant: an unexpected error
+is a plain-text 500 without details.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 
 from omni_proxy.replica.pipeline.requests import QueueFullError, RequestFailed
 
-# What leaves a client's methods, besides cancellation.
+# What the methods of a pipeline client raise, besides cancellation.
 CLIENT_ERRORS = (QueueFullError, RequestFailed)
 ClientError: TypeAlias = QueueFullError | RequestFailed
 
@@ -37,7 +38,7 @@ class DetailError(Exception):
 
 
 class InvalidBody(DetailError):
-    """A body that is not what the route takes: 422 with one item per problem."""
+    """A body that does not match the route's schema: 422 with one item per problem."""
 
     def __init__(self, problems: list[dict[str, Any]]) -> None:
         super().__init__(422, problems)
@@ -45,7 +46,7 @@ class InvalidBody(DetailError):
 
 
 class OpenAIError(Exception):
-    """A request answered with `status` and OpenAI's envelope, all of whose keys are there."""
+    """A request answered with `status` and OpenAI's error object, all keys present."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -69,7 +70,7 @@ class OpenAIError(Exception):
 
 
 def json_response(payload: object, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
-    """JSON in the order of `payload`, with no spaces, UTF-8."""
+    """A compact JSON response, keys in the order of `payload`."""
     body = msgspec.json.encode(payload)
     return Response(body, status, dict(headers), content_type="application/json")
 
@@ -79,14 +80,14 @@ def error_type(status: int) -> str:
 
 
 def status_and_message(error: ClientError) -> tuple[int, str]:
-    """The status and the words for what a client raised (api-server.md 1.3)."""
+    """The HTTP status and the message for an error of the pipeline client (api-server.md 1.3)."""
     if isinstance(error, QueueFullError):
         return 503, str(error)
     return error.status, error.message
 
 
 def to_openai_error(error: DetailError | ClientError) -> OpenAIError:
-    """The same refusal for a route whose errors are OpenAI's; a 422 is a 400 there."""
+    """The same error for a route with OpenAI's error format; a 422 becomes a 400."""
     if isinstance(error, InvalidBody):
         first = error.problems[0]
         path = [str(step) for step in first["loc"][1:]]
@@ -98,11 +99,11 @@ def to_openai_error(error: DetailError | ClientError) -> OpenAIError:
 
 
 def register_error_handlers(app: QuartTrio) -> None:
-    """Give `app` these answers, and no others."""
+    """Register the handlers of these errors, and of Quart's own, with `app`."""
     app.register_error_handler(DetailError, _response_of)
     app.register_error_handler(OpenAIError, _response_of)
-    for known in CLIENT_ERRORS:
-        app.register_error_handler(known, _client_failed)
+    for kind in CLIENT_ERRORS:
+        app.register_error_handler(kind, _client_failed)
     app.register_error_handler(HTTPException, _http_failed)
 
 
@@ -116,7 +117,7 @@ async def _client_failed(error: ClientError) -> Response:
 
 
 async def _http_failed(error: HTTPException) -> Response:
-    """Quart's own errors; what nothing foresaw arrives here as an InternalServerError."""
+    """Answer Quart's own errors; unexpected exceptions arrive here as InternalServerError."""
     status = error.code or 500
     if status >= 500:
         return Response("Internal Server Error", status, content_type="text/plain; charset=utf-8")
@@ -140,7 +141,7 @@ class SpeechError(Exception):
     code: int | str | None = 400
 
     def error(self) -> dict[str, Any]:
-        """Return what stands under "error"."""
+        """Return the value of the key "error"."""
         return {
             "message": self.message,
             "type": self.kind,
@@ -149,26 +150,26 @@ class SpeechError(Exception):
         }
 
     def under(self, path: str) -> SpeechError:
-        """Return the same refusal with `path` before its field's name."""
+        """Return the same error with `path` before its field's name."""
         param = f"{path}.{self.param}" if self.param else path
         return SpeechError(self.message, param, self.status, self.kind, self.code)
 
     def response(self) -> Response:
-        """Return the whole answer."""
+        """Return the HTTP response."""
         body = msgspec.json.encode({"error": self.error()})
         return Response(body, self.status, content_type="application/json")
 
 
 def speech_server_error(message: str, status: int = 500) -> SpeechError:
-    """Return a refusal for which the caller is not to blame: type server_error, no code."""
+    """Return an error that is not the caller's fault: type server_error, no code."""
     return SpeechError(message, None, status, "server_error", None)
 
 
 def upload_too_large(message: str, param: str) -> SpeechError:
-    """Return the 413 of an upload beyond its limit."""
+    """Return the 413 of an upload above its limit."""
     return SpeechError(message, param, 413, "RequestTooLargeError", 413)
 
 
 def speech_error_for_status(message: str, status: int) -> SpeechError:
-    """Return the refusal for a request that failed in the pipeline with that status."""
+    """Return the error for a request that failed in the pipeline with that status."""
     return SpeechError(message) if status < 500 else speech_server_error(message, status)

@@ -1,8 +1,8 @@
-"""JSON bodies into typed Structs, with every problem listed as FastAPI lists it.
+"""JSON bodies into msgspec Structs, with every problem listed as FastAPI lists it.
 
-Invariant: what the Struct takes as it stands is taken; a value that says the same in another type
-("5" or 5.0 for 5) is converted; anything else is a 422 item `{type, loc, msg, input[, ctx]}`
-(api-server.md 1.0). A body that is not JSON is refused before anything else is judged.
+Invariant: a value that fits the Struct is taken as it is; a value that means the same in another
+type ("5" or 5.0 for 5) is converted; anything else is a 422 item `{type, loc, msg, input[, ctx]}`
+(api-server.md 1.0). A body that is not JSON is refused before anything else is checked.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class _Missing:
-    """No body at all: told apart from every JSON value."""
+    """No body at all, in contrast to every JSON value."""
 
 
 MISSING = _Missing()
 
 
 async def json_body() -> Any:
-    """The request's JSON value, or MISSING where it has no body; the content type is not asked.
+    """Return the request's JSON value, or MISSING if there is no body; the content type is ignored.
 
     Raises InvalidBody for bytes that are not JSON.
     """
@@ -60,16 +60,16 @@ def _not_json(data: bytes) -> dict[str, Any]:
 
 
 def validate(kind: type[S], body: object) -> S:
-    """`body` as a `kind`. Raises InvalidBody with every problem that it has."""
+    """Return `body` as a `kind`. Raises InvalidBody with all problems."""
     if body is MISSING:
         raise InvalidBody([problem("missing", ("body",), "Field required", None)])
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError:
-        mended, problems = coerce(kind, body)
+        coerced, problems = coerce(kind, body)
     if problems:
         raise InvalidBody(problems)
-    return msgspec.convert(mended, kind)
+    return msgspec.convert(coerced, kind)
 
 
 async def validate_body(kind: type[S]) -> S:
@@ -77,6 +77,6 @@ async def validate_body(kind: type[S]) -> S:
 
 
 def value_error(message: str, given: object) -> InvalidBody:
-    """The 422 of a body whose fields are right one by one, but not together."""
+    """The 422 of a body whose fields are valid one by one, but not together."""
     item = problem("value_error", ("body",), f"Value error, {message}", given)
     return InvalidBody([item | {"ctx": {"error": {}}}])

@@ -1,7 +1,8 @@
-"""Walks a value beside a Struct's type: mends what means the same, lists what does not fit. Pure.
+"""Lenient decoding: converts values that mean the same, and lists those that do not fit. Pure.
 
-Invariant: the list is empty exactly if the mended value can be converted; problems are found up to
-MAX_PROBLEMS, not the first alone. Kinds, places and words are those that pydantic's clients know.
+Invariant: the list of problems is empty exactly if the coerced value can be converted. Up to
+MAX_PROBLEMS problems are listed, not only the first. Types, locations and messages are those of
+pydantic.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from msgspec import inspect
 Loc: TypeAlias = tuple[str | int, ...]
 Problems: TypeAlias = list[dict[str, Any]]
 
-# A body of a million wrong elements would be answered by a hundred times its bytes.
+# Without a bound, a body of many wrong elements would cause a response many times its size.
 MAX_PROBLEMS = 100
 
 _YES = frozenset(("1", "on", "t", "true", "y", "yes"))
 _NO = frozenset(("0", "off", "f", "false", "n", "no"))
 _INTEGER = re.compile(r"\s*[+-]?\d+(\.0+)?\s*", re.ASCII)
-# Attribute of msgspec's type information -> what pydantic calls a value beyond it, and its words.
+# Bound in msgspec's type information -> pydantic's error type, its message, the check.
 _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
     "gt": ("greater_than", "greater than", lambda value, bound: value > bound),
     "ge": ("greater_than_equal", "greater than or equal to", lambda value, bound: value >= bound),
@@ -39,10 +40,10 @@ def problem(kind: str, loc: Loc, message: str, given: object, **ctx: object) -> 
 
 
 def coerce(kind: type[msgspec.Struct], body: object) -> tuple[object, Problems]:
-    """The value with its types set right, and what could not be set right."""
+    """Return the value with its types converted, and the problems found."""
     problems: Problems = []
-    mended = _walk(_type_of(kind), body, ("body",), problems)
-    return mended, problems[:MAX_PROBLEMS]
+    coerced = _walk(_type_of(kind), body, ("body",), problems)
+    return coerced, problems[:MAX_PROBLEMS]
 
 
 @cache
@@ -61,29 +62,32 @@ def _walk(kind: inspect.Type, value: object, loc: Loc, problems: Problems) -> An
 
 def _struct(kind: inspect.StructType, value: object, loc: Loc, problems: Problems) -> Any:
     if not isinstance(value, dict):
-        told = "Input should be a valid dictionary or object to extract fields from"
-        problems.append(problem("model_attributes_type", loc, told, value))
+        message = "Input should be a valid dictionary or object to extract fields from"
+        problems.append(problem("model_attributes_type", loc, message, value))
         return value
-    mended = {}
+    coerced = {}
     for field in kind.fields:
         name = field.encode_name
         if name in value:
-            mended[name] = _walk(field.type, value[name], (*loc, name), problems)
+            coerced[name] = _walk(field.type, value[name], (*loc, name), problems)
         elif field.required:
             problems.append(problem("missing", (*loc, name), "Field required", value))
     if kind.cls.__struct_config__.forbid_unknown_fields:
-        known = {field.encode_name for field in kind.fields}
-        for name in value.keys() - known:
-            told = "Extra inputs are not permitted"
-            problems.append(problem("extra_forbidden", (*loc, name), told, value[name]))
-    return mended
+        names = {field.encode_name for field in kind.fields}
+        for name in value.keys() - names:
+            message = "Extra inputs are not permitted"
+            problems.append(problem("extra_forbidden", (*loc, name), message, value[name]))
+    return coerced
 
 
 def _list(kind: inspect.ListType, value: object, loc: Loc, problems: Problems) -> Any:
     if not isinstance(value, list):
         problems.append(problem("list_type", loc, "Input should be a valid list", value))
         return value
-    return [_walk(kind.item_type, each, (*loc, at), problems) for at, each in enumerate(value)]
+    return [
+        _walk(kind.item_type, element, (*loc, index), problems)
+        for index, element in enumerate(value)
+    ]
 
 
 def _dict(kind: inspect.DictType, value: object, loc: Loc, problems: Problems) -> Any:
@@ -91,25 +95,30 @@ def _dict(kind: inspect.DictType, value: object, loc: Loc, problems: Problems) -
         problems.append(problem("dict_type", loc, "Input should be a valid dictionary", value))
         return value
     return {
-        name: _walk(kind.value_type, each, (*loc, name), problems) for name, each in value.items()
+        name: _walk(kind.value_type, element, (*loc, name), problems)
+        for name, element in value.items()
     }
 
 
 def _union(kind: inspect.UnionType, value: object, loc: Loc, problems: Problems) -> Any:
-    """The first branch that takes the value; of several real branches each tells why not."""
-    if value is None and any(isinstance(each, inspect.NoneType) for each in kind.types):
+    """Take the first branch that accepts the value; otherwise list the problems of each branch."""
+    if value is None and any(
+        isinstance(branch_type, inspect.NoneType) for branch_type in kind.types
+    ):
         return None
-    branches = [each for each in kind.types if not isinstance(each, inspect.NoneType)]
+    branches = [
+        branch_type for branch_type in kind.types if not isinstance(branch_type, inspect.NoneType)
+    ]
     if len(branches) == 1:
         return _walk(branches[0], value, loc, problems)
-    found: Problems = []
+    all_problems: Problems = []
     for branch in branches:
-        tried: Problems = []
-        mended = _walk(branch, value, (*loc, _label(branch)), tried)
-        if not tried:
-            return mended
-        found += tried
-    problems += found
+        branch_problems: Problems = []
+        coerced = _walk(branch, value, (*loc, _label(branch)), branch_problems)
+        if not branch_problems:
+            return coerced
+        all_problems += branch_problems
+    problems += all_problems
     return value
 
 
@@ -132,72 +141,74 @@ def _text(kind: inspect.StrType, value: object, loc: Loc, problems: Problems) ->
 def _boolean(kind: inspect.BoolType, value: object, loc: Loc, problems: Problems) -> Any:
     if isinstance(value, bool):
         return value
-    told = "Input should be a valid boolean"
+    message = "Input should be a valid boolean"
     if not isinstance(value, str | int | float) or (isinstance(value, float) and value % 1):
-        problems.append(problem("bool_type", loc, told, value))
+        problems.append(problem("bool_type", loc, message, value))
         return value
     word = value.lower() if isinstance(value, str) else f"{value:g}"
     if word not in _YES | _NO:
-        problems.append(problem("bool_parsing", loc, f"{told}, unable to interpret input", value))
+        problems.append(
+            problem("bool_parsing", loc, f"{message}, unable to interpret input", value)
+        )
     return word in _YES
 
 
 def _integer(kind: inspect.IntType, value: object, loc: Loc, problems: Problems) -> Any:
-    told = "Input should be a valid integer"
+    message = "Input should be a valid integer"
     if isinstance(value, str):
         if not _INTEGER.fullmatch(value) or len(value) > 40:
-            more = f"{told}, unable to parse string as an integer"
-            problems.append(problem("int_parsing", loc, more, value))
+            detail = f"{message}, unable to parse string as an integer"
+            problems.append(problem("int_parsing", loc, detail, value))
             return value
-        mended = int(value.split(".")[0])
+        coerced = int(value.split(".")[0])
     elif isinstance(value, float) and not value.is_integer():
-        more = f"{told}, got a number with a fractional part"
-        problems.append(problem("int_from_float", loc, more, value))
+        detail = f"{message}, got a number with a fractional part"
+        problems.append(problem("int_from_float", loc, detail, value))
         return value
     elif isinstance(value, int | float):
-        mended = int(value)
+        coerced = int(value)
     else:
-        problems.append(problem("int_type", loc, told, value))
+        problems.append(problem("int_type", loc, message, value))
         return value
-    return _bounded(kind, mended, value, (loc, problems))
+    return _bounded(kind, coerced, value, (loc, problems))
 
 
 def _number(kind: inspect.FloatType, value: object, loc: Loc, problems: Problems) -> Any:
-    told = "Input should be a valid number"
+    message = "Input should be a valid number"
     if not isinstance(value, str | int | float):
-        problems.append(problem("float_type", loc, told, value))
+        problems.append(problem("float_type", loc, message, value))
         return value
     try:
-        mended = float(value)
+        coerced = float(value)
     except (ValueError, OverflowError):
-        more = f"{told}, unable to parse string as a number"
-        problems.append(problem("float_parsing", loc, more, value))
+        detail = f"{message}, unable to parse string as a number"
+        problems.append(problem("float_parsing", loc, detail, value))
         return value
-    if not math.isfinite(mended):
+    if not math.isfinite(coerced):
         problems.append(problem("finite_number", loc, "Input should be a finite number", value))
         return value
-    return _bounded(kind, mended, value, (loc, problems))
+    return _bounded(kind, coerced, value, (loc, problems))
 
 
 def _bounded(
     kind: inspect.IntType | inspect.FloatType,
-    mended: float,
+    coerced: float,
     given: object,
     out: tuple[Loc, Problems],
 ) -> Any:
     loc, problems = out
-    for name, (told, words, holds) in _BOUNDS.items():
+    for name, (error_type, comparison, holds) in _BOUNDS.items():
         bound = getattr(kind, name)
-        if bound is not None and not holds(mended, bound):
-            message = f"Input should be {words} {bound}"
-            problems.append(problem(told, loc, message, given, **{name: bound}))
-    return mended
+        if bound is not None and not holds(coerced, bound):
+            message = f"Input should be {comparison} {bound}"
+            problems.append(problem(error_type, loc, message, given, **{name: bound}))
+    return coerced
 
 
 def _literal(kind: inspect.LiteralType, value: object, loc: Loc, problems: Problems) -> Any:
     if value not in kind.values:
-        *most, last = [repr(each) for each in kind.values]
-        expected = f"{', '.join(most)} or {last}" if most else last
+        *others, last = [repr(choice) for choice in kind.values]
+        expected = f"{', '.join(others)} or {last}" if others else last
         message = f"Input should be {expected}"
         problems.append(problem("literal_error", loc, message, value, expected=expected))
     return value

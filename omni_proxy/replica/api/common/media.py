@@ -1,4 +1,8 @@
-"""Media."""
+"""Media in requests and responses: data, HTTP and file references, and audio as stages take it.
+
+Invariant: at most the allowed number of bytes is held, and nothing is read from a disk or a network
+that the operator has not allowed: without rules only `data:` URLs are accepted.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,16 @@ MAX_MEDIA_BYTES: Final = 10 * 1024 * 1024
 
 
 class MediaError(ValueError):
-    """What a request names is not read; the text says why and what is."""
+    """The referenced media cannot be read; the text says why and what is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """What a request may name besides `data:` URLs as a reference of `kind` (audio or image).
+    """What a request may reference besides `data:` URLs, for media of `kind` (audio or image).
 
-    `allowed_domains`: hosts (and those below them) that http(s) URLs may name. `allowed_folder`:
-    what file paths must lie in. `allow_private`: also addresses that are not public.
+    `allowed_domains`: hosts (and their subdomains) that http(s) URLs may name. `allowed_folder`:
+    the folder that file paths must be in. `allow_private`: whether non-public addresses are
+    allowed.
     """
 
     allowed_domains: tuple[str, ...] = ()
@@ -42,7 +47,7 @@ class MediaRules:
 async def read_media(source: str, rules: MediaRules) -> bytes:
     """Return the bytes behind a `data:` URL, http(s) URL, `file://` URL or path.
 
-    Raises MediaError for what the rules do not open, or what cannot be read.
+    Raises MediaError for what the rules do not allow, or what cannot be read.
     """
     scheme = source[:12].partition(":")[0].lower()
     if scheme == "data":
@@ -52,8 +57,8 @@ async def read_media(source: str, rules: MediaRules) -> bytes:
             return await fetch_url(
                 source, rules.allowed_domains, rules.most_bytes, rules.allow_private, rules.kind
             )
-        except FetchError as refused:
-            raise MediaError(str(refused)) from None
+        except FetchError as error:
+            raise MediaError(str(error)) from None
     if "://" in source and scheme != "file":
         raise MediaError(f"a reference may not be a {scheme}: URL; send a data:{rules.kind} URL")
     path = _file_url(source) if scheme == "file" else source
@@ -61,7 +66,9 @@ async def read_media(source: str, rules: MediaRules) -> bytes:
 
 
 def decode_base64(text: str, most_bytes: int = MAX_MEDIA_BYTES) -> bytes:
-    """Return what `text` encodes; refused before decoding where it must be too large."""
+    """Return the decoded bytes. Raises MediaError, before decoding if the result would be too
+    large.
+    """
     if len(text) > most_bytes * 4 // 3 + 4:
         raise MediaError(f"the reference is larger than {most_bytes} bytes")
     try:
@@ -71,20 +78,20 @@ def decode_base64(text: str, most_bytes: int = MAX_MEDIA_BYTES) -> bytes:
 
 
 def decode_audio_samples(data: bytes) -> tuple[Samples, int]:
-    """Return the file's samples as mono float32 and their rate. Raises AudioError (ValueError)."""
-    from omni_proxy.replica.audio.wav import decode_audio  # keeps numpy out until audio comes
+    """Return the file's samples as mono float32, and their rate. Raises AudioError (ValueError)."""
+    from omni_proxy.replica.audio.wav import decode_audio  # numpy is imported with the first audio
 
     return decode_audio(data)
 
 
 def to_stage_audio(samples: Samples, rate: int) -> dict[str, Any]:
-    """Return the form in which the stages take audio."""
+    """Return audio in the form that the stages take."""
     return {"audio_data": samples.astype("<f4").tobytes(), "sample_rate": rate}
 
 
 def encode_audio(audio: bytes, rate: int, response_format: str) -> bytes:
     """Return float32 little-endian mono `audio` as a whole file of that format (wav or pcm)."""
-    import numpy as np  # only where there is audio
+    import numpy as np  # imported only for audio
 
     from omni_proxy.replica.audio.wav import encode_pcm16, encode_wav
 
@@ -112,11 +119,11 @@ def _read_file(path: str, rules: MediaRules) -> bytes:
         raise MediaError(f"this server reads no local files; send a data:{rules.kind} URL")
     folder = os.path.realpath(rules.allowed_folder)
     try:
-        # Links are followed first, so that none leads out of the folder.
-        whole = os.path.realpath(os.path.join(folder, path))
-        inside = os.path.commonpath((folder, whole)) == folder and os.path.isfile(whole)
+        # Symbolic links are resolved first, so that none leads out of the folder.
+        resolved = os.path.realpath(os.path.join(folder, path))
+        inside = os.path.commonpath((folder, resolved)) == folder and os.path.isfile(resolved)
         if inside:
-            with open(whole, "rb") as file:
+            with open(resolved, "rb") as file:
                 data = file.read(rules.most_bytes + 1)
         else:
             data = b""

@@ -1,7 +1,7 @@
-"""Uploads in multipart forms, and the audio or image that a request names by URL or by path.
+"""Multipart form uploads, read into memory with bounds.
 
-Invariant: no more than the stated number of bytes is ever held, and nothing is read from a disk or
-a network that the operator has not opened: without rules only `data:` URLs are taken.
+Invariant: never more bytes are held than the caller of `read_form` allows; field size and number of
+parts are bounded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MultipartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UploadedFile:
-    """One uploaded file, whole."""
+    """One uploaded file, complete."""
 
     filename: str
     content_type: str
@@ -47,16 +47,16 @@ class UploadedFile:
 
 @dataclass(frozen=True, slots=True)
 class MultipartForm:
-    """The plain fields and the files of a form; of equal names the last counts."""
+    """The plain fields and the files of a form; the last of equal names wins."""
 
     fields: dict[str, str] = field(default_factory=dict)
     files: dict[str, UploadedFile] = field(default_factory=dict)
 
 
 async def read_form(request: Request, most_bytes: int) -> MultipartForm:
-    """Read the request's multipart body, which may have up to `most_bytes`.
+    """Read the request's multipart body of up to `most_bytes`.
 
-    A length announced beyond it is refused before anything is read. Raises MultipartError.
+    A Content-Length above that is refused before anything is read. Raises MultipartError.
     """
     boundary = request.mimetype_params.get("boundary", "")
     if request.mimetype != "multipart/form-data" or not boundary:
@@ -65,11 +65,11 @@ async def read_form(request: Request, most_bytes: int) -> MultipartForm:
         raise MultipartError(_beyond(most_bytes), 413)
     body = bytearray()
     with trio.move_on_after(UPLOAD_TIMEOUT_SECS):
-        async for piece in request.body:
-            body += piece
+        async for chunk in request.body:
+            body += chunk
             if len(body) > most_bytes:
                 raise MultipartError(_beyond(most_bytes), 413)
-        # Taking megabytes apart would hold up every other connection.
+        # Parsing megabytes on the event loop would block every other connection.
         return await trio.to_thread.run_sync(parse_form, bytes(body), boundary)
     raise MultipartError(f"the upload took longer than {UPLOAD_TIMEOUT_SECS:g} seconds", 408)
 
@@ -79,8 +79,8 @@ def _beyond(most_bytes: int) -> str:
 
 
 def parse_form(body: bytes, boundary: str) -> MultipartForm:
-    """Take a whole multipart body apart. Raises MultipartError."""
-    # The whole at once: fed in pieces, werkzeug 3.1 adds a CR to a part that ends in CR LF.
+    """Parse a complete multipart body. Raises MultipartError."""
+    # All data at once: fed in chunks, werkzeug 3.1 adds a CR to a part that ends in CR LF.
     decoder = MultipartDecoder(boundary.encode("latin-1", "replace"), max_parts=MAX_PARTS)
     parts = _Parts()
     try:
@@ -90,13 +90,13 @@ def parse_form(body: bytes, boundary: str) -> MultipartForm:
             parts.take(event)
     except RequestEntityTooLarge:
         raise MultipartError(f"the form has more than {MAX_PARTS} parts", 413) from None
-    except ValueError as fault:
-        raise MultipartError(f"the form is malformed: {fault}") from None
+    except ValueError as error:
+        raise MultipartError(f"the form is malformed: {error}") from None
     return parts.form
 
 
 class _Parts:
-    """The parts of a form as they are found."""
+    """Collects the parts of a form."""
 
     def __init__(self) -> None:
         self.form = MultipartForm()
@@ -104,7 +104,9 @@ class _Parts:
         self._held = bytearray()
 
     def take(self, event: Event) -> None:
-        """Raises ValueError where the form ends too soon, MultipartError for a bad part."""
+        """Add one event. Raises ValueError if the form ends too soon, MultipartError for a bad
+        part.
+        """
         if isinstance(event, NeedData):
             raise ValueError("it ends before its last boundary")
         if isinstance(event, (Field, File)):

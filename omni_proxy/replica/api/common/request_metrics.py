@@ -1,8 +1,8 @@
-"""What the API counts itself: how long requests took, and how they ended.
+"""Metrics that the API counts itself: request duration, time to first token, outcome.
 
 Invariant: names and units are SGLang's, so that its dashboards and routers read them; every series
-carries `model_name`. Times are those of the trio clock, in seconds. Gauges of the engine are no
-part of this: they are read from the client when asked for (`metrics`).
+carries `model_name`. Times are those of the trio clock, in seconds. Gauges of the engine are not
+here: `native.metrics` reads them from the client for each scrape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LABELS = ("model_name",)
 
 
 class RequestMetrics:
-    """The counters and histograms of one app, in a registry of their own."""
+    """The counters and histograms of one app, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -39,40 +39,40 @@ class RequestMetrics:
         self.requests = self._count("num_requests", "Requests that finished.")
         self.aborted = self._count("num_aborted_requests", "Requests that did not finish.")
 
-    def _count(self, name: str, told: str) -> Counter:
-        return Counter(f"sglang:{name}", told, _LABELS, registry=self.registry)
+    def _count(self, name: str, help_text: str) -> Counter:
+        return Counter(f"sglang:{name}", help_text, _LABELS, registry=self.registry)
 
     def timed(self, model_name: str) -> RequestTimer:
         return RequestTimer(self, model_name)
 
 
 class RequestTimer:
-    """One request's stopwatch, started when made; `ended` or `aborted` is called once."""
+    """Timer of one request, started when created; `finish` or `close` ends it once."""
 
-    __slots__ = ("_meters", "_model_name", "_open", "_started_secs", "_waiting")
+    __slots__ = ("_awaits_output", "_metrics", "_model_name", "_open", "_started_secs")
 
-    def __init__(self, meters: RequestMetrics, model_name: str) -> None:
-        self._meters = meters
+    def __init__(self, metrics: RequestMetrics, model_name: str) -> None:
+        self._metrics = metrics
         self._model_name = model_name
         self._started_secs = trio.current_time()
-        self._waiting = True
+        self._awaits_output = True
         self._open = True
 
-    def first(self) -> None:
-        """Note the first output; later calls change nothing."""
-        if self._waiting:
-            self._waiting = False
+    def mark_first_output(self) -> None:
+        """Record the time of the first output; later calls do nothing."""
+        if self._awaits_output:
+            self._awaits_output = False
             elapsed_secs = trio.current_time() - self._started_secs
-            self._meters.first_token.labels(self._model_name).observe(elapsed_secs)
+            self._metrics.first_token.labels(self._model_name).observe(elapsed_secs)
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         self._open = False
-        meters, name = self._meters, self._model_name
-        meters.latency.labels(name).observe(trio.current_time() - self._started_secs)
-        meters.requests.labels(name).inc()
+        metrics, name = self._metrics, self._model_name
+        metrics.latency.labels(name).observe(trio.current_time() - self._started_secs)
+        metrics.requests.labels(name).inc()
 
-    def left(self) -> None:
-        """Note that nothing more comes: aborted, unless it had ended."""
+    def close(self) -> None:
+        """Count the request as aborted unless it has finished."""
         if self._open:
             self._open = False
-            self._meters.aborted.labels(self._model_name).inc()
+            self._metrics.aborted.labels(self._model_name).inc()

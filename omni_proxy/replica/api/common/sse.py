@@ -1,8 +1,8 @@
 """Server-sent events over a running generation.
 
-Invariant: nothing is submitted before the answer's head is on its way, and whoever stops reading
-leaves the generation, which aborts it. There is no `with` across a yield here: Quart enters and
-leaves the body, in one task.
+Invariant: nothing is submitted before the response head is sent. When the reader stops, the
+generation is left, which aborts it. There is no `with` across a yield here: Quart enters and leaves
+the body, in one task.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Event = dict[str, Any]
 
 
 class EventFormatter(Protocol):
-    """What a route makes of chunks: it holds the state of one answer and does nothing else."""
+    """Turns chunks into the route's events; it holds the state of one response and does no I/O."""
 
     def feed(self, chunk: GenerateChunk) -> Iterable[Event]: ...
 
 
 class ChunkSource(Protocol):
-    """A generation, or several as one: entered, read and left by one task."""
+    """A generation, or several merged into one: entered, read and left by one task."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -50,21 +50,26 @@ def encode_event(payload: Event) -> bytes:
 
 
 def error_event(message: str, status: int) -> Event:
-    """What a stream that has begun says of its failure (api-server.md 1.3)."""
+    """The event for a failure after the stream has begun (api-server.md 1.3)."""
     return {"error": {"message": message, "type": error_type(status), "code": status}}
 
 
 class EventStream(ResponseBody):
-    """The body of a streamed answer: each chunk's events at once, then `[DONE]`.
+    """The body of a streamed response: the events of each chunk at once, then `[DONE]`.
 
-    A failure is an error event before `[DONE]`; with `cut` it ends the connection instead.
+    A failure is an error event before `[DONE]`; with `cut` it closes the connection instead.
     """
 
     def __init__(
-        self, source: ChunkSource, shape: EventFormatter, timing: RequestTimer, *, cut: bool = False
+        self,
+        source: ChunkSource,
+        formatter: EventFormatter,
+        timing: RequestTimer,
+        *,
+        cut: bool = False,
     ) -> None:
         self._source = source
-        self._shape = shape
+        self._formatter = formatter
         self._timing = timing
         self._cut = cut
         self._entered = False
@@ -79,7 +84,7 @@ class EventStream(ResponseBody):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._timing.left()
+        self._timing.close()
         if self._entered:
             await self._source.__aexit__(kind, error, trace)
 
@@ -89,7 +94,7 @@ class EventStream(ResponseBody):
     async def __anext__(self) -> bytes:
         while not self._ended:
             try:
-                piece = b"".join(map(encode_event, self._shape.feed(await self._next())))
+                data = b"".join(map(encode_event, self._formatter.feed(await self._next())))
             except StopAsyncIteration:
                 self._ended = True
                 return DONE
@@ -99,9 +104,9 @@ class EventStream(ResponseBody):
                     raise
                 status, message = status_and_message(error)
                 return encode_event(error_event(message, status)) + DONE
-            if piece:
-                self._timing.first()
-                return piece
+            if data:
+                self._timing.mark_first_output()
+                return data
         raise StopAsyncIteration
 
     async def _next(self) -> GenerateChunk:
@@ -110,7 +115,7 @@ class EventStream(ResponseBody):
             self._entered = True
         chunk = await self._source.__anext__()
         if chunk.terminal:
-            self._timing.ended()
+            self._timing.finish()
         return chunk
 
 

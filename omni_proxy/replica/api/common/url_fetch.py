@@ -1,8 +1,8 @@
-"""Audio and images from http(s) URLs: only from domains that the operator has named.
+"""Fetches audio and images from http(s) URLs, only from domains that the operator allows.
 
-Invariant: the address that was checked is the address that is dialled, on every redirect anew, so
-that no name leads into a private network between the check and the call. Nothing is retried, and
-every call is a connection of its own.
+Invariant: the address that was checked is the address that is dialled, for every redirect anew, so
+that no name can lead into a private network between check and connect (DNS rebinding). There are no
+retries, and each request has its own connection.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
 
 
 class FetchError(ValueError):
-    """The URL is not fetched, or gave nothing; the text says why."""
+    """The URL was not fetched; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One hop: what is asked of whom, and the address that was checked."""
+    """One hop: the request, and the address that was checked."""
 
     parts: SplitResult
     host: str
@@ -51,7 +51,7 @@ class _Target:
 
 
 class _Response:
-    """A response as it comes in; the parser calls the `on_` methods."""
+    """A response being received; the parser calls the `on_` methods."""
 
     def __init__(self, most_bytes: int) -> None:
         self.location = ""
@@ -66,16 +66,18 @@ class _Response:
     def status(self) -> int:
         return int(self._parser.get_status_code())
 
-    def feed(self, piece: bytes) -> None:
-        """Raises FetchError for an answer that is too large or no HTTP; b"" is the end."""
-        if not piece:
-            # Without a length the end of the connection is the end of the body.
+    def feed(self, data: bytes) -> None:
+        """Parse `data`; b"" is the end of the connection. Raises FetchError for a response that is
+        too large or not HTTP.
+        """
+        if not data:
+            # Without a length the body ends with the connection.
             self.complete = self.complete or (self.status == 200 and not self._framed)
             if not self.complete:
                 raise FetchError("the URL could not be fetched: its answer was cut")
             return
         try:
-            self._parser.feed_data(piece)
+            self._parser.feed_data(data)
         except httptools.HttpParserError:
             raise FetchError("the URL could not be fetched: its answer is no HTTP") from None
         if len(self.body) > self._most_bytes:
@@ -103,19 +105,19 @@ async def fetch_url(
     allow_private: bool = False,
     kind: str = "audio",
 ) -> bytes:
-    """Return the body behind `url`, at most `most_bytes`; `kind` is what it is asked for as.
+    """Return the body behind `url`, at most `most_bytes`; `kind` is the media type to accept.
 
     Raises FetchError.
     """
     with trio.move_on_after(FETCH_TIMEOUT_SECS):
         for _ in range(MAX_REDIRECTS + 1):
             target = await _resolve(url, allowed_domains, allow_private, kind)
-            answer = await _get(target, most_bytes)
-            if answer.status == 200:
-                return bytes(answer.body)
-            if answer.status not in REDIRECT_STATUSES:
-                raise FetchError(f"the URL answered {answer.status}")
-            url = urljoin(url, answer.location)
+            response = await _get(target, most_bytes)
+            if response.status == 200:
+                return bytes(response.body)
+            if response.status not in REDIRECT_STATUSES:
+                raise FetchError(f"the URL answered {response.status}")
+            url = urljoin(url, response.location)
         raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times")
     raise FetchError(f"the URL gave nothing within {FETCH_TIMEOUT_SECS:g} seconds")
 
@@ -134,10 +136,10 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind
         )
     port = port or (443 if parts.scheme == "https" else 80)
     try:
-        found = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
+        entries = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
     except OSError:
         raise FetchError(f"the host {host} is not known") from None
-    addresses = [str(entry[4][0]) for entry in found]
+    addresses = [str(entry[4][0]) for entry in entries]
     if not allow_private and not all(_is_public(address) for address in addresses):
         raise FetchError(f"the host {host} has an address that is not public")
     return _Target(parts, host, addresses[0], port, kind)
@@ -149,8 +151,8 @@ def _is_public(address: str) -> bool:
 
 
 async def _get(target: _Target, most_bytes: int) -> _Response:
-    """Return the whole answer of one hop."""
-    answer = _Response(most_bytes)
+    """Return the complete response of one hop."""
+    response = _Response(most_bytes)
     stream: trio.abc.Stream
     try:
         stream = await trio.open_tcp_stream(target.address, target.port)
@@ -163,8 +165,8 @@ async def _get(target: _Target, most_bytes: int) -> _Response:
             )
         async with stream:
             await stream.send_all(target.head)
-            while not answer.complete:
-                answer.feed(bytes(await stream.receive_some(READ_BYTES)))
-    except (OSError, trio.BrokenResourceError) as fault:
-        raise FetchError(f"the URL could not be fetched: {fault}") from None
-    return answer
+            while not response.complete:
+                response.feed(bytes(await stream.receive_some(READ_BYTES)))
+    except (OSError, trio.BrokenResourceError) as error:
+        raise FetchError(f"the URL could not be fetched: {error}") from None
+    return response

@@ -1,1 +1,1 @@
-"""Package native."""
+"""SGLang's routes: generate, server info, load, metrics, health, admin and weight operations."""

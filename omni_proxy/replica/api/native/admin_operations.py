@@ -1,8 +1,10 @@
-"""Operations on the stages over HTTP: one table of routes, and /model_info (api-server.md 2).
+"""Admin operations on the stages: the table of routes, the admin key, and /model_info.
 
-Invariant: what a body leaves out is sent with its default, null not at all, `stages` and
-`timeout_s` never. A failed operation is a 400 whose `detail` is the whole aggregate. A timeout or
-an unknown stage is told as such, not as a bare 500.
+Invariant: fields that a body omits are sent with their defaults, null is not sent, `stages` and
+`timeout_s` never (api-server.md 2). A failed operation is a 400 whose `detail` is the complete
+aggregate; a timeout or an unknown stage is reported as such, not as a bare 500. Bodies that are not
+JSON are a 422; after that the key is checked before anything else in the body (2.1). Keys are
+compared in constant time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 
 MODEL_INFO_TIMEOUT_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
-# What a trainer plans by; of the first stage that has weights.
+# What a trainer needs to know; read from the first stage that has weights.
 MODEL_FACTS = ("weight_sync", "dtype", "kv_cache_dtype", "cache_epoch", "disable_radix_cache")
 PAUSED_COUNT = "num_paused_requests"
 DEFAULT_ERROR_STATUS = 400
@@ -32,18 +34,22 @@ View = Callable[[], Awaitable[Response]]
 
 
 class OperationBody(Struct, kw_only=True):
-    """What every operation's body may say; its subclasses' fields are the payload."""
+    """Fields of every operation's body; the fields of subclasses are the payload."""
 
     stages: list[str] | None = None
     timeout_s: float | None = None
 
     def payload(self) -> dict[str, Any]:
-        said = msgspec.structs.asdict(self)
-        common = OperationBody.__struct_fields__
-        return {key: said[key] for key in said if key not in common and said[key] is not None}
+        fields = msgspec.structs.asdict(self)
+        common_fields = OperationBody.__struct_fields__
+        return {
+            key: fields[key]
+            for key in fields
+            if key not in common_fields and fields[key] is not None
+        }
 
     def limit_secs(self, default_secs: float) -> float:
-        """How long the stages' answers are waited for."""
+        """How long to wait for the stages' answers."""
         return default_secs if self.timeout_s is None else self.timeout_s
 
 
@@ -56,18 +62,20 @@ class Continue(OperationBody, kw_only=True):
 
 
 def with_status(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """An aggregate that succeeded, with what sglang's clients look for beside it."""
+    """An aggregate that succeeded, with the keys that sglang's clients read beside it."""
     counts = [
-        each["data"][PAUSED_COUNT] for each in aggregate["results"] if PAUSED_COUNT in each["data"]
+        result["data"][PAUSED_COUNT]
+        for result in aggregate["results"]
+        if PAUSED_COUNT in result["data"]
     ]
     return aggregate | {"status": "ok"} | ({PAUSED_COUNT: sum(counts)} if counts else {})
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRoute:
-    """POST `path`: the stages' action of that name, with a time limit where the body sets none.
+    """POST `path`: runs the action of that name on the stages, with a default timeout.
 
-    Where no body is needed, none is as good as an empty one. `top` is told of a success.
+    If no body is needed, a missing one counts as empty. `top` adds keys to a successful response.
     """
 
     path: str
@@ -88,21 +96,21 @@ ROUTES = (
 
 
 def require_key(context: RouteContext) -> None:
-    """Raises DetailError 401 where a due key is missing or malformed, 403 where it is wrong."""
+    """Raises DetailError 401 if the admin key is missing or malformed, 403 if it is wrong."""
     if not context.admin_api_key:
         return
     scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
-    # Header bytes are decoded as latin-1: this gives back what came over the wire.
-    given = token.strip().encode("latin-1", "replace")
-    if scheme.lower() != "bearer" or not given:
-        told = "Admin API key required: Authorization: Bearer <key>"
-        raise DetailError(401, told, {"www-authenticate": "Bearer"})
-    if not hmac.compare_digest(given, context.admin_api_key.encode()):
+    # Quart decodes header bytes as latin-1: encode them back to the bytes that were sent.
+    sent_key = token.strip().encode("latin-1", "replace")
+    if scheme.lower() != "bearer" or not sent_key:
+        message = "Admin API key required: Authorization: Bearer <key>"
+        raise DetailError(401, message, {"www-authenticate": "Bearer"})
+    if not hmac.compare_digest(sent_key, context.admin_api_key.encode()):
         raise DetailError(403, "Invalid admin API key")
 
 
 async def admin_body(context: RouteContext) -> Any:
-    """The JSON value of an admin request that may be served, or MISSING; to be given to `read`."""
+    """Return the JSON value of an authorized admin request, or MISSING; pass it to `validate`."""
     body = await json_body()
     require_key(context)
     return body
@@ -118,28 +126,31 @@ def operation_view(context: RouteContext, route: OperationRoute) -> View:
 
 
 def error_message(detail: Any) -> str:
-    """What a refusal's `detail` says: words, an aggregate, or a list of problems."""
+    """The text of an error's `detail`: a string, an aggregate, or a list of problems."""
     if isinstance(detail, dict):
         return str(detail["message"])
     if isinstance(detail, list):
-        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in detail)
+        return "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in detail
+        )
     return str(detail)
 
 
 async def run_operation(
     context: RouteContext, route: OperationRoute, body: OperationBody
 ) -> dict[str, Any]:
-    """The aggregate of an operation that succeeded; raises DetailError with that of any other.
+    """Return the aggregate of an operation that succeeded; raises DetailError with a failed one.
 
-    400, or what a stage's `data` says (409: another trainer is in the way).
+    The status is 400, or what a stage's `data` says (409: another trainer is active).
     """
     limit_secs = body.limit_secs(route.timeout_secs)
     aggregate = await context.client.admin(route.action, body.payload(), body.stages, limit_secs)
     if not aggregate["success"]:
-        told = [
-            each["data"].get("status_code", DEFAULT_ERROR_STATUS) for each in aggregate["results"]
+        statuses = [
+            result["data"].get("status_code", DEFAULT_ERROR_STATUS)
+            for result in aggregate["results"]
         ]
-        raise DetailError(max(told, default=DEFAULT_ERROR_STATUS), aggregate)
+        raise DetailError(max(statuses, default=DEFAULT_ERROR_STATUS), aggregate)
     return aggregate
 
 
@@ -154,9 +165,9 @@ class ModelInfoRoutes:
     async def post(self) -> Response:
         return await self._answer(validate(OperationBody, await admin_body(self._context)))
 
-    async def _answer(self, asked: OperationBody) -> Response:
-        limit_secs = MODEL_INFO_TIMEOUT_SECS if asked.timeout_s is None else asked.timeout_s
-        aggregate = await self._context.client.admin("model_info", {}, asked.stages, limit_secs)
+    async def _answer(self, body: OperationBody) -> Response:
+        limit_secs = MODEL_INFO_TIMEOUT_SECS if body.timeout_s is None else body.timeout_s
+        aggregate = await self._context.client.admin("model_info", {}, body.stages, limit_secs)
         if not aggregate["success"]:
             raise DetailError(400, aggregate)
         facts = model_facts(aggregate)
@@ -167,9 +178,10 @@ class ModelInfoRoutes:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`shared`: what all stages that have weights agree on, else None; `versions` of all.
+    """`shared`: values that all stages with weights agree on, else None; `versions` of all stages.
 
-    MODEL_FACTS are the first stage's: one pipeline has one model that trainers reach.
+    MODEL_FACTS come from the first stage with weights: a pipeline has one model that trainers
+    update.
     """
 
     shared: dict[str, Any]
@@ -178,22 +190,23 @@ class ModelFacts:
 
 
 def model_facts(aggregate: dict[str, Any]) -> ModelFacts:
-    told = [each for each in aggregate["results"] if not each["data"].get("skipped")]
+    results = [result for result in aggregate["results"] if not result["data"].get("skipped")]
     shared = {}
     for name in SHARED_FACTS:
-        values = [each["data"].get(name) for each in told]
-        shared[name] = values[0] if values and all(each == values[0] for each in values) else None
-    trained = (each["data"] for each in told if each["data"].get(MODEL_FACTS[0]))
+        values = [result["data"].get(name) for result in results]
+        agreed = values and all(value == values[0] for value in values)
+        shared[name] = values[0] if agreed else None
+    trained = (result["data"] for result in results if result["data"].get(MODEL_FACTS[0]))
     model: dict[str, Any] = next(trained, {})
     shared |= {name: model.get(name) for name in MODEL_FACTS}
-    versions = {each["data"].get("weight_version") for each in told} - {None}
-    return ModelFacts(shared, sorted(map(str, versions)), told)
+    versions = {result["data"].get("weight_version") for result in results} - {None}
+    return ModelFacts(shared, sorted(map(str, versions)), results)
 
 
 def _mixed(aggregate: dict[str, Any], versions: list[str]) -> dict[str, Any]:
     stages = [
-        each["data"] | {"stage": each["stage"], "success": each["success"]}
-        for each in model_facts(aggregate).stages
+        result["data"] | {"stage": result["stage"], "success": result["success"]}
+        for result in model_facts(aggregate).stages
     ]
     return {
         "success": False,

@@ -1,9 +1,9 @@
-"""POST /generate in two dialects: an RL trainer's rollout (api-server.md 1.9), and SGLang's own.
+"""POST /generate in two formats: an RL trainer's rollout (api-server.md 1.9), and SGLang's own.
 
-`text`, `rid`, `input_ids` as a list of lists, or `stream: true` with `input_ids`: SGLang's
-(`generate_native`). Anything else is a rollout: one of `input_ids`, `prompt`, `messages`.
-Invariant: a rollout that asks for logprobs (it does unless it says no) gets one for each token that
-it is told of, or an error.
+A body with `text`, `rid`, `input_ids` as a list of lists, or `stream: true` with `input_ids` is
+SGLang's (`sglang_generate`). Anything else is a rollout with one of `input_ids`, `prompt`,
+`messages`. Invariant: a rollout with logprobs (the default) gets one for each token of the
+response, or an error.
 """
 
 from __future__ import annotations
@@ -91,22 +91,22 @@ class GenerateRoutes:
     async def _rollout(self, body: RolloutBody) -> Response:
         _check_supported(body)
         context = self._context
-        request = await self._lowered(body)
+        request = await self._to_generate_request(body)
         timing = context.meters.timed(context.model_name)
         try:
             result = await context.client.completion(request, new_request_id())
-            timing.ended()
+            timing.finish()
         finally:
-            timing.left()
+            timing.close()
         return json_response(_response_body(body, result))
 
-    async def _lowered(self, body: RolloutBody) -> GenerateRequest:
+    async def _to_generate_request(self, body: RolloutBody) -> GenerateRequest:
         sampling = body.sampling_params or RolloutSampling()
         prompt: str | list[int] | list[PromptMessage]
         media: dict[str, list[Any]] = {}
         if body.messages is not None:
             reader = MediaReader(self._context)
-            given = [(each.role, each.content) for each in body.messages]
+            given = [(message.role, message.content) for message in body.messages]
             prompt = await reader.messages(given, {})
             media = reader.media
         else:
@@ -125,15 +125,15 @@ class GenerateRoutes:
 
 
 def _check_supported(body: RolloutBody) -> None:
-    """Raises DetailError 400."""
+    """Raises DetailError 400 for fields that this server does not support."""
     named = [name for name in ("input_ids", "prompt", "messages") if getattr(body, name)]
     if len(named) != 1:
-        told = f", not {' and '.join(named)}" if named else ""
-        raise DetailError(400, f"give exactly one of input_ids, prompt and messages{told}")
+        suffix = f", not {' and '.join(named)}" if named else ""
+        raise DetailError(400, f"give exactly one of input_ids, prompt and messages{suffix}")
     if body.stream:
         raise DetailError(400, "stream=true is not supported by /generate with prompt or messages")
-    asked = ("return_omni_rollout", "return_routed_experts", "return_indexer_topk")
-    for name in (*asked, "multimodal_train_inputs"):
+    flags = ("return_omni_rollout", "return_routed_experts", "return_indexer_topk")
+    for name in (*flags, "multimodal_train_inputs"):
         if getattr(body, name):
             raise DetailError(
                 400, f"{name} is not supported: this server's model has nothing of it"
@@ -156,17 +156,17 @@ def _sampling(given: RolloutSampling, *, logprobs: bool) -> SamplingParams:
 
 
 def _response_body(body: RolloutBody, result: CompletionResult) -> dict[str, Any]:
-    """Raises DetailError 501 or 500 where the logprobs that were asked for are not there."""
+    """Raises DetailError 501 or 500 if requested logprobs are missing."""
     usage = result.usage or {}
     generated = usage.get("completion_tokens")
     if body.wants_logprobs:
         if result.logprobs is None:
-            told = "this pipeline returns no logprobs; send return_logprob=false to go without"
-            raise DetailError(501, told)
+            message = "this pipeline returns no logprobs; send return_logprob=false to go without"
+            raise DetailError(501, message)
         if generated is not None and len(result.logprobs) != generated:
             count = len(result.logprobs)
-            told = f"the pipeline returned {count} logprobs for {generated} completion tokens"
-            raise DetailError(500, told)
+            message = f"the pipeline returned {count} logprobs for {generated} completion tokens"
+            raise DetailError(500, message)
     reason = result.finish_reason or "stop"
     details = usage.get("prompt_tokens_details") or {}
     return {
@@ -188,8 +188,8 @@ def _response_body(body: RolloutBody, result: CompletionResult) -> dict[str, Any
 def _audio_body(result: CompletionResult) -> dict[str, Any] | None:
     if not result.audio:
         return None
-    whole = encode_audio(result.audio, result.sample_rate, "wav")
-    data = base64.b64encode(whole).decode("ascii")
+    encoded = encode_audio(result.audio, result.sample_rate, "wav")
+    data = base64.b64encode(encoded).decode("ascii")
     return {"data": data, "path": None, "format": "wav", "sample_rate": result.sample_rate}
 
 

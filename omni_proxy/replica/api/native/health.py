@@ -1,7 +1,7 @@
-"""Whether this replica serves, what it serves, and the icon that browsers ask for.
+"""GET /health and the icon that browsers request.
 
-Invariant: the keys of /health and of a model's card are exactly those of api-server.md 1.1 and 1.2,
-in that order. /health never waits for a stage.
+Invariant: the keys of /health are exactly those of api-server.md 1.1, in that order. It never waits
+for a stage.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class HealthRoutes:
         self._context = context
 
     async def health(self) -> Response:
-        told = health_report(self._context)
-        status = 200 if told["status"] == "healthy" else 503
-        return json_response(told, status, {INSTANCE_HEADER: self._context.instance})
+        report = health_report(self._context)
+        status = 200 if report["status"] == "healthy" else 503
+        return json_response(report, status, {INSTANCE_HEADER: self._context.instance})
 
     async def icon(self) -> Response:
         return Response(b"", 404)
 
 
 def health_report(context: RouteContext) -> dict[str, Any]:
-    """The client's health, as `starting` while the server warms up."""
-    told = context.client.health()
-    kept = {key: told[key] for key in HEALTH_KEYS if key in told}
-    if kept.get("status") == "healthy" and context.ready is not None and not context.ready():
-        kept["status"] = "starting"
-    return kept
+    """The client's health; `starting` while the server warms up."""
+    report = context.client.health()
+    public = {key: report[key] for key in HEALTH_KEYS if key in report}
+    if public.get("status") == "healthy" and context.ready is not None and not context.ready():
+        public["status"] = "starting"
+    return public
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:

@@ -1,6 +1,8 @@
-"""GET /metrics: SGLang's names for what the stages told last and what the API has counted.
+"""GET /metrics, and the load report: SGLang's names for the gauges of the stages.
 
-Invariant: a scrape asks no stage and waits for none; every series carries `model_name`.
+Invariant: a scrape uses the gauges that the stages reported last and waits for none; a gauge that
+no stage reports is 0, so that every key is present. Counts are summed over the stages, ratios are
+the maximum. Every series carries `model_name`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def max_over_stages(stats: Stats, name: str) -> float:
 
 
 def load_report(stats: Stats, max_running: int) -> dict[str, Any]:
-    """One rank's load under SGLang's names (routers.md 1.7)."""
+    """The load of one rank under SGLang's names (routers.md 1.7)."""
     running = int(sum_over_stages(stats, "num_running_reqs"))
     waiting = int(sum_over_stages(stats, "num_waiting_reqs"))
     return {
@@ -48,7 +50,7 @@ def load_report(stats: Stats, max_running: int) -> dict[str, Any]:
 
 
 def load_summary(load: Mapping[str, Any]) -> dict[str, Any]:
-    """The sums and means over all ranks, of which there is one."""
+    """Sums and means over all ranks, of which there is one."""
     return {
         "total_running_reqs": load["num_running_reqs"],
         "total_waiting_reqs": load["num_waiting_reqs"],
@@ -59,7 +61,7 @@ def load_summary(load: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# SGLang's name -> the stages' name, what it tells, and how several stages make one.
+# SGLang's name -> the stages' name, help text, and how to combine several stages.
 GAUGES = {
     "num_running_reqs": ("num_running_reqs", "Requests being computed.", sum_over_stages),
     "num_queue_reqs": ("num_waiting_reqs", "Requests waiting to be computed.", sum_over_stages),
@@ -86,7 +88,7 @@ COUNTERS = {
 
 
 class StageCollector(Collector):
-    """The stages' gauges as of the scrape."""
+    """The stages' gauges at the time of the scrape."""
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
@@ -94,12 +96,12 @@ class StageCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._context.client.stats()
         label = [self._context.model_name]
-        for name, (source, told, join) in GAUGES.items():
-            gauge = GaugeMetricFamily(f"sglang:{name}", told, labels=["model_name"])
-            gauge.add_metric(label, join(stats, source))
+        for name, (source, help_text, combine) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", help_text, labels=["model_name"])
+            gauge.add_metric(label, combine(stats, source))
             yield gauge
-        for name, told in COUNTERS.items():
-            counter = CounterMetricFamily(f"sglang:{name}", told, labels=["model_name"])
+        for name, help_text in COUNTERS.items():
+            counter = CounterMetricFamily(f"sglang:{name}", help_text, labels=["model_name"])
             counter.add_metric(label, sum_over_stages(stats, f"{name}_total"))
             yield counter
 

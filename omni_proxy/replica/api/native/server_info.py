@@ -1,7 +1,8 @@
-"""What a router or a benchmark asks of an SGLang server: its facts, its load, and proof of life.
+"""Server info, load and generation health checks for routers and benchmarks, as SGLang has them.
 
-Invariant: facts never wait long for a stage: one that is busy with an operation is told as it was
-last seen. These routes are open; the aggregate of the stages behind the admin key is /model_info.
+Invariant: facts never wait long for a stage: for a stage busy with an operation the last known
+values are returned. These routes are open; the aggregate of all stages, behind the admin key, is
+/model_info.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed,
 FACTS_TIMEOUT_SECS = 2.0
 FLUSH_TIMEOUT_SECS = 60.0
 GENERATE_TIMEOUT_SECS = 20.0
-# What SGLang's servers may have and this one has not: whoever reads it need not guess. Weights of
-# quantized files are unpacked when they are loaded, and served so.
+# Features of SGLang's servers that this one lacks, reported so that clients need not guess.
+# Weights of quantized files are unpacked when they are loaded.
 UNSUPPORTED_FEATURES = {
     "quantization": None,
     "fp8_kv_cache_enabled": False,
@@ -108,7 +109,7 @@ class InfoRoutes:
         )
 
     async def load(self) -> Response:
-        """The older shape: one object for each rank."""
+        """The older format: one object for each rank."""
         load = self._load()
         return json_response(
             [
@@ -121,8 +122,8 @@ class InfoRoutes:
             ]
         )
 
-    async def prove(self) -> Response:
-        """Generate one token. 200 with an empty body, or 503 that says why not."""
+    async def generate_health(self) -> Response:
+        """Generate one token: 200 with an empty body, or 503 with the reason."""
         health = health_report(self._context)
         if health["status"] != "healthy":
             raise DetailError(503, f"the server is {health['status']}")
@@ -132,10 +133,10 @@ class InfoRoutes:
 
     async def _generate_one(self) -> None:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
-        asked = GenerateRequest(prompt="1", sampling=sampling, task="completion")
+        request = GenerateRequest(prompt="1", sampling=sampling, task="completion")
         try:
             with trio.fail_after(GENERATE_TIMEOUT_SECS):
-                await self._context.client.completion(asked)
+                await self._context.client.completion(request)
         except trio.TooSlowError:
             raise DetailError(
                 503, f"no token was generated within {GENERATE_TIMEOUT_SECS:g} s"
@@ -143,12 +144,12 @@ class InfoRoutes:
         except CLIENT_ERRORS as error:
             raise DetailError(503, status_and_message(error)[1]) from None
 
-    async def flush(self) -> Response:
+    async def flush_cache(self) -> Response:
         require_key(self._context)
         aggregate = await self._context.client.admin("flush_cache", {}, None, FLUSH_TIMEOUT_SECS)
         status = 200 if aggregate["success"] else 400
-        told = "Cache flushed.\n" if status == 200 else f"{aggregate['message']}\n"
-        return Response(told, status, content_type="text/plain; charset=utf-8")
+        text = "Cache flushed.\n" if status == 200 else f"{aggregate['message']}\n"
+        return Response(text, status, content_type="text/plain; charset=utf-8")
 
     async def _latest_facts(self) -> dict[str, Any]:
         with trio.move_on_after(FACTS_TIMEOUT_SECS):
@@ -165,14 +166,14 @@ class InfoRoutes:
         return facts.get("model_path") or self._context.model_path or self._context.model_name
 
     def _tp_size(self) -> int:
-        """Over how many processes a stage's model is split."""
+        """Number of processes that share a stage's model."""
         infos = self._context.client.stage_info().values()
         return max((info.get("tp_size", 1) for info in infos), default=1)
 
     def _load(self) -> dict[str, Any]:
         client = self._context.client
-        told = [info.get("max_running") or 0 for info in client.stage_info().values()]
-        return load_report(client.stats(), int(sum(told)))
+        max_running = [info.get("max_running") or 0 for info in client.stage_info().values()]
+        return load_report(client.stats(), int(sum(max_running)))
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
@@ -184,8 +185,8 @@ def mount(app: QuartTrio, context: RouteContext) -> None:
         "/v1/loads": routes.loads,
         "/get_loads": routes.loads,
         "/get_load": routes.load,
-        "/health_generate": routes.prove,
+        "/health_generate": routes.generate_health,
     }
     for path, view in views.items():
         app.add_url_rule(path, path.strip("/").replace("/", "_"), view)
-    app.add_url_rule("/flush_cache", "flush_cache", routes.flush, methods=["GET", "POST"])
+    app.add_url_rule("/flush_cache", "flush_cache", routes.flush_cache, methods=["GET", "POST"])

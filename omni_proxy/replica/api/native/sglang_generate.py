@@ -1,8 +1,8 @@
-"""POST /generate as SGLang itself speaks it: text or token ids in, text and meta_info out.
+"""POST /generate in SGLang's own format: text or token ids in, text and meta_info out.
 
-Invariant: a streamed event holds everything so far, never a difference; a list of prompts is
-answered by a list in the same order. Sampling keys of SGLang that mean nothing here are ignored.
-Logprobs are given where they are asked for, and asked for by `return_logprob: true` alone.
+Invariant: a streamed event holds the complete output so far, never a delta; a list of prompts is
+answered by a list in the same order. SGLang sampling keys that mean nothing here are ignored.
+Logprobs are returned only for `return_logprob: true`.
 """
 
 from __future__ import annotations
@@ -92,23 +92,23 @@ class SglangGenerate:
                 )
             generation = context.client.generate(requests[0], request_id)
             cut = context.cut_failed_streams
-            shape = SglangResponse(request_id, logprobs=logprobs)
-            return stream_response(EventStream(generation, shape, timing, cut=cut))
+            formatter = SglangResponse(request_id, logprobs=logprobs)
+            return stream_response(EventStream(generation, formatter, timing, cut=cut))
         started_secs = trio.current_time()
         try:
             results = await complete_all(context.client, requests, ids)
-            timing.ended()
+            timing.finish()
         finally:
-            timing.left()
+            timing.close()
         answers = []
-        for each, result in zip(ids, results, strict=True):
-            told = SglangResponse(each, logprobs=logprobs, started_secs=started_secs)
-            answers.append(told.whole(result))
+        for answer_id, result in zip(ids, results, strict=True):
+            response = SglangResponse(answer_id, logprobs=logprobs, started_secs=started_secs)
+            answers.append(response.complete(result))
         return json_response(answers if batched else answers[0])
 
 
 class SglangResponse:
-    """One answer as it grows."""
+    """The accumulated output of one request."""
 
     def __init__(
         self, request_id: str, *, logprobs: bool, started_secs: float | None = None
@@ -120,20 +120,20 @@ class SglangResponse:
         self._tokens: list[int] = []
         self._logprobs: list[Any] | None = None
 
-    def whole(self, result: CompletionResult) -> dict[str, Any]:
-        """Raises DetailError 501 where logprobs were asked for and the pipeline has none."""
+    def complete(self, result: CompletionResult) -> dict[str, Any]:
+        """Raises DetailError 501 if logprobs were requested and the pipeline has none."""
         if self._wants_logprobs and result.logprobs is None:
-            told = "this pipeline returns no logprobs; leave return_logprob out to go without"
-            raise DetailError(501, told)
+            message = "this pipeline returns no logprobs; leave return_logprob out to go without"
+            raise DetailError(501, message)
         self._add(result.text, result.token_ids, result.logprobs)
-        return self._told(result.finish_reason or "stop", result)
+        return self._event(result.finish_reason or "stop", result)
 
     def feed(self, chunk: GenerateChunk) -> Iterator[Event]:
         if not (chunk.text or chunk.token_ids or chunk.terminal):
             return
         self._add(chunk.text, chunk.token_ids, chunk.logprobs)
         reason = (chunk.finish_reason or "stop") if chunk.terminal else None
-        yield self._told(reason, chunk)
+        yield self._event(reason, chunk)
 
     def _add(self, text: str, tokens: Sequence[int], logprobs: Sequence[Any] | None) -> None:
         self._text += text
@@ -141,7 +141,7 @@ class SglangResponse:
         if logprobs is not None:
             self._logprobs = [*(self._logprobs or ()), *logprobs]
 
-    def _told(self, reason: str | None, latest: GenerateChunk | CompletionResult) -> Event:
+    def _event(self, reason: str | None, latest: GenerateChunk | CompletionResult) -> Event:
         usage = latest.usage or {}
         details = usage.get("prompt_tokens_details") or {}
         generated = usage.get("completion_tokens", len(self._tokens))
@@ -163,12 +163,12 @@ class SglangResponse:
 
 
 def _prompts(body: NativeBody) -> tuple[list[Prompt], bool]:
-    """Raises DetailError 400."""
+    """Return the prompts and whether they were a list. Raises DetailError 400."""
     if body.text is not None and body.input_ids is not None:
         raise DetailError(400, "give one of text and input_ids, not both")
     if body.input_ids is None:
         if isinstance(body.text, str) or (
-            isinstance(body.text, list) and all(isinstance(each, str) for each in body.text)
+            isinstance(body.text, list) and all(isinstance(text, str) for text in body.text)
         ):
             return parse_prompts(body.text, "text")
         raise DetailError(400, "text must be a string or a list of strings")

@@ -1,8 +1,8 @@
-"""Operations on weights over HTTP: updates, groups, versions, checks (api-server.md 2.2, 3, 9.1).
+"""Operations on weights: updates, trainer groups, versions, checks (api-server.md 2.2, 3, 9.1).
 
 Invariant: tensors come from a disk or a group, never in a body, unless `enable_tensor_updates`
-says so; then as safetensors, never as a pickle. Answers are those of `admin.py`, save where
-trainers expect sglang's: an array for a tensor, and its own words for what is not offered.
+allows it; then as safetensors, never as a pickle. Responses are those of `admin_operations`, except
+where trainers expect sglang's: an array for a tensor, and its message for what is not supported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_TENSOR_UPDATES = {
     }
 }
 WEIGHTS_BY_NAME_SECS = 60.0
-# Where no deadline is the stage's own, it has a shorter one.
+# Upper bounds for operations whose deadline the stage enforces itself.
 MAX_WAIT_SECS = 3600.0
 GRACE_SECS = 30.0
 
@@ -59,7 +59,7 @@ class FromDisk(OperationBody, kw_only=True):
 
 
 class ReadAhead(OperationBody, kw_only=True):
-    """A file that is being written, and how many of its first bytes are final."""
+    """A weight file that is still being written, and how many of its first bytes are final."""
 
     model_path: str
     nbytes: int
@@ -75,22 +75,22 @@ class FromTensor(OperationBody, kw_only=True):
 
 
 class StageDeadlineBody(OperationBody, kw_only=True):
-    """An operation whose deadlines are the stage's: each of them ends in an answer, disarmed.
+    """An operation whose deadlines the stage enforces; each of them ends in an answer.
 
-    `timeout_s` takes their place, but for that of arming, which it can only shorten; nobody in
-    between gives up before them. One that is no time at all is for the stage to refuse.
+    `timeout_s` replaces them, except for the deadline to arm, which it can only shorten; nothing
+    before the stage gives up earlier. An invalid time is refused by the stage.
     """
 
     def payload(self) -> dict[str, Any]:
-        own = {} if self.timeout_s is None else {"deadline_secs": self.timeout_s}
-        return super().payload() | own
+        deadline = {} if self.timeout_s is None else {"deadline_secs": self.timeout_s}
+        return super().payload() | deadline
 
     def limit_secs(self, default_secs: float) -> float:
         return max(super().limit_secs(default_secs), 0.0) + GRACE_SECS
 
 
 class InitGroup(StageDeadlineBody, kw_only=True):
-    """Without a `backend` the stage takes what fits its device."""
+    """Without a `backend` the stage chooses the one for its device."""
 
     master_address: str
     master_port: int
@@ -105,7 +105,7 @@ class DestroyGroup(OperationBody, kw_only=True):
 
 
 class PrepareUpdate(StageDeadlineBody, kw_only=True):
-    """Buckets, or one bucket's names at the top; what is wrong with them is told as a 400."""
+    """Buckets, or one bucket's names at the top level; errors in them are a 400."""
 
     names: Any = None
     dtypes: Any = None
@@ -118,7 +118,7 @@ class PrepareUpdate(StageDeadlineBody, kw_only=True):
 
 
 class CompleteUpdate(StageDeadlineBody, kw_only=True):
-    """No flush unless it is asked for, as the older of the two dialects has it."""
+    """The cache is flushed only if asked for, as in the older of the two formats."""
 
     group_name: str | None = "weight_update_group"
     flush_cache: bool | None = False
@@ -157,7 +157,7 @@ class WeightsByName(OperationBody, kw_only=True):
 
 
 def with_ready_status(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """In the words of both dialects: `status` and `success`."""
+    """Add `status` and `success`, so that clients of both formats find theirs."""
     return with_status(aggregate) | {
         "status": "ready",
         "message": _weight_stage_result(aggregate)["message"],
@@ -169,14 +169,14 @@ def with_completed_counts(aggregate: dict[str, Any]) -> dict[str, Any]:
     keys = (
         "num_buckets_received", "weight_version", "weights", "buckets_applied", "cache_epoch",
     )  # fmt: skip
-    told = {key: done["data"][key] for key in keys}
-    return with_status(aggregate) | {"message": done["message"]} | told
+    counts = {key: done["data"][key] for key in keys}
+    return with_status(aggregate) | {"message": done["message"]} | counts
 
 
 def _weight_stage_result(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the stage whose weights they were: there is one, where it succeeded."""
+    """The result of the stage that has the weights; a successful operation has exactly one."""
     results: list[dict[str, Any]] = aggregate["results"]
-    return next(each for each in results if not each["data"].get("skipped"))
+    return next(result for result in results if not result["data"].get("skipped"))
 
 
 ROUTES = (
@@ -200,7 +200,7 @@ WEIGHTS_BY_NAME = OperationRoute("/get_weights_by_name", WeightsByName, WEIGHTS_
 
 
 class WeightUpdateRoutes:
-    """The routes whose answer or whose body is not that of every operation."""
+    """Routes whose request or response differs from that of the other operations."""
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
@@ -217,13 +217,13 @@ class WeightUpdateRoutes:
         body = validate(FromTensor, await admin_body(self._context))
         return json_response(with_status(await run_operation(self._context, FROM_TENSOR, body)))
 
-    async def name_version(self) -> Response:
+    async def set_version(self) -> Response:
         body = validate(SetVersion, await admin_body(self._context))
         aggregate = await run_operation(self._context, SET_VERSION, body)
         return json_response(with_status(aggregate) | {"new_version": body.new_version})
 
-    async def look(self) -> Response:
-        """The first rows of a tensor, as nested lists; of the first stage that has one so named."""
+    async def weights_by_name(self) -> Response:
+        """The first rows of a tensor as nested lists, from the first stage that has it."""
         given = await admin_body(self._context)
         body = (
             _read_query(WeightsByName)
@@ -232,8 +232,8 @@ class WeightUpdateRoutes:
         )
         try:
             aggregate = await run_operation(self._context, WEIGHTS_BY_NAME, body)
-        except DetailError as refused:
-            return _tensor_not_found(error_message(refused.detail))
+        except DetailError as error:
+            return _tensor_not_found(error_message(error.detail))
         for result in aggregate["results"]:
             if "parameter" in result["data"]:
                 return json_response(result["data"]["parameter"])
@@ -252,12 +252,15 @@ def mount(app: QuartTrio, context: RouteContext) -> None:
     for route in ROUTES:
         view = operation_view(context, route)
         app.add_url_rule(route.path, route.action, view, methods=["POST"])
-    own = WeightUpdateRoutes(context)
-    app.add_url_rule(CHECK.path, "weights_checker_of_query", own.check)
-    app.add_url_rule(FROM_TENSOR.path, FROM_TENSOR.action, own.from_tensor, methods=["POST"])
-    app.add_url_rule(SET_VERSION.path, SET_VERSION.action, own.name_version, methods=["POST"])
+    routes = WeightUpdateRoutes(context)
+    app.add_url_rule(CHECK.path, "weights_checker_of_query", routes.check)
+    app.add_url_rule(FROM_TENSOR.path, FROM_TENSOR.action, routes.from_tensor, methods=["POST"])
+    app.add_url_rule(SET_VERSION.path, SET_VERSION.action, routes.set_version, methods=["POST"])
     app.add_url_rule(
-        WEIGHTS_BY_NAME.path, WEIGHTS_BY_NAME.action, own.look, methods=["GET", "POST"]
+        WEIGHTS_BY_NAME.path,
+        WEIGHTS_BY_NAME.action,
+        routes.weights_by_name,
+        methods=["GET", "POST"],
     )
     operations = (*OPERATION_ROUTES, *ROUTES, FROM_TENSOR, SET_VERSION)
     add_admin_envelope(app, frozenset(route.path for route in operations))

@@ -1,1 +1,1 @@
-"""Package openai."""
+"""OpenAI's routes: chat, completions, embeddings, models, transcriptions."""

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions (api-server.md 1.3).
 
-Invariant: null is the same as absent; what a body says that nobody here knows is ignored, unless it
-changes what the answer is: then it is refused by its name. Errors are `{"detail"}`, or an event
-once a stream has begun.
+Invariant: null is the same as absent. Unknown fields are ignored, unless they would change the
+response: then they are refused by name. Errors are `{"detail"}`, or an event once a stream has
+begun.
 """
 
 from __future__ import annotations
@@ -90,46 +90,50 @@ class ChatRoutes:
         check_supported_fields(given)
         check_no_tools(given)
         count = parse_choice_count(body.n)
-        top = parse_top_logprobs(body.logprobs, body.top_logprobs)
+        top_logprobs = parse_top_logprobs(body.logprobs, body.top_logprobs)
         check_biases(body, self._context)
-        ask = self._ask(body, logprobs=top is not None)
+        options = self._response_options(body, logprobs=top_logprobs is not None)
         schema = await response_schema(self._context, body.response_format)
-        request = await self._lower(body, ask, top, schema)
-        return await self._answer(ask, requests_for_choices(request, count))
+        request = await self._to_generate_request(body, options, top_logprobs, schema)
+        return await self._answer(options, requests_for_choices(request, count))
 
-    async def _answer(self, ask: ChatResponseOptions, requests: list[GenerateRequest]) -> Response:
+    async def _answer(
+        self, options: ChatResponseOptions, requests: list[GenerateRequest]
+    ) -> Response:
         context = self._context
-        ids = request_ids(ask.request_id, len(requests))
+        ids = request_ids(options.request_id, len(requests))
         timing = context.meters.timed(context.model_name)
         if requests[0].stream:
             source = merged_stream(context.client, requests, ids)
-            shape = ChatChunkFormatter(ask, ids)
+            formatter = ChatChunkFormatter(options, ids)
             cut = context.cut_failed_streams
-            return stream_response(EventStream(source, shape, timing, cut=cut))
+            return stream_response(EventStream(source, formatter, timing, cut=cut))
         try:
             results = await complete_all(context.client, requests, ids)
-            timing.ended()
+            timing.finish()
         finally:
-            timing.left()
-        return json_response(chat_completion(ask, results))
+            timing.close()
+        return json_response(chat_completion(options, results))
 
-    def _ask(self, body: ChatBody, *, logprobs: bool) -> ChatResponseOptions:
-        """Raises DetailError 400 for an unknown modality or a format of audio that cannot be made.
+    def _response_options(self, body: ChatBody, *, logprobs: bool) -> ChatResponseOptions:
+        """Raises DetailError 400 for an unknown modality or an audio format that cannot be encoded.
 
-        Audio that was asked for and that no stage makes is left out: the answer is text then.
+        Requested audio that no stage can generate is left out: the response is text then.
         """
         modalities = tuple(body.modalities or ("text",))
-        for wanted in modalities:
-            if wanted not in MODALITIES:
+        for modality in modalities:
+            if modality not in MODALITIES:
                 raise DetailError(
-                    400, f"modalities: {wanted!r} is not one of {', '.join(MODALITIES)}"
+                    400, f"modalities: {modality!r} is not one of {', '.join(MODALITIES)}"
                 )
         audio_format = (body.audio or {}).get("format") or "wav"
         if not self._context.can("audio_output"):
             modalities = ("text",)
         if "audio" in modalities and audio_format not in AUDIO_FORMATS:
-            known = " or ".join(AUDIO_FORMATS)
-            raise DetailError(400, f"audio.format {audio_format!r} cannot be made; ask for {known}")
+            supported = " or ".join(AUDIO_FORMATS)
+            raise DetailError(
+                400, f"audio.format {audio_format!r} cannot be made; ask for {supported}"
+            )
         return ChatResponseOptions(
             request_id=new_request_id(body.request_id),
             model=body.model or self._context.model_name,
@@ -139,23 +143,27 @@ class ChatRoutes:
             logprobs=logprobs,
         )
 
-    async def _lower(
-        self, body: ChatBody, ask: ChatResponseOptions, top: int | None, schema: str | None
+    async def _to_generate_request(
+        self,
+        body: ChatBody,
+        options: ChatResponseOptions,
+        top_logprobs: int | None,
+        schema: str | None,
     ) -> GenerateRequest:
         if body.videos:
             raise_unsupported_medium("video", "videos")
         reader = MediaReader(self._context)
         given = [(message.role, message.content) for message in body.messages]
-        listed = {"audio": body.audios or (), "image": body.images or ()}
-        messages = await reader.messages(given, listed)
+        attachments = {"audio": body.audios or (), "image": body.images or ()}
+        messages = await reader.messages(given, attachments)
         limit = body.max_completion_tokens or body.max_tokens
         talker = {name: getattr(body, name) for name in TALKER}
         return GenerateRequest(
             prompt=messages,
             model=body.model,
-            sampling=sampling_params(body, limit, top=top, schema=schema),
+            sampling=sampling_params(body, limit, top=top_logprobs, schema=schema),
             stream=bool(body.stream),
-            output_modalities=ask.modalities,
+            output_modalities=options.modalities,
             task="chat",
             metadata={"audio": body.audio} if body.audio else {},
             stage_sampling=body.stage_sampling or {},

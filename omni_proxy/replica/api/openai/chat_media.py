@@ -1,9 +1,9 @@
-"""What chat messages carry besides text: audio and images are fetched and taken out.
+"""Media in chat messages: audio and images are read and taken out of the messages.
 
-Invariant: nothing is read from a network or a disk that the operator has not opened; of a message
-only its role and content go on. Every audio has a part `{"type": "audio"}`, the k-th part for the
-k-th audio, and every image a part `{"type": "image"}`; those of the lists beside the messages
-belong to the last user message. What the server cannot use is refused before it is fetched.
+Invariant: nothing is read from a network or a disk that the operator has not allowed; only role and
+content of a message are passed on. Every audio has a part `{"type": "audio"}`, the k-th part for
+the k-th audio, every image a part `{"type": "image"}`; media of the lists beside the messages
+belong to the last user message. Media that the server cannot use is refused before it is fetched.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from omni_proxy.replica.api.common.media import (
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import PromptMessage
 
-MAX_MESSAGES = 10_000  # more than any model's context holds; each is walked through here
-MAX_IMAGES = 16  # of one request; reading each of them takes seconds
+MAX_MESSAGES = 10_000  # more than fits into any model's context; every message is parsed here
+MAX_IMAGES = 16  # per request; OCR of one image takes seconds
 TEXT_PARTS = ("text", "input_text")
 VIDEO_PARTS = ("video_url", "video", "input_video")
-# By type of part: what it is, and the keys that lead to its URL, path or base64.
+# Type of a part -> its medium, and the keys that lead to its URL, path or base64.
 MEDIA_PARTS = {
     "input_audio": ("audio", "input_audio", "data"),
     "audio_url": ("audio", "audio_url", "url"),
@@ -47,7 +47,7 @@ _UNSUPPORTED = {
 
 
 class MediaReader:
-    """Reads the audios and images of one chat request, in order, into `media`."""
+    """Reads the audio and images of one chat request, in order, into `media`."""
 
     def __init__(self, context: RouteContext) -> None:
         folder = context.allowed_local_media_path
@@ -64,30 +64,30 @@ class MediaReader:
         self.media: dict[str, list[Any]] = {"audios": [], "images": []}
 
     async def messages(
-        self, given: Sequence[tuple[str, Any]], listed: Mapping[str, Sequence[str]]
+        self, given: Sequence[tuple[str, Any]], attachments: Mapping[str, Sequence[str]]
     ) -> list[PromptMessage]:
-        """From roles and contents and the lists beside them, by kind. Raises DetailError 400."""
+        """Convert roles and contents, and the media lists beside them. Raises DetailError 400."""
         if len(given) > MAX_MESSAGES:
-            told = f"messages has {len(given)} elements; at most {MAX_MESSAGES} are taken"
-            raise DetailError(400, told)
+            message = f"messages has {len(given)} elements; at most {MAX_MESSAGES} are taken"
+            raise DetailError(400, message)
         roles = [role for role, _ in given]
-        asking = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else len(roles)
-        taken = []
-        for at, (role, content) in enumerate(given):
-            parts = await self._parts(content, f"messages[{at}].content")
-            if at == asking:
-                parts += await self._listed(listed)
-            taken.append(_message(role, parts))
-        if asking == len(roles) and any(listed.values()):
-            taken.append(_message("user", await self._listed(listed)))
-        return taken
+        last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else len(roles)
+        messages = []
+        for index, (role, content) in enumerate(given):
+            parts = await self._parts(content, f"messages[{index}].content")
+            if index == last_user:
+                parts += await self._attachment_parts(attachments)
+            messages.append(_message(role, parts))
+        if last_user == len(roles) and any(attachments.values()):
+            messages.append(_message("user", await self._attachment_parts(attachments)))
+        return messages
 
     async def _parts(self, content: Any, where: str) -> list[dict[str, Any]]:
         if content is None or isinstance(content, str):
             return [{"type": "text", "text": content or ""}]
         if not isinstance(content, list):
             raise DetailError(400, f"{where} must be a string or a list of parts")
-        return [await self._part(part, f"{where}[{at}]") for at, part in enumerate(content)]
+        return [await self._part(part, f"{where}[{index}]") for index, part in enumerate(content)]
 
     async def _part(self, part: Any, where: str) -> dict[str, Any]:
         if isinstance(part, str):
@@ -103,12 +103,14 @@ class MediaReader:
             return {"type": medium}
         if kind in VIDEO_PARTS:
             raise_unsupported_medium("video", where)
-        known = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
-        raise DetailError(400, f"{where}.type {kind!r} is not known; known are {known}")
+        supported = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
+        raise DetailError(400, f"{where}.type {kind!r} is not known; known are {supported}")
 
-    async def _listed(self, listed: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    async def _attachment_parts(
+        self, attachments: Mapping[str, Sequence[str]]
+    ) -> list[dict[str, Any]]:
         parts = []
-        for medium, sources in listed.items():
+        for medium, sources in attachments.items():
             for at, source in enumerate(sources):
                 await self._add(medium, source, f"{medium}s[{at}]")
                 parts.append({"type": medium})
@@ -121,13 +123,13 @@ class MediaReader:
             raise DetailError(400, f"{where}: at most {MAX_IMAGES} images are read for one request")
         try:
             data = await self._bytes(source, self._rules[medium])
-            taken: Any = data
+            media: Any = data
             if medium == "audio":
                 samples, rate = await trio.to_thread.run_sync(decode_audio_samples, data)
-                taken = to_stage_audio(samples, rate)
+                media = to_stage_audio(samples, rate)
         except (MediaError, ValueError) as error:
             raise DetailError(400, f"{where}: {error}") from None
-        self.media[f"{medium}s"].append(taken)
+        self.media[f"{medium}s"].append(media)
 
     async def _bytes(self, source: str, rules: MediaRules) -> bytes:
         if _is_reference(source):
@@ -136,27 +138,27 @@ class MediaReader:
 
 
 def _message(role: str, parts: list[dict[str, Any]]) -> PromptMessage:
-    """Text alone becomes one string, which is what every chat template knows."""
+    """A message of text parts only becomes one string, which every chat template supports."""
     if all(part["type"] == "text" for part in parts):
         return PromptMessage(role, "\n".join(part["text"] for part in parts))
     return PromptMessage(role, parts)
 
 
 def raise_unsupported_medium(medium: str, where: str) -> NoReturn:
-    """Raises DetailError 400 with the way to a server that takes it."""
+    """Raises DetailError 400 that says how to start a server that supports it."""
     raise DetailError(400, f"{where}: {_UNSUPPORTED[medium]}")
 
 
 def _is_reference(source: str) -> bool:
-    """A URL or a path; bare base64 has neither a colon nor a dot, and may begin with "/"."""
+    """Whether `source` is a URL or path; base64 has no colon and no dot, and may begin with "/"."""
     return ":" in source[:16] or "." in source[:4096]
 
 
 def _source(part: Mapping[str, Any], keys: Sequence[str], where: str) -> str:
-    """OpenAI's `input_audio.data` is base64; the others hold a URL, bare or under `url`."""
+    """OpenAI's `input_audio.data` is base64; the others hold a URL, directly or under `url`."""
     outer, inner = keys
-    held = part.get(outer)
-    source = held.get(inner) if isinstance(held, dict) else held
+    outer_value = part.get(outer)
+    source = outer_value.get(inner) if isinstance(outer_value, dict) else outer_value
     if not isinstance(source, str) or not source:
         raise DetailError(400, f"{where}.{outer}.{inner} must be a string")
     return source

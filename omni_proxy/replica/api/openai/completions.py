@@ -1,9 +1,8 @@
 """POST /v1/completions: OpenAI's text completion, with OpenAI's errors.
 
-Invariant: several prompts, and `n` answers to each, are several requests of one answer, each under
-its own `index`; usage is the sum of theirs and rides on the last finish event. What cannot be done
-(`best_of`, `echo`, `suffix`) is refused rather than ignored. A token without a text is told as
-`token_id:N`.
+Invariant: several prompts, and `n` choices for each, become several requests, each with its own
+`index`; usage is their sum and is sent with the last finish event. Unsupported fields (`best_of`,
+`echo`, `suffix`) are refused, not ignored. A token without text is named `token_id:N`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk, GenerateRequest
 from omni_proxy.replica.text.stop_strings import StopStrings
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionBody(CommonFields, kw_only=True):
@@ -88,40 +87,44 @@ class CompletionRoutes:
         context = self._context
         count = parse_choice_count(body.n)
         if count * len(prompts) > MOST_PROMPTS:
-            told = f"n times the prompts is {count * len(prompts)}; at most {MOST_PROMPTS} are made"
-            raise DetailError(400, told)
+            message = (
+                f"n times the prompts is {count * len(prompts)}; at most {MOST_PROMPTS} are made"
+            )
+            raise DetailError(400, message)
         request_id = new_request_id(body.request_id)
-        lowered = [_to_generate_request(body, prompt, schema) for prompt in prompts]
-        requests = [each for request in lowered for each in requests_for_choices(request, count)]
+        per_prompt = [_to_generate_request(body, prompt, schema) for prompt in prompts]
+        requests = [
+            choice for request in per_prompt for choice in requests_for_choices(request, count)
+        ]
         ids = request_ids(request_id, len(requests))
         head = _head(request_id, body.model or context.model_name)
         stops = stop_strings(body.stop)
         timing = context.meters.timed(context.model_name)
         if body.stream:
             source = merged_stream(context.client, requests, ids)
-            shape = CompletionChunkFormatter(head, ids, stops, count)
+            formatter = CompletionChunkFormatter(head, ids, stops, count)
             return stream_response(
-                EventStream(source, shape, timing, cut=context.cut_failed_streams)
+                EventStream(source, formatter, timing, cut=context.cut_failed_streams)
             )
         try:
             results = await complete_all(context.client, requests, ids)
-            timing.ended()
+            timing.finish()
         finally:
-            timing.left()
+            timing.close()
         choices = [_choice(index, result, stops) for index, result in enumerate(results)]
         usage = total_usage([result.usage for result in results], count)
         return json_response(head | {"choices": choices, "usage": usage})
 
 
 class CompletionChunkFormatter:
-    """The events of a streamed completion; which prompt a chunk answers is told by its id."""
+    """The events of a streamed completion; the request id of a chunk determines its index."""
 
     def __init__(self, head: Event, ids: Sequence[str], stops: Sequence[str], n: int) -> None:
         self._head = head
         self._n = n
         self._index = {request_id: index for index, request_id in enumerate(ids)}
         self._stops = [StopStrings(stops) for _ in ids]
-        self._told = [LogprobAligner() for _ in ids]
+        self._aligners = [LogprobAligner() for _ in ids]
         self._logprobs = [CompletionLogprobs() for _ in ids]
         self._usages: dict[int, dict[str, Any] | None] = {}
 
@@ -130,7 +133,7 @@ class CompletionChunkFormatter:
         text = self._stops[index].feed(chunk.text)
         if chunk.terminal:
             text += self._stops[index].flush()
-        logprobs = self._logprobs[index].feed(self._told[index].feed(chunk.logprobs, text))
+        logprobs = self._logprobs[index].feed(self._aligners[index].feed(chunk.logprobs, text))
         if text or logprobs:
             yield self._event(index, text, logprobs, None)
         if chunk.terminal:
@@ -141,7 +144,9 @@ class CompletionChunkFormatter:
         finish = self._event(index, "", None, chunk.finish_reason or "stop")
         if len(self._usages) < len(self._index):
             return finish
-        usage = total_usage([self._usages[each] for each in sorted(self._usages)], self._n)
+        usage = total_usage(
+            [self._usages[choice_index] for choice_index in sorted(self._usages)], self._n
+        )
         return finish if usage is None else finish | {"usage": usage}
 
     def _event(

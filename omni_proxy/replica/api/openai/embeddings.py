@@ -1,7 +1,7 @@
 """POST /v1/embeddings: one vector per input, with OpenAI's errors.
 
-Invariant: vectors come back in the order of the inputs and in the model's own width: `dimensions`
-is refused. base64 is little-endian float32, as OpenAI's clients decode it.
+Invariant: vectors are in the order of the inputs and have the model's width: `dimensions` is
+refused. base64 is little-endian float32, as OpenAI's clients decode it.
 """
 
 from __future__ import annotations

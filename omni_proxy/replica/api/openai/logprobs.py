@@ -1,9 +1,9 @@
-"""Log probabilities in OpenAI's two shapes: chat's items, and the four lists of completions. Pure.
+"""Log probabilities in OpenAI's two formats: chat items, and the four lists of completions. Pure.
 
-Items of a stage are `[log probability, token id, spelling, likeliest]`, of which the last two may
-be missing. A spelling is bytes, text, or a list with a control token's name.
-Invariant: a token is told of as soon as its text is, and none whose text is never told: no model's
-end, nothing behind a stop string.
+An item of a stage is `[log probability, token id, text, top candidates]`; the last two may be
+missing. The text is bytes, str, or a list with the name of a control token. Invariant: a token is
+released as soon as its text is sent, and not at all if its text is never sent: an end-of-text
+token, or anything after a stop string.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Item = Sequence[Any]
 
 
 def parse_top_logprobs(logprobs: bool | None, top: int | None) -> int | None:
-    """How many likeliest tokens a chat tells of; None for no log probabilities at all.
+    """How many top candidates a chat response lists per token; None for no log probabilities.
 
     Raises DetailError 400.
     """
@@ -37,31 +37,31 @@ def parse_top_logprobs(logprobs: bool | None, top: int | None) -> int | None:
 
 
 class LogprobAligner:
-    """One answer's tokens, given out as their text is."""
+    """Holds back the tokens of one response until their text is sent."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Item] = deque()
-        self._ahead_bytes = 0  # of the text given out, beyond the tokens given out
+        self._pending: deque[Item] = deque()
+        self._unmatched_bytes = 0  # of text sent, beyond the text of the tokens released
 
     def feed(self, items: Sequence[Item] | None, text: str) -> list[Item]:
-        """Take what a stage told, and the text that goes out now; return what goes with it."""
-        self._waiting.extend(items or ())
-        self._ahead_bytes += len(text.encode("utf-8", errors="replace"))
-        told: list[Item] = []
-        while self._waiting:
-            size = _size(self._waiting[0])
-            if size == 0:  # a control token stands for no text
-                self._waiting.popleft()
+        """Take the stage's new items and the text sent now; return the items that belong to it."""
+        self._pending.extend(items or ())
+        self._unmatched_bytes += len(text.encode("utf-8", errors="replace"))
+        released: list[Item] = []
+        while self._pending:
+            size = _size(self._pending[0])
+            if size == 0:  # a control token has no text
+                self._pending.popleft()
                 continue
-            if size is not None and self._ahead_bytes <= 0:
+            if size is not None and self._unmatched_bytes <= 0:
                 break
-            told.append(self._waiting.popleft())
-            self._ahead_bytes -= size or 0
-        return told
+            released.append(self._pending.popleft())
+            self._unmatched_bytes -= size or 0
+        return released
 
 
 def _size(item: Item) -> int | None:
-    """Bytes of the token's text; None where nobody knows."""
+    """Bytes of the token's text; None if unknown."""
     spelling = item[2] if len(item) > 2 else None
     if isinstance(spelling, list):
         return 0
@@ -70,9 +70,9 @@ def _size(item: Item) -> int | None:
     return None if spelling is None else len(spelling)
 
 
-def require_logprobs(items: Sequence[Item] | None, wanted: bool) -> Sequence[Item] | None:
-    """`items`. Raises RequestFailed 501 where they are wanted and there are none."""
-    if items is None and wanted:
+def require_logprobs(items: Sequence[Item] | None, needed: bool) -> Sequence[Item] | None:
+    """Return `items`. Raises RequestFailed 501 if they are needed and missing."""
+    if items is None and needed:
         raise RequestFailed(MISSING, 501)
     return items
 
@@ -83,7 +83,7 @@ def chat_logprobs(items: Sequence[Item]) -> dict[str, Any]:
 
 def _chat_item(item: Item) -> dict[str, Any]:
     likeliest = item[3] if len(item) > 3 else ()
-    return _chat_token(item) | {"top_logprobs": [_chat_token(each) for each in likeliest]}
+    return _chat_token(item) | {"top_logprobs": [_chat_token(candidate) for candidate in likeliest]}
 
 
 def _chat_token(item: Item) -> dict[str, Any]:
@@ -105,44 +105,45 @@ def _text(item: Item, spelling: Any) -> str:
 
 
 class CompletionLogprobs:
-    """The four lists of one completion's choice, whole or piece by piece."""
+    """The four lists of one choice of a completion, complete or in parts."""
 
     def __init__(self) -> None:
         self._characters = Utf8Stream()
-        self._place = 0
+        self._offset = 0
 
     def feed(self, items: Sequence[Item] | None) -> dict[str, Any] | None:
-        """The lists for the next tokens; no offsets where one of their texts is not known."""
+        """The lists for the next tokens; without offsets if the text of one of them is unknown."""
         if not items:
             return None
-        known = all(len(item) > 2 and item[2] is not None for item in items)
+        all_known = all(len(item) > 2 and item[2] is not None for item in items)
         return {
             "tokens": [_legacy(item) for item in items],
             "token_logprobs": [item[0] for item in items],
             "top_logprobs": _legacy_top(items),
-            "text_offset": list(self._offsets(items)) if known else [],
+            "text_offset": list(self._offsets(items)) if all_known else [],
         }
 
     def _offsets(self, items: Sequence[Item]) -> Iterator[int]:
         for item in items:
-            yield self._place
+            yield self._offset
             spelling = item[2]
             if isinstance(spelling, str):
-                self._place += len(spelling)
+                self._offset += len(spelling)
             elif isinstance(spelling, bytes):
-                self._place += len(self._characters.feed(spelling))
+                self._offset += len(self._characters.feed(spelling))
 
 
 def _legacy_top(items: Sequence[Item]) -> list[dict[str, float]] | None:
     if not any(len(item) > 3 and item[3] for item in items):
         return None
     return [
-        {_legacy(each): each[0] for each in (item[3] if len(item) > 3 else ())} for item in items
+        {_legacy(candidate): candidate[0] for candidate in (item[3] if len(item) > 3 else ())}
+        for item in items
     ]
 
 
 def _legacy(item: Item) -> str:
-    """A token's name in OpenAI's older shape, where half a character is spelled in escapes."""
+    """A token's name in OpenAI's older format; incomplete UTF-8 is written as escapes."""
     spelling = item[2] if len(item) > 2 else None
     if isinstance(spelling, bytes):
         try:

@@ -20,16 +20,16 @@ class ModelRoutes:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
 
-    async def models(self) -> Response:
+    async def list_models(self) -> Response:
         return json_response({"object": "list", "data": [self._card()]})
 
-    async def model(self, name: str) -> Response:
-        """The card of the one model; raises OpenAIError 404 for any other name."""
+    async def get_model(self, name: str) -> Response:
+        """Return the card of the one model; raises OpenAIError 404 for any other name."""
         if name != self._context.model_name:
-            told = (
+            message = (
                 f"the model {name!r} does not exist; this server has {self._context.model_name!r}"
             )
-            raise OpenAIError(404, told, "model", "model_not_found")
+            raise OpenAIError(404, message, "model", "model_not_found")
         return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -53,6 +53,6 @@ class ModelRoutes:
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
     routes = ModelRoutes(context)
-    app.add_url_rule("/v1/models", "models", routes.models)
+    app.add_url_rule("/v1/models", "models", routes.list_models)
     # A name may contain slashes; the router gives it percent-decoded.
-    app.add_url_rule("/v1/models/<path:name>", "model", routes.model)
+    app.add_url_rule("/v1/models/<path:name>", "model", routes.get_model)

@@ -1,7 +1,9 @@
-"""Several generations for one HTTP request, at the same time.
+"""Several generations for one HTTP request: concurrency, choices (`n`), ids and total usage.
 
-Invariant: the first failure ends them all, and leaving early aborts every one that has not ended.
-They take turns, so that one request with many prompts does not fill the queue by itself.
+Invariant: the first failure ends all generations, and leaving early aborts those that have not
+ended. At most MAX_CONCURRENT of one request run at a time, so that it does not fill the queue. The
+first of `n` choices equals the response without `n`; the others differ by their seed alone. A
+prompt is counted once, however many choices it has.
 """
 
 from __future__ import annotations
@@ -20,27 +22,27 @@ from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client, Generation
 
-# Chunks that wait while the caller reads slowly; more wait in the client.
+# Chunks buffered for a slow reader; more are buffered in the client.
 MAX_BUFFERED_CHUNKS = 16
-MAX_CONCURRENT = 16  # generations of one request that are submitted at the same time
+MAX_CONCURRENT = 16  # generations of one request that run at the same time
 
 
 def request_ids(request_id: str, count: int) -> list[str]:
-    """One id for each of several requests; a single one has the id itself."""
+    """One id for each of several requests; a single request has the id itself."""
     return [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
 
 
 async def complete_all(
     client: Client, requests: Sequence[GenerateRequest], ids: Sequence[str]
 ) -> list[CompletionResult]:
-    """Their results in order. Raises the first failure as it is."""
+    """Return the results in order. Raises the first failure."""
     results: dict[str, CompletionResult] = {}
     failures: list[ClientError] = []
-    turns = trio.Semaphore(MAX_CONCURRENT)
+    slots = trio.Semaphore(MAX_CONCURRENT)
 
     async def complete(request: GenerateRequest, request_id: str) -> None:
         try:
-            async with turns:
+            async with slots:
                 results[request_id] = await client.completion(request, request_id)
         except CLIENT_ERRORS as error:
             failures.append(error)
@@ -57,24 +59,24 @@ async def complete_all(
 def merged_stream(
     client: Client, requests: Sequence[GenerateRequest], ids: Sequence[str]
 ) -> ChunkSource:
-    """Their chunks as they come."""
-    generations = [client.generate(*each) for each in zip(requests, ids, strict=True)]
+    """Return the chunks of all requests as they arrive."""
+    generations = [client.generate(*arguments) for arguments in zip(requests, ids, strict=True)]
     return generations[0] if len(generations) == 1 else MergedStream(generations)
 
 
 class MergedStream:
-    """Several generations as one: their chunks as they come, told apart by `request_id`.
+    """Several generations as one: their chunks as they arrive, told apart by `request_id`.
 
     Entered and left by one task, as an async context manager around its iteration.
     """
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
-        self._running = trio.open_nursery()
-        self._turns = trio.Semaphore(MAX_CONCURRENT)
+        self._nursery_manager = trio.open_nursery()
+        self._slots = trio.Semaphore(MAX_CONCURRENT)
 
     async def __aenter__(self) -> Self:
-        nursery = await self._running.__aenter__()
+        nursery = await self._nursery_manager.__aenter__()
         self._scope = nursery.cancel_scope
         channel: trio.MemorySendChannel[GenerateChunk | ClientError]
         channel, self._chunks = trio.open_memory_channel[GenerateChunk | ClientError](
@@ -82,7 +84,7 @@ class MergedStream:
         )
         with channel:
             for generation in self._generations:
-                nursery.start_soon(self._pump, generation, channel.clone())
+                nursery.start_soon(self._forward, generation, channel.clone())
         return self
 
     async def __aexit__(
@@ -93,10 +95,10 @@ class MergedStream:
     ) -> None:
         self._scope.cancel()
         self._chunks.close()
-        await self._running.__aexit__(kind, error, trace)
+        await self._nursery_manager.__aexit__(kind, error, trace)
 
     async def __anext__(self) -> GenerateChunk:
-        """Raises what the first generation to fail raised."""
+        """Raises the error of the first generation that fails."""
         try:
             chunk = await self._chunks.receive()
         except trio.EndOfChannel:
@@ -105,12 +107,12 @@ class MergedStream:
             return chunk
         raise chunk
 
-    async def _pump(
+    async def _forward(
         self, generation: Generation, out: trio.MemorySendChannel[GenerateChunk | ClientError]
     ) -> None:
         with out:
             try:
-                async with self._turns, generation:
+                async with self._slots, generation:
                     async for chunk in generation:
                         await out.send(chunk)
             except CLIENT_ERRORS as error:
@@ -123,7 +125,7 @@ SEED_RANGE = 2**64
 
 
 def parse_choice_count(n: int | None) -> int:
-    """How many answers a prompt shall have. Raises DetailError 400."""
+    """How many choices each prompt has. Raises DetailError 400."""
     count = 1 if n is None else n
     if not 1 <= count <= MAX_CHOICES:
         raise DetailError(400, f"n must be within 1 and {MAX_CHOICES}, not {count}")
@@ -131,48 +133,52 @@ def parse_choice_count(n: int | None) -> int:
 
 
 def requests_for_choices(request: GenerateRequest, count: int) -> list[GenerateRequest]:
-    """The same request `count` times, each with a seed of its own where it has one."""
+    """Return the request `count` times, with a different seed each if it has one."""
     seed = request.sampling.seed
     if seed is None or count == 1:
         return [request] * count
     return [
-        replace(request, sampling=replace(request.sampling, seed=_wrapped(seed + index)))
+        replace(request, sampling=replace(request.sampling, seed=_wrap_seed(seed + index)))
         for index in range(count)
     ]
 
 
-def _wrapped(seed: int) -> int:
-    """A seed of 64 bits with its sign."""
+def _wrap_seed(seed: int) -> int:
+    """Wrap to a signed seed of 64 bits."""
     return (seed + SEED_RANGE // 2) % SEED_RANGE - SEED_RANGE // 2
 
 
 def openai_usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The OpenAI keys of a pipeline's usage; None is not known."""
+    """The OpenAI keys of a pipeline's usage; None if unknown."""
     if usage is None:
         return None
-    told = {key: usage[key] for key in USAGE_KEYS if usage.get(key) is not None}
-    if "total_tokens" not in told and {"prompt_tokens", "completion_tokens"} <= told.keys():
-        told["total_tokens"] = told["prompt_tokens"] + told["completion_tokens"]
-    return told
+    counts = {key: usage[key] for key in USAGE_KEYS if usage.get(key) is not None}
+    if "total_tokens" not in counts and {"prompt_tokens", "completion_tokens"} <= counts.keys():
+        counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
+    return counts
 
 
 def total_usage(usages: Sequence[dict[str, Any] | None], n: int = 1) -> dict[str, Any] | None:
-    """The sum over several prompts of `n` answers each, in order; None where one is not known."""
+    """The sum over several prompts of `n` choices each, in order; None if one is unknown."""
     if any(usage is None for usage in usages):
         return None
-    known = [openai_usage(usage) or {} for usage in usages]
-    prompt = _sum(known[::n], "prompt_tokens")
-    written = _sum(known, "completion_tokens")
+    usages_known = [openai_usage(usage) or {} for usage in usages]
+    prompt = _sum(usages_known[::n], "prompt_tokens")
+    completion = _sum(usages_known, "completion_tokens")
     total: dict[str, Any] = {
         "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
     }
-    details = [each["prompt_tokens_details"] for each in known[::n] if each.get(USAGE_KEYS[-1])]
+    details = [
+        usage_known["prompt_tokens_details"]
+        for usage_known in usages_known[::n]
+        if usage_known.get(USAGE_KEYS[-1])
+    ]
     if not details:
         return total
     return total | {"prompt_tokens_details": {"cached_tokens": _sum(details, "cached_tokens")}}
 
 
 def _sum(counts: Iterable[dict[str, Any]], name: str) -> int:
-    return sum(each.get(name) or 0 for each in counts)
+    return sum(count.get(name) or 0 for count in counts)

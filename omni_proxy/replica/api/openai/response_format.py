@@ -1,7 +1,7 @@
-"""What an answer must look like: `response_format` as a schema for the stage that writes.
+"""`response_format`: the JSON schema that the response must match, for the text stage.
 
-Invariant: a format is either enforced or refused with 400 and the place at fault, before anything
-is computed and before a stream's head is sent.
+Invariant: a format is either enforced or refused with 400 and the location of the error, before
+anything is computed and before a stream's head is sent.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ KINDS = ("text", "json_object", "json_schema")
 
 
 async def response_schema(context: RouteContext, given: dict[str, Any] | None) -> str | None:
-    """The schema of a `response_format` as text; None where the answer is free.
+    """Return the schema of a `response_format` as text; None if the response is not constrained.
 
-    Raises DetailError: 400 for what cannot be enforced, 501 where the package for it is missing.
+    Raises DetailError: 400 for what cannot be enforced, 501 if the package for it is missing.
     """
     schema = _schema(given or {"type": "text"})
     if schema is None:
         return None
     infos = context.client.stage_info().values()
-    # A stage that is not ready has not said what it can: the request fails as any other would.
+    # A stage that is not ready has not reported its features: the request fails like any other.
     ready = context.client.health()["status"] == "healthy"
     if ready and not any(info.get("json_schemas") for info in infos):
-        told = "no stage of this pipeline enforces a JSON schema; leave it out"
-        raise DetailError(400, f"{FIELD}: {told}")
+        message = "no stage of this pipeline enforces a JSON schema; leave it out"
+        raise DetailError(400, f"{FIELD}: {message}")
     try:
-        # A large schema takes half a second: not on the loop.
+        # A large schema takes long to check: not on the event loop.
         await trio.to_thread.run_sync(check_schema, schema)
     except ConstraintError as error:
         raise DetailError(400, f"{FIELD}.json_schema.schema: {error}") from None

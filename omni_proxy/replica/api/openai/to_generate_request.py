@@ -1,7 +1,8 @@
-"""From the fields of a body to what a client is asked for: the part that all text routes share.
+"""From body fields to a pipeline request: what all text routes share, prompts, unsupported fields.
 
-Invariant: what a caller left out (or sent as null) stays unset, so that the stage's own defaults
-hold; nothing is filled in here.
+Invariant: a field that is absent or null stays unset, so that the stage's defaults apply. A parsed
+prompt is never empty, and token ids are integers from 0. A field of other servers that would change
+the response, and that is not supported here, is refused by name; hints are ignored.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import SamplingParams
 from omni_proxy.replica.text.sampling import SamplingError, parse_biases
 
-# What fits into a message between stages.
+# Integers that fit into a msgpack message between stages.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 PositiveInt64 = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 class CommonFields(Struct, kw_only=True):
-    """Fields that chat and completion bodies have alike."""
+    """Fields that chat and completion bodies share."""
 
     model: str | None = None
     temperature: float | None = None
@@ -47,15 +48,15 @@ class CommonFields(Struct, kw_only=True):
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings in request order; empty ones, which would end every text at once, are none."""
+    """Stop strings in request order; empty ones, which would end every text at once, are dropped."""
     given = [stop] if isinstance(stop, str) else stop or []
-    return tuple(each for each in given if each)
+    return tuple(text for text in given if text)
 
 
 def sampling_params(
     body: CommonFields, max_new_tokens: int | None, *, top: int | None, schema: str | None
 ) -> SamplingParams:
-    """`top` is how many likeliest tokens to tell of; None tells no log probabilities at all."""
+    """`top` is how many top candidates to list per token; None means no log probabilities."""
     return SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -77,13 +78,13 @@ def sampling_params(
 
 
 def check_biases(body: CommonFields, context: RouteContext) -> None:
-    """Raises DetailError 400 for a bias that no stage would take: before a stream's head is sent."""
+    """Raises DetailError 400 for a bias that no stage accepts, before a stream's head is sent."""
     try:
         biases = parse_biases("logit_bias", body.logit_bias or {})
     except SamplingError as error:
         raise DetailError(400, str(error)) from None
-    told = (info.get("vocabulary") for info in context.client.stage_info().values())
-    vocabulary = max((size for size in told if size), default=None)
+    sizes = (info.get("vocabulary") for info in context.client.stage_info().values())
+    vocabulary = max((size for size in sizes if size), default=None)
     for token in biases:
         if vocabulary is not None and token >= vocabulary:
             raise DetailError(
@@ -103,7 +104,7 @@ Prompt: TypeAlias = str | list[int]
 
 
 def parse_prompts(value: Any, name: str) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether `value` was a list of them. Raises DetailError 400."""
+    """Return the prompts, and whether `value` was a list of them. Raises DetailError 400."""
     if isinstance(value, list) and len(value) > MAX_PROMPT_TOKENS:
         raise DetailError(
             400, f"{name} has {len(value)} elements; at most {MAX_PROMPT_TOKENS} are taken"
@@ -115,10 +116,10 @@ def parse_prompts(value: Any, name: str) -> tuple[list[Prompt], bool]:
             raise DetailError(
                 400, f"{name} has {len(value)} elements; at most {MAX_PROMPTS} are taken"
             )
-        if all(isinstance(each, str) for each in value) or all(map(is_token_ids, value)):
+        if all(isinstance(prompt, str) for prompt in value) or all(map(is_token_ids, value)):
             return value, True
-    told = "must be a string, a list of token ids, or a list that is not empty of either"
-    raise DetailError(400, f"{name} {told}")
+    message = "must be a string, a list of token ids, or a list that is not empty of either"
+    raise DetailError(400, f"{name} {message}")
 
 
 def is_token_ids(value: Any) -> TypeGuard[list[int]]:
@@ -157,14 +158,14 @@ TEXT_TOOL_CHOICES = (None, "auto", "none")
 
 
 def check_supported_fields(given: dict[str, Any]) -> None:
-    """Raises DetailError 400 for the first such field of a body."""
+    """Raises DetailError 400 for the first unsupported field of a body that is set."""
     for name, instead in UNSUPPORTED_FIELDS.items():
-        if given.get(name):  # null, false, 0 and what is empty ask for nothing
+        if given.get(name):  # null, false, 0 and empty values request nothing
             raise DetailError(400, f"{name} is not supported: {instead}")
 
 
 def check_no_tools(given: dict[str, Any]) -> None:
-    """Raises DetailError 400 where a body insists on a call; "auto" leaves an answer in text."""
+    """Raises DetailError 400 if a body requires a tool call; "auto" allows a text response."""
     for name in ("tool_choice", "function_call"):
         if given.get(name) not in TEXT_TOOL_CHOICES:
             raise DetailError(400, f"{name} must be auto or none: {NO_TOOLS}")

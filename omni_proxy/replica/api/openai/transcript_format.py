@@ -1,7 +1,7 @@
-"""What has been heard, written as one answer or as a stream of events (api-server.md 1.8).
+"""Transcripts as JSON, text, subtitles or a stream of events (api-server.md 1.8).
 
-Invariant: a key whose value is not known is left out, save in verbose_json. Subtitles are made from
-the segments' own times; nothing is guessed.
+Invariant: a key whose value is unknown is left out, except in verbose_json. Subtitles use the times
+of the segments; nothing is interpolated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TranscriptResponse:
 
     @classmethod
     def of(cls, result: CompletionResult, duration_secs: float) -> TranscriptResponse:
-        """`duration_secs` is that of the upload, where the pipeline tells none."""
+        """`duration_secs` is that of the upload, used if the pipeline reports none."""
         extra = result.extra
         return cls(
             text=result.text,
@@ -43,70 +43,70 @@ class TranscriptResponse:
         return {"text": self.text} | duration_usage(self.duration_secs)
 
     def verbose(self) -> dict[str, Any]:
-        told = {
+        body = {
             "task": "transcribe",
             "language": self.language,
             "duration": self.duration_secs,
             "text": self.text,
-            "segments": [_segment(at, each) for at, each in enumerate(self.segments)],
+            "segments": [_segment(index, segment) for index, segment in enumerate(self.segments)],
         }
-        return told | duration_usage(self.duration_secs)
+        return body | duration_usage(self.duration_secs)
 
     def srt(self) -> str:
         return "\n".join(
-            f"{at}\n{_clock(each['start'], ',')} --> {_clock(each['end'], ',')}\n"
-            f"{str(each['text']).strip()}\n"
-            for at, each in enumerate(self.segments, 1)
+            f"{number}\n{_clock(segment['start'], ',')} --> {_clock(segment['end'], ',')}\n"
+            f"{str(segment['text']).strip()}\n"
+            for number, segment in enumerate(self.segments, 1)
         )
 
     def vtt(self) -> str:
         cues = (
-            f"{_clock(each['start'], '.')} --> {_clock(each['end'], '.')}\n"
-            f"{str(each['text']).strip()}\n"
-            for each in self.segments
+            f"{_clock(segment['start'], '.')} --> {_clock(segment['end'], '.')}\n"
+            f"{str(segment['text']).strip()}\n"
+            for segment in self.segments
         )
         return "\n".join(("WEBVTT\n", *cues))
 
 
 def duration_usage(duration_secs: float | None) -> dict[str, Any]:
-    """Return the usage under its key; empty where the duration is not known."""
+    """Return the usage under its key; empty if the duration is unknown."""
     if duration_secs is None:
         return {}
     return {"usage": {"type": "duration", "seconds": math.ceil(duration_secs)}}
 
 
 class TranscriptEvents:
-    """The stream: deltas, the whole text, `[DONE]`; after a failure no `[DONE]`."""
+    """The stream: deltas, the complete text, `[DONE]`; no `[DONE]` after a failure."""
 
     def __init__(self, duration_secs: float) -> None:
         self._duration_secs = duration_secs
         self._texts: list[str] = []
 
     def feed(self, chunk: GenerateChunk) -> list[bytes]:
-        pieces = []
+        events = []
         if chunk.text:
             self._texts.append(chunk.text)
-            pieces.append(_event({"type": "transcript.text.delta", "delta": chunk.text}))
+            events.append(_event({"type": "transcript.text.delta", "delta": chunk.text}))
         if chunk.terminal:
             duration = chunk.extra.get("duration", self._duration_secs)
             done = {"type": "transcript.text.done", "text": "".join(self._texts)}
-            pieces += [_event(done | duration_usage(duration)), DONE]
-        return pieces
+            events += [_event(done | duration_usage(duration)), DONE]
+        return events
 
-    def failed(self, fault: ClientError | SpeechError) -> bytes:
-        return _event({"type": "error", "error": {"message": str(fault)}})
+    def failed(self, error: ClientError | SpeechError) -> bytes:
+        return _event({"type": "error", "error": {"message": str(error)}})
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
-def _segment(at: int, each: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": at, "start": each["start"], "end": each["end"], "text": each["text"]}
+def _segment(index: int, segment: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": index, "start": segment["start"], "end": segment["end"], "text": segment["text"]}
 
 
-def _clock(seconds: float, point: str) -> str:
+def _clock(seconds: float, separator: str) -> str:
     whole, millis = divmod(round(seconds * 1000), 1000)
     minutes, secs = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:02}:{minutes:02}:{secs:02}{point}{millis:03}"
+    return f"{hours:02}:{minutes:02}:{secs:02}{separator}{millis:03}"

@@ -1,8 +1,8 @@
-"""/v1/audio/transcriptions, and the refusals of translations and diarizations.
+"""POST /v1/audio/transcriptions, and the refusals of translations and diarizations.
 
-Invariant: an upload is decoded before the pipeline hears of it; errors are `{"detail"}`, but those
-of translations, which are OpenAI's. At most `MAX_LONG_UPLOADS` long uploads are in work at once.
-Source: api-server.md 1.8.
+Invariant: an upload is decoded before it is submitted to the pipeline; errors are `{"detail"}`,
+except those of translations, which are OpenAI's. At most MAX_LONG_UPLOADS long uploads are
+processed at once. Source: api-server.md 1.8.
 """
 
 from __future__ import annotations
@@ -61,45 +61,45 @@ class TranscriptionFields(Struct, kw_only=True):
 
 
 class LongUploadLimit:
-    """How many long uploads are in work."""
+    """Bounds how many long uploads are processed at once."""
 
-    def __init__(self, most: int = MAX_LONG_UPLOADS) -> None:
-        self._most = most
-        self._held = 0
+    def __init__(self, limit: int = MAX_LONG_UPLOADS) -> None:
+        self._limit = limit
+        self._in_use = 0
 
-    def hold(self, duration_secs: float) -> UploadSlot:
-        """Return a place for an upload, to be given back. Raises DetailError 503 for one too many."""
+    def acquire(self, duration_secs: float) -> UploadSlot:
+        """Return a slot to be released. Raises DetailError 503 if all slots are in use."""
         if duration_secs <= LONG_UPLOAD_SECS:
             return UploadSlot(None)
-        if self._held >= self._most:
+        if self._in_use >= self._limit:
             raise DetailError(
                 503,
-                f"{self._held} uploads of more than {LONG_UPLOAD_SECS:g} seconds are being transcribed; "
+                f"{self._in_use} uploads of more than {LONG_UPLOAD_SECS:g} seconds are being transcribed; "
                 "try again later",
             )
-        self._held += 1
+        self._in_use += 1
         return UploadSlot(self)
 
-    def give_back(self) -> None:
-        self._held -= 1
+    def release(self) -> None:
+        self._in_use -= 1
 
 
 class UploadSlot:
-    """One upload's place; given back once, however often that is asked."""
+    """The slot of one upload; released once, also if `release` is called again."""
 
-    def __init__(self, among: LongUploadLimit | None) -> None:
-        self._among = among
+    def __init__(self, owner: LongUploadLimit | None) -> None:
+        self._owner = owner
 
-    def give_back(self) -> None:
-        among, self._among = self._among, None
-        if among is not None:
-            among.give_back()
+    def release(self) -> None:
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.release()
 
 
 class _Routes:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._long = LongUploadLimit()
+        self._long_uploads = LongUploadLimit()
 
     async def transcribe(self) -> Response:
         """POST /v1/audio/transcriptions."""
@@ -108,79 +108,81 @@ class _Routes:
                 400, "this replica transcribes nothing; start it with --transcription whisper-tiny"
             )
         form = await self._form()
-        asked, upload = self._checked(form)
+        fields, upload = self._checked(form)
         try:
             samples, rate = await trio.to_thread.run_sync(decode_audio_samples, upload.data)
-        except ValueError as fault:
-            raise DetailError(400, str(fault)) from None
+        except ValueError as error:
+            raise DetailError(400, str(error)) from None
         duration_secs = len(samples) / rate
-        lowered = _to_generate_request(asked, to_stage_audio(samples, rate))
-        hold = self._long.hold(duration_secs)
-        if asked.stream:
-            return await self._stream(lowered, duration_secs, hold)
+        generate_request = _to_generate_request(fields, to_stage_audio(samples, rate))
+        slot = self._long_uploads.acquire(duration_secs)
+        if fields.stream:
+            return await self._stream(generate_request, duration_secs, slot)
         try:
-            return await self._whole(lowered, asked, duration_secs)
+            return await self._respond(generate_request, fields, duration_secs)
         finally:
-            hold.give_back()
+            slot.release()
 
     async def _form(self) -> MultipartForm:
         try:
             return await read_form(request, self._context.max_body_bytes)
-        except MultipartError as refused:
-            raise DetailError(refused.status, refused.message) from None
+        except MultipartError as error:
+            raise DetailError(error.status, error.message) from None
 
     def _checked(self, form: MultipartForm) -> tuple[TranscriptionFields, UploadedFile]:
-        """Return the fields and the file. Raises DetailError, and InvalidBody for what is misformed."""
+        """Return the fields and the file. Raises DetailError, and InvalidBody for malformed fields."""
         upload = form.files.get("file")
         if upload is None:
             raise InvalidBody([problem("missing", ("body", "file"), "Field required", None)])
         if not upload.data:
             raise DetailError(400, "file must not be empty")
-        asked = validate(
+        fields = validate(
             TranscriptionFields, {name: text for name, text in form.fields.items() if text.strip()}
         )
-        wanted = asked.response_format
-        known = self._context.capabilities
-        if wanted in ("srt", "vtt") and (known is None or TIMESTAMPS not in known):
+        response_format = fields.response_format
+        capabilities = self._context.capabilities
+        if response_format in ("srt", "vtt") and (
+            capabilities is None or TIMESTAMPS not in capabilities
+        ):
             raise DetailError(
-                400, f"response_format {wanted!r} needs a model that tells timestamps"
+                400, f"response_format {response_format!r} needs a model that tells timestamps"
             )
-        if asked.stream and wanted not in ("json", "text"):
-            raise DetailError(400, f"a stream has no {wanted!r} form: use json or text")
-        return asked, upload
+        if fields.stream and response_format not in ("json", "text"):
+            raise DetailError(400, f"a stream has no {response_format!r} form: use json or text")
+        return fields, upload
 
-    async def _whole(
-        self, lowered: GenerateRequest, asked: TranscriptionFields, duration_secs: float
+    async def _respond(
+        self, generate_request: GenerateRequest, fields: TranscriptionFields, duration_secs: float
     ) -> Response:
         timing = self._context.meters.timed(self._context.model_name)
         try:
-            result = await self._context.client.completion(lowered, _new_id())
-            timing.first()
-            timing.ended()
+            result = await self._context.client.completion(generate_request, _new_id())
+            timing.mark_first_output()
+            timing.finish()
         finally:
-            timing.left()
-        heard = TranscriptResponse.of(result, duration_secs)
-        match asked.response_format:
+            timing.close()
+        transcript = TranscriptResponse.of(result, duration_secs)
+        match fields.response_format:
             case "json":
-                return json_response(heard.plain())
+                return json_response(transcript.plain())
             case "verbose_json":
-                return json_response(heard.verbose())
+                return json_response(transcript.verbose())
             case "text":
-                return Response(heard.text, content_type=PLAIN_TEXT)
+                return Response(transcript.text, content_type=PLAIN_TEXT)
             case "srt":
-                return Response(heard.srt(), content_type=PLAIN_TEXT)
+                return Response(transcript.srt(), content_type=PLAIN_TEXT)
             case "vtt":
-                return Response(heard.vtt(), content_type="text/vtt; charset=utf-8")
+                return Response(transcript.vtt(), content_type="text/vtt; charset=utf-8")
 
     async def _stream(
-        self, lowered: GenerateRequest, duration_secs: float, hold: UploadSlot
+        self, generate_request: GenerateRequest, duration_secs: float, slot: UploadSlot
     ) -> Response:
         request_id = _new_id()
         body = DeferredStream(
-            self._context.client.generate(lowered, request_id),
+            self._context.client.generate(generate_request, request_id),
             TranscriptEvents(duration_secs),
             self._context.meters.timed(self._context.model_name),
-            hold.give_back,
+            slot.release,
         )
         await body.begin()
         return deferred_response(
@@ -193,12 +195,12 @@ class _Routes:
         )
 
     async def translate(self) -> Response:
-        """POST /v1/audio/translations: refused; first for an unknown model, then for any."""
+        """POST /v1/audio/translations: refused, first for an unknown model, then in general."""
         try:
             form = await read_form(request, self._context.max_body_bytes)
-        except MultipartError as refused:
+        except MultipartError as error:
             raise SpeechError(
-                refused.message, status=refused.status, kind="invalid_request_error", code=None
+                error.message, status=error.status, kind="invalid_request_error", code=None
             ) from None
         model = form.fields.get("model")
         if model is not None and model != self._context.model_name:
@@ -226,19 +228,21 @@ def _new_id() -> str:
     return f"transcription-{uuid.uuid4()}"
 
 
-def _to_generate_request(asked: TranscriptionFields, audio: dict[str, Any]) -> GenerateRequest:
-    told = {"language": asked.language, "prompt": asked.prompt}
+def _to_generate_request(fields: TranscriptionFields, audio: dict[str, Any]) -> GenerateRequest:
+    asr_params = {"language": fields.language, "prompt": fields.prompt}
     return GenerateRequest(
         prompt={},
-        model=asked.model,
+        model=fields.model,
         sampling=SamplingParams(
-            temperature=asked.temperature,
-            repetition_penalty=asked.repetition_penalty,
-            max_new_tokens=asked.max_new_tokens,
+            temperature=fields.temperature,
+            repetition_penalty=fields.repetition_penalty,
+            max_new_tokens=fields.max_new_tokens,
         ),
-        stream=asked.stream,
+        stream=fields.stream,
         task="asr",
-        metadata={"asr_params": {name: value for name, value in told.items() if value is not None}},
+        metadata={
+            "asr_params": {name: value for name, value in asr_params.items() if value is not None}
+        },
         media={"audios": [audio]},
     )
 

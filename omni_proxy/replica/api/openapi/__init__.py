@@ -1,1 +1,1 @@
-"""Package openapi."""
+"""The OpenAPI document of this server and the page that renders it."""

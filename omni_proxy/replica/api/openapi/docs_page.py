@@ -1,7 +1,7 @@
-"""The page that shows /openapi.json, for /docs and /redoc.
+"""The page that renders /openapi.json, for /docs and /redoc.
 
-Invariant: it loads nothing but that document, from this server, so that it works without the
-internet; whatever it shows goes in as text, never as HTML.
+Invariant: it loads nothing but that document, from this server, so it works offline; everything it
+shows is inserted as text, never as HTML.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GET /openapi.json, /docs and /redoc: this server's routes, described (api-server.md 1.0).
 
-Invariant: what is described is what is mounted: paths and methods are asked of the app itself, when
-the description is first asked for. An endpoint that the table does not know is a fault of ours that
-a test finds. The description needs no key and tells nothing of the models behind it.
+Invariant: the document describes what is mounted: paths and methods are read from the app, when the
+document is first requested. An endpoint without an entry in the table is a bug that a test finds.
+The document needs no key and reveals nothing about the models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omni_proxy.replica.api.openapi.docs_page import PAGE, POLICY
 from omni_proxy.replica.api.openapi.endpoint_table import ENDPOINTS, FORM, JSON, Endpoint, Schema
 from omni_proxy.replica.api.route_context import RouteContext
 
-# Routes of the description itself, and what no client calls.
+# Routes of the document itself, and those that no API client calls.
 HIDDEN = frozenset(("openapi", "docs", "docs_oauth2_redirect", "redoc", "icon"))
 REF = "#/components/schemas/{name}"
 TITLE = "sglang-omni"
@@ -62,9 +62,9 @@ ERRORS: dict[str, Schema] = {
 
 
 def description(app: QuartTrio) -> dict[str, Any]:
-    """The whole document, JSON-able."""
+    """Return the whole document, ready for JSON."""
     paths: dict[str, dict[str, Any]] = {}
-    kinds = [kind for told in ENDPOINTS.values() for kind in told.bodies]
+    kinds = [kind for endpoint_entry in ENDPOINTS.values() for kind in endpoint_entry.bodies]
     _, components = msgspec.json.schema_components(kinds, ref_template=REF)
     for path, method, endpoint in sorted(_mounted(app)):
         paths.setdefault(path, {})[method] = _operation(
@@ -83,7 +83,7 @@ def description(app: QuartTrio) -> dict[str, Any]:
 
 
 def _mounted(app: QuartTrio) -> Iterator[tuple[str, str, str]]:
-    """(path, method, endpoint) of all that is served over HTTP, but for what is hidden."""
+    """Yield (path, method, endpoint) of every HTTP route that is not hidden."""
     for rule in app.url_map.iter_rules():
         if rule.websocket or rule.endpoint in HIDDEN:
             continue
@@ -93,54 +93,57 @@ def _mounted(app: QuartTrio) -> Iterator[tuple[str, str, str]]:
 
 
 def _operation(
-    path: str, method: str, told: Endpoint, components: dict[str, Any]
+    path: str, method: str, endpoint: Endpoint, components: dict[str, Any]
 ) -> dict[str, Any]:
-    takes_body = method != "get" and bool(told.bodies or told.body)
+    takes_body = method != "get" and bool(endpoint.bodies or endpoint.body)
     operation: dict[str, Any] = {
-        "tags": [told.tag],
-        "summary": told.summary,
+        "tags": [endpoint.tag],
+        "summary": endpoint.summary,
         "operationId": re.sub(r"\W+", "_", f"{method}{path}").strip("_"),
-        "responses": _responses(told),
+        "responses": _responses(endpoint),
     }
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", path)]
     if method == "get":
-        parameters += [_parameter(name, "query") for name in told.query]
+        parameters += [_parameter(name, "query") for name in endpoint.query]
     if parameters:
         operation["parameters"] = parameters
     if takes_body:
-        schema = _form_of(told, components) if told.takes == FORM else _body_of(told)
-        content = {told.takes: {"schema": schema}}
-        operation["requestBody"] = {"required": told.body_needed, "content": content}
-    if told.locked:
+        schema = _form_of(endpoint, components) if endpoint.takes == FORM else _body_of(endpoint)
+        content = {endpoint.takes: {"schema": schema}}
+        operation["requestBody"] = {"required": endpoint.body_needed, "content": content}
+    if endpoint.locked:
         operation["security"] = [{"adminKey": []}]
     return operation
 
 
-def _body_of(told: Endpoint) -> Schema:
-    if told.body is not None:
-        return told.body
-    references = [{"$ref": REF.format(name=kind.__name__)} for kind in told.bodies]
+def _body_of(endpoint: Endpoint) -> Schema:
+    if endpoint.body is not None:
+        return endpoint.body
+    references = [{"$ref": REF.format(name=kind.__name__)} for kind in endpoint.bodies]
     return references[0] if len(references) == 1 else {"anyOf": references}
 
 
-def _form_of(told: Endpoint, components: dict[str, Any]) -> Schema:
-    """A form's files and plain fields, which stand side by side."""
-    form = told.body or {"type": "object", "properties": {}}
+def _form_of(endpoint: Endpoint, components: dict[str, Any]) -> Schema:
+    """A form's files and plain fields in one schema."""
+    form = endpoint.body or {"type": "object", "properties": {}}
     fields = dict(form["properties"])
-    for kind in told.bodies:
+    for kind in endpoint.bodies:
         fields |= components[kind.__name__]["properties"]
     plain: Schema = _plain(form | {"properties": fields})
     return plain
 
 
-def _responses(told: Endpoint) -> dict[str, Any]:
-    refusals = [{"$ref": REF.format(name=name)} for name in told.refuses]
-    refusal = refusals[0] if len(refusals) == 1 else {"anyOf": refusals}
+def _responses(endpoint: Endpoint) -> dict[str, Any]:
+    error_schemas = [{"$ref": REF.format(name=name)} for name in endpoint.refuses]
+    error_schema = error_schemas[0] if len(error_schemas) == 1 else {"anyOf": error_schemas}
     return {
-        "200": {"description": "the answer", "content": {each: {} for each in told.answers}},
+        "200": {
+            "description": "the answer",
+            "content": {media_type: {} for media_type in endpoint.answers},
+        },
         "default": {
             "description": "refused",
-            "content": {JSON: {"schema": refusal}},
+            "content": {JSON: {"schema": error_schema}},
         },
     }
 
@@ -151,9 +154,9 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """The same without bounds that are those of 64 bits alone."""
+    """The same schema without bounds that are only those of 64-bit integers."""
     if isinstance(schema, list):
-        return [_plain(each) for each in schema]
+        return [_plain(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
@@ -164,12 +167,12 @@ def _plain(schema: Any) -> Any:
 
 
 def mount(app: QuartTrio, _: RouteContext) -> None:
-    made: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
 
     async def openapi() -> Response:
-        if not made:  # only now every route is mounted
-            made.append(description(app))
-        return json_response(made[0])
+        if not documents:  # every route is mounted by now
+            documents.append(description(app))
+        return json_response(documents[0])
 
     async def page() -> Response:
         headers = {"content-security-policy": POLICY}
@@ -177,6 +180,6 @@ def mount(app: QuartTrio, _: RouteContext) -> None:
 
     app.add_url_rule("/openapi.json", "openapi", openapi)
     app.add_url_rule("/docs", "docs", page)
-    # Where a page with a login of its own would come back to; there is none.
+    # The OAuth2 redirect target of Swagger UI; there is no login.
     app.add_url_rule("/docs/oauth2-redirect", "docs_oauth2_redirect", page)
     app.add_url_rule("/redoc", "redoc", page)

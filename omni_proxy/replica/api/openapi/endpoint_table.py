@@ -1,7 +1,7 @@
-"""What each route is for, what it takes and in which family of errors it refuses; by endpoint.
+"""The endpoints of the OpenAPI document: purpose, bodies, responses and error formats.
 
-Invariant: bodies are the very Structs that the routes read, and fields that are read by hand come
-from the table that checks them, so that the description cannot say anything else.
+Invariant: bodies are the Structs that the routes validate, and hand-checked fields come from the
+table that checks them, so that the document cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DETAIL = "Detail"
 OPENAI = ("OpenAIError", DETAIL)
 Schema = dict[str, Any]
 
-# What a hand-read field may hold, by the words that refuse any other value.
+# Schema of a hand-checked field, by the description in its error message.
 _KINDS: Mapping[str, Schema] = {
     "a string": {"type": "string"},
     "true or false": {"type": "boolean"},
@@ -46,11 +46,10 @@ _TEXT: Schema = {"type": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint. `bodies`: any of these; `body`: a schema of its own, of the media type `takes`.
+    """One endpoint. `bodies`: any of these; or `body`: a schema, of the media type `takes`.
 
-    `answers` are media types. `refuses` are the shapes of what is wrong with a request; what any
-    route may say (405, 413) is a `Detail`.
-    `locked` needs the admin key, where one is set. `query` are the query's parameters.
+    `answers` are media types. `refuses` are the error formats; any route may answer 405 and 413
+    with a `Detail`. `locked` needs the admin key, if one is set. `query` are query parameters.
     """
 
     summary: str
@@ -66,14 +65,14 @@ class Endpoint:
 
 
 def _speech() -> Schema:
-    fields = {name: _KINDS[kind.words] for name, kind in FIELD_TYPES.items()}
+    fields = {name: _KINDS[kind.description] for name, kind in FIELD_TYPES.items()}
     return {"type": "object", "properties": fields, "required": ["input"]}
 
 
 def _batch() -> Schema:
-    own = _speech()
-    items = {"type": "array", "minItems": 1, "items": own}
-    return {"type": "object", "properties": {**own["properties"], "items": items},
+    item_schema = _speech()
+    items = {"type": "array", "minItems": 1, "items": item_schema}
+    return {"type": "object", "properties": {**item_schema["properties"], "items": items},
             "required": ["items"]}  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Package speech."""
+"""Speech synthesis over HTTP and WebSocket, batches of it, and uploaded voices."""

@@ -1,7 +1,7 @@
-"""/v1/audio/speech/batch: many texts spoken at once (api-server.md 1.5).
+"""POST /v1/audio/speech/batch: many texts synthesized at once (api-server.md 1.5).
 
-Invariant: results stand in the order of the items, and one item's failure is its own; only what is
-wrong with the whole body refuses all of it.
+Invariant: results are in the order of the items, and one item's failure does not affect the others;
+only errors in the body as a whole refuse all of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from omni_proxy.replica.api.speech.speech_service import SpeechService
 class _Routes:
     def __init__(self, context: RouteContext) -> None:
         self._most_items = context.tts_batch_max_items
-        self._speaking = SpeechService(context)
+        self._service = SpeechService(context)
 
     async def create(self) -> Response:
         """POST /v1/audio/speech/batch."""
-        self._speaking.check_available()
+        self._service.check_available()
         body = parse_object(
             await request.get_data(cache=False, as_text=False, parse_form_data=False)
         )
@@ -44,11 +44,13 @@ class _Routes:
             for index, item in enumerate(items):
                 nursery.start_soon(fill, index, item)
         succeeded = sum(result["status"] == "success" for result in results)
-        told = {"id": batch_id, "results": results, "total": len(results)}
-        return json_response(told | {"succeeded": succeeded, "failed": len(results) - succeeded})
+        body_start = {"id": batch_id, "results": results, "total": len(results)}
+        return json_response(
+            body_start | {"succeeded": succeeded, "failed": len(results) - succeeded}
+        )
 
     def _split(self, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the shared fields and the items' own ones; null inherits. Raises SpeechError."""
+        """Return the shared fields and each item's own; null inherits. Raises SpeechError."""
         items = body.pop("items", None)
         if not isinstance(items, list) or not items:
             raise SpeechError("items must be a list of one speech request or more", "items")
@@ -57,24 +59,24 @@ class _Routes:
                 f"items has {len(items)} requests; a batch takes up to {self._most_items}", "items"
             )
         _refuse_stream(body)
-        own = []
+        item_fields = []
         for index, item in enumerate(items):
             if not isinstance(item, dict):
                 raise SpeechError(f"items.{index} must be an object", f"items.{index}")
             try:
                 _refuse_stream(item)
-            except SpeechError as refusal:
-                raise refusal.under(f"items.{index}") from None
-            own.append({name: value for name, value in item.items() if value is not None})
-        return body, own
+            except SpeechError as error:
+                raise error.under(f"items.{index}") from None
+            item_fields.append({name: value for name, value in item.items() if value is not None})
+        return body, item_fields
 
     async def _result(
         self, index: int, fields: Mapping[str, Any], request_id: str
     ) -> dict[str, Any]:
         try:
             ask = parse_speech_request(fields)
-            self._speaking.check(ask)
-            spoken = await self._speaking.speak(ask, request_id)
+            self._service.check(ask)
+            spoken = await self._service.synthesize(ask, request_id)
         except SpeechError as refusal:
             error = refusal.under(f"items.{index}").error()
             told = {name: value for name, value in error.items() if value is not None}
@@ -90,7 +92,7 @@ class _Routes:
 
 
 def _refuse_stream(fields: Mapping[str, Any]) -> None:
-    """A batch is one JSON answer: nothing in it can stream."""
+    """A batch is one JSON response: no part of it can be streamed."""
     if fields.get("stream") not in (None, False):
         raise SpeechError("a batch does not stream: stream must be absent or false", "stream")
     if fields.get("stream_format") == "sse":

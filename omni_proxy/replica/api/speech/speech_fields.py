@@ -1,7 +1,7 @@
-"""The fields of a speech request, checked one by one before anything is built from them.
+"""The fields of a speech request, validated one by one.
 
-Invariant: a value of the wrong type is refused, never converted; null is the same as absent; fields
-that nobody knows are ignored. Source: api-server.md 1.4. No audio is read here.
+Invariant: a value of the wrong type is refused, never converted; null is the same as absent;
+unknown fields are ignored. Source: api-server.md 1.4. No audio is read here.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FieldType:
-    """What a field may hold: said in words, and as a test."""
+    """What a field may hold: a description for error messages, and a check."""
 
-    words: str
-    holds: Callable[[Any], bool]
+    description: str
+    accepts: Callable[[Any], bool]
 
 
 _TEXT = _FieldType("a string", lambda value: isinstance(value, str))
@@ -124,7 +124,7 @@ _OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class VoiceReference:
-    """A sample of a voice: where its audio is to be read from (or its codes), and its words."""
+    """A voice sample: where to read its audio (or its codes), and its transcript."""
 
     path: str
     source: str | None
@@ -135,7 +135,7 @@ class VoiceReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRequest:
-    """A checked request. `format_given` tells a chosen response_format from the default."""
+    """A validated request. `format_given`: response_format was set, and is not the default."""
 
     input: str = ""
     model: str | None = None
@@ -154,12 +154,12 @@ class SpeechRequest:
     def generate_request(
         self, *, stream: bool, references: list[dict[str, Any]] | None = None
     ) -> GenerateRequest:
-        """Return what the pipeline is asked: task "tts", the rest under `tts_params`.
+        """Return the pipeline request: task "tts", the other fields under `tts_params`.
 
-        `references` are the ones whose audio has been read. Source: api-server.md 1.4, lowering.
+        `references` are those whose audio has been read. Source: api-server.md 1.4, lowering.
         """
-        spoken: dict[str, Any] = {"voice": self.voice, "response_format": self.response_format}
-        spoken |= {"speed": self.speed, **self.options}
+        tts_params: dict[str, Any] = {"voice": self.voice, "response_format": self.response_format}
+        tts_params |= {"speed": self.speed, **self.options}
         prompt = {"text": self.input, "references": references} if references else self.input
         return GenerateRequest(
             prompt=prompt,
@@ -168,7 +168,7 @@ class SpeechRequest:
             stream=stream,
             output_modalities=("audio",),
             task="tts",
-            metadata={"tts_params": spoken},
+            metadata={"tts_params": tts_params},
             stage_params=self.stage_params,
             extra_params=self.extra_params,
         )
@@ -188,11 +188,11 @@ def parse_object(body: bytes, what: str = "speech request body") -> dict[str, An
 
 
 def parse_speech_request(body: Mapping[str, Any], *, default_format: str = "wav") -> SpeechRequest:
-    """Check every field but `input`'s presence (see `check_input`). Raises SpeechError."""
+    """Validate all fields; `check_input` checks that `input` is present. Raises SpeechError."""
     given = {name: body[name] for name in FIELD_TYPES if body.get(name) is not None}
     for name, value in given.items():
-        if not FIELD_TYPES[name].holds(value):
-            raise SpeechError(f"{name} must be {FIELD_TYPES[name].words}", name)
+        if not FIELD_TYPES[name].accepts(value):
+            raise SpeechError(f"{name} must be {FIELD_TYPES[name].description}", name)
     _normalize(given)
     return SpeechRequest(
         input=given.get("input", ""),
@@ -213,40 +213,42 @@ def parse_speech_request(body: Mapping[str, Any], *, default_format: str = "wav"
     )
 
 
-def check_input(ask: SpeechRequest, most_chars: int = MAX_INPUT_CHARS) -> None:
-    """Refuse a request without words, or with too many."""
-    if not ask.input.strip():
+def check_input(request: SpeechRequest, most_chars: int = MAX_INPUT_CHARS) -> None:
+    """Refuse a request without text, or with too much text."""
+    if not request.input.strip():
         raise SpeechError("input must be a non-empty string", "input")
-    if len(ask.input) > most_chars:
+    if len(request.input) > most_chars:
         raise SpeechError(
-            f"input has {len(ask.input)} characters; at most {most_chars} are spoken at once",
+            f"input has {len(request.input)} characters; at most {most_chars} are spoken at once",
             "input",
         )
 
 
 def _normalize(given: dict[str, Any]) -> None:
-    """Bring the names that may be written in several ways into one."""
+    """Normalize fields whose values may be written in several ways."""
     if "response_format" in given:
         given["response_format"] = _one_of(given, "response_format", MEDIA_TYPES)
     if "stream_format" in given:
         given["stream_format"] = _one_of(given, "stream_format", STREAM_FORMATS)
     if "task_type" in given:
-        short = given["task_type"].lower().replace("_", "").replace("-", "")
-        if short not in TASK_TYPES:
+        normalized = given["task_type"].lower().replace("_", "").replace("-", "")
+        if normalized not in TASK_TYPES:
             names = ", ".join(TASK_TYPES.values())
             raise SpeechError(f"task_type must be one of {names}", "task_type")
-        given["task_type"] = TASK_TYPES[short]
+        given["task_type"] = TASK_TYPES[normalized]
     if "language" in given:
-        wanted = given["language"].strip().capitalize()
-        if wanted not in LANGUAGES:
+        language = given["language"].strip().capitalize()
+        if language not in LANGUAGES:
             raise SpeechError(f"language must be one of {', '.join(LANGUAGES)}", "language")
-        given["language"] = wanted
+        given["language"] = language
 
 
-def _one_of(given: Mapping[str, Any], name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+def _one_of(
+    given: Mapping[str, Any], name: str, choices: Mapping[str, Any] | tuple[str, ...]
+) -> str:
     value = str(given[name]).lower()
-    if value not in known:
-        raise SpeechError(f"{name} must be one of {', '.join(known)}", name)
+    if value not in choices:
+        raise SpeechError(f"{name} must be one of {', '.join(choices)}", name)
     return value
 
 
@@ -283,8 +285,8 @@ def _reference(index: int, one: Mapping[str, Any]) -> VoiceReference:
     sources = [name for name in _SOURCES if one.get(name) is not None]
     codes = one.get("vq_codes")
     if len(sources) > 1 or (not sources and codes is None):
-        wanted = ", ".join(_SOURCES)
-        raise SpeechError(f"{path} must have exactly one of {wanted}, or vq_codes", path)
+        names = ", ".join(_SOURCES)
+        raise SpeechError(f"{path} must have exactly one of {names}, or vq_codes", path)
     source = sources[0] if sources else None
     return VoiceReference(
         path=f"{path}.{source}" if source else path,

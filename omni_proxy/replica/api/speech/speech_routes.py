@@ -1,7 +1,7 @@
-"""/v1/audio/speech: one text spoken, as one file or as a stream (api-server.md 1.4).
+"""POST /v1/audio/speech: one text synthesized, as one file or as a stream (api-server.md 1.4).
 
-Invariant: the body is parsed here, by hand, and every refusal is OpenAI's envelope. An outcome can
-be asked for only after a clean end, and only while it is among the last 1024.
+Invariant: the body is parsed here, by hand, and every error is in the format of OpenAI. The outcome
+of a request can be queried only after a clean end, for the last MAX_OUTCOMES requests.
 """
 
 from __future__ import annotations
@@ -47,107 +47,109 @@ MAX_OUTCOMES: Final = 1024
 
 
 class OutcomeHistory:
-    """How the last requests ended, first in, first out."""
+    """Outcomes of the last requests; the oldest is dropped first."""
 
     def __init__(self, most: int = MAX_OUTCOMES) -> None:
-        self._most = most
-        self._kept: dict[str, SpeechOutcome] = {}
+        self._limit = most
+        self._outcomes: dict[str, SpeechOutcome] = {}
 
-    def keep(self, request_id: str, outcome: SpeechOutcome) -> None:
-        self._kept[request_id] = outcome
-        if len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+    def add(self, request_id: str, outcome: SpeechOutcome) -> None:
+        self._outcomes[request_id] = outcome
+        if len(self._outcomes) > self._limit:
+            del self._outcomes[next(iter(self._outcomes))]
 
-    def of(self, request_id: str) -> SpeechOutcome | None:
-        return self._kept.get(request_id)
+    def get(self, request_id: str) -> SpeechOutcome | None:
+        return self._outcomes.get(request_id)
 
 
 class _Routes:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._speaking = SpeechService(context)
+        self._service = SpeechService(context)
         self._outcomes = OutcomeHistory()
 
     async def create(self) -> Response:
         """POST /v1/audio/speech."""
-        self._speaking.check_available()
-        ask = parse_speech_request(
+        self._service.check_available()
+        speech_request = parse_speech_request(
             parse_object(await request.get_data(cache=False, as_text=False, parse_form_data=False))
         )
-        form = choose_stream_format(ask, self._context.stream_speech_as)
-        self._speaking.check(ask)
+        stream_format = choose_stream_format(speech_request, self._context.stream_speech_as)
+        self._service.check(speech_request)
         request_id = f"speech-{uuid.uuid4()}"
-        if form is not None:
-            return await self._stream(ask, form, request_id)
+        if stream_format is not None:
+            return await self._stream(speech_request, stream_format, request_id)
         timing = self._context.meters.timed(self._context.model_name)
         try:
-            spoken = await self._speaking.speak(ask, request_id)
-            timing.first()
-            timing.ended()
+            result = await self._service.synthesize(speech_request, request_id)
+            timing.mark_first_output()
+            timing.finish()
         finally:
-            timing.left()
-        self._outcomes.keep(request_id, _outcome_of(spoken))
-        return _whole_file(spoken, ask, request_id)
+            timing.close()
+        self._outcomes.add(request_id, _outcome_of(result))
+        return _whole_file(result, speech_request, request_id)
 
-    async def _stream(self, ask: SpeechRequest, form: StreamFormat, request_id: str) -> Response:
-        lowered = await self._speaking.lower(ask, stream=True)
-        shape = SpeechEncoder(
-            writer_for(form, ask, request_id),
-            lambda outcome: self._outcomes.keep(request_id, outcome),
+    async def _stream(
+        self, speech_request: SpeechRequest, stream_format: StreamFormat, request_id: str
+    ) -> Response:
+        generate_request = await self._service.to_generate_request(speech_request, stream=True)
+        encoder = SpeechEncoder(
+            writer_for(stream_format, speech_request, request_id),
+            lambda outcome: self._outcomes.add(request_id, outcome),
         )
         body = DeferredStream(
-            self._context.client.generate(lowered, request_id),
-            shape,
+            self._context.client.generate(generate_request, request_id),
+            encoder,
             self._context.meters.timed(self._context.model_name),
         )
         try:
             await body.begin()
-        except CLIENT_ERRORS as fault:
-            raise to_speech_error(fault) from None
-        return deferred_response(body, shape.headers())
+        except CLIENT_ERRORS as error:
+            raise to_speech_error(error) from None
+        return deferred_response(body, encoder.headers())
 
     async def outcome(self, request_id: str) -> Response:
         """GET /v1/audio/speech/{request_id}."""
-        found = self._outcomes.of(request_id)
-        if found is None:
+        outcome = self._outcomes.get(request_id)
+        if outcome is None:
             raise DetailError(404, f"no outcome is known for speech request {request_id!r}")
-        told = {"request_id": request_id, "finish_reason": found.finish_reason}
-        return json_response(told | {"usage": found.usage})
+        body = {"request_id": request_id, "finish_reason": outcome.finish_reason}
+        return json_response(body | {"usage": outcome.usage})
 
 
-def _outcome_of(spoken: SpeechResult) -> SpeechOutcome:
-    result = spoken.result
+def _outcome_of(speech: SpeechResult) -> SpeechOutcome:
+    result = speech.result
     return SpeechOutcome.of(result.finish_reason, result.usage, result.extra)
 
 
-def _whole_file(spoken: SpeechResult, ask: SpeechRequest, request_id: str) -> Response:
-    """Return the encoded bytes with everything that is known in the head."""
-    result = spoken.result
+def _whole_file(speech: SpeechResult, speech_request: SpeechRequest, request_id: str) -> Response:
+    """Return the encoded bytes, with all known facts in the headers."""
+    result = speech.result
     headers = {
-        "content-disposition": f'attachment; filename="speech.{ask.response_format}"',
+        "content-disposition": f'attachment; filename="speech.{speech_request.response_format}"',
         "x-request-id": request_id,
         "x-finish-reason": result.finish_reason or "unknown",
     }
     counts = result.usage or {}
-    for name, headed in (
+    for name, header_names in (
         ("prompt_tokens", ("x-prompt-tokens", "x-sglang-omni-input-tokens")),
         ("completion_tokens", ("x-completion-tokens", "x-sglang-omni-output-tokens")),
         ("total_tokens", ("x-sglang-omni-total-tokens",)),
     ):
         if counts.get(name) is not None:
-            headers |= dict.fromkeys(headed, str(counts[name]))
+            headers |= dict.fromkeys(header_names, str(counts[name]))
     engine = engine_secs(result.usage, result.extra)
     if engine is not None:
         headers["x-engine-time"] = str(engine)
-    return Response(spoken.data, 200, headers, content_type=spoken.media_type)
+    return Response(speech.data, 200, headers, content_type=speech.media_type)
 
 
-async def _speech_error_response(refusal: SpeechError) -> Response:
-    return refusal.response()
+async def _speech_error_response(error: SpeechError) -> Response:
+    return error.response()
 
 
 def register_speech_errors(app: QuartTrio) -> None:
-    """Have every SpeechError that leaves a route answered as its envelope."""
+    """Answer every SpeechError that leaves a route in its format."""
     app.register_error_handler(SpeechError, _speech_error_response)
 
 

@@ -1,7 +1,7 @@
-"""What every way of asking for speech shares: may it be spoken, by whom, and in which bytes.
+"""What all speech routes share: checks, reference audio, and synthesis by the pipeline.
 
-Invariant: whatever is refused here is refused before the pipeline hears of it; nothing is spoken
-in another voice or another format than the one that was asked for. Source: api-server.md 1.4.
+Invariant: requests are refused before they reach the pipeline; nothing is synthesized in another
+voice or format than the requested one. Source: api-server.md 1.4.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from omni_proxy.replica.pipeline.client import (
 )
 
 ENCODABLE_FORMATS: Final = ("wav", "pcm")
-DEFAULT_SAMPLE_RATE: Final = 24_000  # of audio whose stage tells none
+DEFAULT_SAMPLE_RATE: Final = 24_000  # for audio whose stage reports no rate
 NO_AUDIO: Final = "No audio output generated from the pipeline."
 MODEL_VOICES: Final = ("default", "heart")
 # fmt: off
@@ -54,17 +54,17 @@ OPENAI_VOICES: Final = frozenset({
 VOICE_CLONING: Final = "voice_clone"
 
 
-def to_speech_error(fault: ClientError | SpeechError) -> SpeechError:
-    """Return the error for what the pipeline's client raised; a refusal stays what it is."""
-    if isinstance(fault, SpeechError):
-        return fault
-    status, message = status_and_message(fault)
+def to_speech_error(error: ClientError | SpeechError) -> SpeechError:
+    """Return the speech error for an error of the pipeline client; a SpeechError stays as it is."""
+    if isinstance(error, SpeechError):
+        return error
+    status, message = status_and_message(error)
     return speech_error_for_status(message, status)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechResult:
-    """One whole answer: the encoded bytes, and what the pipeline said about them."""
+    """One complete response: the encoded bytes, and the pipeline's result."""
 
     data: bytes
     media_type: str
@@ -72,7 +72,7 @@ class SpeechResult:
 
 
 class SpeechService:
-    """Checks asks, lowers them and has them spoken by one replica."""
+    """Checks requests, converts them for the pipeline and runs them."""
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
@@ -82,11 +82,11 @@ class SpeechService:
             allowed_folder=Path(local) if local is not None else None,
             most_bytes=context.max_media_bytes,
         )
-        known = context.capabilities
-        self._clones = known is not None and VOICE_CLONING in known
+        capabilities = context.capabilities
+        self._can_clone = capabilities is not None and VOICE_CLONING in capabilities
 
     def check_available(self) -> None:
-        """Refuse where the pipeline has no stage that speaks."""
+        """Raises SpeechError if the pipeline has no speech stage."""
         if not self._context.can("speech"):
             raise SpeechError(
                 "this replica does not speak; start it with --speech hibari",
@@ -94,69 +94,73 @@ class SpeechService:
                 code="speech_not_available",
             )
 
-    def check(self, ask: SpeechRequest, *, with_input: bool = True) -> None:
-        """Refuse what this replica cannot speak as asked."""
+    def check(self, request: SpeechRequest, *, with_input: bool = True) -> None:
+        """Raises SpeechError for a request that this replica cannot synthesize."""
         self.check_available()
         if with_input:
-            check_input(ask, self._context.max_speech_input_chars)
-        if ask.response_format not in ENCODABLE_FORMATS:
+            check_input(request, self._context.max_speech_input_chars)
+        if request.response_format not in ENCODABLE_FORMATS:
             raise speech_server_error(
-                f"missing encoder for {ask.response_format}: "
+                f"missing encoder for {request.response_format}: "
                 f"this replica writes {' and '.join(ENCODABLE_FORMATS)}",
                 503,
             )
-        self._check_voice(ask)
+        self._check_voice(request)
 
-    def _check_voice(self, ask: SpeechRequest) -> None:
-        if self._clones:
+    def _check_voice(self, request: SpeechRequest) -> None:
+        if self._can_clone:
             return
-        voice = ask.voice.lower()
+        voice = request.voice.lower()
         if voice not in MODEL_VOICES and voice not in OPENAI_VOICES:
             raise SpeechError(
                 f"this model has one voice: voice must be {' or '.join(MODEL_VOICES)} (OpenAI's "
-                f"names mean the same one), not {ask.voice!r}",
+                f"names mean the same one), not {request.voice!r}",
                 "voice",
             )
-        if ask.references:
-            path = ask.references[0].path
+        if request.references:
+            path = request.references[0].path
             raise SpeechError("this model has one voice: it follows no reference audio", path)
 
-    async def lower(self, ask: SpeechRequest, *, stream: bool) -> GenerateRequest:
+    async def to_generate_request(
+        self, speech_request: SpeechRequest, *, stream: bool
+    ) -> GenerateRequest:
         """Return the request for the pipeline, with its reference audio read and decoded."""
-        read = [await self._read(one) for one in ask.references]
-        return ask.generate_request(stream=stream, references=read or None)
+        references = [
+            await self._read_reference(reference) for reference in speech_request.references
+        ]
+        return speech_request.generate_request(stream=stream, references=references or None)
 
-    async def _read(self, one: VoiceReference) -> dict[str, Any]:
-        lowered: dict[str, Any] = {}
-        if one.text is not None:
-            lowered["text"] = one.text
-        if one.source is None:
-            return lowered | {"vq_codes": one.vq_codes}
+    async def _read_reference(self, reference: VoiceReference) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if reference.text is not None:
+            fields["text"] = reference.text
+        if reference.source is None:
+            return fields | {"vq_codes": reference.vq_codes}
         try:
-            if one.path.endswith(".data") and not one.source.startswith("data:"):
-                data = decode_base64(one.source, self._rules.most_bytes)
+            if reference.path.endswith(".data") and not reference.source.startswith("data:"):
+                data = decode_base64(reference.source, self._rules.most_bytes)
             else:
-                data = await read_media(one.source, self._rules)
+                data = await read_media(reference.source, self._rules)
             samples, rate = await trio.to_thread.run_sync(decode_audio_samples, data)
-        except (MediaError, ValueError) as fault:
-            raise SpeechError(str(fault), one.path) from None
-        return lowered | to_stage_audio(samples, rate)
+        except (MediaError, ValueError) as error:
+            raise SpeechError(str(error), reference.path) from None
+        return fields | to_stage_audio(samples, rate)
 
-    async def speak(self, ask: SpeechRequest, request_id: str) -> SpeechResult:
-        """Have it spoken and return the whole file. Raises SpeechError."""
-        request = await self.lower(ask, stream=False)
+    async def synthesize(self, speech_request: SpeechRequest, request_id: str) -> SpeechResult:
+        """Synthesize and return the complete file. Raises SpeechError."""
+        request = await self.to_generate_request(speech_request, stream=False)
         try:
             result = await self._context.client.completion(request, request_id)
-        except CLIENT_ERRORS as fault:
-            raise to_speech_error(fault) from None
+        except CLIENT_ERRORS as error:
+            raise to_speech_error(error) from None
         if not result.audio:
             raise speech_server_error(NO_AUDIO)
         rate = result.sample_rate or DEFAULT_SAMPLE_RATE
-        data = encode_audio(result.audio, rate, ask.response_format)
-        return SpeechResult(data, MEDIA_TYPES[ask.response_format], result)
+        data = encode_audio(result.audio, rate, speech_request.response_format)
+        return SpeechResult(data, MEDIA_TYPES[speech_request.response_format], result)
 
 
 def engine_secs(usage: dict[str, Any] | None, extra: dict[str, Any]) -> float | None:
-    """Return how long the engine worked, where the pipeline told it."""
-    told = (usage or {}).get("engine_time_s", extra.get("engine_time_s"))
-    return float(told) if told is not None else None
+    """Return the engine time, if the pipeline reports it."""
+    secs = (usage or {}).get("engine_time_s", extra.get("engine_time_s"))
+    return float(secs) if secs is not None else None

@@ -1,10 +1,10 @@
-"""WS /v1/audio/speech/stream: text goes in as it is written, speech comes out by sentences.
+"""WS /v1/audio/speech/stream: text in as it is written, speech out sentence by sentence.
 
     configure -> (input.text | input.commit)* -> input.done -> close 1000      (api-server.md 1.6)
 
-Invariant: sentences are spoken one after another, in order, and each `audio.start` has its
-`audio.done`. Whatever ends a session but its own `input.done` is told by an error event before the
-closing frame. A client that goes away cancels the session, and that aborts what is being spoken.
+Invariant: sentences are synthesized one after another, in order, and each `audio.start` has its
+`audio.done`. A session that ends by anything but its `input.done` gets an error event before the
+close frame. A disconnect cancels the session, which aborts the synthesis.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NORMAL, UNSUPPORTED, POLICY, TOO_BIG = 1000, 1003, 1008, 1009
 
 
 GRANULARITIES: Final = ("sentence", "clause")
-# Text of a frame, or bytes; None is what Quart makes of a binary frame without bytes.
+# Text or bytes of a frame; Quart gives None for an empty binary frame.
 Frame = str | bytes | None
 
 
@@ -58,14 +58,14 @@ class NotTextFrame(Exception):
 
 
 class FrameTooLong(Exception):
-    """A frame beyond its limit."""
+    """A frame above its size limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """How every sentence of a session is to be spoken."""
+    """How the sentences of a session are synthesized."""
 
-    ask: SpeechRequest
+    request: SpeechRequest
     stream_audio: bool = False
     split_granularity: str = "sentence"
 
@@ -80,7 +80,7 @@ def parse_message(frame: Frame, most_bytes: int) -> dict[str, Any]:
 
 
 def parse_session_config(message: Mapping[str, Any]) -> SessionConfig:
-    """Read a session.config, whose fields stand under "session" or beside its type.
+    """Parse a session.config, whose fields are under "session" or beside its type.
 
     Raises SpeechError.
     """
@@ -96,139 +96,143 @@ def parse_session_config(message: Mapping[str, Any]) -> SessionConfig:
     if granularity is not None and granularity not in GRANULARITIES:
         names = " or ".join(GRANULARITIES)
         raise SpeechError(f"split_granularity must be {names}", "split_granularity")
-    ask = parse_speech_request(fields, default_format="pcm")
-    if stream_audio and ask.response_format != "pcm":
+    request = parse_speech_request(fields, default_format="pcm")
+    if stream_audio and request.response_format != "pcm":
         raise SpeechError('stream_audio needs response_format="pcm" or none', "response_format")
-    return SessionConfig(ask, bool(stream_audio), granularity or GRANULARITIES[0])
+    return SessionConfig(request, bool(stream_audio), granularity or GRANULARITIES[0])
 
 
 class _SessionEnd(Exception):
-    """The session ends here: with that closing code, after that error."""
+    """Ends the session with a close code, after an error event."""
 
     def __init__(self, code: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
-        self.refusal = SpeechError(message, param)
+        self.error = SpeechError(message, param)
 
 
 class _EventSocket:
-    """The connection, as events and audio."""
+    """The WebSocket connection as events and audio."""
 
     def __init__(self, socket: Websocket) -> None:
         self._socket = socket
 
-    async def hear(self) -> Frame:
+    async def receive_frame(self) -> Frame:
         frame: Frame = await self._socket.receive()
         return frame
 
-    async def tell(self, event: Mapping[str, Any]) -> None:
+    async def send_event(self, event: Mapping[str, Any]) -> None:
         await self._socket.send(msgspec.json.encode(event).decode())
 
-    async def tell_error(self, refusal: SpeechError) -> None:
-        event = {"type": "error", "message": refusal.message, "error_type": refusal.kind}
-        told = {"param": refusal.param, "code": refusal.code}
-        await self.tell(event | {name: value for name, value in told.items() if value is not None})
+    async def send_error(self, error: SpeechError) -> None:
+        event = {"type": "error", "message": error.message, "error_type": error.kind}
+        optional = {"param": error.param, "code": error.code}
+        await self.send_event(
+            event | {name: value for name, value in optional.items() if value is not None}
+        )
 
     async def send_audio(self, data: bytes) -> None:
         for start in range(0, len(data), AUDIO_FRAME_BYTES):
             await self._socket.send(data[start : start + AUDIO_FRAME_BYTES])
 
     async def close(self, code: int, reason: str = "") -> None:
-        # A closing frame holds 123 bytes of reason; all of ours are ASCII.
+        # A close frame holds up to 123 bytes of reason; all reasons here are ASCII.
         await self._socket.close(code, reason[:123])
 
 
 class _Session:
-    """One conversation, and how far it has come."""
+    """One session and its progress."""
 
-    def __init__(self, context: RouteContext, line: _EventSocket) -> None:
+    def __init__(self, context: RouteContext, socket: _EventSocket) -> None:
         self._context = context
-        self._speaking = SpeechService(context)
-        self._line = line
+        self._service = SpeechService(context)
+        self._socket_events = socket
         self._id = f"speech_ws_{secrets.token_hex(16)}"
-        self._cutter = SentenceSplitter()
+        self._splitter = SentenceSplitter()
         self._sentences = 0  # of the whole session
-        self._committed = 0  # so many of them stood before the last commit
+        self._committed = 0  # number of sentences before the last commit
         self._segments = 0
 
     async def run(self) -> None:
         try:
-            voice = await self._configure()
-        except _SessionEnd as over:
-            await self._part(over)
+            speaker = await self._configure()
+        except _SessionEnd as end:
+            await self._close_with_error(end)
             return
         frames_in, frames_out = trio.open_memory_channel[Frame](WAITING_FRAMES)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._listen, frames_in)
             try:
-                await self._converse(voice, frames_out)
-            except _SessionEnd as over:
-                await self._part(over)
+                await self._converse(speaker, frames_out)
+            except _SessionEnd as end:
+                await self._close_with_error(end)
             nursery.cancel_scope.cancel()
 
-    async def _part(self, over: _SessionEnd) -> None:
-        await self._line.tell_error(over.refusal)
-        await self._line.close(over.code, over.refusal.message)
+    async def _close_with_error(self, end: _SessionEnd) -> None:
+        await self._socket_events.send_error(end.error)
+        await self._socket_events.close(end.code, end.error.message)
 
     async def _listen(self, frames: trio.MemorySendChannel[Frame]) -> None:
-        # A full channel stops the reading, and so at length the client: no text is lost.
+        # A full channel stops reading, which slows the client down by backpressure: no text is lost.
         while True:
-            await frames.send(await self._line.hear())
+            await frames.send(await self._socket_events.receive_frame())
 
     async def _configure(self) -> _SentenceSpeaker:
-        """Take the first message and answer it. Raises _Over."""
-        with trio.move_on_after(CONFIG_SECS) as patience:
-            frame = await self._line.hear()
-        if patience.cancelled_caught:
+        """Receive the first message and answer it. Raises _SessionEnd."""
+        with trio.move_on_after(CONFIG_SECS) as timeout:
+            frame = await self._socket_events.receive_frame()
+        if timeout.cancelled_caught:
             raise _SessionEnd(POLICY, "session.config was not received before timeout")
         try:
             config = parse_session_config(_message(frame, CONFIG_BYTES))
-            self._speaking.check(config.ask, with_input=False)
-            lowered = await self._speaking.lower(config.ask, stream=config.stream_audio)
-        except SpeechError as refusal:
-            over = _SessionEnd(POLICY, refusal.message)
-            over.refusal = refusal
-            raise over from None
-        self._cutter = SentenceSplitter(clauses=config.split_granularity == "clause")
-        await self._line.tell(
+            self._service.check(config.request, with_input=False)
+            template = await self._service.to_generate_request(
+                config.request, stream=config.stream_audio
+            )
+        except SpeechError as error:
+            end = _SessionEnd(POLICY, error.message)
+            end.error = error
+            raise end from None
+        self._splitter = SentenceSplitter(clauses=config.split_granularity == "clause")
+        await self._socket_events.send_event(
             {
                 "type": "session.configured",
                 "session_id": self._id,
-                "response_format": config.ask.response_format,
+                "response_format": config.request.response_format,
                 "stream_audio": config.stream_audio,
                 "split_granularity": config.split_granularity,
             }
         )
-        return _SentenceSpeaker(self._context, self._line, config, lowered)
+        return _SentenceSpeaker(self._context, self._socket_events, config, template)
 
     async def _converse(
-        self, voice: _SentenceSpeaker, frames: trio.MemoryReceiveChannel[Frame]
+        self, speaker: _SentenceSpeaker, frames: trio.MemoryReceiveChannel[Frame]
     ) -> None:
-        """Take the client's messages until input.done. Raises _Over."""
+        """Handle the client's messages until input.done. Raises _SessionEnd."""
         while True:
-            with trio.move_on_after(IDLE_SECS) as patience:
+            with trio.move_on_after(IDLE_SECS) as timeout:
                 frame = await frames.receive()
-            if patience.cancelled_caught:
+            if timeout.cancelled_caught:
                 raise _SessionEnd(POLICY, f"no message came for {IDLE_SECS:g} seconds")
             try:
-                if await self._take(_message(frame, FRAME_BYTES), voice):
+                if await self._handle(_message(frame, FRAME_BYTES), speaker):
                     return
-            except SpeechError as refusal:
-                await self._line.tell_error(refusal)
+            except SpeechError as error:
+                await self._socket_events.send_error(error)
 
-    async def _take(self, message: Mapping[str, Any], voice: _SentenceSpeaker) -> bool:
-        """Act on one message; True for the last. Raises SpeechError where it means nothing."""
+    async def _handle(self, message: Mapping[str, Any], speaker: _SentenceSpeaker) -> bool:
+        """Handle one message; True for the last. Raises SpeechError for an invalid one."""
         match message.get("type"):
             case "input.text":
-                await self._speak(self._cut(message.get("text")), voice)
+                await self._synthesize_all(self._split(message.get("text")), speaker)
             case "input.commit":
-                await self._speak(self._cutter.flush(), voice)
-                await self._tell_committed()
+                await self._synthesize_all(self._splitter.flush(), speaker)
+                await self._send_committed()
             case "input.done":
-                await self._speak(self._cutter.flush(), voice)
+                await self._synthesize_all(self._splitter.flush(), speaker)
                 done = {"type": "session.done", "session_id": self._id}
-                await self._line.tell(done | {"total_sentences": self._sentences})
-                await self._line.close(NORMAL)
+                await self._socket_events.send_event(done | {"total_sentences": self._sentences})
+                await self._socket_events.close(NORMAL)
                 return True
             case "session.config":
                 raise SpeechError("the session is configured already", "type")
@@ -240,21 +244,21 @@ class _Session:
                 )
         return False
 
-    def _cut(self, text: object) -> list[str]:
+    def _split(self, text: object) -> list[str]:
         if not isinstance(text, str):
             raise SpeechError("text must be a string", "text")
-        if self._cutter.held_chars + len(text) > HELD_CHARS:
-            told = f"more than {HELD_CHARS} characters wait for the end of a sentence"
-            raise _SessionEnd(TOO_BIG, told, "text")
-        return self._cutter.feed(text)
+        if self._splitter.buffered_chars + len(text) > HELD_CHARS:
+            reason = f"more than {HELD_CHARS} characters wait for the end of a sentence"
+            raise _SessionEnd(TOO_BIG, reason, "text")
+        return self._splitter.feed(text)
 
-    async def _speak(self, sentences: list[str], voice: _SentenceSpeaker) -> None:
+    async def _synthesize_all(self, sentences: list[str], speaker: _SentenceSpeaker) -> None:
         for sentence in sentences:
             index, self._sentences = self._sentences, self._sentences + 1
-            await voice.speak(sentence, index, f"{self._id}-{index}")
+            await speaker.synthesize(sentence, index, f"{self._id}-{index}")
 
-    async def _tell_committed(self) -> None:
-        await self._line.tell(
+    async def _send_committed(self) -> None:
+        await self._socket_events.send_event(
             {
                 "type": "input.committed",
                 "session_id": self._id,
@@ -268,89 +272,95 @@ class _Session:
 
 
 class _SentenceSpeaker:
-    """Speaks sentences as the session was configured."""
+    """Synthesizes sentences with the configuration of the session."""
 
     def __init__(
         self,
         context: RouteContext,
-        line: _EventSocket,
+        socket: _EventSocket,
         config: SessionConfig,
-        lowered: GenerateRequest,
+        template: GenerateRequest,
     ) -> None:
         self._context = context
-        self._line = line
+        self._socket_events = socket
         self._config = config
-        self._lowered = lowered
+        self._template = template
 
-    async def speak(self, text: str, index: int, sentence_id: str) -> None:
-        """Speak one sentence; its failure is told and ends nothing else."""
+    async def synthesize(self, text: str, index: int, sentence_id: str) -> None:
+        """Synthesize one sentence; a failure is reported and ends nothing else."""
         start = {
             "type": "audio.start",
             "id": sentence_id,
             "sentence_index": index,
             "sentence_text": text,
-            "format": self._config.ask.response_format,
+            "format": self._config.request.response_format,
         }
-        told = _SentenceEvents(self._line, start)
+        events = _SentenceEvents(self._socket_events, start)
         failed = False
         try:
-            check_input(replace(self._config.ask, input=text), self._context.max_speech_input_chars)
-            await self._generate(text, sentence_id, told)
-        except (*CLIENT_ERRORS, SpeechError) as fault:
+            check_input(
+                replace(self._config.request, input=text), self._context.max_speech_input_chars
+            )
+            await self._generate(text, sentence_id, events)
+        except (*CLIENT_ERRORS, SpeechError) as error:
             failed = True
-            await told.fail(to_speech_error(fault))
+            await events.send_failure(to_speech_error(error))
         done = {"type": "audio.done", "id": sentence_id, "sentence_index": index}
-        await self._line.tell(done | {"total_bytes": told.total_bytes, "error": failed})
+        await self._socket_events.send_event(
+            done | {"total_bytes": events.total_bytes, "error": failed}
+        )
 
-    async def _generate(self, text: str, sentence_id: str, told: _SentenceEvents) -> None:
-        prompt = self._lowered.prompt
+    async def _generate(self, text: str, sentence_id: str, events: _SentenceEvents) -> None:
+        prompt = self._template.prompt
         prompt = {**prompt, "text": text} if isinstance(prompt, dict) else text
-        request = replace(self._lowered, prompt=prompt)
-        response_format = self._config.ask.response_format
-        rate, held = SampleRateGuard(), bytearray()
+        request = replace(self._template, prompt=prompt)
+        response_format = self._config.request.response_format
+        rate, collected = SampleRateGuard(), bytearray()
         async with self._context.client.generate(request, sentence_id) as generation:
             async for chunk in generation:
                 if not chunk.audio:
                     continue
-                rate.hold(chunk)
+                rate.check(chunk)
                 if self._config.stream_audio:
-                    await told.audio(
+                    await events.send_audio_chunk(
                         encode_audio(chunk.audio, rate.rate, response_format), rate.rate
                     )
                 else:
-                    held += chunk.audio
+                    collected += chunk.audio
         if not rate.rate:
             raise speech_server_error(NO_AUDIO)
-        if held:
-            await told.audio(encode_audio(bytes(held), rate.rate, response_format), rate.rate)
+        if collected:
+            await events.send_audio_chunk(
+                encode_audio(bytes(collected), rate.rate, response_format), rate.rate
+            )
 
 
 class _SentenceEvents:
-    """What the client has heard of one sentence: its start exactly once, before all else."""
+    """The events of one sentence: `audio.start` exactly once, before all others."""
 
-    def __init__(self, line: _EventSocket, start: dict[str, Any]) -> None:
-        self._line = line
+    def __init__(self, socket: _EventSocket, start: dict[str, Any]) -> None:
+        self._socket_events = socket
         self._start = start
         self._started = False
         self.total_bytes = 0
 
-    async def audio(self, data: bytes, sample_rate: int) -> None:
-        await self._begin(sample_rate)
-        await self._line.send_audio(data)
+    async def send_audio_chunk(self, data: bytes, sample_rate: int) -> None:
+        await self._send_start(sample_rate)
+        await self._socket_events.send_audio(data)
         self.total_bytes += len(data)
 
-    async def fail(self, refusal: SpeechError) -> None:
-        await self._begin(DEFAULT_SAMPLE_RATE)  # it failed before its rate was known
-        await self._line.tell_error(refusal)
+    async def send_failure(self, error: SpeechError) -> None:
+        await self._send_start(DEFAULT_SAMPLE_RATE)  # the sample rate may be unknown yet
+        await self._socket_events.send_error(error)
 
-    async def _begin(self, sample_rate: int) -> None:
+    async def _send_start(self, sample_rate: int) -> None:
         if not self._started:
             self._started = True
-            await self._line.tell(self._start | {"sample_rate": sample_rate})
+            await self._socket_events.send_event(self._start | {"sample_rate": sample_rate})
 
 
 def _message(frame: Frame, most_bytes: int) -> dict[str, Any]:
-    """Return a frame's JSON object. Raises SpeechError, or _Over for no frame of ours."""
+    """Return a frame's JSON object. Raises SpeechError, or _SessionEnd for an invalid frame."""
     try:
         return parse_message(frame, most_bytes)
     except NotTextFrame:
@@ -362,8 +372,8 @@ def _message(frame: Frame, most_bytes: int) -> dict[str, Any]:
 def mount(app: QuartTrio, context: RouteContext) -> None:
     async def session() -> None:
         await websocket.accept()
-        # The proxy object looks the connection up at each use, which only this task may do.
-        line = _EventSocket(websocket._get_current_object())  # type: ignore[attr-defined]
-        await _Session(context, line).run()
+        # Quart's proxy object is bound to this task; other tasks need the connection itself.
+        socket = _EventSocket(websocket._get_current_object())  # type: ignore[attr-defined]
+        await _Session(context, socket).run()
 
     app.add_websocket("/v1/audio/speech/stream", "speech_session", session)

@@ -1,9 +1,9 @@
-"""Speech while it is spoken: which form a request gets, and what a generation is in that form.
+"""Streamed speech: the choice of the stream format, and the writers of the three formats.
 
-Invariant: the head waits for the first audio, so what fails before it is a plain HTTP error; what
-fails after it is seen: an error event in the openai-sse form, a cut connection in the others. Every
-sample is sent once: the client has cut from the terminal chunk what was streamed before it.
-Source: api-server.md 1.4 and 7.
+Invariant: the response head waits for the first audio, so earlier failures are plain HTTP errors;
+later failures are visible: an error event in the openai-sse format, a cut connection in the others,
+never a clean end. Every sample is sent once: the client library removes from the terminal chunk
+what was streamed before it. Source: api-server.md 1.4 and 7.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StreamFormat = Literal["sse", "pcm", "openai-sse"]
 
 @dataclass(frozen=True, slots=True)
 class SpeechOutcome:
-    """How a spoken request ended."""
+    """How a speech request ended."""
 
     finish_reason: str
     usage: dict[str, Any] | None = None
@@ -39,12 +39,12 @@ class SpeechOutcome:
     def of(
         cls, finish_reason: str | None, usage: dict[str, Any] | None, extra: Any
     ) -> SpeechOutcome:
-        """Keep the token counts and the engine's time, where the pipeline told any."""
+        """Keep the token counts and the engine time, if the pipeline reports them."""
         if usage is None:
             return cls(finish_reason or "unknown")
-        kept = {name: usage.get(name) for name in _COUNTS}
+        counts = {name: usage.get(name) for name in _COUNTS}
         return cls(
-            finish_reason or "unknown", kept | {"engine_time_s": engine_secs(usage, extra or {})}
+            finish_reason or "unknown", counts | {"engine_time_s": engine_secs(usage, extra or {})}
         )
 
 
@@ -52,7 +52,9 @@ _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class SpeechWriter(Protocol):
-    """One form: how audio, the end and a failure are written. `failed` None is: cut."""
+    """One format: audio, the end and a failure as bytes. `failed` returns None to cut the
+    connection.
+    """
 
     def headers(self, sample_rate: int) -> dict[str, str]: ...
 
@@ -60,7 +62,7 @@ class SpeechWriter(Protocol):
 
     def end(self, outcome: SpeechOutcome) -> bytes: ...
 
-    def failed(self, refusal: SpeechError) -> bytes | None: ...
+    def failed(self, error: SpeechError) -> bytes | None: ...
 
 
 def _audio_headers(request_id: str, sample_rate: int) -> dict[str, str]:
@@ -73,10 +75,10 @@ def _audio_headers(request_id: str, sample_rate: int) -> dict[str, str]:
 
 
 class ChunkEventWriter:
-    """`audio.speech.chunk` events, each with a whole file, then the end and `[DONE]`."""
+    """`audio.speech.chunk` events, each with a complete file, then the end and `[DONE]`."""
 
-    def __init__(self, ask: SpeechRequest, request_id: str) -> None:
-        self._format = ask.response_format
+    def __init__(self, request: SpeechRequest, request_id: str) -> None:
+        self._format = request.response_format
         self._request_id = request_id
         self._index = 0
 
@@ -88,7 +90,7 @@ class ChunkEventWriter:
         }
 
     def _chunk(self, audio: dict[str, Any] | None, **rest: Any) -> dict[str, Any]:
-        # The id is told with its prefix twice, as the first servers of this form did.
+        # The id has its prefix twice, as in the first servers with this format.
         chunk = {
             "id": f"speech-{self._request_id}",
             "object": "audio.speech.chunk",
@@ -99,9 +101,9 @@ class ChunkEventWriter:
         return chunk | rest
 
     def audio(self, new: bytes, sample_rate: int) -> bytes:
-        whole = encode_audio(new, sample_rate, self._format)
+        encoded = encode_audio(new, sample_rate, self._format)
         audio = {
-            "data": base64.b64encode(whole).decode(),
+            "data": base64.b64encode(encoded).decode(),
             "format": self._format,
             "mime_type": MEDIA_TYPES[self._format],
             "sample_rate": sample_rate,
@@ -116,19 +118,19 @@ class ChunkEventWriter:
         last = self._chunk(None, finish_reason=reason, usage=usage)
         return encode_event(last) + DONE
 
-    def failed(self, refusal: SpeechError) -> None:
+    def failed(self, error: SpeechError) -> None:
         return None
 
 
 class PcmWriter:
-    """Nothing but int16 samples; what they are stands in the head."""
+    """Only int16 samples; their format is in the response headers."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
     def headers(self, sample_rate: int) -> dict[str, str]:
-        told = _audio_headers(self._request_id, sample_rate)
-        return told | {
+        headers = _audio_headers(self._request_id, sample_rate)
+        return headers | {
             "content-type": MEDIA_TYPES["pcm"],
             "x-sglang-omni-speech-id": self._request_id,
         }
@@ -139,7 +141,7 @@ class PcmWriter:
     def end(self, outcome: SpeechOutcome) -> bytes:
         return b""
 
-    def failed(self, refusal: SpeechError) -> None:
+    def failed(self, error: SpeechError) -> None:
         return None
 
 
@@ -150,8 +152,8 @@ class DeltaEventWriter:
         self._request_id = request_id
 
     def headers(self, sample_rate: int) -> dict[str, str]:
-        told = _audio_headers(self._request_id, sample_rate)
-        return told | {"content-type": CONTENT_TYPE, "cache-control": "no-cache"}
+        headers = _audio_headers(self._request_id, sample_rate)
+        return headers | {"content-type": CONTENT_TYPE, "cache-control": "no-cache"}
 
     def audio(self, new: bytes, sample_rate: int) -> bytes:
         samples = base64.b64encode(encode_audio(new, sample_rate, "pcm")).decode()
@@ -159,70 +161,76 @@ class DeltaEventWriter:
 
     def end(self, outcome: SpeechOutcome) -> bytes:
         usage = outcome.usage
-        told = None
+        usage_body = None
         if usage is not None:
-            told = {
+            usage_body = {
                 "input_tokens": usage["prompt_tokens"],
                 "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"],
             }
         reason = "stop" if outcome.finish_reason == "unknown" else outcome.finish_reason
-        return encode_event({"type": "speech.audio.done", "usage": told, "finish_reason": reason})
+        return encode_event(
+            {"type": "speech.audio.done", "usage": usage_body, "finish_reason": reason}
+        )
 
-    def failed(self, refusal: SpeechError) -> bytes:
-        return encode_event({"type": "error", "error": refusal.error()})
+    def failed(self, error: SpeechError) -> bytes:
+        return encode_event({"type": "error", "error": error.error()})
 
 
-def writer_for(form: StreamFormat, ask: SpeechRequest, request_id: str) -> SpeechWriter:
-    match form:
+def writer_for(
+    stream_format: StreamFormat, request: SpeechRequest, request_id: str
+) -> SpeechWriter:
+    match stream_format:
         case "sse":
-            return ChunkEventWriter(ask, request_id)
+            return ChunkEventWriter(request, request_id)
         case "pcm":
             return PcmWriter(request_id)
         case "openai-sse":
             return DeltaEventWriter(request_id)
 
 
-def choose_stream_format(ask: SpeechRequest, stream_speech_as: StreamFormat) -> StreamFormat | None:
-    """Return the form of the answer; None is no stream. Raises SpeechError.
+def choose_stream_format(
+    request: SpeechRequest, stream_speech_as: StreamFormat
+) -> StreamFormat | None:
+    """Return the format of the stream; None is no stream. Raises SpeechError.
 
-    stream   stream_format   answer
+    stream   stream_format   response
     false    absent, audio   no stream: one file
-    true     absent          the server's own form, `stream_speech_as`
-    true     audio           pcm: int16 samples; wants response_format pcm
+    true     absent          the server's default, `stream_speech_as`
+    true     audio           pcm: int16 samples; needs response_format pcm
     any      sse             openai-sse: `speech.audio.delta` events of int16 samples, no `[DONE]`;
-                             wants response_format pcm or none
-    The third form, sse, is `audio.speech.chunk` events of whole files, then `[DONE]`.
+                             needs response_format pcm or none
+    The third format, sse, is `audio.speech.chunk` events of complete files, then `[DONE]`.
     """
-    form: StreamFormat | None = None
-    if ask.stream_format == "sse":
-        form = "openai-sse"
-    elif ask.stream:
-        form = "pcm" if ask.stream_format == "audio" else stream_speech_as
-    chosen = ask.response_format if ask.format_given else None
-    if form == "pcm" and chosen != "pcm":
+    stream_format: StreamFormat | None = None
+    if request.stream_format == "sse":
+        stream_format = "openai-sse"
+    elif request.stream:
+        stream_format = "pcm" if request.stream_format == "audio" else stream_speech_as
+    response_format = request.response_format if request.format_given else None
+    if stream_format == "pcm" and response_format != "pcm":
         raise SpeechError(
             'a stream of raw audio needs response_format="pcm" (or ask for stream_format="sse")',
             "response_format",
         )
-    if form == "openai-sse" and chosen not in (None, "pcm"):
+    if stream_format == "openai-sse" and response_format not in (None, "pcm"):
         raise SpeechError(
             'stream_format="sse" carries 16-bit samples: response_format must be "pcm" or absent',
             "response_format",
         )
-    return form
+    return stream_format
 
 
 class SampleRateGuard:
-    """The sample rate of one request's audio, which its first piece sets."""
+    """The sample rate of one request's audio, set by its first chunk."""
 
     def __init__(self) -> None:
         self.rate = 0
 
-    def hold(self, chunk: GenerateChunk) -> int:
+    def check(self, chunk: GenerateChunk) -> int:
         """Return the rate of a chunk with audio.
 
-        Raises SpeechError where it changes: what was sent before has announced another.
+        Raises SpeechError if it changes, because the response head has announced the first rate.
         """
         rate = chunk.sample_rate or DEFAULT_SAMPLE_RATE
         if self.rate not in (0, rate):
@@ -232,7 +240,9 @@ class SampleRateGuard:
 
 
 class SpeechEncoder:
-    """What a generation's chunks are in one form; `ended` hears the outcome of a clean end."""
+    """Encodes a generation's chunks in one format; `ended` is called with the outcome of a clean
+    end.
+    """
 
     def __init__(self, writer: SpeechWriter, ended: Callable[[SpeechOutcome], None]) -> None:
         self._writer = writer
@@ -243,17 +253,17 @@ class SpeechEncoder:
         return self._writer.headers(self._rate.rate)
 
     def feed(self, chunk: GenerateChunk) -> list[bytes]:
-        """Raises SpeechError for audio of another rate, and for an end without any."""
-        pieces = []
+        """Raises SpeechError for audio of another rate, and for an end without any audio."""
+        parts = []
         if chunk.audio:
-            pieces.append(self._writer.audio(chunk.audio, self._rate.hold(chunk)))
+            parts.append(self._writer.audio(chunk.audio, self._rate.check(chunk)))
         if chunk.terminal:
             if not self._rate.rate:
                 raise speech_server_error(NO_AUDIO)
             outcome = SpeechOutcome.of(chunk.finish_reason, chunk.usage, chunk.extra)
             self._ended(outcome)
-            pieces.append(self._writer.end(outcome))
-        return pieces
+            parts.append(self._writer.end(outcome))
+        return parts
 
-    def failed(self, fault: ClientError | SpeechError) -> bytes | None:
-        return self._writer.failed(to_speech_error(fault))
+    def failed(self, error: ClientError | SpeechError) -> bytes | None:
+        return self._writer.failed(to_speech_error(error))

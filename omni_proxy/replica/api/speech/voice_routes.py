@@ -1,9 +1,9 @@
-"""/v1/audio/voices: voices that callers have uploaded (api-server.md 1.7).
+"""/v1/audio/voices: voices that clients have uploaded (api-server.md 1.7).
 
-Uploading, listing and deleting work with any model, since a proxy routes by them. A model with one
-voice (hibari) cannot speak in an uploaded one: /v1/audio/speech then refuses its name with a 400
-that says so, rather than speak in a voice that was not asked for.
-Invariant: a body beyond its limit is refused before it is parsed; what is kept has been decoded.
+Upload, list and delete work with any model, since a proxy routes by them. A model with one voice
+(hibari) cannot synthesize in an uploaded one: /v1/audio/speech then refuses its name with a 400,
+rather than use another voice. Invariant: a body above its limit is refused before it is parsed; a
+stored sample has been decoded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_TEXT_CHARS: Final = 4096
 SHORTEST_SECS, LONGEST_SECS = 1.0, 30.0
 SILENCE_PEAK: Final = 1e-3  # -60 dB
 WAV_TYPES: Final = ("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave")
-# Nothing decoded is kept in memory, so every number of that cache is 0.
+# No decoded sample is cached, so every value of the cache statistics is 0.
 NO_CACHE: Final = dict.fromkeys(
     (
         "entries",
@@ -61,32 +61,32 @@ class _Routes:
     def __init__(self, store: VoiceStore) -> None:
         self._store = store
 
-    async def names(self) -> Response:
+    async def list_voices(self) -> Response:
         """GET /v1/audio/voices."""
         uploaded = await trio.to_thread.run_sync(self._store.voices)
         names = [voice.name for voice in uploaded]
         if request.args.get("names_only", "").lower() in ("true", "1", "yes", "on"):
             return json_response({"uploaded_voice_names": names})
-        told = {"voices": ["default", *names], "uploaded_voices": uploaded}
-        return json_response(told | {"cache_stats": NO_CACHE})
+        body = {"voices": ["default", *names], "uploaded_voices": uploaded}
+        return json_response(body | {"cache_stats": NO_CACHE})
 
     async def upload(self) -> Response:
         """POST /v1/audio/voices."""
         try:
             form = await read_form(request, MOST_BODY_BYTES)
-        except MultipartError as refused:
-            if refused.status == 413:
-                raise upload_too_large(refused.message, "audio_sample") from None
-            raise SpeechError(refused.message, status=refused.status) from None
+        except MultipartError as error:
+            if error.status == 413:
+                raise upload_too_large(error.message, "audio_sample") from None
+            raise SpeechError(error.message, status=error.status) from None
         sample = form.files.get("audio_sample")
         if sample is None or not sample.data:
             raise SpeechError("audio_sample must be an uploaded, non-empty file", "audio_sample")
         voice = _voice_of(form, sample)
         await trio.to_thread.run_sync(_check_sample, sample)
         try:
-            await trio.to_thread.run_sync(self._store.keep, voice, sample.data)
-        except StoredVoiceError as refused:
-            raise SpeechError(str(refused), "name") from None
+            await trio.to_thread.run_sync(self._store.add, voice, sample.data)
+        except StoredVoiceError as error:
+            raise SpeechError(str(error), "name") from None
         return json_response(voice)
 
     async def delete(self, name: str) -> Response:
@@ -102,11 +102,11 @@ class _Routes:
 
 
 def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
-    """Return what the form says of the voice. Raises SpeechError."""
+    """Return the voice that the form describes. Raises SpeechError."""
     try:
         name = folded_name(form.fields.get("name", ""))
-    except StoredVoiceError as refused:
-        raise SpeechError(str(refused), "name") from None
+    except StoredVoiceError as error:
+        raise SpeechError(str(error), "name") from None
     texts = {}
     for field in ("consent", "ref_text", "speaker_description"):
         text = form.fields.get(field, "").strip()
@@ -116,9 +116,10 @@ def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
     if not texts["consent"]:
         raise SpeechError("consent must be a non-empty string", "consent")
     if sample.content_type not in WAV_TYPES:
-        told = sample.content_type or "none"
+        content_type = sample.content_type or "none"
         raise SpeechError(
-            f"audio_sample must be a WAV file (audio/wav), its type is {told}", "audio_sample"
+            f"audio_sample must be a WAV file (audio/wav), its type is {content_type}",
+            "audio_sample",
         )
     return StoredVoice(
         name=name,
@@ -132,15 +133,15 @@ def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
 
 
 def _check_sample(sample: UploadedFile) -> None:
-    """Refuse a sample that is too long, too short, silent, or no audio at all."""
+    """Refuse a sample that is too long, too short, silent, or not audio."""
     if len(sample.data) > MOST_SAMPLE_BYTES:
         raise upload_too_large(
             f"audio_sample is larger than {MOST_SAMPLE_BYTES} bytes", "audio_sample"
         )
     try:
         samples, rate = decode_audio_samples(sample.data)
-    except ValueError as fault:
-        raise SpeechError(f"audio_sample: {fault}", "audio_sample") from None
+    except ValueError as error:
+        raise SpeechError(f"audio_sample: {error}", "audio_sample") from None
     seconds = len(samples) / rate
     if not SHORTEST_SECS <= seconds <= LONGEST_SECS:
         raise SpeechError(
@@ -162,6 +163,6 @@ def mount(app: QuartTrio, context: RouteContext) -> None:
     register_speech_errors(app)
     routes = _Routes(_store_of(context))
     path = "/v1/audio/voices"
-    app.add_url_rule(path, "voices", routes.names, methods=["GET"])
+    app.add_url_rule(path, "voices", routes.list_voices, methods=["GET"])
     app.add_url_rule(path, "voice_upload", routes.upload, methods=["POST"])
     app.add_url_rule(f"{path}/<name>", "voice_delete", routes.delete, methods=["DELETE"])

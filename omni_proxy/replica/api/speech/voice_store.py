@@ -1,8 +1,8 @@
-"""Uploaded voices on disk: one JSON file each, and beside it the sample that was uploaded.
+"""Uploaded voices on disk: one JSON file each, and beside it the uploaded sample.
 
-Invariant: a voice exists exactly if its JSON file does, and that is written last, whole, by a
-rename: a crash leaves a voice or no voice. Names are folded to lower case, so that the file system
-has no say in which names are equal. Everything here blocks: call it in a thread.
+Invariant: a voice exists exactly if its JSON file does, which is written last, atomically by a
+rename: a crash leaves a complete voice or none. Names are lower-cased, so that they do not depend
+on the file system. Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_VOICES_VARIABLE: Final = "SPEAKER_MAX_UPLOADED"
 
 
 class StoredVoiceError(ValueError):
-    """The voice cannot be kept; the text says why."""
+    """The voice cannot be stored; the text says why."""
 
 
 class StoredVoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of one uploaded voice; the answer to its upload."""
+    """What is known of one uploaded voice; also the response to its upload."""
 
     name: str
     consent: str
@@ -39,7 +39,7 @@ class StoredVoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def default_folder() -> Path:
-    """Return the folder that the environment names, or one in the user's cache."""
+    """Return the folder set in the environment, or one in the user's cache."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
@@ -48,51 +48,51 @@ def default_folder() -> Path:
 
 
 class VoiceStore:
-    """The voices in one folder, which is made when the first voice comes."""
+    """The voices in one folder, which is created for the first voice."""
 
-    def __init__(self, folder: Path, most: int) -> None:
+    def __init__(self, folder: Path, limit: int) -> None:
         self._folder = folder
-        self._most = most
-        self._lock = threading.Lock()  # one change at a time, so that the cap holds
+        self._limit = limit
+        self._lock = threading.Lock()  # one change at a time, so that the limit holds
 
     def voices(self) -> list[StoredVoice]:
-        """Return every voice by name. A file that is no voice is passed over."""
+        """Return every voice, sorted by name. Other files are skipped."""
         try:
             paths = sorted(self._folder.glob("*.json"))
         except OSError:
             return []
         return [voice for path in paths if (voice := _read_voice(path)) is not None]
 
-    def keep(self, voice: StoredVoice, sample: bytes) -> None:
-        """Write a voice, in place of an older one of that name.
+    def add(self, voice: StoredVoice, sample: bytes) -> None:
+        """Store a voice, replacing one of the same name.
 
-        Raises StoredVoiceError once the folder holds as many as it may.
+        Raises StoredVoiceError if the folder holds the maximum already.
         """
         with self._lock:
-            names = {known.name for known in self.voices()}
-            if voice.name not in names and len(names) >= self._most:
+            names = {existing.name for existing in self.voices()}
+            if voice.name not in names and len(names) >= self._limit:
                 raise StoredVoiceError(
                     f"there are {len(names)} uploaded voices already, the most that are kept; "
                     "delete one first"
                 )
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._write(self._sample(voice.name), sample)
-            self._write(self._facts(voice.name), msgspec.json.encode(voice))
+            self._write(self._sample_path(voice.name), sample)
+            self._write(self._json_path(voice.name), msgspec.json.encode(voice))
 
     def delete(self, name: str) -> bool:
-        """Forget a voice; False where there is none."""
+        """Delete a voice; False if there is none."""
         with self._lock:
             try:
-                self._facts(name).unlink()
+                self._json_path(name).unlink()
             except FileNotFoundError:
                 return False
-            self._sample(name).unlink(missing_ok=True)
+            self._sample_path(name).unlink(missing_ok=True)
             return True
 
-    def _facts(self, name: str) -> Path:
+    def _json_path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
 
-    def _sample(self, name: str) -> Path:
+    def _sample_path(self, name: str) -> Path:
         return self._folder / f"{name}.audio"
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -108,7 +108,7 @@ class VoiceStore:
 
 
 def folded_name(name: str) -> str:
-    """Return the name under which a voice is kept. Raises StoredVoiceError for one that is no name."""
+    """Return the name under which a voice is stored. Raises StoredVoiceError for an invalid name."""
     folded = name.strip().lower()
     if not VOICE_NAME.fullmatch(folded):
         raise StoredVoiceError(

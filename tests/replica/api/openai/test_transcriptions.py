@@ -227,15 +227,15 @@ async def test_a_place_is_given_back_however_a_stream_ends(nursery):
 
 
 def test_a_place_is_given_back_once():
-    among = LongUploadLimit(most=1)
-    place = among.hold(61.0)
+    among = LongUploadLimit(limit=1)
+    place = among.acquire(61.0)
     with pytest.raises(DetailError):
-        among.hold(61.0)
-    place.give_back()
-    place.give_back()
-    among.hold(61.0)
+        among.acquire(61.0)
+    place.release()
+    place.release()
+    among.acquire(61.0)
     with pytest.raises(DetailError):
-        among.hold(61.0)
+        among.acquire(61.0)
 
 
 async def test_translations_are_refused_in_the_envelope():

@@ -35,9 +35,9 @@ def test_clauses_are_cut_behind_commas_too_but_not_within_numbers():
 def test_a_sentence_comes_as_soon_as_its_mark_is_there():
     cutter = SentenceSplitter()
     assert cutter.feed("One") == []
-    assert cutter.held_chars == 3
+    assert cutter.buffered_chars == 3
     assert cutter.feed(".") == ["One."]
-    assert cutter.held_chars == 0
+    assert cutter.buffered_chars == 0
 
 
 def test_a_mark_behind_a_digit_waits_for_what_follows_it():

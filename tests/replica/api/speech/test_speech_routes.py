@@ -300,5 +300,5 @@ async def test_an_outcome_is_known_after_a_clean_end_only():
 def test_the_oldest_outcome_is_forgotten_first():
     outcomes = OutcomeHistory(most=2)
     for name in "abc":
-        outcomes.keep(name, SpeechOutcome(name))
-    assert [outcomes.of(name) for name in "abc"] == [None, SpeechOutcome("b"), SpeechOutcome("c")]
+        outcomes.add(name, SpeechOutcome(name))
+    assert [outcomes.get(name) for name in "abc"] == [None, SpeechOutcome("b"), SpeechOutcome("c")]

@@ -194,7 +194,7 @@ def test_a_crash_before_the_last_rename_leaves_no_voice(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.replace", broken)
     with pytest.raises(OSError, match="disk full"):
-        store.keep(voice, b"abc")
+        store.add(voice, b"abc")
     assert replaced
     assert store.voices() == []
     assert list(tmp_path.iterdir()) == []
@@ -202,12 +202,12 @@ def test_a_crash_before_the_last_rename_leaves_no_voice(tmp_path, monkeypatch):
 
 def test_voices_outlive_the_store_that_kept_them(tmp_path):
     voice = StoredVoice("anna", "yes", 1, 3, "audio/wav", speaker_description="low")
-    VoiceStore(tmp_path, 1).keep(voice, b"abc")
+    VoiceStore(tmp_path, 1).add(voice, b"abc")
     (tmp_path / "broken.json").write_bytes(b"{")
     store = VoiceStore(tmp_path, 1)
     assert store.voices() == [voice]
     with pytest.raises(StoredVoiceError):
-        store.keep(StoredVoice("bert", "yes", 1, 3, "audio/wav"), b"abc")
+        store.add(StoredVoice("bert", "yes", 1, 3, "audio/wav"), b"abc")
 
 
 def test_the_folder_is_named_by_the_environment_or_lies_in_the_cache(tmp_path, monkeypatch):
