@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -17,9 +16,9 @@ from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.arguments import check_parser, launch_parser, router_parser, serve_parser
 from omni_proxy.cli.engines import ENGINES
 from omni_proxy.config.parse import parse
+from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import (
     CacheAwareConfig,
-    PolicyName,
     PrefixHashConfig,
     RoutingConfig,
     TimeoutsConfig,
@@ -203,7 +202,21 @@ def test_every_policy_and_every_key_of_routing_is_explained():
         assert set(struct.__struct_fields__) - named - elsewhere == set()
     overview = ROUTING.partition("### round_robin")[0]
     table_of_policies = re.findall(r"^\| `(\w+)`.* \| .* \| .* \|$", overview, re.MULTILINE)[1:]
-    assert sorted(table_of_policies) == sorted(get_args(PolicyName))
+    assert sorted(table_of_policies) == sorted(POLICIES)
+
+
+def test_every_list_of_the_policies_names_exactly_the_built_in_ones():
+    reasons = ROUTING.partition("`reason`, for example")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", reasons, re.MULTILINE)) == set(POLICIES)
+    example = (ROOT / "config/example.toml").read_text()
+    (comment,) = re.findall(r"^policy = .*?# (.*)$", example, re.MULTILINE)
+    for text in (comment, serve_parser().format_help().partition("--policy NAME")[2][:400]):
+        named = [name for name in re.findall(r"[a-z]+(?:_[a-z]+)*", text) if name in POLICIES]
+        assert sorted(set(named)) == sorted(POLICIES), text
+    (row,) = re.findall(r"^\| `policy` \| ([^|]*) \|", CONFIGURATION, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == list(POLICIES)
+    pages = f"{README}\n{START}\n{OPERATIONS}\n{MIGRATION}\n{example}"
+    assert set(re.findall(r"policy = \"(\w+)\"", pages)) <= set(POLICIES)
 
 
 def test_the_flags_that_are_said_to_be_the_same_are_flags():

@@ -34,6 +34,7 @@ from omni_proxy.config.fields import (
     read_worker_url,
 )
 from omni_proxy.config.flags import FLAGS
+from omni_proxy.config.policy_names import POLICIES, read_policy
 from omni_proxy.config.problem import to_toml_literal
 
 ROOT: Final = Path(__file__).parent.parent
@@ -53,6 +54,7 @@ READ_AS: Final = {
     read_host_name: "host names without ports",
     read_host: "an address or a name, or unix:PATH",
     read_listen: "host:port, or unix:PATH",
+    read_policy: ", ".join(f"`{name}`" for name in POLICIES) + ", or a policy of your own",
     read_mode: 'a file mode in octal, such as "0660"',
 }
 HEAD: Final = """# Configuration
@@ -242,6 +244,8 @@ def _words(text: str) -> set[str]:
 
 
 def _choices_of(key: types.Field) -> set[str]:
+    if _reader(key) is read_policy:
+        return set(POLICIES)
     return set(map(str, key.type.values)) if isinstance(key.type, types.LiteralType) else set()
 
 

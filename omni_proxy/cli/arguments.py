@@ -14,6 +14,7 @@ from omni_proxy.cli.peer_flags import add_mapped, add_without_effect
 from omni_proxy.cli.unknown_flags import Parser
 from omni_proxy.config.fields import read_address
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
+from omni_proxy.config.policy_names import POLICIES
 
 USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
 ABOUT: Final = "One process in front of complete inference replicas."
@@ -68,8 +69,7 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "--port": ("PORT", "port to listen on; 0 takes any free one (default 30000)"),
     "--policy": (
         "NAME",
-        "round_robin, least_request, random, power_of_two, cache_aware, consistent_hashing or "
-        "prefix_hash",
+        f"{', '.join(POLICIES)}, the name of an installed policy, or package.module:Class",
     ),
     "--model": ("NAME", "model of every worker that names none"),
     "--max-worker-retries": (

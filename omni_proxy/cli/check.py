@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from omni_proxy.cli.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
+from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file
 from omni_proxy.system.tls_contexts import check_tls_files
 from omni_proxy.upstream_http.own_address import reject_own_addresses
@@ -17,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = read_file(arguments.file)
         check_tls_files(config, str(arguments.file))
+        check_policy(config, str(arguments.file))
         reject_own_addresses(config, (), str(arguments.file))
     except ConfigError as refusal:
         if arguments.json:

@@ -14,6 +14,7 @@ from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.completion_scripts import SHELLS, Flag, Page
+from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import Config
 
 _EPILOG: Final = """\
@@ -107,7 +108,9 @@ def _flag(action: argparse.Action) -> Flag:
 
 
 def _values_of(key: str) -> tuple[str, ...]:
-    """Of a flag that stands for a key of the configuration, where the key has a list of values."""
+    """The values of a flag that sets a key of the configuration, where the key has a list."""
+    if key == "routing.policy":
+        return POLICIES
     table, _, name = key.partition(".")
     kind: object = Config
     for step in (table, name):

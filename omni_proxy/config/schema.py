@@ -23,6 +23,7 @@ from omni_proxy.config.fields import (
     read_size,
     read_worker_url,
 )
+from omni_proxy.config.policy_names import read_policy
 from omni_proxy.config.url import normalize_url
 
 # What a worker may be able to do, in the order in which the contract lists it.
@@ -59,15 +60,7 @@ HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name}
 Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
 
-PolicyName = Literal[
-    "round_robin",
-    "least_request",
-    "random",
-    "power_of_two",
-    "cache_aware",
-    "consistent_hashing",
-    "prefix_hash",
-]
+PolicyName = Annotated[str, Meta(extra={"read": read_policy})]
 OverloadStatus = Literal[429, 503]
 RetryCause = Literal[
     "connect_failure", "reset_before_response", "408", "429", "500", "502", "503", "504"
@@ -198,6 +191,7 @@ class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # How a worker is chosen among those that can serve the request.
     policy: PolicyName = "round_robin"
     # What a worker serves that does not say so itself.
     model: str = ""

@@ -57,7 +57,7 @@ class _Walker:
             try:
                 value = reader(value)
             except ValueError as error:
-                return self._wrong(path, str(error))
+                return self._wrong(path, *map(str, error.args))
         return self.read(value, kind.type, path)
 
     def _struct(self, value: object, kind: inspect.StructType, path: Path) -> Any:

@@ -114,8 +114,7 @@ class DataPlane:
         self.half_close_aborts = config.server.half_close == "abort"
         self.access_json = config.server.log_format == "json"
         self.keeps_tail = config.server.metrics and config.server.usage_metrics
-        if not self.policy.tune(config.routing):
-            self.policy = self.build_policy(config.routing)
+        self.policy = self.build_policy(config.routing)
         # Where there is something that the short way does not know of, nobody goes it.
         plain = not self.stamps and not self.limits.sse_keepalive
         self.usuals = FastPathCache() if plain and self.limits.max_body >= PIECE_BYTES else None

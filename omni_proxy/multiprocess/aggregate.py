@@ -188,9 +188,12 @@ def sum_stats(tables: Iterable[Mapping[str, Any]]) -> dict[str, object]:
             if name in RATIOS:
                 ratios.setdefault(name, []).extend([value] if value is not None else [])
             elif isinstance(value, Mapping):
-                status[name] = sum_stats([status.get(name, {}), value])
-            else:
+                before = status.get(name)
+                status[name] = sum_stats([before if isinstance(before, Mapping) else {}, value])
+            elif isinstance(value, int | float) and isinstance(status.get(name, 0), int | float):
                 status[name] = status.get(name, 0) + value
+            else:  # a policy of another package may report what has no sum
+                status[name] = value
     means = {
         name: round(sum(values) / len(values), 4) if values else None
         for name, values in ratios.items()

@@ -31,6 +31,7 @@ from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, SavedVoices
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.state_file import StateFile, state_at, state_path
 from omni_proxy.system.files import file_signature
@@ -81,6 +82,7 @@ class ConfigStore:
         self.read_as = file_signature(self.file) if self.file else None  # FILE, as it is read here
         self.config = startup.effective_config(read_file(self.file))
         check_tls_files(self.config, str(self.file or ""))
+        check_policy(self.config, str(self.file or ""))
         reject_own_addresses(self.config, startup.flag_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = state_at(self.state_file)
@@ -129,6 +131,7 @@ class ConfigStore:
                     await trio.to_thread.run_sync(read_file, self.file)
                 )
                 await trio.to_thread.run_sync(check_tls_files, new, str(self.file or ""))
+                await trio.to_thread.run_sync(check_policy, new, str(self.file or ""))
                 urls = self.startup.flag_urls
                 await trio.to_thread.run_sync(reject_own_addresses, new, urls, str(self.file or ""))
             except ConfigError as error:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import CAPABILITIES, Config, LaunchEntry, WorkerEntry
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
@@ -20,6 +21,7 @@ SPELLED = {
     "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
     "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
+    "routing.policy": st.sampled_from([*POLICIES, "package.module:Class"]),
     "routing.voice_owner": st.just("") | NAMES.map(lambda name: f"http://{name}.voices:80"),
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
 }

@@ -6,6 +6,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config import policy_names
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import CAPABILITIES, Config
 
@@ -311,3 +312,22 @@ def test_every_policy_and_all_of_its_keys_load():
     assert (config.routing.sticky_max, config.workers[0].weight) == (5, 7)
     for name in ("consistent_hashing", "prefix_hash"):
         assert parse(f"routing.policy = '{name}'").routing.policy == name
+
+
+def test_a_policy_may_be_a_class_path_or_an_installed_name(monkeypatch):
+    assert parse("routing.policy = 'a.b_2:C'").routing.policy == "a.b_2:C"
+    monkeypatch.setattr(policy_names, "installed_policies", lambda: ["packing"])
+    assert parse("routing.policy = 'packing'").routing.policy == "packing"
+    with pytest.raises(ConfigError, match=r"did you mean `packing`\?"):
+        parse("routing.policy = 'paking'")
+
+
+@pytest.mark.parametrize("path", [":C", "a:", "a b:C", "a.b:C:D", "a..b:C", "1a:C", "a:C()"])
+def test_what_is_no_class_path_is_refused(path):
+    with pytest.raises(ConfigError, match="is no class path; write it as"):
+        parse(f"routing.policy = '{path}'")
+
+
+def test_a_policy_that_is_unknown_and_like_none_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match="an entry point of omni_proxy"):
+        parse("routing.policy = 'zzz'")

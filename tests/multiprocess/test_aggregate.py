@@ -51,3 +51,8 @@ def test_stalls_are_those_of_all_processes_also_of_doors_that_have_ended():
     watchdog.stalls = 1
     told = AggregateView(processes, watchdog).watchdog()
     assert told == {**watchdog.status(), "stalls": 6}
+
+
+def test_what_has_no_sum_is_that_of_the_last_process():
+    rows = [{"n": 1, "text": "a", "odd": 1}, {"n": 2, "text": "b", "odd": {"k": 3}}]
+    assert sum_stats(rows) == {"n": 3, "text": "b", "odd": {"k": 3}}

@@ -13,7 +13,7 @@ async def test_the_key_is_read_where_the_policy_wants_it(wants, told):
         keys = []
 
         class Keyed(type(opened.door.policy)):
-            wants_key = wants
+            needs_affinity_key = wants
 
             def pick(self, candidates, need):
                 keys.append(need.affinity_key)

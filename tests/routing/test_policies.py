@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing import policies
@@ -136,6 +137,7 @@ def test_a_policy_knows_its_name(name):
     assert build(name, random.randrange).name == name
 
 
-def test_an_unknown_name_is_refused():
-    with pytest.raises(KeyError):
-        build("best_of_luck", random.randrange)
+def test_the_built_in_policies_are_those_of_the_configuration():
+    assert tuple(policies.BUILT_IN) == POLICIES
+    for name in POLICIES:
+        assert build(name, random.randrange).name == name

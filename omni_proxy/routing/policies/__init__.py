@@ -1,34 +1,51 @@
-"""The policies by name. `build_policy` is the one place that knows the names; `contract` says what a
-policy promises.
+"""The policies: the interface (`policy`), the built-in ones, and those of other packages (`plugins`).
+
+`build_policy` creates the one that a configuration names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Final
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.policies.cache_aware import CacheAware
 from omni_proxy.routing.policies.hashing import ConsistentHashing, PrefixHash
 from omni_proxy.routing.policies.least_request import LeastRequest, PowerOfTwo
+from omni_proxy.routing.policies.plugins import create_plugin
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.round_robin import Random, RoundRobin
 from omni_proxy.routing.policies.sticky import Sticky
 
-__all__ = ["Policy", "RandomBelow", "build_policy"]
+__all__ = ["BUILT_IN", "Policy", "RandomBelow", "build_policy"]
+
+# By the names of `config.policy_names.POLICIES`.
+BUILT_IN: Final[dict[str, type[Policy]]] = {
+    "round_robin": RoundRobin,
+    "least_request": LeastRequest,
+    "random": Random,
+    "power_of_two": PowerOfTwo,
+    "cache_aware": CacheAware,
+    "consistent_hashing": ConsistentHashing,
+    "prefix_hash": PrefixHash,
+}
 
 
 def build_policy(
-    routing: RoutingConfig, below: RandomBelow, now: float, before: Policy | None = None
+    routing: RoutingConfig, random_below: RandomBelow, now: float, before: Policy | None = None
 ) -> Policy:
-    """The policy that `routing` asks for; `now` is monotonic seconds.
+    """The policy that `routing` names; `now` is monotonic seconds.
 
-    What of the policy `before` still serves lives on: a tree when sessions are switched, sessions
-    when the policy below them is. Raises KeyError for a name that no policy has (the configuration
-    refuses it earlier).
+    It is the policy `before`, with new parameters, where the name stays. Sessions outlive a change
+    of the policy below them, and that policy outlives switching sessions on or off.
     """
     sessions = before if isinstance(before, Sticky) else None
     kept = sessions.inner if sessions else before
-    policy = kept if kept is not None and kept.reconfigure(routing) else _make(routing, below, now)
+    if kept is not None and kept.name == routing.policy and kept.reconfigure(routing):
+        policy = kept
+    elif built_in := BUILT_IN.get(routing.policy):
+        policy = built_in.create(routing, random_below, now)
+    else:
+        policy = create_plugin(routing, random_below, now)
     if not routing.sticky_sessions:
         return policy
     if sessions is None:
@@ -36,16 +53,3 @@ def build_policy(
     sessions.replace_inner(policy)
     sessions.reconfigure(routing)
     return sessions
-
-
-def _make(routing: RoutingConfig, below: RandomBelow, now: float) -> Policy:
-    makers: dict[str, Callable[[], Policy]] = {
-        "round_robin": RoundRobin,
-        "random": lambda: Random(below),
-        "least_request": LeastRequest,
-        "power_of_two": lambda: PowerOfTwo(below),
-        "cache_aware": lambda: CacheAware(routing, now),
-        "consistent_hashing": ConsistentHashing,
-        "prefix_hash": lambda: PrefixHash(routing),
-    }
-    return makers[routing.policy]()

@@ -22,7 +22,7 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.policy import Policy
+from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.weighted_load import CandidateWeights, least, load_word
 from omni_proxy.routing.prefix_tree import PrefixTree
 
@@ -69,6 +69,10 @@ class CacheAware(Policy):
         "_among", "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules",
         "_seen", "_small", "_tree", "_turn", "_warmth", "_weights", "name",
     )  # fmt: skip
+
+    @classmethod
+    def create(cls, routing: RoutingConfig, random_below: RandomBelow, now: float) -> CacheAware:
+        return cls(routing, now)
 
     def __init__(self, routing: RoutingConfig, now: float) -> None:
         self.name = "cache_aware"
@@ -128,7 +132,7 @@ class CacheAware(Policy):
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
         self._evicting |= self._tree.oversized
         self._judged, self._small = ((), False, 0), ((), [])  # they went by the old ones
-        return super().reconfigure(routing)
+        return True
 
     def forget_worker(self, worker: Worker) -> None:
         self._small = ((), [])

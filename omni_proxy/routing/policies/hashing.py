@@ -11,7 +11,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.least_request import LeastRequest
-from omni_proxy.routing.policies.policy import Policy
+from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.ring import Rings
 from omni_proxy.routing.policies.weighted_load import load_word
 
@@ -62,6 +62,10 @@ class PrefixHash(Policy):
 
     __slots__ = ("_factor", "_length", "_passed_over", "_rings", "_textless", "name")
 
+    @classmethod
+    def create(cls, routing: RoutingConfig, random_below: RandomBelow, now: float) -> PrefixHash:
+        return cls(routing)
+
     def __init__(self, routing: RoutingConfig) -> None:
         self.name = "prefix_hash"
         self._rings = Rings()
@@ -75,7 +79,7 @@ class PrefixHash(Policy):
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         self._take(routing)
-        return super().reconfigure(routing)
+        return True
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         text = prefix_text(need.body_fields, self._length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
@@ -65,11 +66,15 @@ class LeastRequest(Policy):
 class PowerOfTwo(Policy):
     """The less loaded of two drawn at random."""
 
-    __slots__ = ("_below", "name")
+    __slots__ = ("_random_below", "name")
 
-    def __init__(self, below: RandomBelow) -> None:
+    @classmethod
+    def create(cls, routing: RoutingConfig, random_below: RandomBelow, now: float) -> PowerOfTwo:
+        return cls(random_below)
+
+    def __init__(self, random_below: RandomBelow) -> None:
         self.name = "power_of_two"
-        self._below = below
+        self._random_below = random_below
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         one, other = self._draw(candidates)
@@ -84,9 +89,9 @@ class PowerOfTwo(Policy):
 
     def _draw(self, candidates: Sequence[Worker]) -> tuple[Worker, Worker]:
         count = len(candidates)
-        first = self._below(count)
+        first = self._random_below(count)
         if count == 1:
             return candidates[first], candidates[first]
-        second = self._below(count - 1)
+        second = self._random_below(count - 1)
         second += second >= first
         return candidates[first], candidates[second]

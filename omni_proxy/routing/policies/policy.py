@@ -1,57 +1,77 @@
-"""What a policy is: it chooses one of the workers that may take a request.
+"""The policy interface: a policy chooses one of the workers that can take a request.
 
-Contract: `candidates` is never empty and is not changed, neither by the policy nor, once handed
-over, by the caller; in-flight counts are read from the workers, so a pick is only as good as the
-door's accounts. All methods are synchronous atoms; none reads a clock.
+Public: policies of other packages derive from `Policy` (docs/routing.md, "Write your own policy").
+Invariants: `candidates` is never empty, and neither the policy nor the caller changes it, so equal
+lists may be recognised by identity. In-flight counts are read from the workers and include every
+request that this proxy has sent and not finished. All methods are synchronous, are called by one
+thread, must not block, and read no clock: the time comes as an argument.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 
-RandomBelow = Callable[[int], int]  # RandomBelow(n) draws from 0..n-1
+if TYPE_CHECKING:
+    from typing import Self
+
+RandomBelow = Callable[[int], int]  # RandomBelow(n) draws an integer from 0 to n - 1
 
 
 class Policy(ABC):
-    """The base of all policies. What is not abstract here is what one without a memory does."""
+    """The base class of all policies. Only `pick` and `preview_pick` are abstract: the other
+    methods are those of a policy without memory.
+
+    Of a worker a policy may read `id`, `url`, `weight` (1 or more), `in_flight`, `max_inflight`
+    (0: no limit), `model`, `capabilities` and `version`; it must not set any of them. A worker is
+    hashable by identity and is the same object until it leaves the fleet. Of the requirements it
+    may read `model`, `stream`, `affinity_key` and `body_fields`.
+    """
 
     __slots__ = ()
-    name: str
-    needs_affinity_key = False  # whether `Requirements.key` must be filled in before a pick
+    name: str  # of a built-in policy; others go by the name in the configuration
+    needs_affinity_key = False  # True: `Requirements.affinity_key` is filled in before a pick
+
+    @classmethod
+    def create(cls, routing: RoutingConfig, random_below: RandomBelow, now: float) -> Self:
+        """A policy for this configuration. `now` is monotonic seconds, as in `maintain`.
+
+        Also called to check a configuration, so it must have no effect outside the new object.
+        Raises whatever tells that the policy can't work; the configuration is refused then.
+        """
+        return cls()
 
     @abstractmethod
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker: ...
+    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+        """One of `candidates`, which gets the request. Called once for each attempt."""
 
     @abstractmethod
     def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        """What `pick` would do now and why, in words; it spends no turn and records nothing."""
+        """What `pick` would return now, and the reason in words. Must change no state."""
 
     def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
-        """JSON-able: what a preview is based on, beside health and loads."""
+        """JSON-able facts for POST /explain, beside health and load. Must change no state."""
         return {}
 
-    def tune(self, routing: RoutingConfig) -> bool:
-        """Take new parameters and keep all state; False: `build` must make what is asked for."""
-        return self.reconfigure(routing) and not routing.sticky_sessions
-
-    def reconfigure(self, routing: RoutingConfig) -> bool:
-        """`tune`, with sessions left out of account."""
-        return routing.policy == self.name
-
     def record_pick(self, worker: Worker, need: Requirements) -> None:  # noqa: B027
-        """Somebody else sent the request there: remember what `pick` would have remembered."""
+        """Something else chose this worker (a sticky session): remember what `pick` would."""
 
     def forget_worker(self, worker: Worker) -> None:  # noqa: B027
-        """It is gone, was restarted or flushed: what it had in its cache is no more."""
+        """The worker left the fleet, or its cache is empty: it was restarted or flushed."""
 
     def maintain(self, now: float) -> None:  # noqa: B027
-        """A short piece of upkeep, called a few times a second. `now` is monotonic seconds."""
+        """A short slice of upkeep, called a few times a second. `now` is monotonic seconds."""
+
+    def reconfigure(self, routing: RoutingConfig) -> bool:
+        """Take over new parameters and keep all state. Called after each reload that keeps the
+        name of the policy; False: a new policy has to be created."""
+        return True
 
     def stats(self) -> dict[str, object]:
-        """JSON-able, for GET /status."""
+        """JSON-able, for `policy` in GET /status."""
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
@@ -61,17 +62,21 @@ class RoundRobin(Policy):
 class Random(Policy):
     """By weight, else uniform; a diagnostic policy."""
 
-    __slots__ = ("_below", "_weights", "name")
+    __slots__ = ("_random_below", "_weights", "name")
 
-    def __init__(self, below: RandomBelow) -> None:
+    @classmethod
+    def create(cls, routing: RoutingConfig, random_below: RandomBelow, now: float) -> Random:
+        return cls(random_below)
+
+    def __init__(self, random_below: RandomBelow) -> None:
         self.name = "random"
-        self._below = below
+        self._random_below = random_below
         self._weights = CandidateWeights()
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         if self._weights.take(candidates):
-            return candidates[self._below(len(candidates))]
-        drawn = self._below(self._weights.total)
+            return candidates[self._random_below(len(candidates))]
+        drawn = self._random_below(self._weights.total)
         for worker in candidates:
             drawn -= worker.weight
             if drawn < 0:

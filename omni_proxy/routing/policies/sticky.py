@@ -93,9 +93,6 @@ class Sticky(Policy):
         self._sessions = sessions
         self._take(routing)
 
-    def tune(self, routing: RoutingConfig) -> bool:
-        return self.reconfigure(routing) and routing.sticky_sessions
-
     def reconfigure(self, routing: RoutingConfig) -> bool:
         self._take(routing)
         return self.inner.reconfigure(routing)

@@ -70,12 +70,13 @@ def test_new_parameters_leave_the_tree_alone():
     policy, fleet = cache_aware(), workers(0, 0)
     home = policy.pick(fleet, chat(LONG))
     rules = CacheAwareConfig(balance_abs_threshold=1, cache_threshold=0.9)
-    assert policy.tune(RoutingConfig(policy="cache_aware", cache_aware=rules))
+    assert policy.reconfigure(RoutingConfig(policy="cache_aware", cache_aware=rules))
     assert policy.preview_pick(fleet, chat(LONG))[0] is home
     assert policy.preview_pick(fleet, chat(LONG * 2))[1].startswith("only ")
     home.in_flight = 2
     assert policy.pick(fleet, chat(LONG)) is not home
-    assert not policy.tune(RoutingConfig(policy="round_robin"))
+    round_robin = RoutingConfig(policy="round_robin")
+    assert build_policy(round_robin, first, 0.0, policy) is not policy
 
 
 def test_new_thresholds_hold_for_the_next_pick_of_a_large_fleet_too():
@@ -84,7 +85,7 @@ def test_new_thresholds_hold_for_the_next_pick_of_a_large_fleet_too():
     home.in_flight = 9
     assert policy.pick(fleet, chat(LONG)) is home
     rules = CacheAwareConfig(balance_abs_threshold=1)
-    assert policy.tune(RoutingConfig(policy="cache_aware", cache_aware=rules))
+    assert policy.reconfigure(RoutingConfig(policy="cache_aware", cache_aware=rules))
     assert policy.pick(fleet, chat(LONG)) is not home
 
 
@@ -92,7 +93,7 @@ def test_a_smaller_tree_is_cut_back_without_waiting_for_the_interval():
     policy, fleet = cache_aware(), workers(0, 0)
     for text in unrelated(50):
         policy.pick(fleet, chat(text))
-    policy.tune(
+    policy.reconfigure(
         RoutingConfig(policy="cache_aware", cache_aware=CacheAwareConfig(max_tree_size=1000))
     )
     policy.maintain(1.0)
@@ -115,7 +116,7 @@ def test_a_shorter_interval_does_not_wait_for_the_end_of_the_longer_one():
         policy.pick(fleet, chat(text))
     policy.maintain(0.1)
     rules = CacheAwareConfig(max_tree_size=1100, eviction_interval_secs=5)
-    policy.tune(RoutingConfig(policy="cache_aware", cache_aware=rules))
+    policy.reconfigure(RoutingConfig(policy="cache_aware", cache_aware=rules))
     policy.pick(fleet, chat("z" * 70))
     assert policy.stats()["tree_size"] > 1100
     policy.maintain(5.2)

@@ -167,7 +167,9 @@ def test_the_length_of_the_prefix_can_be_set():
     policy, fleet = build("prefix_hash"), workers(*[0] * 8)
     asked = [chat("same" + "abcdefgh"[number] * 50) for number in range(8)]
     assert len({policy.pick(fleet, need) for need in asked}) > 1
-    policy.tune(RoutingConfig(policy="prefix_hash", prefix_hash=PrefixHashConfig(prefix_length=5)))
+    policy.reconfigure(
+        RoutingConfig(policy="prefix_hash", prefix_hash=PrefixHashConfig(prefix_length=5))
+    )
     assert len({policy.pick(fleet, need) for need in asked}) == 1
 
 

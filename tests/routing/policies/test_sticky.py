@@ -108,10 +108,8 @@ def test_switching_sessions_keeps_the_tree_and_switching_policies_keeps_the_sess
     fleet = workers(0, 0)
     plain = policies.build_policy(routing(sessions=False), first, 0.0)
     home = plain.pick(fleet, chat("w" * 99))
-    assert not plain.tune(routing(sessions=True))
     with_sessions = policies.build_policy(routing(sessions=True), first, 0.0, plain)
     assert with_sessions.pick(fleet, chat("w" * 99, key="me")) is home
-    assert not with_sessions.tune(routing("random", sessions=True))
     at_random = policies.build_policy(routing("random", sessions=True), first, 0.0, with_sessions)
     assert at_random.name == "random"
     assert at_random.pick(fleet, Requirements(0, affinity_key="me")) is home
@@ -119,12 +117,14 @@ def test_switching_sessions_keeps_the_tree_and_switching_policies_keeps_the_sess
     assert (bare.name, bare.needs_affinity_key) == ("random", False)
 
 
-def test_a_policy_that_suits_is_tuned_in_place():
+def test_a_policy_whose_name_stays_is_reconfigured_in_place():
     policy = sticky("cache_aware")
     rules = CacheAwareConfig(max_tree_size=77)
-    assert policy.tune(routing(sessions=True, sticky_max=5, cache_aware=rules))
+    changed = routing(sessions=True, sticky_max=5, cache_aware=rules)
+    assert policies.build_policy(changed, first, 0.0, policy) is policy
     assert policy.stats()["max_tree_size"] == 77
-    assert not policy.tune(routing(sessions=False))
+    without = policies.build_policy(routing(sessions=False), first, 0.0, policy)
+    assert without is policy.inner
 
 
 def test_forgetting_reaches_the_policy_below():

@@ -1,0 +1,158 @@
+"""A policy of another package is plugged into the real program: no fork, no change of the code."""
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.promises.fleet_program import PATIENCE_SECS, Program, put, toml, workers
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/routing.md").read_text().partition("## Write your own policy")[2]
+PACKING = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
+PYPROJECT = re.findall(r"^```ini\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
+BROKEN = """
+from omni_proxy.routing.policies import Policy
+
+class Broken(Policy):
+    def pick(self, candidates, need):
+        return candidates[len(candidates)]
+
+    preview_pick = pick
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The package of the page, installed into a folder of its own."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
+    (source / "my_policies.py").write_text(PACKING)
+    (source / "pyproject.toml").write_text(PYPROJECT)
+    subprocess.run(
+        [
+            sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index",
+            "--no-build-isolation", "--no-deps", "--target", target, source,
+        ],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    (target / "broken_policy.py").write_text(BROKEN)
+    return target
+
+
+def environment(target):
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{target}"}
+
+
+@asynccontextmanager
+async def program(target, file):
+    read, write = os.pipe()
+    async with trio.lowlevel.FdStream(read) as stream, trio.open_nursery() as nursery:
+        try:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "omni_proxy", "--config", str(file)],
+                stderr=write, env=environment(target), cwd=ROOT,
+            )  # fmt: skip
+        finally:
+            os.close(write)
+        running = Program(process, stream)
+        nursery.start_soon(running.listen)
+        try:
+            await running.arrive()
+            yield running
+            assert await running.leave() == 0, running.log
+        finally:
+            await running.end()
+            nursery.cancel_scope.cancel()
+
+
+def text(fleet, policy, processes=1):
+    more = f'processes = {processes}\n[routing]\npolicy = "{policy}"'
+    return toml(fleet, more=more)
+
+
+async def policy_of(running):
+    told = await running.told("/status")
+    assert "data_plane" in told, told
+    return told["data_plane"]["policy"]
+
+
+@pytest.mark.parametrize("policy", ["packing", "my_policies:Packing"])
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_the_policy_of_the_page_routes_requests(installed, tmp_path, policy, processes):
+    file = tmp_path / "proxy.toml"
+    async with workers("one", "two") as fleet:
+        put(file, text(fleet, policy, processes))
+        async with program(installed, file) as running:
+            await running.until_routable(*fleet)
+            answers = [(await running.ask()).json()["worker"] for _ in range(4)]
+            assert answers == ["one"] * 4  # one at a time: the first always has room
+            told = await running.client.post("/explain", json={"messages": []})
+            assert told.json()["policy"] == policy
+            assert told.json()["pick"]["reason"] == "the first with room: 0 in flight"
+            assert (await policy_of(running))["name"] == policy
+
+
+async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(installed, tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one", "two") as fleet:
+        put(file, text(fleet, "round_robin"))
+        async with program(installed, file) as running:
+            await running.until_routable(*fleet)
+            put(file, text(fleet, "packing"))
+            await running.until(
+                "/status", lambda told: told["data_plane"]["policy"]["name"] == "packing"
+            )
+            assert {(await running.ask()).json()["worker"] for _ in range(4)} == {"one"}
+            assert (await policy_of(running))["packing_picks"] == 4
+            put(file, text(fleet, "round_robin"))
+            await running.until(
+                "/status", lambda told: told["data_plane"]["policy"]["name"] == "round_robin"
+            )
+            assert {(await running.ask()).json()["worker"] for _ in range(4)} == {"one", "two"}
+
+
+async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(installed, tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one") as fleet:
+        put(file, text(fleet, "packing"))
+        async with program(installed, file) as running:
+            await running.until_routable(*fleet)
+            put(file, text(fleet, "nowhere_to_be_found:Policy"))
+            told = await running.until(
+                "/config", lambda told: told["last_reload"]["outcome"] == "refused"
+            )
+            (problem,) = told["last_reload"]["error"]["problems"]
+            assert problem["path"] == "routing.policy"
+            assert "nowhere_to_be_found" in problem["reason"]
+            assert "PYTHONPATH" in problem["hint"]
+            assert (await policy_of(running))["name"] == "packing"
+
+
+async def test_a_policy_that_raises_costs_no_request(installed, tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("one", "two") as fleet:
+        put(file, text(fleet, "broken_policy:Broken"))
+        async with program(installed, file) as running:
+            await running.until_routable(*fleet)
+            for _ in range(6):
+                assert (await running.ask()).status_code == 200
+            assert (await policy_of(running))["policy_failures"] == 6
+            assert running.log.count("policy_failed policy=broken_policy:Broken method=pick") == 1
+
+
+@pytest.mark.parametrize("words", [["check"], ["--config"]])
+def test_a_policy_that_is_not_there_is_refused_before_anything_starts(tmp_path, words):
+    file = tmp_path / "proxy.toml"
+    file.write_text('[routing]\npolicy = "my_policies:Packing"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "omni_proxy", *words, file], cwd=ROOT, timeout=PATIENCE_SECS,
+        capture_output=True, text=True, check=False, env=environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "routing.policy: the module my_policies of the policy my_policies:Packing" in done.stderr
+    assert "put its folder on PYTHONPATH" in done.stderr
