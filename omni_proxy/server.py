@@ -165,7 +165,7 @@ class Server:
             Supervisor("ejector", lambda told: self.ejector.run(task_status=told)),
             Supervisor("drains", lambda told: self.drains.run(task_status=told)),
             Supervisor("voice_list", lambda told: self.voice_list.run(task_status=told)),
-            Supervisor("pulse", lambda told: self.instruments.pulse.run(task_status=told)),
+            Supervisor("pulse", lambda told: self.instruments.ticker.run(task_status=told)),
             Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
         ]
 
@@ -247,7 +247,7 @@ class Server:
         self.route_log.retarget(server.route_log)
         self.door.access_log = self.access_log if self.access_log.on else None
         self.door.route_log = self.route_log if self.route_log.on else None
-        self.door.meters = self.instruments.meters if server.metrics else None
+        self.door.meters = self.instruments.metrics if server.metrics else None
 
     async def _signals(self, everything: trio.CancelScope) -> None:
         async with trio.open_nursery() as nursery:

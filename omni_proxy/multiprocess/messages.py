@@ -175,7 +175,7 @@ class MetricsEvent(Struct, frozen=True, tag=True):
     phases: dict[str, list[HistogramDelta]]
     slots: list[WindowDelta]
     ends: list[RecentEndDelta]
-    failed_tries: list[tuple[int, str, int]]
+    failed_attempts: list[tuple[int, str, int]]
     retries: int
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
 

@@ -22,8 +22,8 @@ from omni_proxy.multiprocess.messages import (
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.telemetry.histogram import Histogram, LateHistogram
 from omni_proxy.telemetry.metrics import Metrics
-from omni_proxy.telemetry.recent_window import End, RecentWindow, Slot
-from omni_proxy.telemetry.series import Cell, Phases
+from omni_proxy.telemetry.recent_window import FinishedExchange, RecentWindow, WindowCounts
+from omni_proxy.telemetry.series import RoutePhases, RouteSeries
 
 WHOLE_PROCESS = -1
 PHASES = ("queue", "connect", "head", "overhead", "longest_gap")
@@ -38,14 +38,14 @@ class MetricsDelta(Metrics):
         self._between: dict[tuple[str, Worker | None], LateHistogram] = {}
         super().__init__(fleet, RecentDelta())
 
-    def cell(self, route: str, worker: Worker | None) -> Cell:
+    def series_for(self, route: str, worker: Worker | None) -> RouteSeries:
         """A stream counts on in the histogram that it began with, so that outlives the cell."""
-        cell = super().cell(route, worker)
+        cell = super().series_for(route, worker)
         cell.between = self._between.setdefault((route, worker), cell.between)
         return cell
 
-    def forget_strangers(self) -> None:
-        super().forget_strangers()
+    def drop_removed_workers(self) -> None:
+        super().drop_removed_workers()
         here = {*self._fleet.workers, None}
         for key in [key for key in self._between if key[1] not in here]:
             del self._between[key]
@@ -53,16 +53,16 @@ class MetricsDelta(Metrics):
     def take(self) -> MetricsEvent:
         open_streams = {key: of for key, of in self._between.items() if any(of.counts)}
         for route, worker in open_streams:
-            self.cell(route, worker)
+            self.series_for(route, worker)
         event = self._take_all()
         for between in open_streams.values():
             between.clear()
         return event
 
     def _take_all(self) -> MetricsEvent:
-        cells, self._cells = self.cells, {}
+        cells, self._series = self.series, {}
         phases, self._phases = self.phases, {}
-        tries, self.failed_tries = self.failed_tries, Counter()
+        tries, self.failed_attempts = self.failed_attempts, Counter()
         retries, self.retries = self.retries, 0
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
@@ -73,7 +73,7 @@ class MetricsDelta(Metrics):
             },
             slots=recent.window_deltas(),
             ends=recent.end_deltas(),
-            failed_tries=[(_serial(w), cause, count) for (w, cause), count in tries.items()],
+            failed_attempts=[(_serial(w), cause, count) for (w, cause), count in tries.items()],
             retries=retries,
             worker_ends=_worker_counts(self._fleet.workers),
         )
@@ -81,7 +81,7 @@ class MetricsDelta(Metrics):
 
 class RecentDelta(RecentWindow):
     def window_deltas(self) -> list[WindowDelta]:
-        second = self.second_so_far()
+        second = self.current_second()
         if not second.requests:
             return []
         slots = [(WHOLE_PROCESS, second)]
@@ -105,13 +105,13 @@ def merge_metrics(
         if worker is not None or not delta.serial:
             _merge_series(delta, meters, worker)
     for route, deltas in event.phases.items():
-        phases = meters.phases_of(route)
+        phases = meters.phases_for(route)
         for name, phase_delta in zip(PHASES, deltas, strict=True):
             _merge_histogram(getattr(phases, name), phase_delta)
-    for serial, cause, count in event.failed_tries:
+    for serial, cause, count in event.failed_attempts:
         worker = find(serial)
         if worker is not None:
-            meters.failed_tries[worker, cause] += count
+            meters.failed_attempts[worker, cause] += count
     meters.retries += event.retries
     _merge_recent(event, recent, find)
     for serial, traffic, routed, succeeded, failed in event.worker_ends:
@@ -132,7 +132,7 @@ def _histogram_delta(of: Histogram) -> HistogramDelta:
     return HistogramDelta(_sparse(of.counts), of.sum)
 
 
-def _series_delta(route: str, worker: Worker | None, cell: Cell) -> SeriesDelta:
+def _series_delta(route: str, worker: Worker | None, cell: RouteSeries) -> SeriesDelta:
     return SeriesDelta(
         route=route,
         serial=_serial(worker),
@@ -147,7 +147,7 @@ def _series_delta(route: str, worker: Worker | None, cell: Cell) -> SeriesDelta:
     )
 
 
-def _phase_deltas(phases: Phases) -> list[HistogramDelta]:
+def _phase_deltas(phases: RoutePhases) -> list[HistogramDelta]:
     return [_histogram_delta(getattr(phases, name)) for name in PHASES]
 
 
@@ -163,7 +163,7 @@ def _worker_counts(workers: list[Worker]) -> list[tuple[int, str, int, int, int]
 
 
 def _merge_series(delta: SeriesDelta, meters: Metrics, worker: Worker | None) -> None:
-    cell = meters.cell(delta.route, worker)
+    cell = meters.series_for(delta.route, worker)
     for model, hundreds, end, count in delta.ends:
         key = (model, hundreds, end)
         cell.ends[key] = cell.ends.get(key, 0) + count
@@ -188,17 +188,17 @@ def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -
     for slot in event.slots:
         _merge_window(slot, recent, find)
     for noted in event.ends:
-        recent.add(End(*noted.end), trouble=noted.trouble)
+        recent.add_finished(FinishedExchange(*noted.end), failed=noted.trouble)
 
 
 def _merge_window(delta: WindowDelta, recent: RecentWindow, find: FindWorker) -> None:
     worker = find(delta.serial)
     if delta.serial == WHOLE_PROCESS:
-        slot: Slot = recent.second
+        slot: WindowCounts = recent.second
     elif worker is None and delta.serial:
         return
     else:
-        slot = recent.sums.setdefault(worker, Slot())
+        slot = recent.sums.setdefault(worker, WindowCounts())
     slot.requests += delta.requests
     slot.errors += delta.errors
     for place, count in delta.firsts.items():

@@ -50,7 +50,7 @@ class ReportHandler:
                     logs["route_log"].write(line)
                 logs["access_log"].dropped += dropped
             case MetricsEvent():
-                meters, recent = self.instruments.meters, self.instruments.recent
+                meters, recent = self.instruments.metrics, self.instruments.recent
                 merge_metrics(message, meters, recent, self.worker_ids.find)
             case (
                 RequestFailedEvent()

@@ -1,6 +1,6 @@
 """What the door counts of each exchange that has ended, and of streams meanwhile, in plain numbers.
 
-Invariant: `count` costs less than 3 us and neither waits nor fails. Its labels are bounded: routes
+Invariant: `record` costs less than 3 us and neither waits nor fails. Its labels are bounded: routes
 are those of the table, workers those of the fleet, and a model that no worker names is "other".
 Nothing here reads a body, but for the last piece of one where `usage` is wanted.
 """
@@ -17,8 +17,8 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import DURATION, FINE, LateHistogram
-from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow, Slot
-from omni_proxy.telemetry.series import UNASKED, Cell, Phases
+from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow, WindowCounts
+from omni_proxy.telemetry.series import NO_MODEL_SEEN, RoutePhases, RouteSeries
 from omni_proxy.telemetry.token_usage import TAIL_BYTES, tokens_in
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class Metrics:
     forgotten."""
 
     def __init__(self, fleet: Fleet, recent: RecentWindow) -> None:
-        self.failed_tries: Counter[tuple[Worker, str]] = Counter()
+        self.failed_attempts: Counter[tuple[Worker, str]] = Counter()
         self.ejections: Counter[Worker] = Counter()
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
         self.retries = 0
-        self._phases: dict[str, Phases] = {}
-        self._cells: dict[str, dict[Worker | None, Cell]] = {}
+        self._phases: dict[str, RoutePhases] = {}
+        self._series: dict[str, dict[Worker | None, RouteSeries]] = {}
         self._fleet = fleet
         self._recent = recent
         self._members: list[Worker] = []
@@ -53,17 +53,17 @@ class Metrics:
         fleet.watch_health(self._changed)
 
     @property
-    def cells(self) -> dict[tuple[str, Worker | None], Cell]:
+    def series(self) -> dict[tuple[str, Worker | None], RouteSeries]:
         """By route and worker, with everything that has ended."""
         self.gather(None)
         return {
             (route, worker): cell
-            for route, cells in self._cells.items()
+            for route, cells in self._series.items()
             for worker, cell in cells.items()
         }
 
     @property
-    def phases(self) -> dict[str, Phases]:
+    def phases(self) -> dict[str, RoutePhases]:
         """By route, with everything that has ended."""
         self.gather(None)
         return self._phases
@@ -72,32 +72,36 @@ class Metrics:
     def workers(self) -> list[Worker]:
         return self._fleet.workers
 
-    def cell(self, route: str, worker: Worker | None) -> Cell:
+    def series_for(self, route: str, worker: Worker | None) -> RouteSeries:
         """That one, made where it has to be."""
-        cells = self._cells.get(route)
+        cells = self._series.get(route)
         if cells is None:
-            cells = self._cells[route] = {}
+            cells = self._series[route] = {}
         cell = cells.get(worker)
         if cell is None:
-            cell = cells[worker] = Cell(self.phases_of(route))
-            self._recent.sums.setdefault(worker, Slot())
+            cell = cells[worker] = RouteSeries(self.phases_for(route))
+            self._recent.sums.setdefault(worker, WindowCounts())
         return cell
 
-    def gaps(self, mine: Exchange) -> LateHistogram | None:
+    def gap_histogram(self, exchange: Exchange) -> LateHistogram | None:
         """Where the relay counts the gaps of this stream while it lasts; None: nowhere."""
-        return self.cell(mine.route.path, mine.worker).between if mine.route is not None else None
+        return (
+            self.series_for(exchange.route.path, exchange.worker).between
+            if exchange.route is not None
+            else None
+        )
 
-    def gaps_of(self, worker: Worker) -> int:
+    def count_gaps(self, worker: Worker) -> int:
         """How many there have been in its streams, those that go on included."""
-        cells = (cells[worker] for cells in self._cells.values() if worker in cells)
+        cells = (cells[worker] for cells in self._series.values() if worker in cells)
         return sum(sum(cell.between.counts) for cell in cells)
 
-    def phases_of(self, route: str) -> Phases:
-        return self._phases.setdefault(route, Phases())
+    def phases_for(self, route: str) -> RoutePhases:
+        return self._phases.setdefault(route, RoutePhases())
 
     def gather(self, worker: Worker | None) -> None:
         """Make readable what was counted of this worker; None: of all."""
-        for cells in self._cells.values():
+        for cells in self._series.values():
             if worker is None:
                 for each, cell in cells.items():
                     self._gather(each, cell)
@@ -107,123 +111,131 @@ class Metrics:
             for phases in self._phases.values():
                 phases.gather()
 
-    def _gather(self, worker: Worker | None, cell: Cell) -> None:
-        if any(cell.whole):
+    def _gather(self, worker: Worker | None, cell: RouteSeries) -> None:
+        if any(cell.single_chunk_counts):
             cell.gather(self._recent.sums[worker])
 
-    def count(self, mine: Exchange, worker: Worker | None) -> None:
-        """`mine` has ended; nothing of it is kept.
+    def record(self, exchange: Exchange, worker: Worker | None) -> None:
+        """`exchange` has ended; nothing of it is kept.
 
         What most answers are is told apart first: whole in one piece, of a request that left in
         the moment it came. All that they took is then one time, but for a head that came earlier.
         """
-        route = mine.route
+        route = exchange.route
         if route is None:
-            self._count_front(mine)
+            self._count_front(exchange)
             return
         try:
-            cell = self._cells[route.path][worker]
+            cell = self._series[route.path][worker]
         except KeyError:
-            cell = self.cell(route.path, worker)
-        ended, started = mine.ended_at, mine.started_at
+            cell = self.series_for(route.path, worker)
+        ended, started = exchange.ended_at, exchange.started_at
         if (
-            mine.first_at != ended
-            or mine.dialled_at != started
-            or mine.pieces != 1
-            or mine.attempts != 1
-            or mine.status != 200
-            or mine.outcome != "completed"
-            or mine.tail
-            or mine.need is None
-            or (mine.need.model != cell.asked and not self._counts_for(cell, mine.need.model))
+            exchange.first_at != ended
+            or exchange.dialled_at != started
+            or exchange.pieces != 1
+            or exchange.attempts != 1
+            or exchange.status != 200
+            or exchange.outcome != "completed"
+            or exchange.tail
+            or exchange.need is None
+            or (
+                exchange.need.model != cell.asked
+                and not self._counts_for(cell, exchange.need.model)
+            )
         ):
-            self._count_any(mine, worker, cell)
+            self._count_any(exchange, worker, cell)
             return
-        if mine.wait_at != ended:
+        if exchange.wait_at != ended:
             secs, phases = ended - started, cell.phases
             phases.head.counts[bisect_left(FINE, secs)] -= 1
             phases.head.sum -= secs
-            phases.heads.append(mine.wait_at - started)
-        self.count_whole(mine, worker)
+            phases.heads.append(exchange.wait_at - started)
+        self.record_single_chunk(exchange, worker)
 
-    def count_whole(self, mine: Exchange, worker: Worker | None) -> None:
-        """As `count`, of a completed exchange whose answer came whole in one piece, of a request
+    def record_single_chunk(self, exchange: Exchange, worker: Worker | None) -> None:
+        """As `record`, of a completed exchange whose answer came whole in one piece, of a request
         that left in the moment it came."""
-        route, need = mine.route, mine.need
+        route, need = exchange.route, exchange.need
         assert route is not None
         assert need is not None
         try:
-            cell = self._cells[route.path][worker]
+            cell = self._series[route.path][worker]
         except KeyError:
-            cell = self.cell(route.path, worker)
+            cell = self.series_for(route.path, worker)
         if (
-            mine.status != 200
-            or mine.tail
+            exchange.status != 200
+            or exchange.tail
             or (need.model != cell.asked and not self._counts_for(cell, need.model))
         ):
-            self._count_any(mine, worker, cell)
+            self._count_any(exchange, worker, cell)
             return
-        ended = mine.ended_at
-        secs = ended - mine.started_at
+        ended = exchange.ended_at
+        secs = ended - exchange.started_at
         place = bisect_left(FINE, secs)
-        cell.whole[place] += 1
-        cell.whole_secs += secs
-        cell.bytes_in += mine.bytes_in
-        cell.bytes_out += mine.bytes_out
+        cell.single_chunk_counts[place] += 1
+        cell.single_chunk_secs += secs
+        cell.bytes_in += exchange.bytes_in
+        cell.bytes_out += exchange.bytes_out
         recent, own = self._recent, cell.phases.own
-        recent.whole[place] += 1
-        if recent.ends_left:
-            recent.note_end(mine, worker)
-        own.append(mine.own_secs + monotonic() - ended)
+        recent.single_chunk_counts[place] += 1
+        if recent.completed_left:
+            recent.note_completed(exchange, worker)
+        own.append(exchange.own_secs + monotonic() - ended)
         if len(own) >= AT_ONCE:
             cell.phases.gather()
 
-    def _counts_for(self, cell: Cell, asked: str | None) -> bool:
+    def _counts_for(self, cell: RouteSeries, asked: str | None) -> bool:
         """Whether what comes whole for this model may be counted with what is there already."""
         model = asked if asked is None or asked in self._models else OTHER
         if model != cell.model:
-            if any(cell.whole):
+            if any(cell.single_chunk_counts):
                 return False
             cell.model = model
         if asked is None:
             cell.asked = None
         else:  # one string for all cells: with many workers each one's own is in no cache
-            cell.asked = intern(asked) if len(asked) <= TEXT_CHARS else UNASKED
+            cell.asked = intern(asked) if len(asked) <= TEXT_CHARS else NO_MODEL_SEEN
         return True
 
-    def _count_any(self, mine: Exchange, worker: Worker | None, cell: Cell) -> None:
-        end, ended = mine.outcome or "cut_by_proxy", mine.ended_at
-        model = mine.need.model if mine.need is not None else None
+    def _count_any(self, exchange: Exchange, worker: Worker | None, cell: RouteSeries) -> None:
+        end, ended = exchange.outcome or "cut_by_proxy", exchange.ended_at
+        model = exchange.need.model if exchange.need is not None else None
         if model is not None and model not in self._models:
             model = OTHER
-        key = (model, mine.status // 100, end)
+        key = (model, exchange.status // 100, end)
         cell.ends[key] = cell.ends.get(key, 0) + 1
-        cell.bytes_in += mine.bytes_in
-        cell.bytes_out += mine.bytes_out
-        cell.pieces += mine.pieces
-        secs = ended - mine.started_at
+        cell.bytes_in += exchange.bytes_in
+        cell.bytes_out += exchange.bytes_out
+        cell.pieces += exchange.pieces
+        secs = ended - exchange.started_at
         cell.total.counts[bisect_left(DURATION, secs)] += 1
         cell.total.sum += secs
-        first, place = mine.first_at, -1
+        first, place = exchange.first_at, -1
         if first:
-            secs = first - mine.started_at
+            secs = first - exchange.started_at
             place = bisect_left(FINE, secs)
             cell.first.counts[place] += 1
             cell.first.sum += secs
-            if mine.longest_gap and mine.stream:
-                cell.phases.longest_gap.observe(mine.longest_gap)
-        if mine.dialled_at:
+            if exchange.longest_gap and exchange.stream:
+                cell.phases.longest_gap.observe(exchange.longest_gap)
+        if exchange.dialled_at:
             phases = cell.phases
-            if mine.wait_at:
-                phases.heads.append(mine.wait_at - mine.dialled_at)
-            phases.own.append(mine.own_secs + monotonic() - ended)
+            if exchange.wait_at:
+                phases.heads.append(exchange.wait_at - exchange.dialled_at)
+            phases.own.append(exchange.own_secs + monotonic() - ended)
             if len(phases.own) >= AT_ONCE:
                 phases.gather()
-        if mine.queued_secs or mine.connect_secs or mine.tail or mine.tried is not None:
-            self._count_rarer(mine, cell, model)
-        self._count_lately(mine, worker, place)
+        if (
+            exchange.queued_secs
+            or exchange.connect_secs
+            or exchange.tail
+            or exchange.tried is not None
+        ):
+            self._count_rarer(exchange, cell, model)
+        self._count_lately(exchange, worker, place)
 
-    def _count_lately(self, mine: Exchange, worker: Worker | None, place: int) -> None:
+    def _count_lately(self, exchange: Exchange, worker: Worker | None, place: int) -> None:
         """`place` in FINE: when the first chunk came for the client; -1 where none did."""
         recent = self._recent
         second = recent.second
@@ -232,32 +244,32 @@ class Metrics:
         slot.requests += 1
         if place >= 0:
             second.firsts[place] += 1
-            if mine.dialled_at != mine.started_at:  # what came before is not the worker's
-                place = bisect_left(FINE, mine.first_at - mine.dialled_at)
+            if exchange.dialled_at != exchange.started_at:  # what came before is not the worker's
+                place = bisect_left(FINE, exchange.first_at - exchange.dialled_at)
             slot.firsts[place] += 1
-        if mine.status >= 400 or mine.outcome != "completed" or mine.attempts > 1:
-            recent.note_trouble(mine, worker, slot)
-        elif recent.ends_left:
-            recent.note_end(mine, worker)
+        if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
+            recent.note_failed(exchange, worker, slot)
+        elif recent.completed_left:
+            recent.note_completed(exchange, worker)
 
-    def _count_front(self, mine: Exchange) -> None:
-        cell = self.cell(FRONT if mine.method != "-" else UNREAD, None)
-        key = (None, mine.status // 100, mine.outcome or "cut_by_proxy")
+    def _count_front(self, exchange: Exchange) -> None:
+        cell = self.series_for(FRONT if exchange.method != "-" else UNREAD, None)
+        key = (None, exchange.status // 100, exchange.outcome or "cut_by_proxy")
         cell.ends[key] = cell.ends.get(key, 0) + 1
-        cell.bytes_in += mine.bytes_in
-        cell.bytes_out += mine.bytes_out
+        cell.bytes_in += exchange.bytes_in
+        cell.bytes_out += exchange.bytes_out
 
-    def _count_rarer(self, mine: Exchange, cell: Cell, model: str | None) -> None:
-        if mine.queued_secs:
-            cell.phases.queue.observe(mine.queued_secs)
-        if mine.connect_secs:
-            cell.phases.connect.observe(mine.connect_secs)
-        if mine.tried:
-            self.retries += mine.attempts - 1
-            for worker, cause in mine.tried:
-                self.failed_tries[worker, cause] += 1
-        if mine.tail:
-            for kind, count in tokens_in(mine.tail[-TAIL_BYTES:]).items():
+    def _count_rarer(self, exchange: Exchange, cell: RouteSeries, model: str | None) -> None:
+        if exchange.queued_secs:
+            cell.phases.queue.observe(exchange.queued_secs)
+        if exchange.connect_secs:
+            cell.phases.connect.observe(exchange.connect_secs)
+        if exchange.tried:
+            self.retries += exchange.attempts - 1
+            for worker, cause in exchange.tried:
+                self.failed_attempts[worker, cause] += 1
+        if exchange.tail:
+            for kind, count in tokens_in(exchange.tail[-TAIL_BYTES:]).items():
                 cell.tokens[model, kind] += count
 
     def _ejected(self, worker: Worker) -> None:
@@ -270,21 +282,21 @@ class Metrics:
         members = self._fleet.workers
         if members != self._members:
             self._members = members
-            self.forget_strangers()
+            self.drop_removed_workers()
         if self._fleet.models is not self._models:
             self._models = self._fleet.models
-            for cells in self._cells.values():
+            for cells in self._series.values():
                 for cell in cells.values():
-                    cell.asked = UNASKED
+                    cell.asked = NO_MODEL_SEEN
 
-    def forget_strangers(self) -> None:
+    def drop_removed_workers(self) -> None:
         """Who is not in the fleet any more; an exchange of one may have ended after it went."""
         here = {*self._fleet.workers, None}
-        for cells in self._cells.values():
+        for cells in self._series.values():
             for worker in cells.keys() - here:
                 del cells[worker]
         self._recent.keep(here)
-        _keep(self.failed_tries, {key for key in self.failed_tries if key[0] in here})
+        _keep(self.failed_attempts, {key for key in self.failed_attempts if key[0] in here})
         _keep(self.health_changes, {key for key in self.health_changes if key[0] in here})
         _keep(self.ejections, {worker for worker in self.ejections if worker in here})
 
@@ -299,7 +311,7 @@ def _keep(counted: Counter[K], wanted: set[K]) -> None:
 # Invariant: every label is a word of this program; nothing that a trainer says becomes one.
 
 
-class SyncMeters:
+class SyncMetrics:
     """`ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`: by what ended a sync.
 
     `nbytes`: what members received, by what they say of it, else by what was announced.

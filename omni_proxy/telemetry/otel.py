@@ -14,7 +14,7 @@ from prometheus_client.core import HistogramMetricFamily
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import FINE, FIRST_CHUNK, Histogram
-from omni_proxy.telemetry.series import Cell
+from omni_proxy.telemetry.series import RouteSeries
 
 OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
@@ -24,7 +24,7 @@ OPERATIONS: Final = {
 }
 LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
 CELLS_AT_ONCE: Final = 100  # to be added up: about a millisecond
-NAMES: Final[tuple[tuple[str, str, Callable[[Cell], Histogram]], ...]] = (
+NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = (
     ("duration", "From first byte to last byte", lambda cell: cell.total),
     (
         "time_to_first_chunk",
@@ -39,7 +39,7 @@ NAMES: Final[tuple[tuple[str, str, Callable[[Cell], Histogram]], ...]] = (
 )
 
 
-def standard(cells: list[tuple[str, Worker | None, Cell]]) -> Iterator[Metric]:
+def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterator[Metric]:
     """Empty parts come in between, so that whoever takes them may do other things there."""
     known = [
         ((OPERATIONS[route], worker.model or ""), cell)
@@ -63,8 +63,8 @@ def standard(cells: list[tuple[str, Worker | None, Cell]]) -> Iterator[Metric]:
 def _add(sums: dict[tuple[str, str], Histogram], key: tuple[str, str], more: Histogram) -> None:
     if not any(more.counts):
         return
-    mine = sums.get(key)
-    if mine is None:
-        mine = sums[key] = Histogram(more.bounds)
-    mine.counts = [ours + its for ours, its in zip(mine.counts, more.counts, strict=True)]
-    mine.sum += more.sum
+    exchange = sums.get(key)
+    if exchange is None:
+        exchange = sums[key] = Histogram(more.bounds)
+    exchange.counts = [ours + its for ours, its in zip(exchange.counts, more.counts, strict=True)]
+    exchange.sum += more.sum

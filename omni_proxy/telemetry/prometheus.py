@@ -1,8 +1,8 @@
-"""The meters and the fleet as metric families (docs/operations.md tells what each one means).
+"""`Metrics` and the fleet as Prometheus metric families (docs/operations.md explains each).
 
-Invariant: each label is bounded by the route table, the fleet, or a list in this program. A large
-family comes in parts, one right after the other, so that whoever takes them may do other things in
-between; what is counted meanwhile does no harm.
+Invariant: each label is bounded by the route table, the fleet, or a list in the code. A large family
+is yielded in parts, one right after the other, so that the caller can yield to the event loop in
+between; counting may go on meanwhile.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import FINE, FIRST_CHUNK, Histogram
 from omni_proxy.telemetry.metrics import Metrics
-from omni_proxy.telemetry.otel import standard
-from omni_proxy.telemetry.series import Cell, Phases
+from omni_proxy.telemetry.otel import otel_families
+from omni_proxy.telemetry.series import RoutePhases, RouteSeries
 
-PART: Final = 200  # samples: about a millisecond to make
-BY_CELL: Final = ("route", "worker")
+PART: Final = 200  # samples, about a millisecond of work
+BY_SERIES: Final = ("route", "worker")
 
 Labels = Sequence[str]
-Cells = list[tuple[tuple[str, str], Cell]]
+SeriesRows = list[tuple[tuple[str, str], RouteSeries]]
 
 
 def one(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -54,13 +54,17 @@ def counters(
 def histograms(
     name: str, text: str, labels: Labels, rows: Iterable[tuple[Labels, Histogram]]
 ) -> Iterator[Metric]:
-    """Nothing for what never happened: it would be twenty lines of zeros."""
-    told = ((key, of.buckets(_told_of(of)), of.sum) for key, of in rows if any(of.counts))
-    return _in_parts(lambda: HistogramMetricFamily(f"omni_proxy_{name}", text, labels=labels), told)
+    """Empty histograms are left out: each would be twenty lines of zeros."""
+    rows_with_samples = (
+        (key, of.buckets(_exported_bounds(of)), of.sum) for key, of in rows if any(of.counts)
+    )
+    return _in_parts(
+        lambda: HistogramMetricFamily(f"omni_proxy_{name}", text, labels=labels), rows_with_samples
+    )
 
 
-def _told_of(times: Histogram) -> tuple[float, ...]:
-    """What is counted finely, for quantiles of ours, is told as others tell it."""
+def _exported_bounds(times: Histogram) -> tuple[float, ...]:
+    """Fine bounds, which the recent window needs for quantiles, are exported as coarser ones."""
     return FIRST_CHUNK if times.bounds is FINE else times.bounds
 
 
@@ -74,98 +78,124 @@ def _in_parts(empty: Callable[[], Any], rows: Iterable[tuple[Any, ...]]) -> Iter
     yield family
 
 
-SUMS: Final[tuple[tuple[str, str, Callable[[Cell], int]], ...]] = (
-    ("request_body_bytes", "Bytes of request bodies", lambda cell: cell.bytes_in),
-    ("response_body_bytes", "Bytes of answers' bodies", lambda cell: cell.bytes_out),
-    ("response_chunks", "Pieces of answers relayed", lambda cell: cell.pieces),
+SUMS: Final[tuple[tuple[str, str, Callable[[RouteSeries], int]], ...]] = (
+    ("request_body_bytes", "Bytes of request bodies", lambda one_series: one_series.bytes_in),
+    ("response_body_bytes", "Bytes of response bodies", lambda one_series: one_series.bytes_out),
+    ("response_chunks", "Chunks of responses relayed", lambda one_series: one_series.pieces),
 )
-TIMES: Final[tuple[tuple[str, str, Callable[[Cell], Histogram]], ...]] = (
-    ("request_duration_seconds", "From first byte to last byte", lambda cell: cell.total),
+TIMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = (
+    (
+        "request_duration_seconds",
+        "From first byte to last byte",
+        lambda one_series: one_series.total,
+    ),
     (
         "time_to_first_chunk_seconds",
-        "From a request's first byte to its answer's",
-        lambda cell: cell.first,
+        "From the first byte of the request to that of the response",
+        lambda one_series: one_series.first,
     ),
     (
         "time_between_chunks_seconds",
-        "Between two pieces of a stream, each such time, also while it lasts",
-        lambda cell: cell.between,
+        "Each gap between two chunks of a stream, counted while it runs",
+        lambda one_series: one_series.between,
     ),
 )
-PHASES: Final[tuple[tuple[str, str, Callable[[Phases], Histogram]], ...]] = (
-    ("queue_seconds", "Time in the queue, of requests that waited", lambda p: p.queue),
-    ("connect_seconds", "Time to open a connection, where none was kept", lambda p: p.connect),
-    ("response_head_seconds", "From the request's leaving to the answer's head", lambda p: p.head),
-    ("overhead_seconds", "Time that was the proxy's own, not the worker's", lambda p: p.overhead),
-    ("longest_chunk_gap_seconds", "Longest silence inside a stream", lambda p: p.longest_gap),
+PHASES: Final[tuple[tuple[str, str, Callable[[RoutePhases], Histogram]], ...]] = (
+    ("queue_seconds", "Time in the admission queue, of requests that waited", lambda p: p.queue),
+    ("connect_seconds", "Time to open a connection, when none was idle", lambda p: p.connect),
+    (
+        "response_head_seconds",
+        "From sending the request to the head of the response",
+        lambda p: p.head,
+    ),
+    ("overhead_seconds", "Time spent in the proxy itself", lambda p: p.overhead),
+    (
+        "longest_chunk_gap_seconds",
+        "Longest gap between two chunks of a stream",
+        lambda p: p.longest_gap,
+    ),
 )
 STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
-    ("worker_routable", "1 while it gets requests", lambda w: w.routable),
-    ("worker_in_flight", "Requests that it has now", lambda w: w.in_flight),
-    ("worker_weight_epoch", "Our number of its weights, 0 if unknown", lambda w: w.weight_epoch),
+    ("worker_routable", "1 while it is in rotation", lambda w: w.routable),
+    ("worker_in_flight", "Requests in flight", lambda w: w.in_flight),
+    ("worker_weight_epoch", "The weight epoch, 0 if unknown", lambda w: w.weight_epoch),
 )
-# Told while they hold: of nearly all workers they would be 0. No counters: a counter that comes up
-# at 1 hides its first increase from rate().
+# Exported while they are 1: for nearly all workers they would be 0. Not for counters: one that appears
+# with the value 1 hides its first increase from rate().
 WHILE_TRUE: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
-    ("worker_disabled", "1 while an operator keeps it out", lambda w: w.disabled),
-    ("worker_on_trial", "1 while it gets one request at a time", lambda w: w.health.is_half_open),
+    ("worker_disabled", "1 while an operator has disabled it", lambda w: w.disabled),
+    ("worker_half_open", "1 while its breaker is half-open", lambda w: w.health.is_half_open),
+    (  # for one release
+        "worker_on_trial",
+        "Old name of omni_proxy_worker_half_open",
+        lambda w: w.health.is_half_open,
+    ),
 )
 
 
-def of_meters(meters: Metrics) -> Iterator[Metric]:
-    meters.forget_strangers()
-    cells: Cells = [
-        ((route, worker.url if worker is not None else ""), cell)
-        for (route, worker), cell in meters.cells.items()
+def request_families(metrics: Metrics) -> Iterator[Metric]:
+    metrics.drop_removed_workers()
+    series: SeriesRows = [
+        ((route, worker.url if worker is not None else ""), one_series)
+        for (route, worker), one_series in metrics.series.items()
     ]
-    yield from _requests(cells)
+    yield from _requests(series)
     for name, text, summed in SUMS:
-        yield from counters(name, text, BY_CELL, [(key, summed(cell)) for key, cell in cells])
+        yield from counters(
+            name, text, BY_SERIES, [(key, summed(one_series)) for key, one_series in series]
+        )
     for name, text, timed in TIMES:
-        yield from histograms(name, text, BY_CELL, ((key, timed(cell)) for key, cell in cells))
-    yield from standard([(route, worker, cell) for (route, worker), cell in meters.cells.items()])
-    phases = list(meters.phases.items())
+        yield from histograms(
+            name, text, BY_SERIES, ((key, timed(one_series)) for key, one_series in series)
+        )
+    yield from otel_families(
+        [(route, worker, one_series) for (route, worker), one_series in metrics.series.items()]
+    )
+    phases = list(metrics.phases.items())
     for name, text, spent in PHASES:
         rows = (([route], spent(each)) for route, each in phases)
         yield from histograms(name, text, ("route",), rows)
-    yield from _tokens(cells)
-    yield from _tries(meters)
+    yield from _tokens(series)
+    yield from _attempts(metrics)
 
 
-def _requests(cells: Cells) -> Iterator[Metric]:
+def _requests(series: SeriesRows) -> Iterator[Metric]:
     labels = ("route", "model", "worker", "status", "end")
     rows = (
         ((route, model or "", worker, f"{hundreds}xx" if hundreds else "none", end), count)
-        for (route, worker), cell in cells
-        for (model, hundreds, end), count in list(cell.ends.items())
+        for (route, worker), one_series in series
+        for (model, hundreds, end), count in list(one_series.ends.items())
     )
-    return counters("requests", "Requests that have ended", labels, rows)
+    return counters("requests", "Requests that ended", labels, rows)
 
 
-def _tokens(cells: Cells) -> Iterator[Metric]:
+def _tokens(series: SeriesRows) -> Iterator[Metric]:
     summed: dict[tuple[str, str, str], int] = {}
-    for (_, worker), cell in cells:
-        for (model, kind), count in cell.tokens.items():
+    for (_, worker), one_series in series:
+        for (model, kind), count in one_series.tokens.items():
             key = (model or "", worker, kind)
             summed[key] = summed.get(key, 0) + count
     labels = ("model", "worker", "type")
-    return counters("tokens", "Tokens that answers told of", labels, summed.items())
+    return counters("tokens", "Tokens that responses reported", labels, summed.items())
 
 
-def _tries(meters: Metrics) -> Iterator[Metric]:
-    yield total("retries", "Tries of requests beyond their first", meters.retries)
-    tries = [((w.url, cause), count) for (w, cause), count in meters.failed_tries.items()]
-    text = "Tries that came to nothing"
-    yield from counters("failed_tries", text, ("worker", "cause"), tries)
-    ejected = [((worker.url,), meters.ejections[worker]) for worker in meters.workers]
-    text = "Times that failed requests put it out"
+def _attempts(metrics: Metrics) -> Iterator[Metric]:
+    yield total("retries", "Attempts of requests beyond their first", metrics.retries)
+    failed = [((w.url, cause), count) for (w, cause), count in metrics.failed_attempts.items()]
+    yield from counters("failed_attempts", "Attempts that failed", ("worker", "cause"), failed)
+    text = "Old name of omni_proxy_failed_attempts_total"  # for one release
+    yield from counters("failed_tries", text, ("worker", "cause"), failed)
+    ejected = [((worker.url,), metrics.ejections[worker]) for worker in metrics.workers]
+    text = "Ejections for failed requests"
     yield from counters("worker_ejections", text, ("worker",), ejected)
-    changes = [((w.url, state.value), count) for (w, state), count in meters.health_changes.items()]
-    text = "Times that it entered a state"
+    changes = [
+        ((w.url, state.value), count) for (w, state), count in metrics.health_changes.items()
+    ]
+    text = "Entries into a health state"
     yield from counters("worker_health_changes", text, ("worker", "state"), changes)
 
 
-def of_fleet(fleet: Fleet) -> Iterator[Metric]:
+def fleet_families(fleet: Fleet) -> Iterator[Metric]:
     workers = fleet.workers
     states = [
         ((name.removesuffix("_workers"),), count)
@@ -173,21 +203,24 @@ def of_fleet(fleet: Fleet) -> Iterator[Metric]:
         if name != "total_workers"
     ]
     yield from gauges("workers", "Workers in the fleet, by state", ("state",), states)
-    for name, text, told in STATES:
-        yield from gauges(name, text, ("worker",), (((w.url,), told(w)) for w in workers))
-    for name, text, told in WHILE_TRUE:
-        rows = (((w.url,), value) for w in workers if (value := told(w)))
+    for name, text, value_of in STATES:
+        yield from gauges(name, text, ("worker",), (((w.url,), value_of(w)) for w in workers))
+    for name, text, value_of in WHILE_TRUE:
+        rows = (((w.url,), value) for w in workers if (value := value_of(w)))
         yield from gauges(name, text, ("worker",), rows)
-    trials = (((w.url,), w.health.half_open_count) for w in workers)
-    yield from counters("worker_trials", "Trial requests that it was given", ("worker",), trials)
+    half_open = [((w.url,), w.health.half_open_count) for w in workers]
+    text = "Half-open requests that it got"
+    yield from counters("worker_half_open_requests", text, ("worker",), half_open)
+    text = "Old name of omni_proxy_worker_half_open_requests_total"  # for one release
+    yield from counters("worker_trials", text, ("worker",), half_open)
     health = (((w.url, w.health.state.value), 1) for w in workers)
     yield from gauges("worker_health", "1 for its state", ("worker", "state"), health)
-    held = (((w.url, reason), 1) for w in workers for reason in sorted(w.cordon_reasons))
-    text = "1 for each reason of ours to keep it out"
-    yield from gauges("worker_held", text, ("worker", "reason"), held)
+    cordons = (((w.url, reason), 1) for w in workers for reason in sorted(w.cordon_reasons))
+    text = "1 for each reason why the proxy cordons it"
+    yield from gauges("worker_held", text, ("worker", "reason"), cordons)
     info = (((w.url, w.model or "", w.origin), 1) for w in workers)
     labels = ("worker", "model", "origin")
-    yield from gauges("worker_info", "What it is; always 1", labels, info)
+    yield from gauges("worker_info", "Model and origin; always 1", labels, info)
     weights = (((w.url, w.version.shown), 1) for w in workers if w.version.shown)
-    text = "Which weights it has; always 1"
+    text = "Weight version; always 1"
     yield from gauges("worker_weights_info", text, ("worker", "version"), weights)

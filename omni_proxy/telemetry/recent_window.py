@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 POINTS: Final = 900
 MARK_SECS: Final = 10
-LATELY_SECS: Final = 60  # a worker's numbers are those of its last 50 to 60 seconds, never more
+WINDOW_SECS: Final = 60  # a worker's numbers are those of its last 50 to 60 seconds, never more
 KEPT_ENDS: Final = 50
-KEPT_TROUBLES: Final = 150
+KEPT_FAILURES: Final = 150
 ENDS_PER_SECOND: Final = 5  # a busy second would push all others out
-TROUBLES_PER_SECOND: Final = 30
+FAILURES_PER_SECOND: Final = 30
 TEXT_CHARS: Final = 200
 
 
 @dataclass(slots=True)
-class Slot:
+class WindowCounts:
     """Counts of some time. `firsts`: how many first chunks lie at each place of FINE."""
 
     requests: int = 0
@@ -40,8 +40,8 @@ class Slot:
     marked_at: float = 0.0  # when a copy of it was kept last
     firsts: list[int] = field(default_factory=lambda: [0] * (len(FINE) + 1))
 
-    def copy(self) -> Slot:
-        return Slot(self.requests, self.errors, firsts=self.firsts.copy())
+    def copy(self) -> WindowCounts:
+        return WindowCounts(self.requests, self.errors, firsts=self.firsts.copy())
 
 
 class Point(NamedTuple):
@@ -56,7 +56,7 @@ class Point(NamedTuple):
     waiting: int
 
 
-class Lately(NamedTuple):
+class WorkerWindow(NamedTuple):
     """A worker's last minute. `answers`: how many began; the times are those of these."""
 
     rate: float
@@ -66,7 +66,7 @@ class Lately(NamedTuple):
     first_p99_ms: float | None
 
 
-class End(NamedTuple):
+class FinishedExchange(NamedTuple):
     """How one exchange ended. `at` is of the pump's clock."""
 
     at: float
@@ -90,24 +90,24 @@ def _nothing_more(_: Worker | None) -> None:
 
 class RecentWindow:
     """The door's meters count into `second` and `sums`, and note some of the ends: of good ones
-    `ends_left` more in this second.
+    `completed_left` more in this second.
 
-    `whole`: what `second` still lacks, by its place in FINE. `gather(worker)` brings into `sums`
+    `single_chunk_counts`: what `second` still lacks, by its place in FINE. `gather(worker)` brings into `sums`
     what the meters hold back of that worker, of all for None.
     """
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=POINTS)
-        self.second = Slot()
-        self.whole = [0] * (len(FINE) + 1)
-        self.ends_left = ENDS_PER_SECOND
-        self.sums: dict[Worker | None, Slot] = {}  # of each worker, since it came
+        self.second = WindowCounts()
+        self.single_chunk_counts = [0] * (len(FINE) + 1)
+        self.completed_left = ENDS_PER_SECOND
+        self.sums: dict[Worker | None, WindowCounts] = {}  # of each worker, since it came
         self.gather: Callable[[Worker | None], None] = _nothing_more
         self._began = 0.0  # Unix time, as all here
-        # How much it was at which times; the oldest is the one that `of` needs, or soon will.
-        self._marks: dict[Worker | None, deque[tuple[float, Slot]]] = {}
-        self._ends: deque[End] = deque(maxlen=KEPT_ENDS)
-        self._troubles: deque[End] = deque(maxlen=KEPT_TROUBLES)
+        # How much it was at which times; the oldest is the one that `worker_window` needs, or soon will.
+        self._marks: dict[Worker | None, deque[tuple[float, WindowCounts]]] = {}
+        self._ends: deque[FinishedExchange] = deque(maxlen=KEPT_ENDS)
+        self._troubles: deque[FinishedExchange] = deque(maxlen=KEPT_FAILURES)
 
     def keep(self, workers: Collection[Worker | None]) -> None:
         """Forget all others."""
@@ -115,37 +115,41 @@ class RecentWindow:
             del self.sums[worker]
             self._marks.pop(worker, None)
 
-    def note_end(self, mine: Exchange, worker: Worker | None) -> None:
+    def note_completed(self, exchange: Exchange, worker: Worker | None) -> None:
         """Of one that went well."""
-        self.ends_left -= 1
-        self._ends.append(_end_of(mine, worker))
+        self.completed_left -= 1
+        self._ends.append(_end_of(exchange, worker))
 
-    def note_trouble(self, mine: Exchange, worker: Worker | None, slot: Slot) -> None:
+    def note_failed(self, exchange: Exchange, worker: Worker | None, slot: WindowCounts) -> None:
         """Of one that did not; whether that is an error to count depends on whose fault it was."""
-        cut = mine.outcome != "completed" and mine.status < 400 and mine.ended_by != "client"
-        if cut or mine.status >= 500:
+        cut = (
+            exchange.outcome != "completed"
+            and exchange.status < 400
+            and exchange.ended_by != "client"
+        )
+        if cut or exchange.status >= 500:
             slot.errors += 1
             self.second.errors += 1
-        if self.second.troubles < TROUBLES_PER_SECOND:
+        if self.second.troubles < FAILURES_PER_SECOND:
             self.second.troubles += 1
-            self._troubles.append(_end_of(mine, worker))
+            self._troubles.append(_end_of(exchange, worker))
 
-    def add(self, end: End, *, trouble: bool) -> None:
+    def add_finished(self, end: FinishedExchange, *, failed: bool) -> None:
         """One that was noted elsewhere, where the times are of the same clock."""
-        (self._troubles if trouble else self._ends).append(end)
+        (self._troubles if failed else self._ends).append(end)
 
-    def second_so_far(self) -> Slot:
+    def current_second(self) -> WindowCounts:
         second = self.second
-        second.requests += sum(self.whole)
-        second.firsts = list(map(add, second.firsts, self.whole))
-        self.whole = [0] * len(self.whole)
+        second.requests += sum(self.single_chunk_counts)
+        second.firsts = list(map(add, second.firsts, self.single_chunk_counts))
+        self.single_chunk_counts = [0] * len(self.single_chunk_counts)
         return second
 
     def tick(self, at: float, in_flight: int, waiting: int) -> None:
         """A second (of Unix time `at`) is over."""
         self._began = self._began or at - 1
-        second, self.second = self.second_so_far(), Slot()
-        self.ends_left = ENDS_PER_SECOND
+        second, self.second = self.current_second(), WindowCounts()
+        self.completed_left = ENDS_PER_SECOND
         self.points.append(
             Point(int(at), second.requests, second.errors, *_firsts(second), in_flight, waiting)
         )
@@ -161,37 +165,37 @@ class RecentWindow:
             slot.marked_at = at
             marks = self._marks.setdefault(worker, deque())
             marks.append((at, slot.copy()))
-            while len(marks) > 1 and at - marks[1][0] > LATELY_SECS:
+            while len(marks) > 1 and at - marks[1][0] > WINDOW_SECS:
                 marks.popleft()
 
     def last_minute(self) -> tuple[int, int]:
         """Requests that ended in the last minute, and errors among them.
 
-        As in `of` the running second counts, so that the fleet never has less than its workers.
+        As in `worker_window` the running second counts, so that the fleet never has less than its workers.
         """
-        second = self.second_so_far()
-        last = list(islice(reversed(self.points), LATELY_SECS))
+        second = self.current_second()
+        last = list(islice(reversed(self.points), WINDOW_SECS))
         requests = second.requests + sum(point.requests for point in last)
         return requests, second.errors + sum(point.errors for point in last)
 
-    def of(self, worker: Worker, at: float) -> Lately:
+    def worker_window(self, worker: Worker, at: float) -> WorkerWindow:
         self.gather(worker)
-        now, then = self.sums.get(worker) or Slot(), Slot()
-        began = max(self._began or at - 1, at - LATELY_SECS)
+        now, then = self.sums.get(worker) or WindowCounts(), WindowCounts()
+        began = max(self._began or at - 1, at - WINDOW_SECS)
         marks = self._marks.get(worker, ())
-        if marks and at - marks[0][0] > LATELY_SECS:
+        if marks and at - marks[0][0] > WINDOW_SECS:
             # Never more than the minute: beside it stands what `points` has of the same minute.
-            inside = (mark for mark in marks if at - mark[0] <= LATELY_SECS)
+            inside = (mark for mark in marks if at - mark[0] <= WINDOW_SECS)
             began, then = next(inside, marks[-1])
-        lately = Slot(
+        lately = WindowCounts(
             requests=now.requests - then.requests,
             errors=now.errors - then.errors,
             firsts=list(map(sub, now.firsts, then.firsts)),
         )
         rate = round(lately.requests / max(at - began, 1.0), 2)
-        return Lately(rate, lately.errors, sum(lately.firsts), *_firsts(lately))
+        return WorkerWindow(rate, lately.errors, sum(lately.firsts), *_firsts(lately))
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[FinishedExchange]:
         """The newest first."""
         return sorted((*self._ends, *self._troubles), key=lambda end: end.at, reverse=True)
 
@@ -205,28 +209,28 @@ class RecentWindow:
         return reversed(newer)
 
 
-def _end_of(mine: Exchange, worker: Worker | None) -> End:
+def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
     """Texts are cut: clients and workers choose them."""
-    need, route = mine.need, mine.route
+    need, route = exchange.need, exchange.route
     model = need.model if need is not None else None
-    return End(
-        mine.ended_at,
+    return FinishedExchange(
+        exchange.ended_at,
         route.path if route is not None else "",
         model[:TEXT_CHARS] if model else model,
         worker.url if worker is not None else "",
-        mine.status,
-        mine.outcome or "cut_by_proxy",
-        mine.ended_by,
-        mine.phase,
-        mine.error[:TEXT_CHARS],
-        mine.attempts,
-        mine.first_at - mine.started_at if mine.first_at else None,
-        mine.ended_at - mine.started_at,
-        mine.request_id[:TEXT_CHARS].decode("latin-1"),
+        exchange.status,
+        exchange.outcome or "cut_by_proxy",
+        exchange.ended_by,
+        exchange.phase,
+        exchange.error[:TEXT_CHARS],
+        exchange.attempts,
+        exchange.first_at - exchange.started_at if exchange.first_at else None,
+        exchange.ended_at - exchange.started_at,
+        exchange.request_id[:TEXT_CHARS].decode("latin-1"),
     )
 
 
-def _firsts(slot: Slot) -> tuple[float | None, float | None]:
+def _firsts(slot: WindowCounts) -> tuple[float | None, float | None]:
     return _ms(quantile(slot.firsts, 0.5)), _ms(quantile(slot.firsts, 0.99))
 
 

@@ -1,6 +1,6 @@
 """Where the door's meters count: one cell for each route on each worker, and each route's phases.
 
-Invariant: an answer that came whole in one piece is counted in `Whole`, where it costs one place
+Invariant: an answer that came whole in one piece is counted in `SingleChunkCounts`, where it costs one place
 and three sums, and nowhere else until `gather` spreads it over what is read. So whoever reads a
 cell gathers it first.
 """
@@ -21,15 +21,15 @@ from omni_proxy.telemetry.histogram import (
     Histogram,
     LateHistogram,
 )
-from omni_proxy.telemetry.recent_window import Slot
+from omni_proxy.telemetry.recent_window import WindowCounts
 
-End = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
+EndKey = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
 
-UNASKED: Final = object()  # equal to no model
+NO_MODEL_SEEN: Final = object()  # equal to no model
 _PLACES: Final = range(len(FINE) + 1)
 
 
-class Phases:
+class RoutePhases:
     """The times of one route, over all workers.
 
     `heads` and `own` are times of `head` and `overhead` that still have to be sorted in.
@@ -51,53 +51,61 @@ class Phases:
         self.overhead.observe_all(self.own)
 
 
-class Whole:
+class SingleChunkCounts:
     """What every request touches, close together: with many workers none of it is in a cache.
 
-    `whole`: how many lie at each place of FINE, by their time. All of them ended as 2xx, for one
+    `single_chunk_counts`: how many lie at each place of FINE, by their time. All of them ended as 2xx, for one
     model: `asked` as the client wrote it, `model` as it is told.
     """
 
-    __slots__ = ("asked", "bytes_in", "bytes_out", "model", "phases", "whole", "whole_secs")
+    __slots__ = (
+        "asked",
+        "bytes_in",
+        "bytes_out",
+        "model",
+        "phases",
+        "single_chunk_counts",
+        "single_chunk_secs",
+    )
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(self, phases: RoutePhases) -> None:
         self.phases = phases
-        self.asked: object = UNASKED
+        self.asked: object = NO_MODEL_SEEN
         self.model: str | None = None
-        self.whole = [0] * len(_PLACES)
-        self.whole_secs = 0.0
+        self.single_chunk_counts = [0] * len(_PLACES)
+        self.single_chunk_secs = 0.0
         self.bytes_in = self.bytes_out = 0
 
 
-class Cell(Whole):
+class RouteSeries(SingleChunkCounts):
     """One route on one worker; no worker where nobody was tried."""
 
     __slots__ = ("between", "ends", "first", "pieces", "tokens", "total")
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(self, phases: RoutePhases) -> None:
         super().__init__(phases)
-        self.ends: dict[End, int] = {}
+        self.ends: dict[EndKey, int] = {}
         self.total = Histogram(DURATION)
         self.first = Histogram(FINE)
         self.between = LateHistogram(BETWEEN_CHUNKS)
         self.pieces = 0
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
 
-    def gather(self, lately: Slot) -> None:
+    def gather(self, lately: WindowCounts) -> None:
         """Spread what came whole, over the worker's slot as well. As little as can be for each
         place: it is done for whole fleets at once."""
-        counts = list(compress(self.whole, self.whole))
-        places = list(compress(_PLACES, self.whole))
+        counts = list(compress(self.single_chunk_counts, self.single_chunk_counts))
+        places = list(compress(_PLACES, self.single_chunk_counts))
         total, first, head = self.total, self.first, self.phases.head
         for place, count in zip(places, counts, strict=True):
             total.counts[COARSE[place]] += count
             first.counts[place] += count
             head.counts[place] += count
             lately.firsts[place] += count
-            self.whole[place] = 0
+            self.single_chunk_counts[place] = 0
         for times in (total, first, head):
-            times.sum += self.whole_secs
-        self.whole_secs = 0.0
+            times.sum += self.single_chunk_secs
+        self.single_chunk_secs = 0.0
         count = sum(counts)
         end = (self.model, 2, "completed")
         self.ends[end] = self.ends.get(end, 0) + count

@@ -47,7 +47,7 @@ class EngineStallDetector:
             here = set(workers)
             self._heard = {each: told for each, told in self._heard.items() if each in here}
 
-    def of(self, worker: Worker, at: float) -> float | None:
+    def silent_secs(self, worker: Worker, at: float) -> float | None:
         """For how many seconds it has been silent, where that is longer than is usual for it."""
         if worker not in self._heard or not _busy(worker):
             return None
@@ -65,7 +65,7 @@ class EngineStallDetector:
 
     def _heard_of(self, worker: Worker) -> int:
         ended = sum(worker.succeeded.values()) + sum(worker.failed.values())
-        return ended + self._meters.gaps_of(worker)
+        return ended + self._meters.count_gaps(worker)
 
 
 def _busy(worker: Worker) -> bool:

@@ -334,7 +334,7 @@ class World(ByHand):
                 dict(cell.ends), cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
                 ([*cell.total.counts], cell.total.sum), ([*cell.first.counts], cell.first.sum),
             )
-            for (route, worker), cell in self.meters.cells.items()
+            for (route, worker), cell in self.meters.series.items()
         }  # fmt: skip
         phases = {
             route: [([*of.counts], of.sum) for of in (each.head, each.queue, each.overhead)]

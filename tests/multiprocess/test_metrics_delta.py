@@ -47,15 +47,15 @@ def shown(meters, recent):
             round(cell.total.sum, 6), round(cell.first.sum, 6),
             cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
         )
-        for (route, worker), cell in meters.cells.items()
+        for (route, worker), cell in meters.series.items()
     }  # fmt: skip
     phases = {
         route: [getattr(each, name).counts for name in PHASES]
         for route, each in meters.phases.items()
     }
-    tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_tries.items()}
+    tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_attempts.items()}
     slots = {names[worker]: slot.requests for worker, slot in recent.sums.items()}
-    so_far = recent.second_so_far()
+    so_far = recent.current_second()
     second = (so_far.requests, so_far.errors, so_far.firsts)
     return cells, phases, tries, meters.retries, slots, second, len(recent.ends())
 
@@ -71,12 +71,12 @@ def test_two_doors_make_what_one_would():
     recent, door = RecentWindow(), MetricsDelta(follows)
     one = Metrics(whole, recent)
     for mine, worker in exchanges(whole):
-        one.count(mine, worker)
+        one.record(mine, worker)
     summed_recent = RecentWindow()
     summed = Metrics(whole, summed_recent)
     workers = dict(enumerate(whole.workers, start=1))
     for mine, worker in exchanges(follows):
-        door.count(mine, worker)
+        door.record(mine, worker)
         told = msgspec.msgpack.decode(msgspec.msgpack.encode(door.take()), type=MetricsEvent)
         merge_metrics(told, summed, summed_recent, workers.get)
     left = door.take()
@@ -94,14 +94,14 @@ def test_a_stream_that_outlasts_its_tallies_is_told_in_each_and_no_gap_twice():
     mine = ended()
     mine.worker = follows.workers[0]
     path = mine.route.path
-    gaps = door.gaps(mine)
+    gaps = door.gap_histogram(mine)
     merge_metrics(door.take(), meters, recent, workers.get)
     for secs in (0.02, 0.3, 4.0):
         gaps.observe(secs)
         merge_metrics(door.take(), meters, recent, workers.get)
-        door.count(ended(mine.worker), mine.worker)  # another one ends meanwhile
+        door.record(ended(mine.worker), mine.worker)  # another one ends meanwhile
         merge_metrics(door.take(), meters, recent, workers.get)
-    between = meters.cells[path, whole.workers[0]].between
+    between = meters.series[path, whole.workers[0]].between
     assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
     assert not door.take().cells
 
@@ -111,7 +111,7 @@ def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
     door = MetricsDelta(follows)
     mine = ended()
     mine.worker = follows.workers[0]
-    gaps = door.gaps(mine)
+    gaps = door.gap_histogram(mine)
     follows.follow([worker_state(whole.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
     assert not door.take().cells

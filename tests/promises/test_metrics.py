@@ -50,7 +50,7 @@ async def test_each_phase_of_a_real_stream_is_measured():
         await call.send(LAST_CHUNK)
 
     meters, worker = await metered(in_three, post(STREAMED), post(STREAMED))
-    cell, phases = meters.cells[PATH, worker], meters.phases[PATH]
+    cell, phases = meters.series[PATH, worker], meters.phases[PATH]
     assert cell.ends == {(None, 2, "completed"): 2}
     assert cell.pieces >= 6
     for timed in (cell.total, cell.first, phases.head, phases.overhead):
@@ -81,17 +81,17 @@ async def test_a_stream_tells_its_gaps_before_it_ends_and_one_that_breaks_has_to
             await client.send(post(STREAMED))
             with trio.fail_after(PATIENCE_SECS):
                 await waiting.wait()
-                between = meters.cells[PATH, opened.fleet.workers[0]].between
+                between = meters.series[PATH, opened.fleet.workers[0]].between
                 while not any(between.counts):
                     await trio.sleep(0.005)
             told = (sum(between.counts[1:]), between.sum)
             assert told[0] >= 1
             assert told[1] >= 0.025
-            assert not meters.cells[PATH, opened.fleet.workers[0]].ends
+            assert not meters.series[PATH, opened.fleet.workers[0]].ends
             going.set()
             with suppress(Truncated):
                 await client.answer()
-        (cell,) = (cell for cell in meters.cells.values() if cell.ends)
+        (cell,) = (cell for cell in meters.series.values() if cell.ends)
         assert cell.ends == {(None, 2, "stream_error"): 1}
         assert (sum(cell.between.counts[1:]), cell.between.sum) == told
 
@@ -103,7 +103,7 @@ async def test_what_is_no_stream_has_no_gaps_however_many_pieces_it_comes_in():
         await call.send(b"cd")
 
     meters, worker = await metered(piecewise, post())
-    cell = meters.cells[PATH, worker]
+    cell = meters.series[PATH, worker]
     assert cell.pieces == 2
     assert not any(cell.between.counts)
 
@@ -153,16 +153,16 @@ async def test_the_running_program_tells_the_gaps_of_a_stream_that_goes_on(tmp_p
 )  # fmt: skip
 async def test_every_end_is_counted_once(script, request_, end):
     meters, worker = await metered(script, request_)
-    found = [ends for cell in meters.cells.values() for ends in cell.ends.items()]
+    found = [ends for cell in meters.series.values() for ends in cell.ends.items()]
     assert found == [(end, 1)] or (end[2] == "refused" and found[0][1] == 1)
     assert sum(count for _, count in found) == 1
-    assert end[2] == "refused" or (PATH, worker) in meters.cells
+    assert end[2] == "refused" or (PATH, worker) in meters.series
 
 
 async def test_tries_that_fail_are_told_by_worker_and_cause():
     config = "[routing]\nmax_total_retries = 2\nmax_worker_retries = 0\n[health]\n"
     meters, worker = await metered(resetting, post(), config=config + "failure_threshold = 9\n")
-    assert meters.failed_tries == {(worker, "reset_before_response"): 2}
+    assert meters.failed_attempts == {(worker, "reset_before_response"): 2}
     assert meters.retries == 1
 
 
@@ -183,9 +183,9 @@ async def test_usage_is_read_where_it_is_wanted_and_nowhere_else(pieces):
     meters, worker = await metered(
         piecewise, post(STREAMED), config="[server]\nusage_metrics = true\n"
     )
-    assert meters.cells[PATH, worker].tokens == {(None, "input"): 11, (None, "output"): 22}
+    assert meters.series[PATH, worker].tokens == {(None, "input"): 11, (None, "output"): 22}
     meters, worker = await metered(piecewise, post(STREAMED))
-    assert not meters.cells[PATH, worker].tokens
+    assert not meters.series[PATH, worker].tokens
 
 
 async def scraped(running) -> dict[str, dict[tuple[str, ...], float]]:

@@ -4,7 +4,7 @@ from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import (
     ENDS_PER_SECOND,
     KEPT_ENDS,
-    KEPT_TROUBLES,
+    KEPT_FAILURES,
     POINTS,
     TEXT_CHARS,
 )
@@ -19,8 +19,8 @@ def fleet():
 
 def test_a_second_that_is_over_becomes_a_point(fleet, recent, meters):
     a, _ = fleet.workers
-    meters.count(ended(a), a)
-    meters.count(refused(), None)
+    meters.record(ended(a), a)
+    meters.record(refused(), None)
     recent.tick(1000.4, 7, 2)
     recent.tick(1001.4, 6, 0)
     one, two = recent.points
@@ -32,26 +32,26 @@ def test_a_second_that_is_over_becomes_a_point(fleet, recent, meters):
 def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
-        meters.count(ended(a), a)
-        meters.count(ended(a, outcome="stream_error", ended_by="worker", status=200), a)
+        meters.record(ended(a), a)
+        meters.record(ended(a, outcome="stream_error", ended_by="worker", status=200), a)
         recent.tick(1000.0 + second, 0, 0)
-    told = recent.of(a, 1200.0)
+    told = recent.worker_window(a, 1200.0)
     assert told.rate == pytest.approx(2, rel=0.2)
     assert 50 <= told.errors <= 60
     assert told.first_p50_ms == pytest.approx(200, rel=0.2)
     assert told.answers == pytest.approx(110, abs=10)
-    assert recent.of(b, 1200.0) == (0.0, 0, 0, None, None)
+    assert recent.worker_window(b, 1200.0) == (0.0, 0, 0, None, None)
 
 
 def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, meters):
     a, _ = fleet.workers
     for second in range(100):
-        meters.count(whole(a, 0.2), a)
+        meters.record(whole(a, 0.2), a)
         recent.tick(1000.0 + second, 0, 0)
     for second in range(100, 162):
         recent.tick(1000.0 + second, 0, 0)
         minute = [point for point in recent.points if point.at > 1000 + second - 60]
-        told = recent.of(a, 1000.0 + second)
+        told = recent.worker_window(a, 1000.0 + second)
         assert told.answers <= sum(point.requests for point in minute)
     assert told.first_p50_ms is None
 
@@ -61,10 +61,10 @@ def test_the_last_minute_of_the_fleet_counts_the_running_second_as_its_workers_d
 ):
     a, b = fleet.workers
     recent.tick(1000.0, 0, 0)
-    meters.count(whole(a, 0.2), a)
-    meters.count(whole(b, 0.2, status=503), b)
+    meters.record(whole(a, 0.2), a)
+    meters.record(whole(b, 0.2, status=503), b)
     assert recent.last_minute() == (2, 1)
-    recorded = recent.of(a, 1000.5), recent.of(b, 1000.5)
+    recorded = recent.worker_window(a, 1000.5), recent.worker_window(b, 1000.5)
     assert sum(of_worker.answers for of_worker in recorded) == 2
     assert sum(of_worker.errors for of_worker in recorded) == 1
     recent.tick(1001.0, 0, 0)
@@ -76,8 +76,8 @@ def test_the_last_minute_of_the_fleet_is_never_less_than_that_of_its_workers(fle
     for second in range(150):
         if second < 90:
             for worker in (a, b):
-                meters.count(whole(worker, 0.2), worker)
-        recorded = [recent.of(worker, 999.5 + second).answers for worker in (a, b)]
+                meters.record(whole(worker, 0.2), worker)
+        recorded = [recent.worker_window(worker, 999.5 + second).answers for worker in (a, b)]
         assert recent.last_minute()[0] >= sum(recorded)
         recent.tick(1000.0 + second, 0, 0)
     assert recent.last_minute() == (0, 0)
@@ -87,17 +87,17 @@ def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
         for _ in range(3):
-            meters.count(whole(a, 0.2), a)
-        meters.count(whole(b, 0.2, status=503), b)
+            meters.record(whole(a, 0.2), a)
+        meters.record(whole(b, 0.2, status=503), b)
         recent.tick(1000.0 + second, 0, 0)
-    told = recent.of(a, 1200.0)
+    told = recent.worker_window(a, 1200.0)
     assert (told.rate, told.errors) == (pytest.approx(3, rel=0.2), 0)
     assert told.first_p50_ms == pytest.approx(200, rel=0.2)
-    assert recent.of(b, 1200.0).rate == pytest.approx(1, rel=0.2)
+    assert recent.worker_window(b, 1200.0).rate == pytest.approx(1, rel=0.2)
     last = recent.points[-1]
     assert (last.requests, last.errors) == (4, 1)
     assert last.first_p50_ms == pytest.approx(200, rel=0.2)
-    assert sum(end.end == "completed" for end in recent.ends()) == KEPT_ENDS + KEPT_TROUBLES
+    assert sum(end.end == "completed" for end in recent.ends()) == KEPT_ENDS + KEPT_FAILURES
 
 
 def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
@@ -107,52 +107,52 @@ def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
     gather, recent.gather = recent.gather, lambda worker: (gathered.append(worker), gather(worker))
     for second in range(120):
         for worker in fleet.workers:
-            meters.count(whole(worker), worker)
+            meters.record(whole(worker), worker)
         gathered.clear()
         recent.tick(1000.0 + second, 0, 0)
         assert len(gathered) <= 11
     for worker in fleet.workers:
-        told = recent.of(worker, 1120.0)
+        told = recent.worker_window(worker, 1120.0)
         assert told.rate == pytest.approx(1, rel=0.1)
 
 
 def test_one_that_came_a_moment_ago_had_nothing_before(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
-        meters.count(whole(a), a)
+        meters.record(whole(a), a)
         recent.tick(1000.0 + second, 0, 0)
     for _ in range(10):
-        meters.count(whole(b), b)
-    assert recent.of(b, 1200.0).rate == pytest.approx(10 / 60, abs=0.01)
+        meters.record(whole(b), b)
+    assert recent.worker_window(b, 1200.0).rate == pytest.approx(10 / 60, abs=0.01)
     recent.tick(1200.0, 0, 0)
-    assert recent.of(b, 1210.0).rate == pytest.approx(10 / 60, abs=0.01)
+    assert recent.worker_window(b, 1210.0).rate == pytest.approx(10 / 60, abs=0.01)
 
 
 def test_who_has_left_the_fleet_is_forgotten_at_once(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(20):
         for worker in (a, b):
-            meters.count(whole(worker), worker)
+            meters.record(whole(worker), worker)
         recent.tick(1000.0 + second, 0, 0)
     fleet.apply([entry("b")], NOW)
     assert set(recent.sums) == {b}
-    assert recent.of(a, 1020.0) == (0.0, 0, 0, None, None)
-    assert recent.of(b, 1020.0).rate == pytest.approx(1, rel=0.2)
+    assert recent.worker_window(a, 1020.0) == (0.0, 0, 0, None, None)
+    assert recent.worker_window(b, 1020.0).rate == pytest.approx(1, rel=0.2)
 
 
 def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, recent, meters):
     a, _ = fleet.workers
-    meters.count(ended(a), a)
+    meters.record(ended(a), a)
     for second in range(70):
         recent.tick(1000.0 + second, 0, 0)
-    assert recent.of(a, 1070.0) == (0.0, 0, 0, None, None)
+    assert recent.worker_window(a, 1070.0) == (0.0, 0, 0, None, None)
 
 
 def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, meters):
     a, _ = fleet.workers
-    meters.count(ended(a, dialled_at=100.15, wait_at=100.16, queued_secs=0.15), a)
+    meters.record(ended(a, dialled_at=100.15, wait_at=100.16, queued_secs=0.15), a)
     recent.tick(1000.0, 0, 0)
-    assert recent.of(a, 1000.0).first_p50_ms == pytest.approx(50, rel=0.2)
+    assert recent.worker_window(a, 1000.0).first_p50_ms == pytest.approx(50, rel=0.2)
     assert recent.points[0].first_p50_ms == pytest.approx(200, rel=0.2)
 
 
@@ -170,7 +170,7 @@ def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, mete
 )
 def test_an_error_is_what_was_not_the_clients_doing(fleet, recent, meters, told, errors):
     a, _ = fleet.workers
-    meters.count(ended(a, **told), a)
+    meters.record(ended(a, **told), a)
     recent.tick(1000.0, 0, 0)
     assert recent.points[0].errors == errors
     assert recent.ends()[0].status == told["status"]
@@ -178,9 +178,9 @@ def test_an_error_is_what_was_not_the_clients_doing(fleet, recent, meters, told,
 
 def test_what_went_wrong_outlasts_what_went_well(fleet, recent, meters):
     a, _ = fleet.workers
-    meters.count(ended(a, status=502, ended_at=101.0, error="ConnectError"), a)
+    meters.record(ended(a, status=502, ended_at=101.0, error="ConnectError"), a)
     for second in range(500):
-        meters.count(ended(a, ended_at=102.0 + second), a)
+        meters.record(ended(a, ended_at=102.0 + second), a)
         recent.tick(1000.0 + second, 0, 0)
     ends = recent.ends()
     assert len(ends) == KEPT_ENDS + 1
@@ -191,10 +191,10 @@ def test_everything_is_bounded(fleet, recent, meters):
     a, _ = fleet.workers
     for second in range(2 * POINTS):
         for _ in range(3 * ENDS_PER_SECOND):
-            meters.count(ended(a, request_id=b"r" * 9000, error="e" * 9000, status=500), a)
+            meters.record(ended(a, request_id=b"r" * 9000, error="e" * 9000, status=500), a)
         recent.tick(1000.0 + second, 0, 0)
     assert len(recent.points) == POINTS
-    assert len(recent.ends()) == KEPT_TROUBLES
+    assert len(recent.ends()) == KEPT_FAILURES
     assert {len(end.request_id) for end in recent.ends()} == {TEXT_CHARS}
     assert {len(end.error) for end in recent.ends()} == {TEXT_CHARS}
 

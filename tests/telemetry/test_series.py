@@ -31,7 +31,7 @@ UNLIKE: list[dict[str, object]] = [
 ]
 ASKED = st.fixed_dictionaries({"secs": SECS, "model": MODELS})
 UNLIKES = st.sampled_from([{}, {}, {}, *UNLIKE])
-READS = st.sampled_from(["cells", "phases", "of", "tick"])
+READS = st.sampled_from(["series", "phases", "of", "tick"])
 STEPS = st.lists(st.tuples(st.integers(0, 1), ASKED, UNLIKES) | READS)
 
 
@@ -71,7 +71,7 @@ def same(one: Histogram, other: Histogram) -> None:
 def read(what, meters, recent, worker) -> None:
     match what:
         case "of":
-            recent.of(worker, 1000.0)
+            recent.worker_window(worker, 1000.0)
         case "tick":
             recent.tick(1000.0, 0, 0)
         case _:
@@ -94,9 +94,9 @@ def test_every_reader_sees_everything_that_has_ended(steps, at_once):
                 continue
             which, asked, unlike = step
             mine = whole(**(asked | unlike))
-            meters.count(mine, fleet.workers[which])
+            meters.record(mine, fleet.workers[which])
             naive.count(mine, fleet.workers[which])
-    cells = meters.cells
+    cells = meters.series
     assert {w: sum(c.ends.values()) for (_, w), c in cells.items()} == dict(totals(naive.ends))
     for (_, worker), cell in cells.items():
         assert {(worker, end): n for end, n in cell.ends.items()}.items() <= naive.ends.items()
@@ -123,13 +123,13 @@ def test_a_name_that_a_worker_takes_on_is_told_from_then_on():
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow())
     for _ in range(2):
-        meters.count(whole(model="new"), a)
+        meters.record(whole(model="new"), a)
     fleet.apply([entry("a", model="new")], NOW)
     for _ in range(3):
-        meters.count(whole(model="new"), a)
-    meters.count(whole(model="m"), a)
+        meters.record(whole(model="new"), a)
+    meters.record(whole(model="m"), a)
     ends = {(OTHER, 2, "completed"): 3, ("new", 2, "completed"): 3}
-    assert meters.cells[PATH, a].ends == ends
+    assert meters.series[PATH, a].ends == ends
 
 
 def test_a_long_name_is_not_kept():
@@ -137,8 +137,8 @@ def test_a_long_name_is_not_kept():
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow())
     for name in ("x", "y" * 100_000, "x"):
-        meters.count(whole(model=name), a)
-    cell = meters.cells[PATH, a]
+        meters.record(whole(model=name), a)
+    cell = meters.series[PATH, a]
     assert cell.ends == {(OTHER, 2, "completed"): 3}
     assert cell.asked == "x"
 
@@ -150,7 +150,7 @@ def test_times_that_wait_to_be_sorted_in_are_bounded(monkeypatch):
     meters = Metrics(fleet, RecentWindow())
     for number in range(25):
         early = {"wait_at": 100.1} if number % 2 else {"dialled_at": 100.05}
-        meters.count(whole(**early), a)
+        meters.record(whole(**early), a)
         waiting = meters._phases[PATH]
         assert len(waiting.own) + len(waiting.heads) < 20
     assert sum(meters.phases[PATH].overhead.counts) == 25

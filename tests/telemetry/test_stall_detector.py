@@ -18,7 +18,7 @@ def fleet():
 
 
 @pytest.fixture
-def silences(fleet, meters, recent):
+def stall_detector(fleet, meters, recent):
     return EngineStallDetector(fleet, meters, recent)
 
 
@@ -27,96 +27,100 @@ def busy(worker, traffic="generation"):
     worker.add_counts(traffic, routed=1)
 
 
-def passed(silences, begin, end):
+def passed(stall_detector, begin, end):
     for second in range(begin, end):
-        silences.tick(float(second))
+        stall_detector.tick(float(second))
 
 
 def answered(meters, worker):
     """One that began after 0.2 s."""
-    meters.count(ended(worker), worker)
+    meters.record(ended(worker), worker)
     worker.add_counts("generation", succeeded=1)
 
 
-def test_one_with_requests_that_says_nothing_is_told_after_a_while(fleet, meters, silences):
+def test_one_with_requests_that_says_nothing_is_told_after_a_while(fleet, meters, stall_detector):
     for worker in fleet.workers:
         answered(meters, worker)
     stuck, idle, *_ = fleet.workers
     busy(stuck)
-    passed(silences, 0, 60)
-    told = silences.of(stuck, 60.0)
+    passed(stall_detector, 0, 60)
+    told = stall_detector.silent_secs(stuck, 60.0)
     assert told is not None
     assert 60 - PARTS <= told <= 60
-    assert silences.of(stuck, LEAST_SECS - 1) is None
-    assert all(silences.of(worker, 60.0) is None for worker in fleet.workers if worker is not stuck)
-    assert silences.of(idle, 60.0) is None
+    assert stall_detector.silent_secs(stuck, LEAST_SECS - 1) is None
+    assert all(
+        stall_detector.silent_secs(worker, 60.0) is None
+        for worker in fleet.workers
+        if worker is not stuck
+    )
+    assert stall_detector.silent_secs(idle, 60.0) is None
 
 
-def test_a_piece_of_a_stream_is_a_sign_of_life_at_once(fleet, meters, silences):
+def test_a_piece_of_a_stream_is_a_sign_of_life_at_once(fleet, meters, stall_detector):
     worker = fleet.workers[-1]
     answered(meters, worker)
     busy(worker)
-    passed(silences, 0, 40)
-    assert silences.of(worker, 40.0) is not None
-    meters.cell(CHAT.path, worker).between.observe(38.0)
-    assert silences.of(worker, 40.0) is None
-    passed(silences, 40, 50)
-    assert silences.of(worker, 50.0) is None
+    passed(stall_detector, 0, 40)
+    assert stall_detector.silent_secs(worker, 40.0) is not None
+    meters.series_for(CHAT.path, worker).between.observe(38.0)
+    assert stall_detector.silent_secs(worker, 40.0) is None
+    passed(stall_detector, 40, 50)
+    assert stall_detector.silent_secs(worker, 50.0) is None
 
 
-def test_an_end_is_one_too(fleet, meters, silences):
+def test_an_end_is_one_too(fleet, meters, stall_detector):
     worker = fleet.workers[0]
     answered(meters, worker)
     busy(worker)
-    passed(silences, 0, 40)
+    passed(stall_detector, 0, 40)
     worker.add_counts("generation", failed=1)
-    assert silences.of(worker, 40.0) is None
+    assert stall_detector.silent_secs(worker, 40.0) is None
 
 
-def test_what_usually_takes_long_may_take_long(fleet, meters, silences):
+def test_what_usually_takes_long_may_take_long(fleet, meters, stall_detector):
     slow, new = fleet.workers[:2]
-    meters.count(ended(slow, first_at=120.0, wait_at=119.0, ended_at=121.0), slow)  # after 20 s
+    meters.record(ended(slow, first_at=120.0, wait_at=119.0, ended_at=121.0), slow)  # after 20 s
     busy(slow)
     busy(new)
-    passed(silences, 0, 100)
-    assert silences.of(slow, 45.0) is None
-    assert silences.of(slow, 90.0) is not None
-    assert silences.of(new, UNKNOWN_SECS - 10) is None
-    assert silences.of(new, UNKNOWN_SECS + 10) is not None
+    passed(stall_detector, 0, 100)
+    assert stall_detector.silent_secs(slow, 45.0) is None
+    assert stall_detector.silent_secs(slow, 90.0) is not None
+    assert stall_detector.silent_secs(new, UNKNOWN_SECS - 10) is None
+    assert stall_detector.silent_secs(new, UNKNOWN_SECS + 10) is not None
 
 
-def test_having_been_stuck_before_is_not_what_is_usual(fleet, meters, silences):
+def test_having_been_stuck_before_is_not_what_is_usual(fleet, meters, stall_detector):
     worker = fleet.workers[0]
     for _ in range(100):
         answered(meters, worker)
     for _ in range(3):
-        meters.count(ended(worker, first_at=200.0, wait_at=200.0, ended_at=201.0), worker)
+        meters.record(ended(worker, first_at=200.0, wait_at=200.0, ended_at=201.0), worker)
     busy(worker)
-    passed(silences, 0, 40)
-    assert silences.of(worker, 40.0) is not None
+    passed(stall_detector, 0, 40)
+    assert stall_detector.silent_secs(worker, 40.0) is not None
 
 
-def test_speech_sessions_may_be_silent(fleet, meters, silences):
+def test_speech_sessions_may_be_silent(fleet, meters, stall_detector):
     worker = fleet.workers[0]
     answered(meters, worker)
     busy(worker, SESSIONS)
-    passed(silences, 0, 100)
-    assert silences.of(worker, 100.0) is None
+    passed(stall_detector, 0, 100)
+    assert stall_detector.silent_secs(worker, 100.0) is None
     busy(worker)
-    passed(silences, 100, 140)
-    assert silences.of(worker, 140.0) is not None
+    passed(stall_detector, 100, 140)
+    assert stall_detector.silent_secs(worker, 140.0) is not None
 
 
 def test_the_traffic_of_sessions_is_that_of_the_route_table():
     assert match_route("GET", "/v1/audio/speech/stream").traffic == SESSIONS
 
 
-def test_who_left_the_fleet_is_forgotten(fleet, meters, silences):
+def test_who_left_the_fleet_is_forgotten(fleet, meters, stall_detector):
     gone = fleet.workers[:-1]
     for worker in fleet.workers:
         busy(worker)
-    passed(silences, 0, PARTS)
+    passed(stall_detector, 0, PARTS)
     fleet.apply([entry("g")], NOW)
-    passed(silences, PARTS, 2 * PARTS)
-    assert all(silences.of(worker, 1000.0) is None for worker in gone)
-    assert silences.of(fleet.workers[0], 1000.0) is not None
+    passed(stall_detector, PARTS, 2 * PARTS)
+    assert all(stall_detector.silent_secs(worker, 1000.0) is None for worker in gone)
+    assert stall_detector.silent_secs(fleet.workers[0], 1000.0) is not None

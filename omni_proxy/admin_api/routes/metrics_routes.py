@@ -20,7 +20,7 @@ from omni_proxy.admin_api.routes.feed_routes import Body, Places
 from omni_proxy.admin_api.serializers.engine_metrics import CONTENT_TYPE
 from omni_proxy.admin_api.serializers.process_metrics import of_program
 from omni_proxy.admin_api.services import Services
-from omni_proxy.telemetry.prometheus import of_fleet, of_meters
+from omni_proxy.telemetry.prometheus import fleet_families, request_families
 
 SCRAPES: Final = 16
 SEND_SECS: Final = 30.0
@@ -98,7 +98,7 @@ class MetricsRoutes:
 
     async def _gather(self) -> None:
         """Ahead of the meters' reading, which would do it for all workers in one go."""
-        meters = self._rooms.instruments.meters
+        meters = self._rooms.instruments.metrics
         for number, worker in enumerate(self._rooms.fleet.workers, start=1):
             meters.gather(worker)
             if number % WORKERS_AT_ONCE == 0:
@@ -106,5 +106,5 @@ class MetricsRoutes:
 
     def _families(self) -> Iterator[Metric]:
         yield from of_program(self._rooms)
-        yield from of_fleet(self._rooms.fleet)
-        yield from of_meters(self._rooms.instruments.meters)
+        yield from fleet_families(self._rooms.fleet)
+        yield from request_families(self._rooms.instruments.metrics)

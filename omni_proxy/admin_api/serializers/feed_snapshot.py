@@ -18,7 +18,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
-from omni_proxy.telemetry.recent_window import End, Point
+from omni_proxy.telemetry.recent_window import FinishedExchange, Point
 from omni_proxy.wire.errors import to_json
 
 FRESH_SECS = 0.5
@@ -56,7 +56,7 @@ class Snapshots:
         why = reasons(rooms, pauses)
         launch = rooms.launcher.status() if rooms.launcher else []
         places = {row["url"]: row for row in launch}
-        loop_lag_ms = round(instruments.pulse.worst_secs * 1000, 2)
+        loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
         data_plane = {**door.counts(), "loop_lag_ms": loop_lag_ms}
         now = time.time()
         return {
@@ -115,8 +115,8 @@ class Snapshots:
             "last_error": machine.last_error,
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
-            **instruments.recent.of(worker, now)._asdict(),
-            "silent_secs": instruments.silences.of(worker, now) if counted else None,
+            **instruments.recent.worker_window(worker, now)._asdict(),
+            "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
             "failed": sum(worker.failed.values()),
             "weight_version": worker.weight_version,
@@ -146,7 +146,7 @@ def _point(point: Point) -> dict[str, object]:
     return point._asdict()
 
 
-def _ends(ends: list[End], offset: float) -> list[dict[str, object]]:
+def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]]:
     """`offset`: what makes Unix time of the pump's clock."""
     return [
         {

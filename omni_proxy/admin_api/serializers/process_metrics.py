@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.services import Services
-from omni_proxy.telemetry.metrics import SyncMeters
+from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, total
 from omni_proxy.weight_sync.protocol.states import SyncState
 
@@ -120,7 +120,7 @@ def _weights(rooms: Services) -> Iterator[Metric]:
     yield from _syncs(desk.sync.lifecycle.session.state, desk.sync.lifecycle.meters)
 
 
-def _syncs(now: SyncState, meters: SyncMeters) -> Iterator[Metric]:
+def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
     states = [((state.value,), state is now) for state in SyncState]
     yield from gauges("weight_sync_state", "1 for where it stands", ("state",), states)
     labels = ("phase", "result")
@@ -135,7 +135,7 @@ def _syncs(now: SyncState, meters: SyncMeters) -> Iterator[Metric]:
 
 
 def _itself(rooms: Services) -> Iterator[Metric]:
-    pulse = rooms.instruments.pulse
+    pulse = rooms.instruments.ticker
     text = "How late the event loop wakes a task"
     yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
     told = rooms.door.watchdog()

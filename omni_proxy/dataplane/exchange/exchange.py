@@ -182,7 +182,7 @@ def settle_whole(door: DataPlane, exchange: Exchange, worker: Worker) -> None:
         door.queue.serve()
     door.ended["completed"] += 1
     if door.meters is not None:
-        door.meters.count_whole(exchange, worker)
+        door.meters.record_single_chunk(exchange, worker)
     if door.access_log is not None or door.route_log is not None:
         log(door, exchange, worker)
 
@@ -202,7 +202,7 @@ def settle(door: DataPlane, exchange: Exchange, phase: str) -> None:
         door.queue.serve()
     door.ended[exchange.outcome or "cut_by_proxy"] += 1
     if door.meters is not None:
-        door.meters.count(exchange, worker)
+        door.meters.record(exchange, worker)
     log(door, exchange, worker)
 
 

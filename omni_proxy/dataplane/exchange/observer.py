@@ -31,9 +31,9 @@ class Gaps(Protocol):
 class RequestObserver(Protocol):
     """Who counts the exchanges that have ended, and what of the others can't wait for that."""
 
-    def count(self, mine: Exchange, worker: Worker | None) -> None: ...
+    def record(self, mine: Exchange, worker: Worker | None) -> None: ...
 
-    def count_whole(self, mine: Exchange, worker: Worker | None) -> None:
-        """As `count`, of what went the short way."""
+    def record_single_chunk(self, mine: Exchange, worker: Worker | None) -> None:
+        """As `record`, of what went the short way."""
 
-    def gaps(self, mine: Exchange) -> Gaps | None: ...
+    def gap_histogram(self, mine: Exchange) -> Gaps | None: ...

@@ -186,7 +186,7 @@ _UNWANTED = _Unwanted()
 def _gaps(conn: Connection, mine: Exchange) -> Gaps:
     """Where those of this answer are counted."""
     meters = conn.door.meters
-    wanted = meters.gaps(mine) if meters is not None and mine.stream else None
+    wanted = meters.gap_histogram(mine) if meters is not None and mine.stream else None
     return _UNWANTED if wanted is None else wanted
 
 

@@ -18,7 +18,7 @@ import trio
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.telemetry.metrics import SyncMeters
+from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.weight_sync.protocol.journal import JournalEntry
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
 from omni_proxy.weight_sync.protocol.session import GroupOwner, SyncSession
@@ -64,7 +64,7 @@ class SessionLifecycle:
         self.workers: list[Worker] = []  # workers that are members
         self.recipients: list[Worker] = []  # workers that get what the proxy's rank receives
         self.leave_results: list[WorkerResult] = []  # of the members, at the end of the last sync
-        self.meters = SyncMeters()
+        self.meters = SyncMetrics()
         self.announced_bytes = 0  # per member, of the next call that applies weights
         self.end_cause = ""  # why the sync has to end, after the step that runs now
         self.end_status = 0  # of the response to that step

@@ -20,9 +20,9 @@ async def snapshot(house):
 def work(house):
     """A stream of A that went well, and one that did not; then the second is over."""
     worker = house.worker(A)
-    house.instruments.meters.count(ended(worker), worker)
+    house.instruments.metrics.record(ended(worker), worker)
     broken = ended(worker, outcome="stream_error", ended_by="worker", error="reset")
-    house.instruments.meters.count(broken, worker)
+    house.instruments.metrics.record(broken, worker)
     house.instruments.recent.tick(time.time(), 3, 1)
 
 
@@ -53,7 +53,7 @@ async def test_one_look_tells_fleet_history_ends_and_what_runs(house):
 async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(house):
     house.healthy(A)
     worker = house.worker(A)
-    house.instruments.meters.count(ended(worker), worker)
+    house.instruments.metrics.record(ended(worker), worker)
     told = await snapshot(house)
     assert told["last_minute"] == {"requests": 1, "errors": 0}
     assert told["fleet"][0]["answers"] == 1
@@ -63,10 +63,10 @@ async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_worker
 async def test_a_worker_that_has_requests_and_says_nothing_is_told(house):
     house.healthy(A)
     worker = house.worker(A)
-    house.instruments.meters.count(ended(worker), worker)
+    house.instruments.metrics.record(ended(worker), worker)
     worker.in_flight = 2
     for second in range(30, 20, -1):
-        house.instruments.silences.tick(time.time() - second)
+        house.instruments.stall_detector.tick(time.time() - second)
     a, b = (await snapshot(house))["fleet"]
     assert a["silent_secs"] == pytest.approx(28, abs=4)
     assert b["silent_secs"] is None

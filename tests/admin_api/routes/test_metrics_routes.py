@@ -13,9 +13,9 @@ from omni_proxy.admin_api.routes import metrics_routes
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.telemetry.line_log import LineLog
-from omni_proxy.telemetry.otel import CELLS_AT_ONCE, standard
+from omni_proxy.telemetry.otel import CELLS_AT_ONCE, otel_families
 from omni_proxy.telemetry.prometheus import PART, gauges
-from omni_proxy.telemetry.series import Cell, Phases
+from omni_proxy.telemetry.series import RoutePhases, RouteSeries
 from tests.admin_api.house import NOW, SCOPE, A, B, build_house, entry
 from tests.telemetry.ends import ended, refused
 from tests.telemetry.lint import names, problems
@@ -32,7 +32,7 @@ def busy():
     house = build_house(entry(A, model="m"), entry(B))
     house.healthy(A, B)
     a, b = house.worker(A), house.worker(B)
-    count = house.instruments.meters.count
+    count = house.instruments.metrics.record
     usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
     count(ended(a, model="m", tail=usage, queued_secs=0.1, connect_secs=0.01), a)
     count(ended(b, model="x", attempts=2, tried=[(a, "503")]), b)
@@ -105,7 +105,8 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("omni_proxy_failed_tries_total", {("503", A): 1}),
+        ("omni_proxy_failed_attempts_total", {("503", A): 1}),
+        ("omni_proxy_failed_tries_total", {("503", A): 1}),  # the old name, for one release
         ("omni_proxy_retries_total", {(): 1}),
         ("omni_proxy_tokens_total", {("m", "input", A): 3, ("m", "output", A): 4}),
         ("omni_proxy_worker_ejections_total", {(A,): 0, (B,): 1}),
@@ -113,7 +114,9 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
         ("omni_proxy_worker_held", {("updating", A): 1}),
         ("omni_proxy_worker_weight_epoch", {(A,): 3, (B,): 0}),
         ("omni_proxy_worker_disabled", {}),
-        ("omni_proxy_worker_on_trial", {}),
+        ("omni_proxy_worker_half_open", {}),
+        ("omni_proxy_worker_half_open_requests_total", {(A,): 0, (B,): 0}),
+        ("omni_proxy_worker_trials_total", {(A,): 0, (B,): 0}),  # the old name
         ("omni_proxy_config_last_reload_successful", {(): 0}),
         ("omni_proxy_config_last_reload_timestamp_seconds", {(): NOW.timestamp()}),
         ("omni_proxy_config_reloads_total", {("refused", "SIGHUP"): 1}),
@@ -143,10 +146,10 @@ async def test_opentelemetrys_names_tell_the_same_over_all_workers(busy):
 
 
 def test_a_large_fleet_is_added_up_in_parts():
-    cell = Cell(Phases())
+    cell = RouteSeries(RoutePhases())
     cell.total.observe(0.5)
     worker = build_house(entry(A, model="m")).worker(A)
-    parts = list(standard([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
+    parts = list(otel_families([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
     assert len(parts) == 3 * 4
     (told,) = (
         sample

@@ -129,7 +129,7 @@ def test_the_tokens_that_an_answer_tells_are_counted(listeners):
 
     world = both(listeners, script, "usage_metrics = true\n")
     assert taken(world) == (3, 0)
-    assert sum(sum(cell.tokens.values()) for cell in world.meters.cells.values()) == 24
+    assert sum(sum(cell.tokens.values()) for cell in world.meters.series.values()) == 24
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.telemetry.ticker import STEP_SECS, STEPS, Ticker
+from omni_proxy.telemetry.instruments import STEP_SECS, STEPS, Ticker
 
 
 async def test_it_beats_once_a_second(autojump_clock, nursery):
