@@ -1,7 +1,7 @@
-"""Digests of weights, the same for whoever holds them: a replica, or a proxy that compares. Pure.
+"""Digests of weights, computed alike by replicas and by the proxy. Pure.
 
-Invariant: a digest depends on a tensor's name, type, shape and bytes alone, byte for byte as
-api-server.md 3 has it. Equal digests in other libraries' names for types are never equal here.
+Invariant: a digest depends only on a tensor's name, type, shape and bytes, as api-server.md 3
+specifies. A type under another library's name gives another digest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: Buffer) -> str:
     """Return the SHA-256 of one tensor, 64 lower-case hexadecimal digits.
 
-    `dtype` is the library's own word, such as "torch.bfloat16"; `data` holds the elements in C
-    order and little-endian, with no gaps. Large data is hashed without holding Python up.
+    `dtype` is the library's name of the type, such as "torch.bfloat16"; `data` holds the elements
+    in C order, little-endian, without gaps. Large data is hashed with the GIL released.
     """
     digest = hashlib.sha256(name.encode())
     digest.update(dtype.encode())
@@ -28,7 +28,7 @@ def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: Buffer) -> 
 
 
 def roll_up(digests: Mapping[str, str]) -> str:
-    """Return one SHA-256 over all tensors' digests, in the order of their names."""
+    """Return one SHA-256 over the digests of all tensors, in the order of their names."""
     whole = hashlib.sha256()
     for name in sorted(digests):
         whole.update(name.encode())

@@ -8,7 +8,7 @@ import trio
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, record, toml
 from tests.promises.sync_program import COMPLETE, DESTROY, INIT, PREPARE, init_body
-from tests.weight_sync.trainer_fixture import UPDATE, store_of_a_trainer
+from tests.weight_sync.trainer_fixture import UPDATE, open_trainer_store
 
 # Each of these would end a call that takes as long as the calls here do.
 SHORT = """\
@@ -28,7 +28,7 @@ async def test_a_call_that_takes_long_is_ended_by_no_clock_but_its_own_and_costs
 ):
     file = tmp_path / "proxy.toml"
     with trio.fail_after(60):
-        async with engines(2) as both, store_of_a_trainer() as store:
+        async with engines(2) as both, open_trainer_store() as store:
             file.write_text(toml(both, more=SHORT).replace("[health]", PROBED))
             async with program("--config", file) as running:
                 await running.until_routable(*both)
@@ -88,7 +88,7 @@ def prepare_body(count, **fields):
 async def test_a_prepare_of_many_megabytes_reaches_a_replica_as_it_is(tmp_path):
     file = tmp_path / "proxy.toml"
     with trio.fail_after(60):
-        async with engines(1) as (engine,), store_of_a_trainer() as store:
+        async with engines(1) as (engine,), open_trainer_store() as store:
             file.write_text(toml([engine]))
             async with program("--config", file) as running:
                 await running.until_routable(engine)

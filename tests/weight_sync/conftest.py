@@ -1,4 +1,4 @@
-"""What tests of weights share: workers that answer from a table, desks over them, trainers."""
+"""Fixtures for weight sync: scripted workers, WeightOperations over them, trainers."""
 
 import pytest
 import trio
@@ -8,17 +8,17 @@ from omni_proxy.upstream_http import client
 from omni_proxy.weight_sync.session import watchdog
 from tests.admin_api.house import A, B
 from tests.process_group.trainer_pool import pool
-from tests.weight_sync.operation_fixture import Gated, house_with
-from tests.weight_sync.trainer_fixture import Trainer, store_of_a_trainer, sync_house
-from tests.weight_sync.version_holders import Running
+from tests.weight_sync.operation_fixture import GatedEngines, house_with
+from tests.weight_sync.trainer_fixture import Trainer, open_trainer_store, sync_house
+from tests.weight_sync.version_holders import ReceiveHarness
 
 __all__ = ["pool"]
 
 
 @pytest.fixture
 def engines(request, monkeypatch):
-    """Those that the test's module names in `ENGINES`, or the plain ones."""
-    return getattr(request.module, "ENGINES", Gated)().install(monkeypatch)
+    """Of the class that the module names in `ENGINES`, or plain ones."""
+    return getattr(request.module, "ENGINES", GatedEngines)().install(monkeypatch)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 async def house(engines, folder, nursery):
-    """Two healthy workers and a running desk."""
+    """Two healthy workers and a running service."""
     assert client.open_client.__name__ == "open_client"
     made = house_with(folder)
     await nursery.start(made.desk.run)
@@ -37,7 +37,7 @@ async def house(engines, folder, nursery):
 
 @pytest.fixture
 async def plain(engines, folder, nursery):
-    """As `house`, and group calls go to its workers as they are."""
+    """As `house`, in mode "off": group calls are forwarded unchanged."""
     made = house_with(folder, weight_sync=WeightSyncConfig(mode="off"))
     await nursery.start(made.desk.run)
     return made
@@ -45,7 +45,7 @@ async def plain(engines, folder, nursery):
 
 @pytest.fixture
 def listening(monkeypatch):
-    """Everybody listens at its address until the test says otherwise: URL -> an event."""
+    """Workers listen until the test sets their event: URL -> event."""
     gone = {A: trio.Event(), B: trio.Event()}
 
     async def wait_until_refused(worker, endpoint):
@@ -58,14 +58,14 @@ def listening(monkeypatch):
 
 @pytest.fixture
 async def store():
-    async with store_of_a_trainer() as found:
+    async with open_trainer_store() as found:
         with trio.fail_after(60):
             yield found
 
 
 @pytest.fixture
 def trainer_with(engines, folder, nursery, store, listening):
-    """Starts a proxy with these settings; the trainer before it."""
+    """Returns a function that starts a proxy with these settings, and a trainer."""
 
     async def begin(**settings):
         house = sync_house(folder, **settings)
@@ -82,14 +82,14 @@ async def trainer(trainer_with):
 
 @pytest.fixture
 def policy():
-    """`on_failure` of the desk that is `running`."""
+    """`on_failure` of the service that is `running`."""
     return "quarantine"
 
 
 @pytest.fixture
 async def running(engines, folder, pool, policy):
-    """A desk in mode "receive" over its workers, and the group of a trainer of the pool."""
-    made = Running(engines, folder, pool, on_failure=policy)
+    """A service in mode "receive" over two workers, and the group of a trainer of the pool."""
+    made = ReceiveHarness(engines, folder, pool, on_failure=policy)
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             await made.start(nursery)

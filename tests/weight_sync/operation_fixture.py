@@ -1,4 +1,4 @@
-"""A desk over two workers that answer from a table, without sockets."""
+"""WeightOperations over two scripted workers, without sockets."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ UPDATE, PAUSE = "/update_weights_from_disk", "/pause_generation"
 LOST = httpx.ReadError("gone")
 
 
-class Gated(Engines):
-    """Whoever has no row in `says` does well; `gates[(url, path)]` keeps an answer back."""
+class GatedEngines(Engines):
+    """A call without a row in `says` succeeds; `gates[url, path]` delays its response."""
 
     def __init__(self):
         super().__init__()
         self.gates, self.labels, self.sums = {}, {A: "v1", B: "v1"}, {A: "s", B: "s"}
-        self.came, self.whole = {}, {}
+        self.arrived, self.whole = {}, {}
 
-    def shut(self, path, *urls):
+    def close_gate(self, path, *urls):
         for url in urls or (A, B):
             self.gates[url, path] = trio.Event()
-            self.came[url, path] = trio.Event()
+            self.arrived[url, path] = trio.Event()
 
-    def open(self, path, *urls):
+    def open_gate(self, path, *urls):
         for url in urls or (A, B):
             self.gates[url, path].set()
 
@@ -43,21 +43,21 @@ class Gated(Engines):
         url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
         path = request.url.path
         if (url, path) not in self.says:
-            self.tell(url, path, self.well(url, path))
+            self.tell(url, path, self.default_response(url, path))
             found = await self.keep(request, url, path)
             del self.says[url, path]
             return found
         return await self.keep(request, url, path)
 
     async def keep(self, request, url, path):
-        if (url, path) in self.came:
-            self.came[url, path].set()
+        if (url, path) in self.arrived:
+            self.arrived[url, path].set()
             answer = await super().answer(request)
             await self.gates[url, path].wait()
             return answer
         return await super().answer(request)
 
-    def well(self, url, path):
+    def default_response(self, url, path):
         if path == "/model_info":
             return {"success": True, "weight_version": self.labels[url]}
         if path == "/weights_checker":
@@ -66,7 +66,7 @@ class Gated(Engines):
         return {"success": True}
 
 
-def call(path=UPDATE, body=None, **fields):
+def admin_call(path=UPDATE, body=None, **fields):
     raw = json.dumps({} if body is None else body).encode()
     return AdminCall(BY_PATH[path], "POST", path, raw, **fields)
 
@@ -77,32 +77,32 @@ def house_with(folder, **tables):
     return house
 
 
-def held(house):
+def holds_of(house):
     return [sorted(worker.cordon_reasons) for worker in house.fleet.workers]
 
 
-async def ask(house, *wanted):
-    """The answers to some calls, asked for in their order."""
-    answers = [None] * len(wanted)
+async def submit_all(house, *calls):
+    """Submit several calls in this order; return their responses."""
+    responses = [None] * len(calls)
 
     async def one(at):
-        answers[at] = await house.desk.submit(wanted[at])
+        responses[at] = await house.desk.submit(calls[at])
 
     async with trio.open_nursery() as nursery:
-        for at in range(len(wanted)):
+        for at in range(len(calls)):
             nursery.start_soon(one, at)
             await wait_all_tasks_blocked()
-    return answers
+    return responses
 
 
-async def started(engines, nursery, house, wanted, *urls):
-    """Ask in the background, and return once these workers have been asked."""
-    engines.shut(wanted.route.path, *urls)
-    nursery.start_soon(house.desk.submit, wanted)
+async def start_operation(engines, nursery, house, call, *urls):
+    """Submit a call in the background; return when these workers have received it."""
+    engines.close_gate(call.route.path, *urls)
+    nursery.start_soon(house.desk.submit, call)
     for url in urls or (A, B):
-        await engines.came[url, wanted.route.path].wait()
+        await engines.arrived[url, call.route.path].wait()
 
 
-def journal(folder):
+def read_journal(folder):
     path = folder / "journal.json"
     return decode(path.read_bytes()) if path.exists() else Journal()

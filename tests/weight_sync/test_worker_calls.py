@@ -7,19 +7,25 @@ import trio
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import Call
-from omni_proxy.weight_sync.worker_calls import call_all, limit_secs
-from tests.admin_api.house import build_house
+from omni_proxy.weight_sync.worker_calls import (
+    call_all,
+    compare_checksums,
+    limit_secs,
+    read_labels,
+)
+from tests.admin_api.house import A, B, build_house
+from tests.weight_sync.operation_fixture import LOST, house_with
 
 
 async def test_all_workers_are_called_before_any_answers(monkeypatch):
     count = 150
-    here, everybody = [], trio.Event()
+    called, all_called = [], trio.Event()
 
-    async def meet(request):
-        here.append(request.url.port)
-        if len(here) == count:
-            everybody.set()
-        await everybody.wait()
+    async def answer_together(request):
+        called.append(request.url.port)
+        if len(called) == count:
+            all_called.set()
+        await all_called.wait()
 
         async def pieces():
             yield json.dumps({"port": request.url.port}).encode()
@@ -29,17 +35,56 @@ async def test_all_workers_are_called_before_any_answers(monkeypatch):
     monkeypatch.setattr(
         client,
         "open_client",
-        lambda worker: httpx.AsyncClient(transport=httpx.MockTransport(meet)),
+        lambda worker: httpx.AsyncClient(transport=httpx.MockTransport(answer_together)),
     )
     entries = [WorkerEntry(url=f"http://127.0.0.1:{9000 + at}") for at in range(count)]
     workers = build_house(*entries).fleet.workers
-    heard = []
+    results = []
     with trio.fail_after(30):
-        answers = await call_all(workers, Call("POST", "/x", timeout_secs=15), heard.append)
+        answers = await call_all(workers, Call("POST", "/x", timeout_secs=15), results.append)
     assert [answer.worker for answer in answers] == [worker.url for worker in workers]
     assert [answer.body["port"] for answer in answers] == [9000 + at for at in range(count)]
-    assert sorted(each.worker for each in heard) == sorted(worker.url for worker in workers)
+    assert sorted(result.worker for result in results) == sorted(worker.url for worker in workers)
 
 
 def test_a_configured_zero_is_no_limit():
     assert (limit_secs(0), limit_secs(5)) == (math.inf, 5)
+
+
+async def test_a_worker_that_refuses_the_first_label_path_is_asked_on_the_second(engines, folder):
+    house = house_with(folder)
+    engines.tell(A, "/model_info", {"detail": "key"}, status=401)
+    engines.tell(A, "/get_model_info", {"weight_version": "v9"})
+    labels = await read_labels(house.fleet.workers, {"authorization": "Bearer t"})
+    assert {worker.url: label for worker, label in labels.items()} == {A: "v9", B: "v1"}
+    assert engines.paths(B) == ["/model_info"]
+    assert {request.headers["authorization"] for request in engines.asked} == {"Bearer t"}
+
+
+async def test_a_worker_that_is_lost_or_reports_several_labels_has_none(engines, folder):
+    house = house_with(folder)
+    engines.says[A, "/model_info"] = LOST
+    stages = [{"data": {"weight_version": label}} for label in ("v1", "v2")]
+    engines.tell(B, "/model_info", {"results": stages})
+    labels = await read_labels(house.fleet.workers, {})
+    assert list(labels.values()) == [None, None]
+    assert engines.paths(A) == ["/model_info"]
+
+
+async def test_checksums_are_requested_as_the_contract_says(engines, folder):
+    house = house_with(folder)
+    verdict = await compare_checksums(house.fleet.workers, {}, 5.0)
+    assert (verdict.checked, verdict.checksums) == ((A, B), {A: "s", B: "s"})
+    for request in engines.asked:
+        assert (request.method, request.url.path) == ("POST", "/weights_checker")
+        assert request.content == b'{"action": "checksum"}'
+        assert request.headers["content-type"] == "application/json"
+
+
+async def test_the_label_of_vllm_is_read_from_weight_info(engines, folder):
+    house = house_with(folder)
+    for path in ("/model_info", "/get_model_info"):
+        engines.tell(A, path, {}, status=404)
+    engines.tell(A, "/weight_info", {"weight_version": "step-7"})
+    labels = await read_labels(house.fleet.workers, {})
+    assert list(labels.values()) == ["step-7", "v1"]

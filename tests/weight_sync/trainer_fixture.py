@@ -1,4 +1,4 @@
-"""A desk in mode "coordinate" over two workers that answer from a table, and a trainer's store."""
+"""WeightOperations in mode "coordinate" over two scripted workers, and a trainer's store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import Gated, house_with
+from tests.weight_sync.operation_fixture import GatedEngines, house_with
 
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
@@ -23,15 +23,15 @@ BUCKETS = {"num_buckets": 1, "buckets": [TENSORS]}
 LOST = httpx.ReadError("gone")
 
 
-class Engines(Gated):
-    """`ranks` and `tensors` by URL; a successful call with a `weight_version` names the weights."""
+class SyncEngines(GatedEngines):
+    """`ranks` by URL; a successful call with a `weight_version` sets the worker's label."""
 
     def __init__(self):
         super().__init__()
         self.ranks = {A: 2, B: 1}
         self.tensors = ("a", "b")
 
-    def well(self, url, path):
+    def default_response(self, url, path):
         if path == "/server_info":
             return {"tp_size": self.ranks[url]}
         if path == "/weights_checker":
@@ -40,7 +40,7 @@ class Engines(Gated):
             return {"results": [{"stage": "t", "data": data}]}
         if path == COMPLETE:
             return {"success": True, "num_buckets_received": 1}
-        return super().well(url, path)
+        return super().default_response(url, path)
 
     async def keep(self, request, url, path):
         answer = await super().keep(request, url, path)
@@ -55,8 +55,8 @@ class Engines(Gated):
         return [json.loads(r.content) for r in found]
 
 
-class Store:
-    """What a trainer's store says to a ping; `die` hangs up, `stop` says nothing any more."""
+class TrainerStore:
+    """A TCPStore that answers pings, unless it is `silent`; `die` closes its connections."""
 
     def __init__(self, listener):
         self.port = listener.socket.getsockname()[1]
@@ -84,10 +84,10 @@ class Store:
 
 
 @asynccontextmanager
-async def store_of_a_trainer(port=0):
+async def open_trainer_store(port=0):
     (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
     async with trio.open_nursery() as nursery:
-        store = Store(listener)
+        store = TrainerStore(listener)
         nursery.start_soon(store.run)
         yield store
         store.die()
@@ -105,7 +105,7 @@ def init_body(store, **fields):
     }
 
 
-def asks(path, **body):
+def trainer_call(path, **body):
     raw = json.dumps({"group_name": "g", **body}).encode()
     return AdminCall(BY_PATH[path], "POST", path, raw, caller="trainer")
 
@@ -115,28 +115,28 @@ def sync_house(folder, **fields):
     return house_with(folder, weight_sync=WeightSyncConfig(**fields))
 
 
-def versions(house):
+def versions_by_url(house):
     return {w.url: (w.weight_version, w.weight_epoch) for w in house.fleet.workers}
 
 
-def uncertain(house):
+def uncertain_workers(house):
     return sorted(house.desk.journal.uncertain)
 
 
 class Trainer:
-    """Asks the desk, and expects no more than it says."""
+    """Submits calls, and checks that each response is consistent."""
 
     def __init__(self, house, store):
         self.house, self.store = house, store
 
     async def ask(self, path, **body):
-        answer = await self.house.desk.submit(asks(path, **body))
+        answer = await self.house.desk.submit(trainer_call(path, **body))
         top = (answer.body["success"], answer.body["status"])
         assert top in ((True, "ok"), (True, "ready"), (False, "error")), answer.body
         assert answer.ok is answer.body["success"], answer
         return answer
 
-    async def well(self, path, **body):
+    async def expect_ok(self, path, **body):
         answer = await self.ask(path, **body)
         assert answer.ok, answer.body
         return answer.body
@@ -150,7 +150,7 @@ class Trainer:
 
     async def arm(self, **body):
         await self.join()
-        return await self.well(PREPARE, **(body or BUCKETS))
+        return await self.expect_ok(PREPARE, **(body or BUCKETS))
 
     @property
     def state(self):

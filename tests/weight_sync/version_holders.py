@@ -1,4 +1,4 @@
-"""A desk in mode "receive" over two workers that load versions from our store, and a trainer."""
+"""WeightOperations in mode "receive" over two workers that load from the store, and a trainer."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import A, B, build_house, entry
-from tests.weight_sync.operation_fixture import Gated
+from tests.weight_sync.operation_fixture import GatedEngines
 from tests.weight_sync.store.drafts import delete_store
 
 DISK, CHECKER = "/update_weights_from_disk", "/weights_checker"
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
-FIRST = {"a": "first-a", "b": "first-b"}
+FIRST_DIGESTS = {"a": "first-a", "b": "first-b"}
 
 
-class Holders(Gated):
-    """`holds[url]` are the digests of its tensors; `stubborn[url]` fails so many loads."""
+class VersionEngines(GatedEngines):
+    """`holds[url]`: digests of its tensors; `failing_loads[url]`: so many loads fail."""
 
     def __init__(self):
         super().__init__()
         self.labels = {A: "default", B: "default"}
-        self.holds = {A: FIRST, B: FIRST}
-        self.stubborn = {A: 0, B: 0}
+        self.holds = {A: FIRST_DIGESTS, B: FIRST_DIGESTS}
+        self.failing_loads = {A: 0, B: 0}
         self.refuses = False
 
     def restart(self, url):
-        self.holds[url], self.labels[url] = FIRST, "default"
+        self.holds[url], self.labels[url] = FIRST_DIGESTS, "default"
 
     async def keep(self, request, url, path):
         if path == DISK:
@@ -42,27 +42,27 @@ class Holders(Gated):
     def load(self, url, body):
         if self.refuses:
             self.tell(url, DISK, {"success": False, "message": "the model has no tensor"}, 400)
-        elif self.stubborn[url]:
-            self.stubborn[url] -= 1
+        elif self.failing_loads[url]:
+            self.failing_loads[url] -= 1
             self.tell(url, DISK, {"success": False, "message": "out of memory"}, 500)
         else:
             record = json.loads((Path(body["model_path"]) / "record.json").read_bytes())
             self.holds[url] = {n: row["sha256"] for n, row in record["tensors"].items()}
             self.labels[url] = body.get("weight_version", self.labels[url])
 
-    def well(self, url, path):
+    def default_response(self, url, path):
         if path == CHECKER:
             held = self.holds[url]
             data = {"checksums": held, "full_checksum": roll_up(held), "layout": {"tp_size": 1}}
             return {"results": [{"stage": "t", "data": data}]}
-        return super().well(url, path)
+        return super().default_response(url, path)
 
     def loads(self, url=A):
         return self.paths(url).count(DISK)
 
 
-class Running:
-    """The house, and one trainer's group with it."""
+class ReceiveHarness:
+    """The proxy, and one trainer's group with it."""
 
     def __init__(self, engines, folder, pool, **fields):
         self.engines, self._pool = engines, pool
@@ -87,7 +87,7 @@ class Running:
         return await self.desk.submit(AdminCall(BY_PATH[path], "POST", path, raw))
 
     async def sync(self, seed, label=None):
-        """A whole two-phase sync; what the trainer was answered to its complete."""
+        """Run a whole two-phase sync; return the response to its complete."""
         trainer = self._pool.trainer()
         trainer.order("open", group="g")
         port = (await trio.to_thread.run_sync(trainer.reply))["port"]

@@ -6,9 +6,9 @@ from omni_proxy.admin_api.routes.broadcast_routes import NO_TENSORS
 from omni_proxy.admin_ops.routes import ROUTES
 from omni_proxy.config.schema import WeightSyncConfig
 from tests.admin_api.house import A, B, build_house, entry
-from tests.weight_sync.operation_fixture import Gated
+from tests.weight_sync.operation_fixture import GatedEngines
 
-ENGINES = Gated
+ENGINES = GatedEngines
 UPDATE = "/update_weights_from_disk"
 PARTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
 

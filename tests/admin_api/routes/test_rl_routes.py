@@ -3,9 +3,9 @@ from urllib.parse import quote
 import pytest
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import LOST, UPDATE, Gated
+from tests.weight_sync.operation_fixture import LOST, UPDATE, GatedEngines
 
-ENGINES = Gated
+ENGINES = GatedEngines
 
 
 @pytest.fixture

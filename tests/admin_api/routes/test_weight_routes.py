@@ -2,9 +2,9 @@ import pytest
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B, build_house, entry
-from tests.weight_sync.operation_fixture import LOST, UPDATE, Gated, call
+from tests.weight_sync.operation_fixture import LOST, UPDATE, GatedEngines, admin_call
 
-ENGINES = Gated
+ENGINES = GatedEngines
 
 
 @pytest.fixture
@@ -16,11 +16,11 @@ async def house(engines, tmp_path, nursery):
 
 
 async def test_the_page_shows_holder_progress_versions_and_history(house, engines, nursery):
-    await house.desk.submit(call(caller="before"))
-    engines.shut(UPDATE, A)
-    nursery.start_soon(house.desk.submit, call(caller="trainer"))
-    await engines.came[A, UPDATE].wait()
-    nursery.start_soon(house.desk.submit, call("/pause_generation", caller="next"))
+    await house.desk.submit(admin_call(caller="before"))
+    engines.close_gate(UPDATE, A)
+    nursery.start_soon(house.desk.submit, admin_call(caller="trainer"))
+    await engines.arrived[A, UPDATE].wait()
+    nursery.start_soon(house.desk.submit, admin_call("/pause_generation", caller="next"))
     await wait_all_tasks_blocked()
     answer = await house.client().get("/weights")
     told = await answer.get_json()
@@ -35,13 +35,13 @@ async def test_the_page_shows_holder_progress_versions_and_history(house, engine
     (past,) = told["history"]
     assert (past["path"], past["http_status"], past["caller"]) == (UPDATE, 200, "before")
     assert told["journal"]["readable"] is True
-    engines.open(UPDATE, A)
+    engines.open_gate(UPDATE, A)
 
 
 @pytest.mark.parametrize("path", ["/weights/resolve", "/weight_update_journal/resolve"])
 async def test_resolving_needs_an_acknowledgement(house, engines, path):
     engines.says[B, UPDATE] = LOST
-    await house.desk.submit(call())
+    await house.desk.submit(admin_call())
     for body in ({}, {"acknowledge": False}, {"acknowledge": "yes"}):
         answer = await house.client().post(path, json=body)
         told = await answer.get_json()
@@ -58,7 +58,7 @@ async def test_resolving_needs_an_acknowledgement(house, engines, path):
 
 
 async def test_a_record_shows_version_and_epoch(house):
-    await house.desk.submit(call())
+    await house.desk.submit(admin_call())
     answer = await house.client().get(f"/workers/{house.worker(A).id}")
     told = await answer.get_json()
     assert (told["weight_version"], told["weight_epoch"]) == ("v1", 1)

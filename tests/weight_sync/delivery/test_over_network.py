@@ -14,7 +14,7 @@ PATIENCE_SECS = 60
 
 
 class Sender:
-    """One whose group never meets."""
+    """A sender whose group never completes."""
 
     port = 1
 

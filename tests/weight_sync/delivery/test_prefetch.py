@@ -7,7 +7,7 @@ from omni_proxy.process_group.receiver import FileRegion
 from omni_proxy.process_group.tensor_plan import parse_plans
 from omni_proxy.weight_sync.delivery.prefetch import PREFETCH_PATH, IncomingVersion
 from tests.admin_api.house import A, B
-from tests.weight_sync.version_holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, Holders
+from tests.weight_sync.version_holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, VersionEngines
 
 torch = pytest.importorskip("torch")
 
@@ -19,8 +19,8 @@ BUCKETS = [
 ]
 
 
-class Loaders(Holders):
-    """Workers whose disk loader is the replica's. `reads`: whose replica reads ahead."""
+class Loaders(VersionEngines):
+    """Workers with the disk loader of the replica. `reads`: URLs that support prefetch."""
 
     def __init__(self, root, reads=(A, B)):
         super().__init__()

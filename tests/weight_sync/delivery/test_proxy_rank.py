@@ -23,7 +23,7 @@ TENSORS = [["bfloat16", [300, 7], 1], ["float32", [5], 2], ["int64", [], 3], ["u
 
 @pytest.fixture
 def settings():
-    # In a thread of ours: what a child adds is its rank room's to prove.
+    # In a thread: the tests of process_group cover the child process.
     return {"isolation": "thread", "init_timeout_secs": 20, "receive_timeout_secs": 20}
 
 
@@ -44,14 +44,14 @@ def body(tensors=TENSORS, names=None, **more):
     names = names or [f"t{seed}" for _, _, seed in tensors]
     dtypes = [dtype for dtype, _, _ in tensors]
     shapes = [shape for _, shape, _ in tensors]
-    told = {"names": names, "dtypes": dtypes, "shapes": shapes}
-    return json.dumps({"group_name": "g", **told, **more}).encode()
+    fields = {"names": names, "dtypes": dtypes, "shapes": shapes}
+    return json.dumps({"group_name": "g", **fields, **more}).encode()
 
 
 def batched(*buckets):
     parts = [json.loads(body(bucket)) for bucket in buckets]
-    told = {"group_name": "g", "buckets": parts, "num_buckets": len(parts)}
-    return json.dumps(told).encode()
+    fields = {"group_name": "g", "buckets": parts, "num_buckets": len(parts)}
+    return json.dumps(fields).encode()
 
 
 async def joined(rank, pool):
@@ -131,15 +131,15 @@ async def test_timeouts_of_zero_end_nothing(rank, pool):
 
 
 async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(pool, tmp_path):
-    told = {"isolation": "thread", "stall_timeout_secs": 0.2, "ready_timeout_secs": 20}
+    values = {"isolation": "thread", "stall_timeout_secs": 0.2, "ready_timeout_secs": 20}
 
     def now():
-        return WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"), **told)
+        return WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"), **values)
 
     rank = ProxyRank(StoreService(now, tmp_path), now)
     with trio.fail_after(PATIENCE_SECS):
         trainer = await joined(rank, pool)
-        one = TENSORS[:1]  # between two of them a stall is one, on a machine with a lot to do too
+        one = TENSORS[:1]  # a single tensor: between several, a busy machine could stall
         assert (await rank.prepare(body(one))).success
         with trio.move_on_after(0.5):
             await trio.to_thread.run_sync(rank._pending.wait, 20, abandon_on_cancel=True)
@@ -196,17 +196,17 @@ async def test_a_version_that_does_not_fit_is_refused_with_the_numbers(rank, poo
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("request_body", "message"),
     [
         (b"{", "the body is no JSON"),
         (b'{"group_name": "g"}', "nothing is announced"),
         (body(names=["a", "a", "b", "c"]), "'a' is announced twice"),
     ],
 )
-async def test_a_malformed_call_is_refused_and_arms_nothing(rank, pool, asked, told):
+async def test_a_malformed_call_is_refused_and_arms_nothing(rank, pool, request_body, message):
     trainer = await joined(rank, pool)
-    answer = await rank.prepare(asked)
-    assert (answer.status, told in answer.body["message"]) == (400, True), answer
+    answer = await rank.prepare(request_body)
+    assert (answer.status, message in answer.body["message"]) == (400, True), answer
     assert rank.status() == {"armed": False}
     await left(rank, trainer)
 
@@ -256,7 +256,7 @@ async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gon
             await rank.prepare(body())
             await sent(trainer)
             assert (await rank.complete(b'{"group_name": "g"}')).success
-            modes.append("both")  # wanted again before it could end
+            modes.append("both")  # enabled again before the child could end
         assert rank._receiver is receiver
         modes.append("off")
         async with trio.open_nursery() as nursery:
@@ -265,7 +265,7 @@ async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gon
         assert rank._receiver is None
         with pytest.raises(proxy_rank_module.GroupError, match="shutting down"):
             receiver.sender(proxy_rank_module.HostedRendezvous("127.0.0.1", 2, "h", "gloo", 1.0))
-        await rank.warm_up()  # somebody was quicker than that
+        await rank.warm_up()  # the mode is off by now
         assert rank._receiver is None
         modes.append("receive")
         await left(rank, await joined(rank, pool))

@@ -9,10 +9,10 @@ from omni_proxy.weight_sync.delivery import catchup
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.house import NOW, A, B, build_house
-from tests.weight_sync.version_holders import CHECKER, DISK, FIRST, Holders
+from tests.weight_sync.version_holders import CHECKER, DISK, FIRST_DIGESTS, VersionEngines
 
 pytest.importorskip("torch")
-ENGINES = Holders
+ENGINES = VersionEngines
 
 
 def down(running, url):
@@ -24,13 +24,13 @@ def down(running, url):
 
 
 def restarted(running, url):
-    """Its process began anew: with the weights of its first day."""
+    """The process restarted, with its first weights."""
     down(running, url)
     running.engines.restart(url)
     running.house.fleet.set_version(running.house.worker(url), None, 0)
 
 
-# A sync that all take
+# A sync that all workers take
 
 
 async def test_a_received_version_is_delivered_to_all_and_published(running):
@@ -52,11 +52,11 @@ async def test_a_newer_version_becomes_current_and_both_are_kept(running):
     await running.until(lambda: all(version.on_disk for version in running.store.versions()))
 
 
-# One that does not take it
+# A worker that does not take the version
 
 
 async def test_on_failure_quarantine_publishes_for_the_other_workers(running):
-    running.engines.stubborn[B] = 1
+    running.engines.failing_loads[B] = 1
     done = await running.sync(1)
     assert (done.status, done.body["success"]) == (502, False)
     assert f"{B}: status 500: out of memory" in done.body["message"]
@@ -68,7 +68,7 @@ async def test_on_failure_quarantine_publishes_for_the_other_workers(running):
 
 @pytest.mark.parametrize("policy", ["forward"])
 async def test_on_failure_forward_delivers_the_version_again(running):
-    running.engines.stubborn[B] = 1
+    running.engines.failing_loads[B] = 1
     done = await running.sync(1)
     assert done.ok, done.body
     assert running.versions() == [("v1", 1), ("v1", 1)]
@@ -77,7 +77,7 @@ async def test_on_failure_forward_delivers_the_version_again(running):
 
 @pytest.mark.parametrize("policy", ["forward"])
 async def test_a_forward_that_fails_again_leaves_the_worker_out(running):
-    running.engines.stubborn[B] = 2
+    running.engines.failing_loads[B] = 2
     done = await running.sync(1)
     assert (done.status, list(done.body["uncertain"])) == (502, [B])
     assert running.held() == [[], ["uncertain"]]
@@ -87,7 +87,7 @@ async def test_a_forward_that_fails_again_leaves_the_worker_out(running):
 async def test_on_failure_rollback_delivers_the_previous_version_to_all(running):
     await running.sync(1)
     before = dict(running.engines.holds)
-    running.engines.stubborn[B] = 1
+    running.engines.failing_loads[B] = 1
     done = await running.sync(2)
     assert (done.status, done.body["rolled_back_to"]) == (502, "v1")
     assert "out of memory; all workers were given version 1 ('v1') again" in done.body["message"]
@@ -99,7 +99,7 @@ async def test_on_failure_rollback_delivers_the_previous_version_to_all(running)
 
 @pytest.mark.parametrize("policy", ["rollback"])
 async def test_without_a_previous_version_there_is_no_rollback(running):
-    running.engines.stubborn[B] = 1
+    running.engines.failing_loads[B] = 1
     assert (await running.sync(1)).status == 502
     assert running.held() == [[], ["uncertain"]]
 
@@ -113,18 +113,18 @@ async def test_weights_that_all_refuse_leave_no_worker_uncertain(running):
     assert [version.label for version in running.store.versions()] == ["v1"]
 
 
-# Whoever comes late
+# Catching up
 
 
 async def test_a_restarted_worker_is_held_until_it_has_caught_up(running):
     await running.sync(1)
     restarted(running, B)
-    running.engines.shut(DISK, B)
+    running.engines.close_gate(DISK, B)
     running.house.healthy(B)
     assert (running.held()[1], running.house.worker(B).routable) == (["catching_up"], False)
-    await running.engines.came[B, DISK].wait()
+    await running.engines.arrived[B, DISK].wait()
     assert not running.house.worker(B).routable
-    running.engines.open(DISK, B)
+    running.engines.open_gate(DISK, B)
     await running.until(lambda: running.house.worker(B).routable)
     assert running.versions() == [("v1", 1), ("v1", 1)]
     assert running.engines.holds[B] == running.store.current.digests
@@ -143,14 +143,14 @@ async def test_a_worker_that_has_the_version_gets_no_delivery(running):
 async def test_a_worker_that_reports_the_label_but_holds_other_tensors_is_detected(running):
     await running.sync(1)
     down(running, B)
-    running.engines.holds[B] = FIRST
+    running.engines.holds[B] = FIRST_DIGESTS
     running.house.healthy(B)
     await running.until(lambda: running.house.worker(B).routable)
     assert running.engines.holds[B] == running.store.current.digests
 
 
 async def test_a_worker_left_out_recovers_after_a_restart(running):
-    running.engines.stubborn[B] = 1
+    running.engines.failing_loads[B] = 1
     await running.sync(1)
     restarted(running, B)
     running.house.healthy(B)
@@ -162,7 +162,7 @@ async def test_a_worker_that_cannot_catch_up_becomes_uncertain(running, monkeypa
     monkeypatch.setattr(catchup, "RETRY_SECS", (0.01, 0.01))
     await running.sync(1)
     restarted(running, B)
-    running.engines.stubborn[B] = 99
+    running.engines.failing_loads[B] = 99
     running.house.healthy(B)
     await running.until(lambda: running.held()[1] == ["uncertain"])
     assert running.engines.loads(B) == 1 + 3
@@ -193,7 +193,7 @@ async def test_a_worker_whose_target_version_vanished_is_not_released_with_older
 
 
 async def test_a_worker_whose_target_is_not_in_the_store_is_checked_by_its_label(running):
-    """A version of another way came while it waited to catch up to ours."""
+    """A version of another update was published while the worker waited to catch up."""
     await running.sync(1)
     restarted(running, B)
     async with running.house.config_store.operation_lock:
@@ -207,7 +207,7 @@ async def test_a_worker_whose_target_is_not_in_the_store_is_checked_by_its_label
     assert "missed the update to 'elsewhere'" in running.desk.journal.uncertain[B]
 
 
-# Asking for versions, and going back
+# Listing versions, and rolling back
 
 
 async def test_versions_are_listed_newest_first(running):
@@ -215,11 +215,11 @@ async def test_versions_are_listed_newest_first(running):
     assert (await (await client.get("/weights/versions")).get_json())["versions"] == []
     await running.sync(1)
     await running.sync(2)
-    told = await (await client.get("/weights/versions")).get_json()
-    found = [(v["version"], v["number"], v["current"]) for v in told["versions"]]
+    body = await (await client.get("/weights/versions")).get_json()
+    found = [(v["version"], v["number"], v["current"]) for v in body["versions"]]
     assert found == [("v2", 2, True), ("v1", 1, False)]
-    assert told["versions"][0]["checksum"]
-    assert told["current"] == 2
+    assert body["versions"][0]["checksum"]
+    assert body["current"] == 2
 
 
 @pytest.mark.parametrize("wanted", [{"version": "v1"}, {"version": 1}, {}])
@@ -228,9 +228,9 @@ async def test_a_rollback_delivers_an_older_version_under_a_new_epoch(running, w
     first = dict(running.engines.holds)
     await running.sync(2)
     client = running.house.client()
-    answer = await client.post("/weights/rollback", json=wanted)
-    told = await answer.get_json()
-    assert (answer.status_code, told["success"], told["weight_epoch"]) == (200, True, 3), told
+    response = await client.post("/weights/rollback", json=wanted)
+    body = await response.get_json()
+    assert (response.status_code, body["success"], body["weight_epoch"]) == (200, True, 3), body
     assert running.engines.holds == first
     assert running.versions() == [("v1", 3), ("v1", 3)]
     assert (running.store.current.number, running.store.current.epoch) == (1, 3)
@@ -254,11 +254,11 @@ async def test_engines_that_a_caller_paused_stay_paused(running, way):
     if way == "sync":
         assert (await running.sync(3)).ok
     elif way == "rollback":
-        answer = await running.house.client().post("/weights/rollback", json={"version": "v1"})
-        assert answer.status_code == 200
+        response = await running.house.client().post("/weights/rollback", json={"version": "v1"})
+        assert response.status_code == 200
     else:
         down(running, B)
-        running.engines.holds[B] = FIRST  # and it is the same process
+        running.engines.holds[B] = FIRST_DIGESTS  # and it is the same process
         running.house.healthy(B)
         await running.until(lambda: running.desk.version_service.catch_up.caught_up == 1)
     assert DISK in running.engines.paths(B)
@@ -266,7 +266,7 @@ async def test_engines_that_a_caller_paused_stay_paused(running, way):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "status", "said"),
+    ("body_sent", "status", "message"),
     [
         ({"version": "v9"}, 404, "there are: version 1 ('v1')"),
         ({"version": 9}, 404, "there is no version 9"),
@@ -276,20 +276,20 @@ async def test_engines_that_a_caller_paused_stay_paused(running, way):
     ],
 )
 async def test_a_rollback_to_an_unknown_version_is_refused_before_any_call(
-    running, wanted, status, said
+    running, body_sent, status, message
 ):
     await running.sync(1)
-    answer = await running.house.client().post("/weights/rollback", json=wanted)
-    told = await answer.get_json()
-    assert (answer.status_code, told["success"], told["status"]) == (status, False, "error")
-    assert said in told["message"]
+    response = await running.house.client().post("/weights/rollback", json=body_sent)
+    body = await response.get_json()
+    assert (response.status_code, body["success"], body["status"]) == (status, False, "error")
+    assert message in body["message"]
     assert running.engines.loads() == 1
 
 
 async def test_a_rollback_without_a_store_is_refused():
     client = build_house().client()
-    told = json.loads(await (await client.get("/weights/versions")).get_data())
-    assert (told["store"], told["versions"]) == (None, [])
-    answer = await client.post("/weights/rollback", json={"version": "v1"})
-    assert answer.status_code == 404
-    assert "no versions are kept" in (await answer.get_json())["message"]
+    body = json.loads(await (await client.get("/weights/versions")).get_data())
+    assert (body["store"], body["versions"]) == (None, [])
+    response = await client.post("/weights/rollback", json={"version": "v1"})
+    assert response.status_code == 404
+    assert "no versions are kept" in (await response.get_json())["message"]

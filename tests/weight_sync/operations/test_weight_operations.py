@@ -10,30 +10,30 @@ from tests.weight_sync.operation_fixture import (
     LOST,
     PAUSE,
     UPDATE,
-    ask,
-    call,
-    held,
+    admin_call,
+    holds_of,
     house_with,
-    journal,
-    started,
+    read_journal,
+    start_operation,
+    submit_all,
 )
 
 
 async def test_the_journal_names_the_targets_before_the_first_call(house, engines, folder, nursery):
-    await started(engines, nursery, house, call())
-    entry = journal(folder).in_progress
+    await start_operation(engines, nursery, house, admin_call())
+    entry = read_journal(folder).in_progress
     assert (entry.path, entry.targets, entry.step) == (UPDATE, (A, B), "calling")
-    assert held(house) == [["updating"], ["updating"]]
-    engines.open(UPDATE)
+    assert holds_of(house) == [["updating"], ["updating"]]
+    engines.open_gate(UPDATE)
     await at_rest()
-    assert (journal(folder), held(house)) == (Journal(), [[], []])
+    assert (read_journal(folder), holds_of(house)) == (Journal(), [[], []])
 
 
 async def test_operations_run_in_order_of_arrival(house, engines):
     bodies = [{"model_path": str(at)} for at in range(5)]
-    await ask(house, *(call(body=body) for body in bodies))
+    await submit_all(house, *(admin_call(body=body) for body in bodies))
     sent = [r.content for r in engines.asked if r.url.path == UPDATE and r.url.port == 8011]
-    assert sent == [call(body=body).body for body in bodies]
+    assert sent == [admin_call(body=body).body for body in bodies]
 
 
 async def test_with_lock_timeout_zero_a_second_operation_is_refused_at_once(
@@ -41,17 +41,17 @@ async def test_with_lock_timeout_zero_a_second_operation_is_refused_at_once(
 ):
     house = house_with(folder, admin=AdminConfig(lock_timeout_secs=0))
     await nursery.start(house.desk.run)
-    await started(engines, nursery, house, call(caller="one"))
-    refused = await house.desk.submit(call(PAUSE))
+    await start_operation(engines, nursery, house, admin_call(caller="one"))
+    refused = await house.desk.submit(admin_call(PAUSE))
     assert (refused.status, refused.body["error"]["code"]) == (503, "update_in_progress")
     assert "update_weights_from_disk of one began" in refused.body["message"]
-    engines.open(UPDATE, A)
+    engines.open_gate(UPDATE, A)
     await at_rest()
     row = house.desk.status()["operation"]["workers"]
-    assert [each["progress"] for each in row] == ["done", "asked"]
-    engines.open(UPDATE, B)
+    assert [row["progress"] for row in row] == ["done", "asked"]
+    engines.open_gate(UPDATE, B)
     await at_rest()
-    assert (await house.desk.submit(call(PAUSE))).status == 200
+    assert (await house.desk.submit(admin_call(PAUSE))).status == 200
 
 
 async def test_requests_in_flight_are_drained_up_to_the_time_limit(
@@ -62,26 +62,26 @@ async def test_requests_in_flight_are_drained_up_to_the_time_limit(
     worker = house.worker(A)
     for late in (False, True):
         engines.asked.clear()
-        engines.shut(UPDATE, A)
+        engines.close_gate(UPDATE, A)
         worker.in_flight = 1
         began = trio.current_time()
-        nursery.start_soon(house.desk.submit, call(caller=str(late)))
+        nursery.start_soon(house.desk.submit, admin_call(caller=str(late)))
         await trio.sleep(5)
-        assert (engines.paths(), held(house)) == ([], [["updating"]] * 2)
+        assert (engines.paths(), holds_of(house)) == ([], [["updating"]] * 2)
         assert house.desk.status()["operation"]["step"] == "draining"
         worker.in_flight = int(late)
-        await engines.came[A, UPDATE].wait()
+        await engines.arrived[A, UPDATE].wait()
         assert (round(trio.current_time() - began, 6) >= 9) is late
-        engines.open(UPDATE, A)
+        engines.open_gate(UPDATE, A)
         await at_rest()
 
 
 async def test_with_while_updating_pass_no_worker_is_held(engines, folder, nursery):
     house = house_with(folder, weight_sync=WeightSyncConfig(while_updating="pass"))
     await nursery.start(house.desk.run)
-    await started(engines, nursery, house, call())
-    assert held(house) == [[], []]
-    engines.open(UPDATE)
+    await start_operation(engines, nursery, house, admin_call())
+    assert holds_of(house) == [[], []]
+    engines.open_gate(UPDATE)
 
 
 @pytest.mark.parametrize(("choice", "left"), [("pass", []), ("hold", ["paused"])])
@@ -91,14 +91,14 @@ async def test_a_successful_pause_holds_unless_while_paused_is_pass(
     house = house_with(folder, routing=RoutingConfig(while_paused=choice))
     await nursery.start(house.desk.run)
     engines.says[B, PAUSE] = (500, b"oops")
-    await started(engines, nursery, house, call(PAUSE))
-    assert held(house) == [["paused"], ["paused"]]
-    engines.open(PAUSE)
+    await start_operation(engines, nursery, house, admin_call(PAUSE))
+    assert holds_of(house) == [["paused"], ["paused"]]
+    engines.open_gate(PAUSE)
     await at_rest()
-    assert (held(house), journal(folder).in_progress) == ([left, []], None)
-    assert journal(folder).paused == ((A,) if left else ())
-    await house.desk.submit(call("/continue_generation"))
-    assert held(house) == [[], []]
+    assert (holds_of(house), read_journal(folder).in_progress) == ([left, []], None)
+    assert read_journal(folder).paused == ((A,) if left else ())
+    await house.desk.submit(admin_call("/continue_generation"))
+    assert holds_of(house) == [[], []]
 
 
 @pytest.mark.parametrize("choice", ["pass", "hold"])
@@ -107,33 +107,33 @@ async def test_the_status_shows_pauses_until_continue_also_after_a_restart(
 ):
     house = house_with(folder, routing=RoutingConfig(while_paused=choice))
     await nursery.start(house.desk.run)
-    await house.desk.submit(call(PAUSE, {"mode": "retract"}, caller="trainer from 10.0.0.3"))
-    told = house.desk.status()["paused"]
-    assert set(told) == {A, B}
-    assert told[A]["at"]
-    assert {**told[A], "at": ""} == {
+    await house.desk.submit(admin_call(PAUSE, {"mode": "retract"}, caller="trainer from 10.0.0.3"))
+    pauses = house.desk.status()["paused"]
+    assert set(pauses) == {A, B}
+    assert pauses[A]["at"]
+    assert {**pauses[A], "at": ""} == {
         "at": "", "by": "trainer from 10.0.0.3", "path": PAUSE, "mode": "retract"
     }  # fmt: skip
 
     after = house_with(folder, routing=RoutingConfig(while_paused=choice))
-    assert after.desk.status()["paused"] == told
+    assert after.desk.status()["paused"] == pauses
     await nursery.start(after.desk.run)
-    await after.desk.submit(call(PAUSE, caller="another"))
-    assert after.desk.status()["paused"] == told  # who came first has stopped it
-    await after.desk.submit(call("/continue_generation"))
+    await after.desk.submit(admin_call(PAUSE, caller="another"))
+    assert after.desk.status()["paused"] == pauses  # the first pause counts
+    await after.desk.submit(admin_call("/continue_generation"))
     assert after.desk.status()["paused"] == {}
-    assert journal(folder) == Journal()
+    assert read_journal(folder) == Journal()
 
 
 async def test_a_pause_of_some_workers_is_recorded_for_those_only(house, folder):
-    await house.desk.submit(call(PAUSE, chosen=frozenset((B,))))
+    await house.desk.submit(admin_call(PAUSE, chosen=frozenset((B,))))
     assert list(house.desk.status()["paused"]) == [B]
-    assert list(journal(folder).pauses) == [B]
+    assert list(read_journal(folder).pauses) == [B]
 
 
 async def test_an_engine_that_restarted_unnoticed_is_not_paused(house, folder, nursery):
     house.worker(A).instance = house.worker(B).instance = "first"
-    await house.desk.submit(call(PAUSE))
+    await house.desk.submit(admin_call(PAUSE))
     after = house_with(folder)
     await nursery.start(after.desk.run)
     for url, instance in ((A, "second"), (B, "first")):
@@ -143,89 +143,89 @@ async def test_an_engine_that_restarted_unnoticed_is_not_paused(house, folder, n
         after.healthy(url)
     await at_rest()
     assert list(after.desk.status()["paused"]) == [B]
-    assert list(journal(folder).pauses) == [B]
+    assert list(read_journal(folder).pauses) == [B]
 
 
 async def test_a_worker_that_does_not_continue_stays_paused(engines, folder, nursery):
     house = house_with(folder, routing=RoutingConfig(while_paused="shed"))
     await nursery.start(house.desk.run)
-    await house.desk.submit(call(PAUSE))
+    await house.desk.submit(admin_call(PAUSE))
     engines.says[A, "/continue_generation"] = LOST
-    answer = await house.desk.submit(call("/continue_generation"))
-    assert (answer.status, held(house)) == (502, [["paused"], []])
+    response = await house.desk.submit(admin_call("/continue_generation"))
+    assert (response.status, holds_of(house)) == (502, [["paused"], []])
 
 
 async def test_an_update_with_keep_pause_counts_as_a_pause(engines, folder, nursery):
     house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(house.desk.run)
-    await house.desk.submit(call(body={"keep_pause": True}))
-    assert held(house) == [["paused"], ["paused"]]
-    await house.desk.submit(call())
-    assert held(house) == [["paused"], ["paused"]]
+    await house.desk.submit(admin_call(body={"keep_pause": True}))
+    assert holds_of(house) == [["paused"], ["paused"]]
+    await house.desk.submit(admin_call())
+    assert holds_of(house) == [["paused"], ["paused"]]
 
 
 async def test_holds_from_before_the_operation_survive(house, engines):
     house.fleet.cordon(house.worker(A), "launch")
-    await house.desk.submit(call())
-    assert held(house) == [["launch"], []]
+    await house.desk.submit(admin_call())
+    assert holds_of(house) == [["launch"], []]
 
 
 async def test_a_worker_whose_update_failed_is_uncertain_until_a_whole_update(
     house, engines, folder
 ):
     engines.says[B, UPDATE] = LOST
-    answer = await house.desk.submit(call())
-    assert (answer.status, held(house)) == (502, [[], ["uncertain"]])
-    assert answer.body["results"][1]["reason"] == "update_weights_from_disk failed: ReadError"
-    assert journal(folder).uncertain == {B: "update_weights_from_disk failed: ReadError"}
+    response = await house.desk.submit(admin_call())
+    assert (response.status, holds_of(house)) == (502, [[], ["uncertain"]])
+    assert response.body["results"][1]["reason"] == "update_weights_from_disk failed: ReadError"
+    assert read_journal(folder).uncertain == {B: "update_weights_from_disk failed: ReadError"}
     del engines.says[B, UPDATE]
-    await house.desk.submit(call("/continue_generation"))
-    await house.desk.submit(call("/update_weights_from_distributed"))
-    assert held(house) == [[], ["uncertain"]]
-    await house.desk.submit(call())
-    assert (held(house), journal(folder)) == ([[], []], Journal())
+    await house.desk.submit(admin_call("/continue_generation"))
+    await house.desk.submit(admin_call("/update_weights_from_distributed"))
+    assert holds_of(house) == [[], ["uncertain"]]
+    await house.desk.submit(admin_call())
+    assert (holds_of(house), read_journal(folder)) == ([[], []], Journal())
 
 
 async def test_a_worker_that_is_deleted_and_added_again_is_still_uncertain(house, engines):
     engines.says[B, UPDATE] = LOST
-    await house.desk.submit(call())
+    await house.desk.submit(admin_call())
     entries = house.config_store.config.workers
     house.config_store.config = type(house.config_store.config)(workers=entries[:1])
     house.config_store.apply()
     house.config_store.config = type(house.config_store.config)(workers=entries)
     house.config_store.apply()
-    assert held(house) == [[], ["uncertain"]]
+    assert holds_of(house) == [[], ["uncertain"]]
 
 
 async def test_in_mode_off_a_failed_init_disables_and_more_than_one_target_is_refused(
     plain, engines
 ):
     house, init = plain, "/init_weights_update_group"
-    refused = await house.desk.submit(call(init))
+    refused = await house.desk.submit(admin_call(init))
     assert (refused.status, refused.body["success"]) == (422, False)
     assert "2 live workers were targeted" in refused.body["message"]
     engines.says[A, init] = LOST
-    answer = await house.desk.submit(call(init, chosen=frozenset((A,))))
-    assert answer.body["results"][0]["standing"] == "disabled"
+    response = await house.desk.submit(admin_call(init, chosen=frozenset((A,))))
+    assert response.body["results"][0]["standing"] == "disabled"
     assert [w.disabled for w in house.fleet.workers] == [True, False]
-    assert held(house) == [[], []]
+    assert holds_of(house) == [[], []]
 
 
 async def test_without_a_live_or_a_matching_worker_a_call_is_refused(house):
-    refused = await house.desk.submit(call(chosen=frozenset()))
+    refused = await house.desk.submit(admin_call(chosen=frozenset()))
     assert refused.body["error"]["code"] == "no_workers_match"
     for worker in house.fleet.workers:
         house.fleet.mark_dead(worker, worker.registered_at)
-    refused = await house.desk.submit(call())
+    refused = await house.desk.submit(admin_call())
     assert (refused.status, refused.body["message"]) == (503, "no live upstream workers")
 
 
 async def test_an_update_clears_cache_knowledge_unless_flush_cache_is_false(house, engines):
     forgotten = []
     house.fleet.watch_cache_cleared(forgotten.append)
-    await house.desk.submit(call(body={"flush_cache": False}))
+    await house.desk.submit(admin_call(body={"flush_cache": False}))
     assert forgotten == []
-    await house.desk.submit(call())
+    await house.desk.submit(admin_call())
     assert forgotten == house.fleet.workers
 
 
@@ -233,30 +233,30 @@ async def test_a_flush_clears_cache_knowledge_only_where_it_succeeded(house, eng
     forgotten = []
     house.fleet.watch_cache_cleared(forgotten.append)
     engines.says[B, "/flush_cache"] = (500, b"busy")
-    assert (await house.desk.submit(call("/flush_cache"))).status == 502
+    assert (await house.desk.submit(admin_call("/flush_cache"))).status == 502
     assert forgotten == house.fleet.workers[:1]
-    await house.desk.submit(call(PAUSE))
+    await house.desk.submit(admin_call(PAUSE))
     assert len(forgotten) == 1
 
 
 async def test_the_epoch_rises_with_each_update_that_a_worker_took(house, engines, folder):
     engines.labels = {A: "v2", B: "v2"}
-    told = (await house.desk.submit(call())).body
-    assert (told["weight_epoch"], told["weight_versions"]) == (1, {A: "v2", B: "v2"})
+    body = (await house.desk.submit(admin_call())).body
+    assert (body["weight_epoch"], body["weight_versions"]) == (1, {A: "v2", B: "v2"})
     engines.says[B, UPDATE] = LOST
-    assert (await house.desk.submit(call())).body["weight_epoch"] == 2
+    assert (await house.desk.submit(admin_call())).body["weight_epoch"] == 2
     assert [w.weight_epoch for w in house.fleet.workers] == [2, 0]
     engines.says[A, UPDATE] = LOST
-    assert "weight_epoch" not in (await house.desk.submit(call())).body
+    assert "weight_epoch" not in (await house.desk.submit(admin_call())).body
     again = house_with(folder)
     assert again.desk.journal.published.epoch == 2
-    assert held(again) == [["uncertain"], ["uncertain"]]
+    assert holds_of(again) == [["uncertain"], ["uncertain"]]
 
 
 async def test_the_version_of_a_worker_that_comes_up_is_read(house, engines):
     engines.labels = {A: "v2", B: "v2"}
-    await house.desk.submit(call(body={"weight_version": "v2"}))
-    engines.labels[B] = "v0"  # started anew, from its first weights
+    await house.desk.submit(admin_call(body={"weight_version": "v2"}))
+    engines.labels[B] = "v0"  # restarted with its first weights
     house.fleet.cache_cleared(house.worker(B))
     await at_rest()
     assert [(w.weight_version, w.weight_epoch) for w in house.fleet.workers] == [
@@ -272,53 +272,57 @@ async def test_differing_checksums_are_a_502_and_off_asks_for_none(engines, fold
     engines.sums[B] = "t"
     house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(house.desk.run)
-    assert (await house.desk.submit(call())).status == 200
+    assert (await house.desk.submit(admin_call())).status == 200
     assert "/weights_checker" not in engines.paths()
     other = house_with(folder)
     await nursery.start(other.desk.run)
-    answer = await other.desk.submit(call())
-    assert (answer.status, answer.body["success"], answer.body["status"]) == (502, False, "error")
-    assert held(other) == [["uncertain"], ["uncertain"]]
+    response = await other.desk.submit(admin_call())
+    assert (response.status, response.body["success"], response.body["status"]) == (
+        502,
+        False,
+        "error",
+    )
+    assert holds_of(other) == [["uncertain"], ["uncertain"]]
 
 
 async def test_in_mode_off_one_of_many_buckets_for_one_worker_is_not_hashed(plain, engines):
     await plain.desk.submit(
-        call("/update_weights_from_distributed", chosen=frozenset((A,)))
+        admin_call("/update_weights_from_distributed", chosen=frozenset((A,)))
     )  # fmt: skip
     assert engines.paths() == ["/update_weights_from_distributed", "/model_info"]
 
 
 async def test_the_same_call_from_two_waiting_callers_runs_twice(house, engines):
-    answers = await ask(house, call(caller="one"), call(caller="two"))
-    assert [each.status for each in answers] == [200, 200]
+    responses = await submit_all(house, admin_call(caller="one"), admin_call(caller="two"))
+    assert [row.status for row in responses] == [200, 200]
     assert engines.paths().count(UPDATE) == 2
 
 
 async def test_a_caller_that_disconnected_and_retries_gets_the_running_result(
     house, engines, nursery
 ):
-    engines.shut(UPDATE)
+    engines.close_gate(UPDATE)
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as callers:
-            callers.start_soon(house.desk.submit, call(caller="one"))
-            await engines.came[A, UPDATE].wait()
+            callers.start_soon(house.desk.submit, admin_call(caller="one"))
+            await engines.arrived[A, UPDATE].wait()
             scope.cancel()
-    answers = []
+    responses = []
 
     async def again():
-        answers.append(await house.desk.submit(call(caller="one, again")))
+        responses.append(await house.desk.submit(admin_call(caller="one, again")))
 
     nursery.start_soon(again)
     await wait_all_tasks_blocked()
-    engines.open(UPDATE)
+    engines.open_gate(UPDATE)
     await at_rest()
-    assert answers[0].status == 200
+    assert responses[0].status == 200
     assert engines.paths().count(UPDATE) == 1
 
 
 async def test_calls_are_refused_with_503_while_the_service_does_not_run(engines, folder):
     house = house_with(folder)
-    refused = await house.desk.submit(call())
+    refused = await house.desk.submit(admin_call())
     assert (refused.status, refused.body["error"]["code"]) == (503, "weights_unavailable")
 
 
@@ -326,51 +330,51 @@ async def test_a_service_that_ends_during_an_operation_leaves_its_targets_uncert
     engines, folder
 ):
     house = house_with(folder)
-    answers = []
+    responses = []
     async with trio.open_nursery() as outer:
         async with trio.open_nursery() as lifecycle:
             await lifecycle.start(house.desk.run)
 
             async def caller():
-                answers.append(await house.desk.submit(call()))
+                responses.append(await house.desk.submit(admin_call()))
 
             outer.start_soon(caller)
-            engines.shut(UPDATE)
-            await engines.came[A, UPDATE].wait()
+            engines.close_gate(UPDATE)
+            await engines.arrived[A, UPDATE].wait()
             lifecycle.cancel_scope.cancel()
-        assert held(house) == [["updating"], ["updating"]]
+        assert holds_of(house) == [["updating"], ["updating"]]
         async with trio.open_nursery() as lifecycle:
             await lifecycle.start(house.desk.run)
-            assert held(house) == [["uncertain"], ["uncertain"]]
+            assert holds_of(house) == [["uncertain"], ["uncertain"]]
             assert house.config_store.operation_lock.locked() is False
             assert (await house.desk.resolve({})).status == 200
-            assert held(house) == [[], []]
+            assert holds_of(house) == [[], []]
             lifecycle.cancel_scope.cancel()
-    assert answers[0].status == 503
+    assert responses[0].status == 503
 
 
 async def test_resolve_leaves_out_workers_that_did_not_continue(house, engines, folder):
     engines.says[A, UPDATE] = engines.says[B, UPDATE] = LOST
-    await house.desk.submit(call())
+    await house.desk.submit(admin_call())
     engines.says[A, "/continue_generation"] = LOST
     engines.says[B, "/continue_generation"] = (404, b"{}")
-    answer = await house.desk.resolve({})
-    assert (answer.status, answer.body["success"]) == (502, False)
-    assert answer.body["unresolved"] == {A: "ReadError"}
-    assert answer.body["resolved_worker_ids"] == [house.worker(B).id]
-    assert list(journal(folder).uncertain) == [A]
+    response = await house.desk.resolve({})
+    assert (response.status, response.body["success"]) == (502, False)
+    assert response.body["unresolved"] == {A: "ReadError"}
+    assert response.body["resolved_worker_ids"] == [house.worker(B).id]
+    assert list(read_journal(folder).uncertain) == [A]
     house.fleet.mark_dead(house.worker(A), house.worker(A).registered_at)
     assert (await house.desk.resolve({})).status == 200
-    assert held(house) == [[], []]
+    assert holds_of(house) == [[], []]
 
 
 async def test_the_history_is_bounded_and_reads_are_not_in_it(house, engines):
     for _ in range(60):
-        await house.desk.submit(call("/continue_generation"))
-    await house.desk.submit(call("/model_info"))
-    told = house.desk.status()["history"]
-    assert len(told) == 50
-    assert {each["path"] for each in told} == {"/continue_generation"}
+        await house.desk.submit(admin_call("/continue_generation"))
+    await house.desk.submit(admin_call("/model_info"))
+    history = house.desk.status()["history"]
+    assert len(history) == 50
+    assert {row["path"] for row in history} == {"/continue_generation"}
 
 
 async def test_a_journal_that_cannot_be_cleared_is_reported_and_stops_nothing(
@@ -384,45 +388,45 @@ async def test_a_journal_that_cannot_be_cleared_is_reported_and_stops_nothing(
         write(file, record)
 
     monkeypatch.setattr(type(house.desk.journal._file), "write", full)
-    answer = await house.desk.submit(call())
-    assert (answer.status, held(house)) == (200, [[], []])
-    assert "No space left" in answer.body["journal_error"]
-    assert journal(folder).in_progress is not None
+    response = await house.desk.submit(admin_call())
+    assert (response.status, holds_of(house)) == (200, [[], []])
+    assert "No space left" in response.body["journal_error"]
+    assert read_journal(folder).in_progress is not None
 
 
 async def test_a_pause_outlives_the_program_and_ends_with_continue(engines, folder, nursery):
     hold = RoutingConfig(while_paused="hold")
     house = house_with(folder, routing=hold)
     await nursery.start(house.desk.run)
-    await house.desk.submit(call(PAUSE))
-    assert journal(folder).paused == (A, B)
+    await house.desk.submit(admin_call(PAUSE))
+    assert read_journal(folder).paused == (A, B)
     again = house_with(folder, routing=hold)
-    assert held(again) == [["paused"], ["paused"]]
+    assert holds_of(again) == [["paused"], ["paused"]]
     await nursery.start(again.desk.run)
     engines.says[B, "/continue_generation"] = LOST
-    await again.desk.submit(call("/continue_generation"))
-    assert (held(again), journal(folder).paused) == ([[], ["paused"]], (B,))
+    await again.desk.submit(admin_call("/continue_generation"))
+    assert (holds_of(again), read_journal(folder).paused) == ([[], ["paused"]], (B,))
     passing = house_with(folder)
-    assert held(passing) == [[], []]
+    assert holds_of(passing) == [[], []]
 
 
 async def test_continue_during_an_update_does_not_clear_its_record(engines, folder, nursery):
     house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(house.desk.run)
-    await house.desk.submit(call(PAUSE))
-    await started(engines, nursery, house, call())
-    await house.desk.submit(call("/continue_generation"))
-    found = journal(folder)
+    await house.desk.submit(admin_call(PAUSE))
+    await start_operation(engines, nursery, house, admin_call())
+    await house.desk.submit(admin_call("/continue_generation"))
+    found = read_journal(folder)
     assert (found.in_progress.path, found.paused) == (UPDATE, ())
-    engines.open(UPDATE)
+    engines.open_gate(UPDATE)
     await at_rest()
-    assert (held(house), journal(folder)) == ([[], []], Journal())
+    assert (holds_of(house), read_journal(folder)) == ([[], []], Journal())
 
 
 async def test_lone_surrogates_in_worker_messages_stop_nothing(house, engines, folder):
     engines.says[B, UPDATE] = (500, b'{"message": "half \\ud83d"}')
     engines.labels[A] = "v\ud83d"
-    answer = await house.desk.submit(call())
-    assert (answer.status, held(house)) == (502, [[], ["uncertain"]])
-    assert journal(folder).uncertain[B].endswith("half ?")
+    response = await house.desk.submit(admin_call())
+    assert (response.status, holds_of(house)) == (502, [[], ["uncertain"]])
+    assert read_journal(folder).uncertain[B].endswith("half ?")
     assert house_with(folder).desk.journal.published.epoch == 1

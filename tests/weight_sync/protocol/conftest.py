@@ -1,5 +1,5 @@
 from hypothesis import settings
 
-# A loaded machine is slow, not wrong.
+# A busy machine is slow, so hypothesis must not fail for slowness.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -7,58 +7,59 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import Digest, compare_a
 
 
 def omni(ranks=(), whole="", stage="text"):
-    """As a replica of so many ranks answers; one rank names its checksum itself."""
+    """The response of a replica with so many ranks; a single rank reports its own checksum."""
     data = {"action": "checksum", "full_checksum": whole or None}
     if len(ranks) == 1:
         data["per_gpu_checksum"] = ranks[0]
     elif ranks:
         data["rank_results"] = [
-            {"rank": at, "data": {"per_gpu_checksum": each}} for at, each in enumerate(ranks)
+            {"rank": at, "data": {"per_gpu_checksum": checksum}}
+            for at, checksum in enumerate(ranks)
         ]
     skipped = {"stage": "prepare", "data": {"skipped": True}}
     return {"success": True, "results": [{"stage": stage, "data": data}, skipped]}
 
 
 def sglang(*ranks):
-    return {"success": True, "ranks": [{"per_gpu_checksum": each} for each in ranks]}
+    return {"success": True, "ranks": [{"per_gpu_checksum": checksum} for checksum in ranks]}
 
 
 def verdict(**bodies):
     return compare_answers({
-        url: WorkerResult(url, 200, each) if isinstance(each, dict) else each
-        for url, each in bodies.items()
+        url: WorkerResult(url, 200, body) if isinstance(body, dict) else body
+        for url, body in bodies.items()
     })  # fmt: skip
 
 
 def test_equal_layouts_are_compared_rank_by_rank():
-    found = verdict(a=omni(("x", "y"), "1"), b=omni(("x", "y"), "2"), c=omni(("y", "x"), "1"))
-    assert (found.checked, found.mismatched) == (("a", "b"), ("c",))
+    compared = verdict(a=omni(("x", "y"), "1"), b=omni(("x", "y"), "2"), c=omni(("y", "x"), "1"))
+    assert (compared.checked, compared.mismatched) == (("a", "b"), ("c",))
 
 
 def test_other_layouts_are_compared_over_whole_tensors():
-    found = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "w"))
-    assert (found.checked, found.mismatched) == (("a", "b"), ())
-    found = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "v"), c=omni(("q",), "w"))
-    assert (found.checked, found.mismatched) == (("a", "c"), ("b",))
+    compared = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "w"))
+    assert (compared.checked, compared.mismatched) == (("a", "b"), ())
+    compared = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "v"), c=omni(("q",), "w"))
+    assert (compared.checked, compared.mismatched) == (("a", "c"), ("b",))
 
 
 def test_two_workers_that_differ_are_both_mismatched():
-    found = verdict(a=omni(("x",)), b=omni(("y",)))
-    assert (found.checked, found.mismatched) == ((), ("a", "b"))
+    compared = verdict(a=omni(("x",)), b=omni(("y",)))
+    assert (compared.checked, compared.mismatched) == ((), ("a", "b"))
 
 
 def test_a_worker_that_cannot_be_compared_is_unverified():
     lost = WorkerResult("d", None, "", "ReadTimeout")
-    found = verdict(a=omni(("x",)), b=omni(("x",)), c=sglang("q"), d=lost, e={"success": True},
+    compared = verdict(a=omni(("x",)), b=omni(("x",)), c=sglang("q"), d=lost, e={"success": True},
                     f=omni(("x", "y")))  # fmt: skip
-    assert (found.checked, found.mismatched) == (("a", "b"), ())
-    assert found.unverified == {
+    assert (compared.checked, compared.mismatched) == (("a", "b"), ())
+    assert compared.unverified == {
         "c": "no other worker's checksum can be compared with it",
         "d": "its checker failed: ReadTimeout",
         "e": "its checker names no checksum",
         "f": "no other worker's checksum can be compared with it",
     }
-    assert found.to_dict()["unverified"] == ["d", "e", "c", "f"]
+    assert compared.to_dict()["unverified"] == ["d", "e", "c", "f"]
 
 
 def test_engines_of_one_kind_are_compared():
@@ -67,8 +68,8 @@ def test_engines_of_one_kind_are_compared():
 
 
 def test_a_single_worker_is_checked_by_its_own_report():
-    found = verdict(a=omni(("x",), "w"))
-    assert (found.checked, found.checksums) == (("a",), {"a": "w"})
+    compared = verdict(a=omni(("x",), "w"))
+    assert (compared.checked, compared.checksums) == (("a",), {"a": "w"})
     assert verdict(a=omni(("x",)), b={"success": True}).checked == ()
 
 
@@ -99,13 +100,13 @@ SUMS = st.sampled_from(("x", "y", "z"))
 
 @given(st.dictionaries(st.sampled_from("abcdef"), SUMS, min_size=2))
 def test_the_largest_group_of_equal_replicas_is_right(sums):
-    found = verdict(**{url: omni((each,)) for url, each in sums.items()})
+    compared = verdict(**{url: omni((checksum,)) for url, checksum in sums.items()})
     sizes = sorted((list(sums.values()).count(s) for s in set(sums.values())), reverse=True)
     clear = len(sizes) == 1 or sizes[0] > sizes[1]
     if clear:
         best = max(set(sums.values()), key=list(sums.values()).count)
-        assert set(found.checked) == {url for url, each in sums.items() if each == best}
+        assert set(compared.checked) == {url for url, checksum in sums.items() if checksum == best}
     else:
         largest = {s for s in sums.values() if list(sums.values()).count(s) == sizes[0]}
-        assert not {url for url in found.checked if sums[url] in largest}
-    assert {*found.checked, *found.mismatched} == sums.keys()
+        assert not {url for url in compared.checked if sums[url] in largest}
+    assert {*compared.checked, *compared.mismatched} == sums.keys()

@@ -31,10 +31,10 @@ def test_a_journal_survives_encoding(journal):
 
 
 def test_a_lone_surrogate_becomes_a_question_mark():
-    told = Journal(
+    journal = Journal(
         uncertain={"http://a": "\ud800x"}, pauses={"http://a": PauseRecord(mode="\udfff")}
     )
-    assert decode(encode(told)) == Journal(
+    assert decode(encode(journal)) == Journal(
         uncertain={"http://a": "?x"}, pauses={"http://a": PauseRecord(mode="?")}
     )
 
@@ -42,12 +42,14 @@ def test_a_lone_surrogate_becomes_a_question_mark():
 @given(JOURNALS)
 def test_exactly_the_recorded_workers_are_uncertain_at_the_start(journal):
     targets = journal.in_progress.targets if journal.in_progress else ()
-    found = journal.uncertain_at_start()
-    assert found.keys() == {*targets, *journal.uncertain}
+    uncertain = journal.uncertain_at_start()
+    assert uncertain.keys() == {*targets, *journal.uncertain}
     for url, reason in journal.uncertain.items():
-        assert found[url] == reason
+        assert uncertain[url] == reason
     for url in set(targets) - journal.uncertain.keys():
-        assert found[url].startswith("the proxy ended while update_weights_from_disk was under way")
+        assert uncertain[url].startswith(
+            "the proxy ended while update_weights_from_disk was under way"
+        )
 
 
 def test_a_journal_with_nothing_in_progress_is_falsy():

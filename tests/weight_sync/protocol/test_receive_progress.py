@@ -16,16 +16,16 @@ def coming(nbytes, age, state="receiving", error=""):
 
 
 def test_progress_is_parsed_from_server_info_only():
-    told = {"state": "receiving", "buckets_done": 1, "bytes_come": 7, "secs": 2, "error": None}
-    assert parse_progress({"weight_sync": told}) == ReceiveProgress("receiving", (1, 7), 2.0)
+    report = {"state": "receiving", "buckets_done": 1, "bytes_come": 7, "secs": 2, "error": None}
+    assert parse_progress({"weight_sync": report}) == ReceiveProgress("receiving", (1, 7), 2.0)
     for strange in (None, [], {}, {"weight_sync": None}, {"weight_sync": {"state": 3}}):
         assert parse_progress(strange) is None
 
 
 def test_a_failed_receive_is_reported_with_the_members_name():
     detector = StallDetector(0.0)
-    told = {"a": coming(1, 1.0), "b": coming(0, 1.0, "failed", "the trainer is gone")}
-    assert detector.update(1.0, told, 30.0, 60.0) == (
+    reports = {"a": coming(1, 1.0), "b": coming(0, 1.0, "failed", "the trainer is gone")}
+    assert detector.update(1.0, reports, 30.0, 60.0) == (
         "b: its receive ended: the trainer is gone",
         "b",
     )

@@ -17,8 +17,8 @@ TENSORS = {"names": ["a", "b"], "dtypes": ["bfloat16", "float32"], "shapes": [[2
 
 
 def test_an_init_names_its_owner_by_address_and_port():
-    asked = parse_init(INIT)
-    assert (asked.address, asked.group_name, asked.force) == (
+    request = parse_init(INIT)
+    assert (request.address, request.group_name, request.force) == (
         "10.0.0.1:29500",
         "weight_update_group",
         False,
@@ -33,7 +33,7 @@ def test_numbers_may_come_as_text():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"rank_offset": None}, "rank_offset must be a whole number"),
         ({"world_size": "many"}, "world_size must be a whole number"),
@@ -47,8 +47,8 @@ def test_numbers_may_come_as_text():
         ({"group_name": 3}, "group_name"),
     ],
 )
-def test_an_init_that_could_only_hang_is_refused_by_name(change, told):
-    with pytest.raises(GroupError, match=told):
+def test_an_init_that_could_only_hang_is_refused_by_name(change, message):
+    with pytest.raises(GroupError, match=message):
         parse_init({**INIT, **change})
 
 

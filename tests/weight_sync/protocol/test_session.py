@@ -1,4 +1,4 @@
-"""The session against a fleet of naive members: they join, refuse, die and lie."""
+"""The session against simulated members that join, refuse, fail, die and lie."""
 
 from collections import Counter
 
@@ -21,15 +21,15 @@ from omni_proxy.weight_sync.protocol.states import (
 
 NAMES = ("http://a", "http://b", "http://c")
 LAST, MORE = UpdateFlags(flush_cache=True), UpdateFlags(flush_cache=False)
-# What a member makes of a call: it does it, says no, fails in its middle, dies, or says that it
-# did it and has something else.
+# A member's behaviour: succeed, refuse, fail halfway, die, or report success
+# with other weights.
 WELL, NO, BROKEN, DIES, LIES = "well", "no", "broken", "dies", "lies"
 PLAIN = st.sampled_from((WELL, WELL, WELL, NO, DIES))
 WORSE = st.sampled_from((WELL, WELL, WELL, WELL, NO, BROKEN, DIES, LIES))
 
 
 def fleet_of(deeds):
-    """Most often all of them do well, so that something comes of it."""
+    """Mostly all members succeed, so that rounds get published."""
     all_well = st.just(dict.fromkeys(NAMES, WELL))
     return all_well | all_well | st.fixed_dictionaries(dict.fromkeys(NAMES, deeds))
 
@@ -47,7 +47,7 @@ def lost(name):
 
 
 class Naive:
-    """`weights` is everything that was ever put in, in order."""
+    """`weights`: everything that was ever applied, in order."""
 
     def __init__(self):
         self.alive, self.joined, self.armed = True, False, False
@@ -63,7 +63,7 @@ class Fleet(RuleBasedStateMachine):
         self.published = {()}
         self.count = 0
 
-    # The trainer asks
+    # Calls of the trainer
 
     @rule(deeds=fleet_of(PLAIN))
     def init(self, deeds):
@@ -140,7 +140,7 @@ class Fleet(RuleBasedStateMachine):
             self.session.leave()
         self.follow_up()
 
-    # Things happen
+    # Failures
 
     @precondition(lambda self: self.session.state is not SyncState.IDLE)
     @rule()
@@ -175,10 +175,10 @@ class Fleet(RuleBasedStateMachine):
             self.session.check(event)
         assert (refused.value.status, self.session.state) == (400, before)
 
-    # What follows
+    # Consequences
 
     def ask(self, deeds, do):
-        """Whether every member did it."""
+        """Return whether every member succeeded."""
         for name in self.session.members:
             member, deed = self.members[name], deeds[name]
             if deed == DIES:
@@ -196,8 +196,8 @@ class Fleet(RuleBasedStateMachine):
         for name in self.session.members:
             member, deed = self.members[name], deeds[name]
             if deed in (WELL, LIES):
-                mine = self.count if deed == WELL else (name, self.count)
-                member.weights += (mine,)
+                applied = self.count if deed == WELL else (name, self.count)
+                member.weights += (applied,)
                 member.armed = False
                 self.session.on_result(ok(name))
                 continue
@@ -215,7 +215,7 @@ class Fleet(RuleBasedStateMachine):
         self.follow_up(did_it)
 
     def verify(self):
-        """Whoever has what most have; of two that differ nobody is believed."""
+        """The largest group agrees; of two that differ neither does."""
         survivors = [name for name, part in self.session.members.items() if not part.failed]
         held = Counter(self.members[name].weights for name in survivors)
         best = held.most_common(1)[0]
@@ -240,7 +240,7 @@ class Fleet(RuleBasedStateMachine):
         self.doubted |= self.session.end().keys()
 
     def routed(self):
-        """Who gets requests: neither dead, nor doubted, nor in the middle of a round."""
+        """Members that get requests: alive, not uncertain, not in a round."""
         touched = {name for name, part in self.session.members.items() if part.modified}
         return [
             name

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import PAUSE, call, held
+from tests.weight_sync.operation_fixture import PAUSE, admin_call, holds_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -13,109 +13,109 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
-    uncertain,
-    versions,
+    SyncEngines,
+    uncertain_workers,
+    versions_by_url,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 
 
-# In parts
+# Rounds of several parts
 
 
 async def test_parts_are_published_together_when_the_group_is_destroyed(trainer, engines):
     await trainer.join()
     for _ in range(3):
-        await trainer.well(PREPARE, **TENSORS)
-        told = await trainer.well(COMPLETE, flush_cache=False)
-        assert "weight_epoch" not in told
-        assert held(trainer.house) == [["updating"], ["updating"]]
-        assert set(versions(trainer.house).values()) == {(None, 0)}
+        await trainer.expect_ok(PREPARE, **TENSORS)
+        body = await trainer.expect_ok(COMPLETE, flush_cache=False)
+        assert "weight_epoch" not in body
+        assert holds_of(trainer.house) == [["updating"], ["updating"]]
+        assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
     engines.labels.update({A: "v2", B: "v2"})
-    told = await trainer.well(DESTROY)
-    assert (told["weight_epoch"], told["weight_version"]) == (1, "v2")
-    assert held(trainer.house) == [[], []]
-    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    body = await trainer.expect_ok(DESTROY)
+    assert (body["weight_epoch"], body["weight_version"]) == (1, "v2")
+    assert holds_of(trainer.house) == [[], []]
+    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
 
 
 async def test_a_marked_last_part_is_published_at_continue(trainer):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
-    await trainer.well(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
     assert trainer.house.desk.sync.status()["open"]
-    told = await trainer.well(CONTINUE)
-    assert told["weight_version"] == "v2"
-    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    body = await trainer.expect_ok(CONTINUE)
+    assert body["weight_version"] == "v2"
+    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
     assert trainer.state == "grouped"
 
 
 async def test_continue_between_parts_leaves_all_workers_uncertain(trainer):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
-    told = await trainer.well(CONTINUE)
-    assert sorted(told["uncertain"]) == [A, B] == uncertain(trainer.house)
-    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
+    body = await trainer.expect_ok(CONTINUE)
+    assert sorted(body["uncertain"]) == [A, B] == uncertain_workers(trainer.house)
+    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_end_weight_update_ends_the_round(trainer):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False, weight_version="v2")
-    told = await trainer.well(END)
-    assert (told["weight_epoch"], versions(trainer.house)[A]) == (1, ("v2", 1))
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False, weight_version="v2")
+    body = await trainer.expect_ok(END)
+    assert (body["weight_epoch"], versions_by_url(trainer.house)[A]) == (1, ("v2", 1))
 
 
 async def test_a_part_that_one_member_refuses_leaves_all_workers_uncertain(trainer, engines):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     engines.tell(B, UPDATE, {"success": False, "message": "no"}, 400)
-    answer = await trainer.ask(UPDATE, **TENSORS, flush_cache=False)
-    assert answer.body["message"] == f"{B}: status 400: no"
+    response = await trainer.ask(UPDATE, **TENSORS, flush_cache=False)
+    assert response.body["message"] == f"{B}: status 400: no"
     await trainer.until("idle")
-    assert uncertain(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.house) == [A, B]
     assert trainer.house.desk.journal.published.epoch == 0
 
 
 async def test_other_updates_are_refused_while_a_sync_is_open(trainer, engines):
     await trainer.join()
     assert (await trainer.ask(DISK, model_path="m")).ok
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
-    answer = await trainer.ask(DISK, model_path="m")
-    assert answer.status == 409
-    assert "group 'g'" in answer.body["message"]
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
+    response = await trainer.ask(DISK, model_path="m")
+    assert response.status == 409
+    assert "group 'g'" in response.body["message"]
 
 
 async def test_other_updates_are_refused_while_members_are_armed(trainer, engines):
     await trainer.arm()
-    answer = await trainer.ask(DISK, model_path="m")
-    assert (answer.status, engines.bodies(DISK, A)) == (409, [])
-    assert "step armed" in answer.body["message"]
-    await trainer.well(COMPLETE, weight_version="v2")
-    await trainer.well(DISK, model_path="m")
+    response = await trainer.ask(DISK, model_path="m")
+    assert (response.status, engines.bodies(DISK, A)) == (409, [])
+    assert "step armed" in response.body["message"]
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(DISK, model_path="m")
 
 
-# Back in
+# Recovery
 
 
 async def test_an_uncertain_worker_recovers_when_all_failed_tensors_are_sent_again(
     trainer, engines
 ):
-    engines.tensors = ("a", "b", "c")  # one of them is never sent: it is nobody's doubt
+    engines.tensors = ("a", "b", "c")  # "c" is never sent, so it makes no worker uncertain
     await trainer.arm()
     engines.sums[B] = "other"
     assert not (await trainer.ask(COMPLETE, weight_version="v2")).ok
     engines.sums[B] = engines.sums[A]
     part = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
-    await trainer.well(PREPARE, num_buckets=1, buckets=[part])
-    await trainer.well(COMPLETE, weight_version="v3")
-    assert uncertain(trainer.house) == [A, B]
-    await trainer.well(PREPARE, **BUCKETS)
+    await trainer.expect_ok(PREPARE, num_buckets=1, buckets=[part])
+    await trainer.expect_ok(COMPLETE, weight_version="v3")
+    assert uncertain_workers(trainer.house) == [A, B]
+    await trainer.expect_ok(PREPARE, **BUCKETS)
     assert not engines.bodies(CONTINUE, A)
-    await trainer.well(COMPLETE, weight_version="v4")
-    assert uncertain(trainer.house) == []
-    assert held(trainer.house) == [[], []]
-    # Whatever failed may have left its engine paused.
+    await trainer.expect_ok(COMPLETE, weight_version="v4")
+    assert uncertain_workers(trainer.house) == []
+    assert holds_of(trainer.house) == [[], []]
+    # A failed call may have left its engine paused.
     assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == [{}]
 
 
@@ -124,18 +124,18 @@ async def test_an_engine_left_paused_by_a_failed_part_continues_before_it_gets_r
     trainer, engines, paused
 ):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
     if paused:
-        await trainer.house.desk.submit(call(PAUSE))
+        await trainer.house.desk.submit(admin_call(PAUSE))
     engines.tell(B, UPDATE, {"success": False, "message": "the trainer is gone"}, 400)
     assert not (await trainer.ask(UPDATE, **TENSORS)).ok
     await trainer.until("idle")
     with trio.fail_after(30):
-        while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    # Somebody has asked for that pause: it is for him to end.
-    told = [] if paused else [{}]
-    assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == told
+    # A caller requested that pause, so only a caller ends it.
+    body = [] if paused else [{}]
+    assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == body
 
 
 async def test_a_part_recovers_no_worker_whose_failed_tensors_it_lacks(trainer, engines):
@@ -144,9 +144,9 @@ async def test_a_part_recovers_no_worker_whose_failed_tensors_it_lacks(trainer, 
     assert not (await trainer.ask(DISK, model_path="m")).ok
     engines.tensors = ("a", "b", "c")
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    assert uncertain(trainer.house) == [A, B]
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    assert uncertain_workers(trainer.house) == [A, B]
     engines.tensors = ("a", "b")
-    await trainer.well(PREPARE, **BUCKETS)
-    await trainer.well(COMPLETE, weight_version="v3")
-    assert uncertain(trainer.house) == []
+    await trainer.expect_ok(PREPARE, **BUCKETS)
+    await trainer.expect_ok(COMPLETE, weight_version="v3")
+    assert uncertain_workers(trainer.house) == []

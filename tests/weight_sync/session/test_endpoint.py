@@ -6,7 +6,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import held
+from tests.weight_sync.operation_fixture import holds_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -15,56 +15,56 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
-    asks,
+    SyncEngines,
     init_body,
-    store_of_a_trainer,
-    uncertain,
+    open_trainer_store,
+    trainer_call,
+    uncertain_workers,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 
 
-# Whose it is
+# Ownership
 
 
 async def test_a_second_trainer_is_refused_while_the_first_is_alive(trainer):
     await trainer.arm()
-    async with store_of_a_trainer() as other:
-        answer = await trainer.ask(INIT, **init_body(other, group_name="mine"))
-    assert answer.status == 409
+    async with open_trainer_store() as other:
+        response = await trainer.ask(INIT, **init_body(other, group_name="mine"))
+    assert response.status == 409
     for part in ("'g'", f"127.0.0.1:{trainer.store.port}", "step armed"):
-        assert part in answer.body["message"]
-    assert answer.body["owner"]["master"] == f"127.0.0.1:{trainer.store.port}"
-    assert re.search(r"begun \d+\.\d s ago", answer.body["message"])
-    assert answer.body["owner"]["age_secs"] >= 0
-    assert (await trainer.well(COMPLETE, weight_version="v2"))["weight_epoch"] == 1
+        assert part in response.body["message"]
+    assert response.body["owner"]["master"] == f"127.0.0.1:{trainer.store.port}"
+    assert re.search(r"begun \d+\.\d s ago", response.body["message"])
+    assert response.body["owner"]["age_secs"] >= 0
+    assert (await trainer.expect_ok(COMPLETE, weight_version="v2"))["weight_epoch"] == 1
 
 
 async def test_a_trainer_whose_store_is_still_starting_is_alive(trainer, engines):
-    engines.shut(INIT)
-    answers = []
+    engines.close_gate(INIT)
+    responses = []
     async with trio.open_nursery() as nursery:
 
         async def first():
-            answers.append(await trainer.ask(INIT, **init_body(trainer.store, master_port=later)))
+            responses.append(await trainer.ask(INIT, **init_body(trainer.store, master_port=later)))
 
-        with socket.socket() as unheard:  # bound, and nobody listens
+        with socket.socket() as unheard:  # bound, but not listening
             unheard.bind(("127.0.0.1", 0))
             later = unheard.getsockname()[1]
             nursery.start_soon(first)
-            await engines.came[B, INIT].wait()
-            answer = await trainer.ask(INIT, **init_body(trainer.store, group_name="mine"))
-            assert (answer.status, "step joining" in answer.body["message"]) == (409, True)
-            engines.open(INIT)
+            await engines.arrived[B, INIT].wait()
+            response = await trainer.ask(INIT, **init_body(trainer.store, group_name="mine"))
+            assert (response.status, "step joining" in response.body["message"]) == (409, True)
+            engines.open_gate(INIT)
             await trainer.until("grouped")
-    assert answers[0].ok, answers[0].body
+    assert responses[0].ok, responses[0].body
 
 
 async def test_an_init_with_force_takes_the_group_over(trainer, engines):
     await trainer.arm()
-    async with store_of_a_trainer() as other:
+    async with open_trainer_store() as other:
         body = init_body(other, group_name="mine", force=True)
         assert (await trainer.ask(INIT, **body)).ok
         assert engines.bodies(DESTROY, A) == [{"group_name": "g"}]
@@ -76,16 +76,16 @@ async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_noticed(
     trainer, engines, caplog, same
 ):
     await trainer.arm()
-    trainer.house.desk.sync.lifecycle._watching.cancel()  # as if nobody had looked since
+    trainer.house.desk.sync.lifecycle._watching.cancel()  # disable the watchdog
     trainer.store.die()
     port = trainer.store.port if same else 0
-    async with store_of_a_trainer(port) as other:
+    async with open_trainer_store(port) as other:
         assert (other.port == trainer.store.port) is same
         assert (await trainer.ask(INIT, **init_body(other))).ok
         assert "stale_group_replaced sync=\"group 'g'" in caplog.text
         assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
         assert trainer.house.desk.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
-        await trainer.well(PREPARE, **BUCKETS)
+        await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
 async def test_a_dead_trainer_ends_the_sync(trainer, engines):
@@ -93,11 +93,11 @@ async def test_a_dead_trainer_ends_the_sync(trainer, engines):
     trainer.store.die()
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
-    answer = await trainer.ask(COMPLETE)
-    assert answer.status == 400
-    assert "the trainer is gone" in answer.body["message"]
-    assert uncertain(trainer.house) == []
-    async with store_of_a_trainer() as other:
+    response = await trainer.ask(COMPLETE)
+    assert response.status == 400
+    assert "the trainer is gone" in response.body["message"]
+    assert uncertain_workers(trainer.house) == []
+    async with open_trainer_store() as other:
         assert (await trainer.ask(INIT, **init_body(other))).ok
 
 
@@ -111,18 +111,18 @@ async def test_a_stopped_trainer_is_given_up_after_the_stall_timeout(trainer_wit
 
 async def test_a_trainer_that_dies_between_parts_leaves_workers_uncertain(trainer):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     trainer.store.die()
     await trainer.until("idle")
-    assert uncertain(trainer.house) == [A, B]
-    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
     await trainer.arm()
-    engines.shut(COMPLETE)
-    nursery.start_soon(trainer.house.desk.submit, asks(COMPLETE))
-    await engines.came[A, COMPLETE].wait()
+    engines.close_gate(COMPLETE)
+    nursery.start_soon(trainer.house.desk.submit, trainer_call(COMPLETE))
+    await engines.arrived[A, COMPLETE].wait()
     with trio.fail_after(30):
         asked = await trainer.ask(DESTROY)
     assert asked.ok
@@ -131,27 +131,27 @@ async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
 
 async def test_a_destroy_disarms_armed_members(trainer, engines):
     await trainer.arm()
-    await trainer.well(DESTROY)
-    assert (trainer.state, uncertain(trainer.house)) == ("idle", [])
+    await trainer.expect_ok(DESTROY)
+    assert (trainer.state, uncertain_workers(trainer.house)) == ("idle", [])
     assert not engines.bodies(COMPLETE, A)
     await trainer.join()
 
 
-# Callers come and go
+# Callers that disconnect
 
 
 async def test_a_caller_that_disconnects_cancels_nothing_and_gets_the_result_later(
     trainer, engines
 ):
     await trainer.arm()
-    engines.shut(COMPLETE, B)
+    engines.close_gate(COMPLETE, B)
     with trio.move_on_after(0.1):
         await trainer.ask(COMPLETE, weight_version="v2")
-    engines.open(COMPLETE, B)
+    engines.open_gate(COMPLETE, B)
     await trainer.until("grouped")
     await wait_all_tasks_blocked(0.01)
-    told = await trainer.well(COMPLETE, weight_version="v2")
-    assert told["weight_version"] == "v2"
+    body = await trainer.expect_ok(COMPLETE, weight_version="v2")
+    assert body["weight_version"] == "v2"
     assert len(engines.bodies(COMPLETE, A)) == 1
     again = await trainer.ask(COMPLETE, weight_version="v3")
     assert again.status == 400
@@ -159,11 +159,11 @@ async def test_a_caller_that_disconnects_cancels_nothing_and_gets_the_result_lat
 
 async def test_a_prepare_without_a_waiting_caller_is_answered_when_repeated(trainer, engines):
     await trainer.join()
-    engines.shut(PREPARE, B)
+    engines.close_gate(PREPARE, B)
     with trio.move_on_after(0.1):
         await trainer.ask(PREPARE, **BUCKETS)
-    engines.open(PREPARE, B)
+    engines.open_gate(PREPARE, B)
     await trainer.until("armed")
     await wait_all_tasks_blocked(0.01)
-    assert (await trainer.well(PREPARE, **BUCKETS))["status"] == "ready"
+    assert (await trainer.expect_ok(PREPARE, **BUCKETS))["status"] == "ready"
     assert len(engines.bodies(PREPARE, A)) == 1

@@ -1,4 +1,4 @@
-"""A sync that is asked for twice, that stands still, whose disk is full or whose own task fails."""
+"""Repeated calls, stalls, recovery, a full disk, a failing service, pauses."""
 
 import pytest
 import trio
@@ -6,7 +6,7 @@ import trio
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
 from omni_proxy.weight_sync.session import leftover_groups
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import PAUSE, held, house_with
+from tests.weight_sync.operation_fixture import PAUSE, holds_of, house_with
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -17,39 +17,39 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
+    SyncEngines,
     Trainer,
-    asks,
     init_body,
-    store_of_a_trainer,
+    open_trainer_store,
     sync_house,
-    uncertain,
+    trainer_call,
+    uncertain_workers,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 
 
-# Asked for twice
+# Repeated calls
 
 
 async def test_of_two_simultaneous_trainers_the_second_is_refused(trainer, engines):
-    engines.shut("/server_info", A)
-    async with store_of_a_trainer() as other, trio.open_nursery() as nursery:
-        answers = []
+    engines.close_gate("/server_info", A)
+    async with open_trainer_store() as other, trio.open_nursery() as nursery:
+        responses = []
 
         async def first():
-            answers.append(await trainer.init())
+            responses.append(await trainer.init())
 
         nursery.start_soon(first)
-        await engines.came[A, "/server_info"].wait()
-        answer = await trainer.ask(INIT, **init_body(other, group_name="mine"))
-        assert answer.status == 409
+        await engines.arrived[A, "/server_info"].wait()
+        response = await trainer.ask(INIT, **init_body(other, group_name="mine"))
+        assert response.status == 409
         for part in ("'g'", f"127.0.0.1:{trainer.store.port}", "of trainer", "step joining"):
-            assert part in answer.body["message"]
-        assert answer.body["owner"]["group_name"] == "g"
-        engines.open("/server_info", A)
-    assert answers[0].ok, answers[0].body
+            assert part in response.body["message"]
+        assert response.body["owner"]["group_name"] == "g"
+        engines.open_gate("/server_info", A)
+    assert responses[0].ok, responses[0].body
 
 
 async def test_an_init_that_fails_early_does_not_block_the_next_one(trainer, engines):
@@ -61,170 +61,170 @@ async def test_an_init_that_fails_early_does_not_block_the_next_one(trainer, eng
 
 async def test_two_simultaneous_completes_get_the_same_response(trainer, engines):
     await trainer.arm()
-    engines.shut(COMPLETE, B)
-    answers = []
+    engines.close_gate(COMPLETE, B)
+    responses = []
     async with trio.open_nursery() as nursery:
 
         async def complete():
-            answers.append(await trainer.ask(COMPLETE, weight_version="v2"))
+            responses.append(await trainer.ask(COMPLETE, weight_version="v2"))
 
         nursery.start_soon(complete)
-        await engines.came[B, COMPLETE].wait()
+        await engines.arrived[B, COMPLETE].wait()
         nursery.start_soon(complete)
         with trio.fail_after(30):
             while not trainer.house.desk.waiting:  # noqa: ASYNC110  # nothing rings for it
                 await trio.sleep(0.01)
-        engines.open(COMPLETE, B)
-    assert [(a.status, a.body["weight_version"]) for a in answers] == [(200, "v2")] * 2
+        engines.open_gate(COMPLETE, B)
+    assert [(a.status, a.body["weight_version"]) for a in responses] == [(200, "v2")] * 2
     assert len(engines.bodies(COMPLETE, A)) == 1
 
 
 async def test_a_destroy_succeeds_if_members_had_left_by_themselves(trainer, engines):
     await trainer.arm()
-    engines.shut(COMPLETE)
+    engines.close_gate(COMPLETE)
     for url in (A, B):
         engines.tell(url, DESTROY, {"success": False, "message": "there is no such group"}, 400)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trainer.house.desk.submit, asks(COMPLETE))
-        await engines.came[A, COMPLETE].wait()
-        answer = await trainer.ask(DESTROY)
-        engines.open(COMPLETE)
-    assert answer.ok
-    assert "left it by themselves" in answer.body["message"]
+        nursery.start_soon(trainer.house.desk.submit, trainer_call(COMPLETE))
+        await engines.arrived[A, COMPLETE].wait()
+        response = await trainer.ask(DESTROY)
+        engines.open_gate(COMPLETE)
+    assert response.ok
+    assert "left it by themselves" in response.body["message"]
 
 
 async def test_bytes_are_counted_for_each_member_that_took_them(trainer):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
-    await trainer.well(PREPARE, **TENSORS)
-    await trainer.well(COMPLETE)
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
+    await trainer.expect_ok(PREPARE, **TENSORS)
+    await trainer.expect_ok(COMPLETE)
     assert trainer.house.desk.sync.lifecycle.meters.nbytes == 2 * 2 * (4 * 2 + 3 * 4)
 
 
-# Standing still
+# Stalls
 
 
-def telling(engines, state, nbytes, error=None):
-    """What the replicas say of their receive from now on, of another moment each time."""
+def report_progress(engines, state, nbytes, error=None):
+    """Set the progress that the replicas report, each time with a new age."""
 
     def info(url):
         engines.looks += 1
-        told = {"state": state, "bytes_come": nbytes, "secs": engines.looks, "error": error}
-        return {"tp_size": engines.ranks[url], "weight_sync": told}
+        progress = {"state": state, "bytes_come": nbytes, "secs": engines.looks, "error": error}
+        return {"tp_size": engines.ranks[url], "weight_sync": progress}
 
-    engines.looks, well = 0, type(engines).well
-    engines.well = lambda url, path: (
-        info(url) if path == "/server_info" else well(engines, url, path)
+    engines.looks, default_response = 0, type(engines).default_response
+    engines.default_response = lambda url, path: (
+        info(url) if path == "/server_info" else default_response(engines, url, path)
     )
 
 
 async def test_a_live_trainer_that_sends_nothing_is_given_up(trainer_with, engines):
     trainer = await trainer_with(stall_timeout_secs=1.0, ready_timeout_secs=60)
     await trainer.arm()
-    telling(engines, "receiving", 7)
+    report_progress(engines, "receiving", 7)
     await trainer.until("idle")
     assert "nothing has come for 1 s" in trainer.house.desk.sync.status()["last_cause"]
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
-    assert uncertain(trainer.house) == []
-    answer = await trainer.ask(COMPLETE)
-    assert answer.status == 400
-    assert "nothing has come" in answer.body["message"]
+    assert uncertain_workers(trainer.house) == []
+    response = await trainer.ask(COMPLETE)
+    assert response.status == 400
+    assert "nothing has come" in response.body["message"]
 
 
 async def test_a_failed_receive_ends_the_sync_before_a_complete(trainer, engines):
     await trainer.arm()
-    telling(engines, "failed", 7, "the peer sent more than it announced")
+    report_progress(engines, "failed", 7, "the peer sent more than it announced")
     await trainer.until("idle")
     cause = trainer.house.desk.sync.status()["last_cause"]
     assert "its receive ended: the peer sent more than it announced" in cause
-    assert uncertain(trainer.house) == []
+    assert uncertain_workers(trainer.house) == []
 
 
 async def test_only_the_first_cause_decides_the_status_code(trainer, engines):
     await trainer.arm()
     engines.says[B, COMPLETE] = LOST
-    engines.shut(COMPLETE, A)
+    engines.close_gate(COMPLETE, A)
     engines.tell(A, COMPLETE, {"success": False, "message": "a peer has gone"}, 400)
-    answers = []
+    responses = []
     async with trio.open_nursery() as nursery:
 
         async def complete():
-            answers.append(await trainer.ask(COMPLETE, weight_version="v2"))
+            responses.append(await trainer.ask(COMPLETE, weight_version="v2"))
 
         nursery.start_soon(complete)
-        await engines.came[A, COMPLETE].wait()
-        engines.open(COMPLETE, A)
-    assert answers[0].status == 502
-    assert answers[0].body["message"] == f"{B}: ReadError"
+        await engines.arrived[A, COMPLETE].wait()
+        engines.open_gate(COMPLETE, A)
+    assert responses[0].status == 502
+    assert responses[0].body["message"] == f"{B}: ReadError"
 
 
 async def test_a_member_that_received_everything_does_not_stall(trainer, engines):
-    telling(engines, "received", 7)
+    report_progress(engines, "received", 7)
     await trainer.arm()
     with trio.fail_after(30):
         while engines.looks < 10:  # noqa: ASYNC110  # nothing rings for a look
             await trio.sleep(0.05)
     assert trainer.state == "armed"
-    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
 
 
 async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
     await trainer.join()
-    await trainer.well(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
-    trainer.house.desk.sync.lifecycle._watching.cancel()  # as if nobody had looked since
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
+    trainer.house.desk.sync.lifecycle._watching.cancel()  # disable the watchdog
     trainer.store.die()
-    await trainer.well(CONTINUE)
+    await trainer.expect_ok(CONTINUE)
     await trainer.until("idle")
     assert trainer.house.desk.journal.published.epoch == 0
-    assert uncertain(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.house) == [A, B]
 
 
 async def test_a_member_left_in_an_old_group_is_told_to_leave_it(trainer, engines, monkeypatch):
     monkeypatch.setattr(leftover_groups, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
-    engines.shut(DESTROY, B)
+    engines.close_gate(DESTROY, B)
     assert (await trainer.ask(DESTROY)).status == 502
-    engines.open(DESTROY, B)
+    engines.open_gate(DESTROY, B)
     assert (await trainer.init(group_name="another")).ok
     assert engines.bodies(DESTROY, B) == [{"group_name": "g"}] * 2
 
 
-# Back by themselves
+# Recovery after a restart
 
 
 async def test_after_a_restart_workers_with_the_published_weights_recover(
     trainer, folder, engines, nursery
 ):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    await trainer.well(PREPARE, **BUCKETS)
-    engines.sums[B] = "new"  # it had completed what we did not live to see
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(PREPARE, **BUCKETS)
+    engines.sums[B] = "new"  # it completed after the proxy ended
     later = sync_house(folder)
-    assert uncertain(later) == [A, B]
+    assert uncertain_workers(later) == [A, B]
     await nursery.start(later.desk.run)
     with trio.fail_after(30):
-        while uncertain(later) != [B]:  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(later) != [B]:  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
     assert engines.paths(A).index(DESTROY) < len(engines.paths(A)) - 1
-    assert held(later) == [[], ["uncertain"]]
+    assert holds_of(later) == [[], ["uncertain"]]
     assert [w.weight_epoch for w in later.fleet.workers] == [1, 0]
     assert later.desk.journal.published.epoch == 1
 
 
 async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engines):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    await trainer.well(UPDATE, **TENSORS, flush_cache=False)
-    trainer.store.die()  # and every worker had thrown away what it got
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
+    trainer.store.die()  # every worker discarded what it had received
     await trainer.until("idle")
     with trio.fail_after(30):
-        while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert held(trainer.house) == [[], []]
+    assert holds_of(trainer.house) == [[], []]
     assert {(w.weight_version, w.weight_epoch) for w in trainer.house.fleet.workers} == {("v2", 1)}
 
 
-# A disk, or a task, that fails
+# A full disk, or a failing service
 
 
 def full(*_):
@@ -236,22 +236,22 @@ async def test_a_full_disk_after_the_calls_is_only_reported(trainer, engines, mo
     body = {**TENSORS, "flush_cache": True, "weight_version": "v2"}
     await (trainer.arm() if path == COMPLETE else trainer.join())
     if path == DESTROY:
-        await trainer.well(UPDATE, **body)
-    engines.shut("/weights_checker" if path != UPDATE else UPDATE, B)
-    answers = []
+        await trainer.expect_ok(UPDATE, **body)
+    engines.close_gate("/weights_checker" if path != UPDATE else UPDATE, B)
+    responses = []
     async with trio.open_nursery() as nursery:
 
         async def ask():
-            answers.append(await trainer.ask(path, **body))
+            responses.append(await trainer.ask(path, **body))
 
         nursery.start_soon(ask)
-        await next(event for (url, _), event in engines.came.items() if url == B).wait()
+        await next(event for (url, _), event in engines.arrived.items() if url == B).wait()
         monkeypatch.setattr(trainer.house.desk.journal._file, "write", full)
         for event in engines.gates.values():
             event.set()
-    assert answers[0].status == 200, answers[0].body
+    assert responses[0].status == 200, responses[0].body
     assert "No space left" in trainer.house.desk.status()["journal"]["error"]
-    assert uncertain(trainer.house) == []
+    assert uncertain_workers(trainer.house) == []
 
 
 async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engines, folder, store):
@@ -272,7 +272,7 @@ async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engi
         nursery.cancel_scope.cancel()
 
 
-# A pause is a part of it
+# Pauses in a sync
 
 
 async def paused_house(folder, nursery, store, **fields):
@@ -291,15 +291,15 @@ async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
     trainer = await paused_house(folder, nursery, store)
     house = trainer.house
     await trainer.join()
-    await trainer.well(PAUSE, mode="retract")
-    assert held(house) == [["paused"], ["paused"]]
-    house.worker(A).in_flight = 1  # retracted: it stands there until generation goes on
-    await trainer.well(PREPARE, **BUCKETS)
-    await trainer.well(COMPLETE, weight_version="v2")
-    assert held(house) == [["paused"], ["paused"]]
-    await trainer.well(DESTROY)
-    await trainer.well(CONTINUE)
-    assert held(house) == [[], []]
+    await trainer.expect_ok(PAUSE, mode="retract")
+    assert holds_of(house) == [["paused"], ["paused"]]
+    house.worker(A).in_flight = 1  # retracted requests wait until generation continues
+    await trainer.expect_ok(PREPARE, **BUCKETS)
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    assert holds_of(house) == [["paused"], ["paused"]]
+    await trainer.expect_ok(DESTROY)
+    await trainer.expect_ok(CONTINUE)
+    assert holds_of(house) == [[], []]
     assert house.desk.journal.paused_engines == set()
 
 
@@ -310,8 +310,8 @@ async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     trainer = await paused_house(folder, nursery, store, **fields)
     if fields.get("mode") != "off":
         await trainer.join()
-    await trainer.well(PAUSE)
-    assert held(trainer.house) == [[], []]
+    await trainer.expect_ok(PAUSE)
+    assert holds_of(trainer.house) == [[], []]
     assert trainer.house.desk.journal.paused_engines == {A, B}
 
 
@@ -319,14 +319,14 @@ async def test_a_worker_that_comes_up_before_the_service_runs_is_held(
     trainer, engines, folder, nursery
 ):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    await trainer.well(DESTROY)
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(DESTROY)
     later = sync_house(folder)
-    # The prober was quicker than the desk.
-    assert held(later) == [["unproven"], ["unproven"]]
+    # The prober was quicker than the service.
+    assert holds_of(later) == [["unproven"], ["unproven"]]
     await nursery.start(later.desk.run)
     with trio.fail_after(30):
-        while held(later) != [[], []]:
+        while holds_of(later) != [[], []]:
             await trio.sleep(0.01)
             for worker in later.fleet.workers:
                 assert worker.routable is (worker.weight_version == "v2")

@@ -1,4 +1,4 @@
-"""What [weight_sync] says of the requests and the proofs of a sync, and whose key calls carry."""
+"""How [weight_sync] settings affect requests and proofs in a sync, and credentials of calls."""
 
 from dataclasses import replace
 
@@ -7,22 +7,22 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import held
+from tests.weight_sync.operation_fixture import holds_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
     DESTROY,
     INIT,
     PREPARE,
-    Engines,
-    asks,
+    SyncEngines,
     init_body,
-    uncertain,
-    versions,
+    trainer_call,
+    uncertain_workers,
+    versions_by_url,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 
 
 async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(trainer_with, engines):
@@ -30,19 +30,19 @@ async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(tra
     await trainer.arm()
     worker = trainer.house.worker(B)
     worker.in_flight = 1
-    engines.shut(COMPLETE)
+    engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         with trio.fail_after(20):
-            while held(trainer.house) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
+            while holds_of(trainer.house) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
                 await trio.sleep(0.01)
-        await trio.sleep(0.2)  # a few looks at what runs
+        await trio.sleep(0.2)  # several polls of the drain
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
         assert trainer.state == "committing"
         worker.in_flight = 0
-        await engines.came[B, COMPLETE].wait()
-        engines.open(COMPLETE)
-    assert uncertain(trainer.house) == []
+        await engines.arrived[B, COMPLETE].wait()
+        engines.open_gate(COMPLETE)
+    assert uncertain_workers(trainer.house) == []
 
 
 async def test_with_while_updating_pass_no_worker_is_held_and_versions_are_unknown(
@@ -50,26 +50,26 @@ async def test_with_while_updating_pass_no_worker_is_held_and_versions_are_unkno
 ):
     trainer = await trainer_with(while_updating="pass")
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    assert set(versions(trainer.house).values()) == {("v2", 1)}
-    await trainer.well(PREPARE, **BUCKETS)
-    engines.shut(COMPLETE)
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    assert set(versions_by_url(trainer.house).values()) == {("v2", 1)}
+    await trainer.expect_ok(PREPARE, **BUCKETS)
+    engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
-        await engines.came[A, COMPLETE].wait()
-        assert held(trainer.house) == [[], []]
-        assert set(versions(trainer.house).values()) == {(None, 0)}
-        engines.open(COMPLETE)
+        await engines.arrived[A, COMPLETE].wait()
+        assert holds_of(trainer.house) == [[], []]
+        assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
+        engines.open_gate(COMPLETE)
 
 
 async def test_with_verify_off_no_checksums_are_requested(trainer_with, engines):
     trainer = await trainer_with(verify="off")
     engines.sums[B] = "other"
     await trainer.arm()
-    told = await trainer.well(COMPLETE, weight_version="v2")
+    body = await trainer.expect_ok(COMPLETE, weight_version="v2")
     assert "/weights_checker" not in engines.paths(A) + engines.paths(B)
-    assert told["verification"]["checked"] == []
-    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert body["verification"]["checked"] == []
+    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
 
 
 async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer_with, engines):
@@ -80,7 +80,7 @@ async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer
         (COMPLETE, {"weight_version": "v2"}),
         (DESTROY, {}),
     ):
-        call = replace(asks(path, **body), headers={"authorization": f"Bearer {path}"})
+        call = replace(trainer_call(path, **body), headers={"authorization": f"Bearer {path}"})
         assert (await trainer.house.desk.submit(call)).ok
     expected = {
         INIT: ("/server_info", INIT),
@@ -88,7 +88,7 @@ async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer
         COMPLETE: (COMPLETE, "/model_info", "/weights_checker"),
         DESTROY: (DESTROY,),
     }
-    looks = ("/server_info", "/model_info")  # we ask for these without being asked, too
+    looks = ("/server_info", "/model_info")  # the proxy also calls these on its own
     for asked_for, paths in expected.items():
         for path in paths:
             found = [r for r in engines.asked if r.url.path == path]
@@ -109,13 +109,13 @@ async def test_no_weights_change_before_every_process_knows_that_a_replica_is_he
         await all_know.wait()
 
     trainer.house.fleet.await_replicated = agreed
-    engines.shut(COMPLETE)
+    engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         await asked.wait()
         await wait_all_tasks_blocked(0.01)
-        assert held(trainer.house) == [["updating"], ["updating"]]
+        assert holds_of(trainer.house) == [["updating"], ["updating"]]
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
         all_know.set()
-        await engines.came[A, COMPLETE].wait()
-        engines.open(COMPLETE)
+        await engines.arrived[A, COMPLETE].wait()
+        engines.open_gate(COMPLETE)

@@ -1,4 +1,4 @@
-"""Each step of a sync ends by a deadline of its own, with an answer, and leaves nothing armed."""
+"""Each step of a sync has its own timeout, ends with a response, and leaves nothing armed."""
 
 import pytest
 import trio
@@ -6,7 +6,7 @@ import trio
 from omni_proxy.config.schema import AdminConfig
 from omni_proxy.weight_sync.session import steps
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import held, house_with
+from tests.weight_sync.operation_fixture import holds_of, house_with
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -14,15 +14,15 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
+    SyncEngines,
     Trainer,
     sync_house,
-    uncertain,
-    versions,
+    uncertain_workers,
+    versions_by_url,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 SHORT_SECS = 0.2
 
 
@@ -31,15 +31,15 @@ async def test_a_member_that_is_not_ready_in_time_is_named_and_all_are_disarmed(
 ):
     trainer = await trainer_with(ready_timeout_secs=SHORT_SECS)
     await trainer.join()
-    engines.shut(PREPARE, B)
-    answer = await trainer.ask(PREPARE, **BUCKETS)
-    assert answer.status == 502
-    assert f"no answer within {SHORT_SECS:g} s: {B}" in answer.body["message"]
+    engines.close_gate(PREPARE, B)
+    response = await trainer.ask(PREPARE, **BUCKETS)
+    assert response.status == 502
+    assert f"no answer within {SHORT_SECS:g} s: {B}" in response.body["message"]
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
     assert len(engines.bodies(PREPARE, B)) == 1
-    assert uncertain(trainer.house) == []
-    del engines.gates[B, PREPARE], engines.came[B, PREPARE]
+    assert uncertain_workers(trainer.house) == []
+    del engines.gates[B, PREPARE], engines.arrived[B, PREPARE]
     await trainer.arm()
 
 
@@ -47,40 +47,40 @@ async def test_a_member_that_is_not_ready_in_time_is_named_and_all_are_disarmed(
 async def test_weights_that_do_not_arrive_in_time_end_the_step_once(trainer_with, engines, path):
     trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await (trainer.arm() if path == COMPLETE else trainer.join())
-    engines.shut(path)
+    engines.close_gate(path)
     with trio.fail_after(15):
-        answer = await trainer.ask(path, **TENSORS)
-    assert answer.status == 502
-    assert f"no answer within {SHORT_SECS:g} s: {A}, {B}" in answer.body["message"]
+        response = await trainer.ask(path, **TENSORS)
+    assert response.status == 502
+    assert f"no answer within {SHORT_SECS:g} s: {A}, {B}" in response.body["message"]
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A)
     assert [len(engines.bodies(path, url)) for url in (A, B)] == [1, 1]
-    # Nobody has said what it holds now.
-    assert uncertain(trainer.house) == [A, B]
-    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+    # Its weights are unknown.
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_with, engines):
-    """As replicas answer that are told to leave while they wait for bytes."""
+    """The responses of replicas that are told to leave while they wait for bytes."""
     trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await trainer.arm()
-    engines.shut(COMPLETE)
-    before = versions(trainer.house)
+    engines.close_gate(COMPLETE)
+    before = versions_by_url(trainer.house)
     for url in (A, B):
         engines.tell(url, COMPLETE, {"success": False, "message": "the group is gone"}, 400)
     leaving = engines.keep
 
     async def keep(request, url, path):
         if path == DESTROY:
-            engines.open(COMPLETE)
+            engines.open_gate(COMPLETE)
         return await leaving(request, url, path)
 
     engines.keep = keep
-    answer = await trainer.ask(COMPLETE)
-    assert answer.status in (400, 502)
-    assert f"no answer within {SHORT_SECS:g} s" in answer.body["message"]
+    response = await trainer.ask(COMPLETE)
+    assert response.status in (400, 502)
+    assert f"no answer within {SHORT_SECS:g} s" in response.body["message"]
     await trainer.until("idle")
-    assert (uncertain(trainer.house), versions(trainer.house)) == ([], before)
+    assert (uncertain_workers(trainer.house), versions_by_url(trainer.house)) == ([], before)
 
 
 async def test_a_timeout_of_zero_never_ends_a_step(folder, nursery, store, engines, monkeypatch):
@@ -99,37 +99,37 @@ async def test_a_timeout_of_zero_never_ends_a_step(folder, nursery, store, engin
         (COMPLETE, {"weight_version": "v2"}),
         (UPDATE, {**TENSORS, "weight_version": "v3"}),
     ):
-        engines.shut(path, B)
-        answers = []
+        engines.close_gate(path, B)
+        responses = []
         async with trio.open_nursery() as asking:
 
-            async def ask(path=path, body=body, answers=answers):
-                told = trainer.init() if body is None else trainer.ask(path, **body)
-                answers.append(await told)
+            async def ask(path=path, body=body, responses=responses):
+                pending = trainer.init() if body is None else trainer.ask(path, **body)
+                responses.append(await pending)
 
             asking.start_soon(ask)
-            await engines.came[B, path].wait()
-            await trio.sleep(0.3)  # several times as long as the clock that must not count
-            assert not answers, (path, answers)
+            await engines.arrived[B, path].wait()
+            await trio.sleep(0.3)  # several times the timeout that must not apply
+            assert not responses, (path, responses)
             assert not engines.bodies(DESTROY, B), path
-            engines.open(path, B)
-        assert answers[0].ok, (path, answers[0].body)
+            engines.open_gate(path, B)
+        assert responses[0].ok, (path, responses[0].body)
 
 
 async def test_a_running_step_ends_when_the_trainer_dies(trainer_with, engines):
     trainer = await trainer_with()
     await trainer.arm()
-    engines.shut(COMPLETE)
-    answers = []
+    engines.close_gate(COMPLETE)
+    responses = []
     async with trio.open_nursery() as nursery:
 
         async def complete():
-            answers.append(await trainer.ask(COMPLETE))
+            responses.append(await trainer.ask(COMPLETE))
 
         nursery.start_soon(complete)
-        await engines.came[A, COMPLETE].wait()
+        await engines.arrived[A, COMPLETE].wait()
         trainer.store.die()
-    assert answers[0].status == 400
-    assert "the trainer is gone" in answers[0].body["message"]
+    assert responses[0].status == 400
+    assert "the trainer is gone" in responses[0].body["message"]
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B)

@@ -1,10 +1,10 @@
-"""What is made of what members say of a sync: of their weights, their names, their caches."""
+"""How results of members are judged: their weights, labels and caches."""
 
 import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import call, held
+from tests.weight_sync.operation_fixture import admin_call, holds_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -14,13 +14,13 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
-    uncertain,
-    versions,
+    SyncEngines,
+    uncertain_workers,
+    versions_by_url,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 FLUSH = "/flush_cache"
 STALE = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
 DAMAGED = {"success": False, "detail": {"message": "The weights are damaged: update them"}}
@@ -33,7 +33,7 @@ def forgotten(trainer):
     return found
 
 
-# Refused, and done all the same
+# Refusals that report changed weights
 
 
 @pytest.mark.parametrize("said", [STALE, DAMAGED])
@@ -43,11 +43,11 @@ async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertai
     await trainer.arm()
     for url in (A, B):
         engines.tell(url, COMPLETE, said, 400)
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert answer.status in (400, 502)
-    assert uncertain(trainer.house) == [A, B]
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert response.status in (400, 502)
+    assert uncertain_workers(trainer.house) == [A, B]
     await trainer.until("idle")
-    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trainer, engines):
@@ -55,70 +55,70 @@ async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trai
     engines.tell(B, COMPLETE, STALE, 400)
     engines.labels[B] = "v2"  # the weights are there
     engines.tell(B, FLUSH, {"success": False}, 400)
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert answer.status == 400
-    assert "the cache was not flushed" in answer.body["message"]
-    assert versions(trainer.house)[A] == ("v2", 1)
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert response.status == 400
+    assert "the cache was not flushed" in response.body["message"]
+    assert versions_by_url(trainer.house)[A] == ("v2", 1)
     await trainer.until("idle")
     with trio.fail_after(5):
         while FLUSH not in engines.paths(B):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert held(trainer.house) == [[], ["uncertain"]]
+    assert holds_of(trainer.house) == [[], ["uncertain"]]
     del engines.says[B, FLUSH]
-    assert (await trainer.house.desk.submit(call(FLUSH))).ok
+    assert (await trainer.house.desk.submit(admin_call(FLUSH))).ok
     with trio.fail_after(5):
-        while uncertain(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert held(trainer.house) == [[], []]
+    assert holds_of(trainer.house) == [[], []]
 
 
 async def test_a_disk_load_without_a_flush_leaves_the_worker_uncertain(trainer, engines):
     for url in (A, B):
         engines.tell(url, DISK, STALE, 400)
     assert not (await trainer.ask(DISK, model_path="m")).ok
-    assert uncertain(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.house) == [A, B]
 
 
-# The names of versions
+# Labels
 
 
 async def test_a_worker_with_another_label_than_the_others_is_left_out(trainer, engines):
     await trainer.arm()
 
     async def keep(request, url, path, well=engines.keep):
-        answer = await well(request, url, path)
+        response = await well(request, url, path)
         engines.labels[B] = "v0"
-        return answer
+        return response
 
     engines.keep = keep
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert answer.status == 502
-    assert "it calls its weights 'v0', and others theirs 'v2'" in answer.body["uncertain"][B]
-    assert uncertain(trainer.house) == [B]
-    assert (answer.body["weight_version"], versions(trainer.house)[A]) == ("v2", ("v2", 1))
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert response.status == 502
+    assert "it calls its weights 'v0', and others theirs 'v2'" in response.body["uncertain"][B]
+    assert uncertain_workers(trainer.house) == [B]
+    assert (response.body["weight_version"], versions_by_url(trainer.house)[A]) == ("v2", ("v2", 1))
 
 
-@pytest.mark.parametrize("told", ["v0", None])
-async def test_engines_that_take_no_label_are_not_left_out(trainer, engines, told):
+@pytest.mark.parametrize("label", ["v0", None])
+async def test_engines_that_take_no_label_are_not_left_out(trainer, engines, label):
     await trainer.arm()
 
     async def keep(request, url, path, well=engines.keep):
-        answer = await well(request, url, path)
-        engines.labels.update({A: "v0", B: told})
-        return answer
+        response = await well(request, url, path)
+        engines.labels.update({A: "v0", B: label})
+        return response
 
     engines.keep = keep
     assert (await trainer.ask(COMPLETE, weight_version="v2")).ok
-    assert uncertain(trainer.house) == []
+    assert uncertain_workers(trainer.house) == []
 
 
 async def test_a_repeated_label_is_a_new_epoch(trainer):
     await trainer.arm()
     for epoch in (1, 2):
-        told = await trainer.well(COMPLETE, weight_version="v2", epoch=epoch)
-        assert (told["weight_epoch"], told["weight_version"]) == (epoch, "v2")
-        assert set(versions(trainer.house).values()) == {("v2", epoch)}
-        await trainer.well(PREPARE, **BUCKETS)
+        body = await trainer.expect_ok(COMPLETE, weight_version="v2", epoch=epoch)
+        assert (body["weight_epoch"], body["weight_version"]) == (epoch, "v2")
+        assert set(versions_by_url(trainer.house).values()) == {("v2", epoch)}
+        await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
 # Caches
@@ -126,23 +126,23 @@ async def test_a_repeated_label_is_a_new_epoch(trainer):
 
 async def test_cache_knowledge_is_cleared_only_where_caches_were_flushed(trainer, forgotten):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2", flush_cache=True)
+    await trainer.expect_ok(COMPLETE, weight_version="v2", flush_cache=True)
     assert sorted(forgotten) == [A, B]
     forgotten.clear()
-    for body in ({"flush_cache": False}, {}):  # a complete flushes where it says so
-        await trainer.well(PREPARE, **BUCKETS)
-        await trainer.well(COMPLETE, weight_version="v3", **body)
+    for body in ({"flush_cache": False}, {}):  # a complete flushes only if it says so
+        await trainer.expect_ok(PREPARE, **BUCKETS)
+        await trainer.expect_ok(COMPLETE, weight_version="v3", **body)
         assert forgotten == []
-    await trainer.well(UPDATE, **TENSORS, weight_version="v4", flush_cache=False)
-    await trainer.well(CONTINUE)
+    await trainer.expect_ok(UPDATE, **TENSORS, weight_version="v4", flush_cache=False)
+    await trainer.expect_ok(CONTINUE)
     assert forgotten == []
-    # And one in one phase where it says nothing of it.
-    await trainer.well(UPDATE, **TENSORS, weight_version="v5")
-    await trainer.well(DESTROY)
+    # A one-phase update flushes unless it says otherwise.
+    await trainer.expect_ok(UPDATE, **TENSORS, weight_version="v5")
+    await trainer.expect_ok(DESTROY)
     assert sorted(forgotten) == [A, B]
 
 
-# Going on
+# Continue
 
 
 async def test_continue_keeps_uncertain_workers_out_and_names_them(trainer, engines):
@@ -150,7 +150,7 @@ async def test_continue_keeps_uncertain_workers_out_and_names_them(trainer, engi
     await trainer.arm()
     assert not (await trainer.ask(COMPLETE, weight_version="v2")).ok
     for _ in range(2):
-        told = await trainer.well(CONTINUE)
-        assert sorted(told["uncertain"]) == [A, B]
-        assert held(trainer.house) == [["uncertain"], ["uncertain"]]
-    assert "uncertain" not in (await trainer.house.desk.submit(call("/model_info"))).body
+        body = await trainer.expect_ok(CONTINUE)
+        assert sorted(body["uncertain"]) == [A, B]
+        assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert "uncertain" not in (await trainer.house.desk.submit(admin_call("/model_info"))).body

@@ -6,7 +6,7 @@ from omni_proxy.weight_sync.session.fan_out import FanOutTimeouts, GroupFanOut
 
 
 class Member:
-    """Answers after a while: `secs` until then, `status` of what it says."""
+    """Responds with `status` after `secs`."""
 
     ranks = 1
 
@@ -14,7 +14,7 @@ class Member:
         self.name, self.secs, self.status = name, secs, status
         self.undone = trio.Event()
 
-    async def answer(self):
+    async def response(self):
         with trio.move_on_after(self.secs):
             await self.undone.wait()
             return WorkerResult(self.name, 400, {"success": False, "message": "undone"})
@@ -27,37 +27,37 @@ async def undo(member):
 
 
 def fan(*members):
-    return GroupFanOut(members, lambda member: member.answer())
+    return GroupFanOut(members, lambda member: member.response())
 
 
 async def test_all_members_are_called_at_once_and_results_are_in_their_order(autojump_clock):
     one = fan(Member("a", 3), Member("b", 1))
-    answers = await one.run(FanOutTimeouts(9))
-    assert [answer.worker for answer in answers] == ["a", "b"]
+    responses = await one.run(FanOutTimeouts(9))
+    assert [response.worker for response in responses] == ["a", "b"]
     assert (one.cause, trio.current_time()) == ("", 3)
 
 
 async def test_the_first_failure_ends_the_fan_out(autojump_clock):
     one = fan(Member("a", 300), Member("b", 2, 400))
-    answers = await one.run(FanOutTimeouts(900))
+    responses = await one.run(FanOutTimeouts(900))
     assert trio.current_time() == 2
     assert one.cause == "b: status 400"
-    assert [answer.error for answer in answers] == [NOT_AWAITED, ""]
+    assert [response.error for response in responses] == [NOT_AWAITED, ""]
 
 
 async def test_after_a_failure_the_others_get_the_grace_time(autojump_clock):
     one = fan(Member("a", 3), Member("b", 1, 500), Member("c", 300))
-    answers = await one.run(FanOutTimeouts(900, grace_secs=5))
+    responses = await one.run(FanOutTimeouts(900, grace_secs=5))
     assert trio.current_time() == 6
-    assert [answer.success for answer in answers] == [True, False, False]
+    assert [response.success for response in responses] == [True, False, False]
 
 
 async def test_a_late_member_is_undone_and_its_late_result_counts(autojump_clock):
     late = Member("c", 300)
     one = fan(Member("b", 1, 500), late)
-    answers = await one.run(FanOutTimeouts(900, grace_secs=5, undo=undo))
+    responses = await one.run(FanOutTimeouts(900, grace_secs=5, undo=undo))
     assert trio.current_time() == 6
-    assert [answer.status for answer in answers] == [500, 400]
+    assert [response.status for response in responses] == [500, 400]
 
 
 async def test_a_timeout_names_the_missing_members(autojump_clock):

@@ -17,18 +17,18 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
+    SyncEngines,
     Trainer,
     sync_house,
-    uncertain,
-    versions,
+    uncertain_workers,
+    versions_by_url,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 
 
-# Members come and go
+# Lost members
 
 
 async def test_a_member_that_is_gone_ends_the_sync_and_is_named(trainer, listening, engines):
@@ -36,9 +36,9 @@ async def test_a_member_that_is_gone_ends_the_sync_and_is_named(trainer, listeni
     listening[B].set()
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A)
-    answer = await trainer.ask(COMPLETE)
-    assert answer.status == 400
-    assert f"{B} is lost: nothing listens" in answer.body["message"]
+    response = await trainer.ask(COMPLETE)
+    assert response.status == 400
+    assert f"{B} is lost: nothing listens" in response.body["message"]
 
 
 async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
@@ -54,16 +54,16 @@ async def test_a_member_that_did_not_leave_is_told_again_before_it_joins(
 ):
     monkeypatch.setattr(leftover_groups, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
-    engines.shut(DESTROY, B)
-    answer = await trainer.ask(DESTROY)
-    assert (answer.status, trainer.state) == (502, "idle")
-    engines.open(DESTROY, B)
+    engines.close_gate(DESTROY, B)
+    response = await trainer.ask(DESTROY)
+    assert (response.status, trainer.state) == (502, "idle")
+    engines.open_gate(DESTROY, B)
     await trainer.join()
     assert len(engines.bodies(DESTROY, B)) == 2
     assert len(engines.bodies(DESTROY, A)) == 1
 
 
-# Written down
+# Journal
 
 
 async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
@@ -72,10 +72,10 @@ async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
     await trainer.join()
     sync = decode((folder / "journal.json").read_bytes())
     assert (sync.sync.step, sync.sync.targets, sync.uncertain_at_start()) == ("grouped", (A, B), {})
-    await trainer.well(PREPARE, **BUCKETS)
+    await trainer.expect_ok(PREPARE, **BUCKETS)
     assert decode((folder / "journal.json").read_bytes()).sync.step == "arming"
     later = sync_house(folder)
-    assert uncertain(later) == [A, B]
+    assert uncertain_workers(later) == [A, B]
     await nursery.start(later.desk.run)
     with trio.fail_after(30):
         while not engines.bodies(DESTROY, B):  # noqa: ASYNC110  # nobody is asked for it
@@ -85,13 +85,13 @@ async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
 
 async def test_a_call_that_changes_weights_is_recorded_before_it_is_sent(trainer, folder, engines):
     await trainer.join()
-    engines.shut(UPDATE)
+    engines.close_gate(UPDATE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(trainer.ask, UPDATE, **TENSORS))
-        await engines.came[A, UPDATE].wait()
+        await engines.arrived[A, UPDATE].wait()
         assert decode((folder / "journal.json").read_bytes()).sync.step == "committing"
-        assert uncertain(sync_house(folder)) == [A, B]
-        engines.open(UPDATE)
+        assert uncertain_workers(sync_house(folder)) == [A, B]
+        engines.open_gate(UPDATE)
 
 
 async def test_members_of_a_cut_short_group_leave_before_the_next_init(
@@ -99,21 +99,21 @@ async def test_members_of_a_cut_short_group_leave_before_the_next_init(
 ):
     await trainer.arm()
     later = Trainer(sync_house(folder), trainer.store)
-    engines.shut(DESTROY, B)
+    engines.close_gate(DESTROY, B)
     await nursery.start(later.house.desk.run)
-    answers = []
+    responses = []
 
     async def init():
-        answers.append(await later.init())
+        responses.append(await later.init())
 
     async with trio.open_nursery() as asking:
         asking.start_soon(init)
-        await engines.came[B, DESTROY].wait()
-        for _ in range(5):  # what it writes down before its calls, it writes in a thread
+        await engines.arrived[B, DESTROY].wait()
+        for _ in range(5):  # the journal is written in a thread
             await wait_all_tasks_blocked(0.01)
         assert [len(engines.bodies(INIT, url)) for url in (A, B)] == [1, 1]
-        engines.open(DESTROY, B)
-    assert answers[0].ok, answers[0].body
+        engines.open_gate(DESTROY, B)
+    assert responses[0].ok, responses[0].body
 
 
 async def test_nothing_is_sent_if_the_journal_cannot_be_written(trainer, engines, monkeypatch):
@@ -123,16 +123,16 @@ async def test_nothing_is_sent_if_the_journal_cannot_be_written(trainer, engines
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trainer.house.desk.journal._file, "write", full)
-    answer = await trainer.ask(PREPARE, **BUCKETS)
-    assert (answer.status, answer.body["error"]["code"]) == (503, "journal_unwritable")
+    response = await trainer.ask(PREPARE, **BUCKETS)
+    assert (response.status, response.body["error"]["code"]) == (503, "journal_unwritable")
     assert not engines.bodies(PREPARE, A)
     await trainer.until("idle")
 
 
 async def test_a_sync_leaves_nothing_in_the_journal(trainer, folder):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    await trainer.well(DESTROY)
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(DESTROY)
     assert not (folder / "journal.json").exists()
     assert json.loads((folder / "epoch.json").read_bytes())["epoch"] == 1
 
@@ -141,16 +141,16 @@ async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_
     trainer, engines
 ):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
-    await trainer.well(DESTROY)
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(DESTROY)
     worker, fleet = trainer.house.worker(B), trainer.house.fleet
     engines.labels[B] = "default"
-    engines.shut("/model_info", B)
-    fleet.set_version(worker, None, 0)  # it was seen to begin anew
+    engines.close_gate("/model_info", B)
+    fleet.set_version(worker, None, 0)  # its restart was noticed
     fleet.cache_cleared(worker)
     assert (worker.cordon_reasons, worker.routable) == ({"unproven"}, False)
-    await engines.came[B, "/model_info"].wait()
-    engines.open("/model_info", B)
+    await engines.arrived[B, "/model_info"].wait()
+    engines.open_gate("/model_info", B)
     with trio.fail_after(30):
         while "uncertain" not in worker.cordon_reasons:
             await trio.sleep(0.01)
@@ -160,11 +160,11 @@ async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_
 
 async def test_a_worker_that_comes_up_with_the_synced_weights_is_released(trainer, engines):
     await trainer.arm()
-    await trainer.well(COMPLETE, weight_version="v2")
+    await trainer.expect_ok(COMPLETE, weight_version="v2")
     worker, fleet = trainer.house.worker(B), trainer.house.fleet
     fleet.set_version(worker, None, 0)
     fleet.cache_cleared(worker)
     with trio.fail_after(30):
         while worker.cordon_reasons:  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert versions(trainer.house)[B] == ("v2", 1)
+    assert versions_by_url(trainer.house)[B] == ("v2", 1)

@@ -1,30 +1,30 @@
-"""What was received once goes to all workers at the same time, and before any request does."""
+"""A received version is delivered to all workers at the same time, before any request."""
 
 import pytest
 import trio
 
 from tests.admin_api.house import NOW, A, B
-from tests.weight_sync.version_holders import DISK, Holders
+from tests.weight_sync.version_holders import DISK, VersionEngines
 
 pytest.importorskip("torch")
-ENGINES = Holders
+ENGINES = VersionEngines
 
 
 async def test_workers_get_the_version_at_the_same_time(running):
-    engines, answers = running.engines, []
-    engines.shut(DISK)
+    engines, responses = running.engines, []
+    engines.close_gate(DISK)
 
     async def sync():
-        answers.append(await running.sync(1))
+        responses.append(await running.sync(1))
 
     async with trio.open_nursery() as asking:
         asking.start_soon(sync)
         for url in (A, B):
-            await engines.came[url, DISK].wait()
+            await engines.arrived[url, DISK].wait()
         assert running.held() == [["updating"], ["updating"]]
         assert running.versions() == [(None, 0), (None, 0)]
-        engines.open(DISK)
-    assert answers[0].ok, answers[0].body
+        engines.open_gate(DISK)
+    assert responses[0].ok, responses[0].body
 
 
 async def test_a_worker_that_comes_up_during_a_delivery_is_held_before_the_others_continue(running):
@@ -34,18 +34,18 @@ async def test_a_worker_that_comes_up_during_a_delivery_is_held_before_the_other
         epoch = late.health.epoch
         house.fleet.observe_probe(late, status=None, error="gone", at=NOW, epoch=epoch)
 
-    async def publishing(*told):
+    async def publishing(*arguments):
         seen.append(sorted(late.cordon_reasons))
-        return await publish(*told)
+        return await publish(*arguments)
 
     running.desk.journal.publish = publishing
-    engines.shut(DISK, A)
+    engines.close_gate(DISK, A)
     async with trio.open_nursery() as asking:
         asking.start_soon(running.sync, 1)
-        await engines.came[A, DISK].wait()
+        await engines.arrived[A, DISK].wait()
         house.fleet.revive(late, NOW)
         house.healthy(B)
-        engines.open(DISK, A)
+        engines.open_gate(DISK, A)
     assert seen == [["catching_up"]]
     await running.until(lambda: running.versions() == [("v1", 1), ("v1", 1)])
     await running.until(lambda: running.held() == [[], []])
@@ -56,7 +56,7 @@ async def test_a_rollback_needs_a_previous_version_in_the_store(running):
     await running.sync(1)
     renamed = await running.ask("/update_weight_version", new_version="of somebody else")
     assert (renamed.ok, running.desk.journal.published.epoch) == (True, 2)
-    running.engines.stubborn[B] = 1
+    running.engines.failing_loads[B] = 1
     done = await running.sync(2)
     assert done.status == 502
     assert "rolled_back_to" not in done.body

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import held
+from tests.weight_sync.operation_fixture import holds_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -12,38 +12,38 @@ from tests.weight_sync.trainer_fixture import (
     PREPARE,
     TENSORS,
     UPDATE,
-    Engines,
-    asks,
+    SyncEngines,
     sync_house,
-    uncertain,
-    versions,
+    trainer_call,
+    uncertain_workers,
+    versions_by_url,
 )
 
 pytestmark = pytest.mark.usefixtures("listening")
-ENGINES = Engines
+ENGINES = SyncEngines
 
 
-# Joining
+# Init
 
 
 async def test_each_replica_gets_its_own_ranks_and_keeps_serving(trainer, engines):
-    answer = await trainer.init()
-    assert answer.ok
+    response = await trainer.init()
+    assert response.ok
     assert engines.bodies(INIT, A)[0]["rank_offset"] == 1
     assert engines.bodies(INIT, B)[0]["rank_offset"] == 3
     assert {b["world_size"] for b in engines.bodies(INIT, A) + engines.bodies(INIT, B)} == {4}
-    assert [seat["ranks"] for seat in answer.body["layout"]] == [2, 1]
-    assert held(trainer.house) == [[], []]
+    assert [seat["ranks"] for seat in response.body["layout"]] == [2, 1]
+    assert holds_of(trainer.house) == [[], []]
     assert trainer.house.config_store.membership_lock.held
     assert "group 'g' at 127.0.0.1" in trainer.house.config_store.membership_lock.reason()
 
 
 async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
     await trainer.join()
-    await trainer.well(DESTROY)
-    engines.ranks[A] = 1  # it began anew with fewer
-    answer = await trainer.init(world_size=3)
-    assert [seat["rank_offset"] for seat in answer.body["layout"]] == [1, 2]
+    await trainer.expect_ok(DESTROY)
+    engines.ranks[A] = 1  # it restarted with fewer ranks
+    response = await trainer.init(world_size=3)
+    assert [seat["rank_offset"] for seat in response.body["layout"]] == [1, 2]
     assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
 
 
@@ -55,41 +55,41 @@ async def test_a_configured_backend_is_sent_to_every_replica(trainer_with, engin
 
 @pytest.mark.parametrize(("offset", "world"), [(4, 4), (2, 4), (0, 4), (1, 3)])
 async def test_ranks_that_do_not_fit_are_refused_before_any_call(trainer, engines, offset, world):
-    answer = await trainer.init(rank_offset=offset, world_size=world)
-    assert answer.status == 400
-    assert f"rank_offset {offset}" in answer.body["message"]
+    response = await trainer.init(rank_offset=offset, world_size=world)
+    assert response.status == 400
+    assert f"rank_offset {offset}" in response.body["message"]
     assert not engines.bodies(INIT, A) + engines.bodies(INIT, B)
     assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
 
 
 async def test_a_replica_that_does_not_report_its_ranks_is_named(trainer, engines):
     engines.tell(B, "/server_info", {}, 500)
-    answer = await trainer.init()
-    assert answer.status == 502
-    assert B in answer.body["message"]
+    response = await trainer.init()
+    assert response.status == 502
+    assert B in response.body["message"]
     assert not engines.bodies(INIT, A)
 
 
 async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
-    engines.shut(INIT, A)  # it waits for the other, as in a real rendezvous
+    engines.close_gate(INIT, A)  # it waits for the other one, as in a real rendezvous
     engines.tell(B, INIT, {"success": False, "message": "no room"}, 400)
-    answer = await trainer.init()
-    assert answer.status == 400
-    assert answer.body["message"] == f"{B}: status 400: no room"
+    response = await trainer.init()
+    assert response.status == 400
+    assert response.body["message"] == f"{B}: status 400: no room"
     await trainer.until("idle")
     for url in (A, B):
         assert engines.bodies(DESTROY, url) == [{"group_name": "g"}]
     assert not trainer.house.config_store.membership_lock.held
-    del engines.gates[A, INIT], engines.came[A, INIT], engines.says[B, INIT]
+    del engines.gates[A, INIT], engines.arrived[A, INIT], engines.says[B, INIT]
     await trainer.join()
 
 
 async def test_a_join_ends_at_init_timeout(trainer_with, engines):
     trainer = await trainer_with(init_timeout_secs=0.2)
-    engines.shut(INIT, B)
-    answer = await trainer.init()
-    assert answer.status == 502
-    assert f"no answer within 0.2 s: {B}" in answer.body["message"]
+    engines.close_gate(INIT, B)
+    response = await trainer.init()
+    assert response.status == 502
+    assert f"no answer within 0.2 s: {B}" in response.body["message"]
     await trainer.until("idle")
 
 
@@ -102,68 +102,70 @@ async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
     nursery.start_soon(trio.serve_listeners, talk, [listener])
     house = sync_house(folder)
     await nursery.start(house.desk.run)
-    engines.shut(INIT)
+    engines.close_gate(INIT)
     port = listener.socket.getsockname()[1]
     with trio.fail_after(30):
-        answer = await house.desk.submit(
-            asks(INIT, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=4)
+        response = await house.desk.submit(
+            trainer_call(
+                INIT, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=4
+            )
         )
-    assert not answer.ok
-    assert "speaks another protocol than a torch store" in answer.body["message"]
+    assert not response.ok
+    assert "speaks another protocol than a torch store" in response.body["message"]
 
 
 # Two phases
 
 
 async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines):
-    told = await trainer.arm()
-    assert (told["status"], held(trainer.house)) == ("ready", [[], []])
-    engines.shut(COMPLETE, B)
+    body = await trainer.arm()
+    assert (body["status"], holds_of(trainer.house)) == ("ready", [[], []])
+    engines.close_gate(COMPLETE, B)
     forgotten = []
     trainer.house.fleet.watch_cache_cleared(lambda worker: forgotten.append(worker.url))
     async with trio.open_nursery() as nursery:
-        answers = []
+        responses = []
 
         async def complete():
-            answers.append(await trainer.ask(COMPLETE, flush_cache=True, weight_version="v2"))
+            responses.append(await trainer.ask(COMPLETE, flush_cache=True, weight_version="v2"))
 
         nursery.start_soon(complete)
-        await engines.came[B, COMPLETE].wait()
-        assert held(trainer.house) == [["updating"], ["updating"]]
-        assert set(versions(trainer.house).values()) == {(None, 0)}
+        await engines.arrived[B, COMPLETE].wait()
+        assert holds_of(trainer.house) == [["updating"], ["updating"]]
+        assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
         assert trainer.house.desk.sync.status()["members"][0]["standing"] == "updating"
-        engines.open(COMPLETE, B)
-    (answer,) = answers
-    assert answer.status == 200, answer.body
-    assert (answer.body["num_buckets_received"], answer.body["weight_version"]) == (1, "v2")
-    assert answer.body["verification"]["checked"] == [A, B]
-    assert versions(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
-    assert held(trainer.house) == [[], []]
+        engines.open_gate(COMPLETE, B)
+    (response,) = responses
+    assert response.status == 200, response.body
+    assert (response.body["num_buckets_received"], response.body["weight_version"]) == (1, "v2")
+    assert response.body["verification"]["checked"] == [A, B]
+    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert holds_of(trainer.house) == [[], []]
     assert sorted(forgotten) == [A, B]
-    await trainer.well(DESTROY)
+    await trainer.expect_ok(DESTROY)
     assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
 
 
 async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engines):
     await trainer.join()
-    answer = await trainer.ask(PREPARE, num_buckets=2, buckets=[TENSORS])
-    assert (answer.status, trainer.state) == (400, "grouped")
+    response = await trainer.ask(PREPARE, num_buckets=2, buckets=[TENSORS])
+    assert (response.status, trainer.state) == (400, "grouped")
     assert not engines.bodies(PREPARE, A)
-    await trainer.well(PREPARE, **BUCKETS)
+    await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
 async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engines):
     await trainer.join()
     engines.tell(B, PREPARE, {"success": False, "message": "armed already"}, 409)
-    answer = await trainer.ask(PREPARE, **BUCKETS)
-    assert answer.body["message"] == f"{B}: status 409: armed already"
+    response = await trainer.ask(PREPARE, **BUCKETS)
+    assert response.body["message"] == f"{B}: status 409: armed already"
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A)
     assert not engines.bodies(COMPLETE, A)
     later = await trainer.ask(COMPLETE)
     assert later.status == 400
     assert B in later.body["message"]
-    assert uncertain(trainer.house) == []
+    assert uncertain_workers(trainer.house) == []
 
 
 @pytest.mark.parametrize(
@@ -173,43 +175,43 @@ async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engin
 async def test_calls_in_the_wrong_state_are_refused(trainer, path, after_prepare, status):
     await (trainer.arm() if after_prepare else trainer.join())
     before = trainer.state
-    answer = await trainer.ask(path, **TENSORS)
-    assert (answer.status, trainer.state) == (status, before)
+    response = await trainer.ask(path, **TENSORS)
+    assert (response.status, trainer.state) == (status, before)
 
 
 @pytest.mark.parametrize("path", [PREPARE, COMPLETE, UPDATE, DESTROY])
 async def test_without_a_group_every_call_is_refused(trainer, engines, path):
-    answer = await trainer.ask(path, **TENSORS)
-    assert answer.status == 400
+    response = await trainer.ask(path, **TENSORS)
+    assert response.status == 400
     assert not engines.bodies(path, A)
 
 
 async def test_a_call_for_another_group_name_is_refused(trainer):
     await trainer.join()
-    answer = await trainer.ask(PREPARE, **BUCKETS, group_name="other")
-    assert answer.status == 400
-    assert "there is no group 'other'" in answer.body["message"]
+    response = await trainer.ask(PREPARE, **BUCKETS, group_name="other")
+    assert response.status == 400
+    assert "there is no group 'other'" in response.body["message"]
 
 
 async def test_replicas_that_differ_are_left_out_and_the_sync_fails(trainer, engines):
     engines.sums[B] = "other"
     await trainer.arm()
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert answer.status == 502
-    assert "checksums differ" in answer.body["message"]
-    assert uncertain(trainer.house) == [A, B]
-    assert held(trainer.house) == [["uncertain"], ["uncertain"]]
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert response.status == 502
+    assert "checksums differ" in response.body["message"]
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(trainer, engines):
     await trainer.arm()
     engines.says[B, COMPLETE] = LOST
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert (answer.status, answer.body["weight_version"]) == (502, "v2")
-    assert uncertain(trainer.house) == [B]
-    assert versions(trainer.house)[A] == ("v2", 1)
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert (response.status, response.body["weight_version"]) == (502, "v2")
+    assert uncertain_workers(trainer.house) == [B]
+    assert versions_by_url(trainer.house)[A] == ("v2", 1)
     await trainer.until("idle")
-    assert held(trainer.house) == [[], ["uncertain"]]
+    assert holds_of(trainer.house) == [[], ["uncertain"]]
 
 
 async def test_weights_that_one_replica_refused_are_not_published_for_a_single_other(
@@ -217,25 +219,25 @@ async def test_weights_that_one_replica_refused_are_not_published_for_a_single_o
 ):
     await trainer.arm()
     engines.tell(B, COMPLETE, {"success": False, "message": "the trainer sent fewer"}, 400)
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert answer.status == 400
-    assert uncertain(trainer.house) == [A, B]
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert response.status == 400
+    assert uncertain_workers(trainer.house) == [A, B]
     assert trainer.house.desk.journal.published.epoch == 0
 
 
 async def test_weights_that_all_refuse_leave_no_worker_uncertain(trainer, engines):
-    before = versions(trainer.house)
+    before = versions_by_url(trainer.house)
     await trainer.arm()
     for url in (A, B):
         engines.tell(url, COMPLETE, {"success": False, "message": "the trainer is gone"}, 400)
-    answer = await trainer.ask(COMPLETE)
-    assert (answer.status, uncertain(trainer.house)) == (400, [])
+    response = await trainer.ask(COMPLETE)
+    assert (response.status, uncertain_workers(trainer.house)) == (400, [])
     await trainer.until("idle")
-    assert (held(trainer.house), versions(trainer.house)) == ([[], []], before)
+    assert (holds_of(trainer.house), versions_by_url(trainer.house)) == ([[], []], before)
 
 
 async def test_a_member_without_a_readable_checksum_is_left_out(trainer, engines):
     await trainer.arm()
     engines.says[B, "/weights_checker"] = LOST
-    answer = await trainer.ask(COMPLETE, weight_version="v2")
-    assert (answer.status, uncertain(trainer.house)) == (502, [B])
+    response = await trainer.ask(COMPLETE, weight_version="v2")
+    assert (response.status, uncertain_workers(trainer.house)) == (502, [B])

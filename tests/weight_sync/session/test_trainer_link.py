@@ -31,7 +31,7 @@ async def test_a_trainer_that_is_silent_for_the_limit_is_gone(store, link):
 async def test_a_second_connection_does_not_extend_the_ping_timeout(store, link):
     await link.open()
     store.silent = True
-    with trio.fail_after(7.9):  # twice as long is what it must not have
+    with trio.fail_after(7.9):  # less than two timeouts
         await link.wait_gone(lambda: 4.0)
 
 

@@ -1,4 +1,4 @@
-"""A worker that has just proven what it holds is not asked to hash all of it again."""
+"""A worker whose weights a delivery has just proven is not asked to hash them again."""
 
 import pytest
 
@@ -8,16 +8,16 @@ from omni_proxy.weight_sync.session.verification import cached_proof
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
 from tests.admin_api.house import A, B
-from tests.weight_sync.version_holders import CHECKER, DISK, Holders
+from tests.weight_sync.version_holders import CHECKER, DISK, VersionEngines
 
 pytest.importorskip("torch")
 DIGESTS = {"a": "1", "b": "2"}
 GO_ON = "/continue_generation"
 
 
-class Telling(Holders):
-    """They tell which process answers, and of which stage; `at_go_on` happens to B when it goes on,
-    which is the last thing of a delivery."""
+class Telling(VersionEngines):
+    """They report their process and stages; `at_go_on` runs when B continues, which is the last
+    call of a delivery."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Telling(Holders):
         self.stages = {A: 1, B: 1}
         self.at_go_on = lambda: None
 
-    def well(self, url, path):
+    def default_response(self, url, path):
         if path == "/server_info":
             return {"tp_size": 1, "instance_id": self.instances[url]}
         if path == DISK:
@@ -34,7 +34,7 @@ class Telling(Holders):
             return {"success": True, "results": [skipped, *stages]}
         if path == GO_ON and url == B:
             self.at_go_on()
-        return super().well(url, path)
+        return super().default_response(url, path)
 
     def hashed(self):
         return [self.paths(url).count(CHECKER) for url in (A, B)]
@@ -57,7 +57,7 @@ async def test_a_proof_from_the_delivery_is_reused(running, engines):
 async def test_another_process_than_the_proven_one_is_hashed_again(running, engines):
     def begin_anew():
         engines.restart(B)
-        engines.labels[B] = "v1"  # the label alone would not tell
+        engines.labels[B] = "v1"  # the label alone proves nothing
         engines.instances[B] = "second"
 
     engines.at_go_on = begin_anew
@@ -67,7 +67,7 @@ async def test_another_process_than_the_proven_one_is_hashed_again(running, engi
 
 
 async def test_weights_with_another_label_are_hashed_again(running, engines):
-    engines.at_go_on = lambda: engines.restart(B)  # a stage of it only: the process is the same
+    engines.at_go_on = lambda: engines.restart(B)  # only a stage: the process is the same
     done = await running.sync(1)
     assert (done.status, engines.hashed()) == (502, [2, 2])
     assert B in done.body["uncertain"]
