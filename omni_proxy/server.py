@@ -36,7 +36,7 @@ from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.launch.launcher import Launcher
 from omni_proxy.launch.startup_progress import wait_until_ready
-from omni_proxy.launch.worker_link import HOLD
+from omni_proxy.launch.worker_link import CORDON
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -77,7 +77,7 @@ def run(startup: Startup) -> int:
 
 def _log_health(worker: Worker, before: Health) -> None:
     now, why = worker.health.state, worker.health.last_error
-    if HOLD in worker.cordon_reasons:  # its launch tells how that goes
+    if CORDON in worker.cordon_reasons:  # its launch tells how that goes
         _log.debug("Worker %s is not in use yet: from %s to %s", worker.url, before, now)
         return
     level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
@@ -222,7 +222,7 @@ class Server:
         launch = self.config_store.startup.launch
         longest = max(entry.ready_timeout_secs or math.inf for entry in launch)
         launcher = self.launcher
-        failed = await wait_until_ready(launcher.status, launcher.until_moved, _tell, longest)
+        failed = await wait_until_ready(launcher.status, launcher.wait_state_change, _tell, longest)
         if failed:
             _tell(f"giving up: {failed}")
             return NEVER_READY

@@ -31,7 +31,7 @@ ALLOWED = {
     "omni_proxy.replica.api.common.sse.__anext__": QUEUED,
     "omni_proxy.replica.pipeline.hosting.stage_process._read": ENDS,
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
-    "omni_proxy.launch.startup_progress.wait_until_ready": "`moved` waits for an event",
+    "omni_proxy.launch.startup_progress.wait_until_ready": "`wait_change` waits for an event",
     "omni_proxy.weight_sync.session.endpoint._admit_owner": "`wait_idle` waits for an event",
 }
 

@@ -30,7 +30,7 @@ from omni_proxy.cli.unknown_flags import routers_own
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import CAPABILITIES, LaunchEntry, RetryCause
-from omni_proxy.launch.gpu_allocator import visible
+from omni_proxy.launch.gpu_allocator import visible_gpus
 
 # As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {
@@ -99,7 +99,7 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
     command = _words(arguments.command) if arguments.command else command_of(engine, asked)
     gpus = arguments.gpus_per_replica
     if gpus is None:
-        gpus = size if visible(os.environ) and engine in ("sglang", "vllm", "omni") else 0
+        gpus = size if visible_gpus(os.environ) and engine in ("sglang", "vllm", "omni") else 0
     return LaunchEntry(
         name="launch",
         command=command,

@@ -1,1 +1,1 @@
-"""Replicas that the proxy starts itself: commands, child processes, GPUs, start-up progress."""
+"""Replicas that the proxy starts itself: argv, child processes, GPUs, start-up progress."""

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, lent to launched replicas: none is ever lent twice."""
+"""The GPUs of this machine, allocated to launched replicas. Invariant: no GPU to two replicas."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from pathlib import Path
 
 
 class TooFewGpus(Exception):
-    """More were asked for than are free."""
+    """More GPUs were requested than are free."""
 
 
 class GpuAllocator:
     def __init__(self, names: Iterable[str]) -> None:
-        self._all = list(names)
-        self._lent: set[str] = set()
+        self._names = list(names)
+        self._allocated: set[str] = set()
 
-    def take(self, count: int) -> tuple[str, ...]:
-        free = [name for name in self._all if name not in self._lent]
+    def allocate(self, count: int) -> tuple[str, ...]:
+        """The names of `count` free GPUs. Raises TooFewGpus."""
+        free = [name for name in self._names if name not in self._allocated]
         if len(free) < count:
             raise TooFewGpus(
-                f"it needs {count} GPUs and {len(free)} of {len(self._all)} are free: lower "
+                f"it needs {count} GPUs and {len(free)} of {len(self._names)} are free: lower "
                 "gpus_per_replica or replicas, or widen CUDA_VISIBLE_DEVICES"
             )
-        taken = tuple(free[:count])
-        self._lent.update(taken)
-        return taken
+        names = tuple(free[:count])
+        self._allocated.update(names)
+        return names
 
-    def give_back(self, names: Iterable[str]) -> None:
-        self._lent.difference_update(names)
+    def release(self, names: Iterable[str]) -> None:
+        self._allocated.difference_update(names)
 
 
-def visible(environ: Mapping[str, str]) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES: those it holds already, else one number per NVIDIA device."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [name.strip() for name in listed.split(",") if name.strip()]
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES; without it, the numbers of the NVIDIA devices."""
+    names = environ.get("CUDA_VISIBLE_DEVICES")
+    if names is not None:
+        return [name.strip() for name in names.split(",") if name.strip()]
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]

@@ -1,8 +1,8 @@
-"""What a person at a terminal reads while launched replicas become ready.
+"""What the terminal shows while launched replicas become ready.
 
-Contract: one line when a replica is ready or has failed, none that only repeats the one before.
-Who was given up for good (`restart = "never"`) is told and not waited for. A start that can't
-succeed ends, with a reason.
+Contract: one line when a replica is ready or has failed, and no line that repeats the one before.
+A replica that is not restarted (`restart = "never"`) is reported and not waited for. A start that
+can't succeed ends with a reason.
 """
 
 from __future__ import annotations
@@ -13,86 +13,88 @@ from typing import Final
 
 import trio
 
-GRACE_SECS: Final = 1.0  # each replica's own clock ends first, and says more
-TRIES: Final = 5  # of each replica, with some 15 s of pauses between them
+GRACE_SECS: Final = 1.0  # the timeout of each replica ends first, and has a better reason
+MAX_ATTEMPTS: Final = 5  # of each replica, with some 15 s of delays between them
 
-Place = Mapping[str, object]
-Status = Callable[[], Sequence[Place]]
+ReplicaStatus = Mapping[str, object]  # a row of `ReplicaProcess.status`
+GetStatus = Callable[[], Sequence[ReplicaStatus]]
 
 
 async def wait_until_ready(
-    status: Status,
-    moved: Callable[[], Awaitable[None]],
-    say: Callable[[str], None],
+    status: GetStatus,
+    wait_change: Callable[[], Awaitable[None]],
+    print_line: Callable[[str], None],
     startup_secs: float = math.inf,
 ) -> str:
-    """Return "" once every replica of `status` is ready; `moved` returns when one has changed.
+    """Wait until every replica of `status` is ready; returns "".
 
-    Where none was ever ready and none is likely to be (`_is_lost`), or none is within
-    `startup_secs`, that is not waited for: then the result says why.
+    `wait_change` returns when a replica has changed. Returns a reason instead where no replica was
+    ever ready, and either all have failed (`_has_failed`) or `startup_secs` are over.
     """
-    began = trio.current_time()
-    teller = _Teller(say)
+    started_at = trio.current_time()
+    reporter = _Reporter(print_line)
     count = len(status())
-    say(f"starting {count} replica{'' if count == 1 else 's'}")
+    print_line(f"starting {count} replica{'' if count == 1 else 's'}")
     while True:
-        places = status()
-        for place in places:
-            teller.tell(place, len(places), trio.current_time() - began)
-        if all(place["state"] == "ready" or _given_up(place) for place in places):
+        replicas = status()
+        for replica in replicas:
+            reporter.report(replica, len(replicas), trio.current_time() - started_at)
+        if all(r["state"] == "ready" or _is_given_up(r) for r in replicas):
             return ""
-        left = startup_secs + GRACE_SECS - (trio.current_time() - began)
-        if teller.any_was_ready:
-            left = math.inf
-        elif teller.lost.issuperset(place["url"] for place in places):
+        remaining_secs = startup_secs + GRACE_SECS - (trio.current_time() - started_at)
+        if reporter.any_was_ready:
+            remaining_secs = math.inf
+        elif reporter.failed.issuperset(replica["url"] for replica in replicas):
             return "no replica can be started"
-        elif left <= 0:
+        elif remaining_secs <= 0:
             return f"no replica was ready within {startup_secs:g} s"
-        with trio.move_on_after(left):
-            await moved()
+        with trio.move_on_after(remaining_secs):
+            await wait_change()
 
 
-class _Teller:
-    """Says of each replica what has changed."""
+class _Reporter:
+    """Prints what has changed about each replica."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, print_line: Callable[[str], None]) -> None:
         self.any_was_ready = False
-        self.lost: set[object] = set()  # their starts fail, and nothing says that one will not
-        self._say = say
+        self.failed: set[object] = set()  # URLs
+        self._print_line = print_line
         self._ready: set[object] = set()
-        self._told: dict[object, object] = {}
+        self._reported_errors: dict[object, object] = {}
 
-    def tell(self, place: Place, count: int, secs: float) -> None:
-        url, error = place["url"], place["last_error"]
-        if place["state"] == "ready":
+    def report(self, replica: ReplicaStatus, count: int, secs: float) -> None:
+        url, error = replica["url"], replica["last_error"]
+        if replica["state"] == "ready":
             if url not in self._ready:
                 self._ready.add(url)
-                self.lost.discard(url)
+                self.failed.discard(url)
                 self.any_was_ready = True
                 ready = len(self._ready)
-                self._say(f"replica {ready} of {count} is ready after {secs:.1f} s: {url}")
+                self._print_line(f"replica {ready} of {count} is ready after {secs:.1f} s: {url}")
             return
         self._ready.discard(url)
-        if _is_lost(place):
-            self.lost.add(url)
-        if error and self._told.get(url) != error:
-            self._told[url] = error
-            outlook = _outlook(place, may_retry=self.any_was_ready or url not in self.lost)
-            self._say(f"replica {url} is not ready: {error}; {outlook}")
+        if _has_failed(replica):
+            self.failed.add(url)
+        if error and self._reported_errors.get(url) != error:
+            self._reported_errors[url] = error
+            may_retry = self.any_was_ready or url not in self.failed
+            outlook = _outlook(replica, may_retry=may_retry)
+            self._print_line(f"replica {url} is not ready: {error}; {outlook}")
 
 
-def _is_lost(place: Place) -> bool:
-    """Whether it failed in a way that no further try will mend, or often enough."""
-    if place["state"] != "backing_off" or not place["last_error"]:
+def _has_failed(replica: ReplicaStatus) -> bool:
+    """Whether its failure is one that no retry will mend, or has come often enough."""
+    if replica["state"] != "backing_off" or not replica["last_error"]:
         return False
-    restarts = place.get("restarts", 0)
-    tries = restarts + 1 if isinstance(restarts, int) else 1
-    return bool(place.get("fatal")) or tries >= TRIES
+    restarts = replica.get("restarts", 0)
+    attempts = restarts + 1 if isinstance(restarts, int) else 1
+    return bool(replica.get("fatal")) or attempts >= MAX_ATTEMPTS
 
 
-def _given_up(place: Place) -> bool:
-    return place["state"] == "stopped" and bool(place["last_error"])
+def _is_given_up(replica: ReplicaStatus) -> bool:
+    return replica["state"] == "stopped" and bool(replica["last_error"])
 
 
-def _outlook(place: Place, *, may_retry: bool) -> str:
-    return "it is tried again" if may_retry and not _given_up(place) else "it is not tried again"
+def _outlook(replica: ReplicaStatus, *, may_retry: bool) -> str:
+    retried = may_retry and not _is_given_up(replica)
+    return "it is tried again" if retried else "it is not tried again"

@@ -1,7 +1,7 @@
-"""What the fleet hears of the replicas that we launch.
+"""The workers of launched replicas, as the fleet sees them.
 
-Invariant: the worker of a launched replica is held out of routing except while our own process for
-it is ready, whatever else may answer at its address.
+Invariant: the worker of a launched replica is cordoned except while our own process for it is
+ready, whatever else may answer at its address.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.worker_drain import wait_idle
 
-HOLD = LAUNCH_CORDON
+CORDON = LAUNCH_CORDON
 POLL_SECS = 0.2
 
 
 class LaunchedWorkerLink:
-    """Speaks of workers by URL: the keeper owns them, they come and go with the configuration."""
+    """Refers to workers by URL: the configuration store adds and removes them."""
 
     def __init__(
-        self, fleet: Fleet, config_store: ConfigStore, prober: Prober, moved: Callable[[], None]
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        prober: Prober,
+        on_state_change: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._config_store = config_store
         self._prober = prober
-        self.moved = moved  # a place has entered another state
-        # Straight to the replica: a proxy of the environment is meant for the world outside.
+        self.on_state_change = on_state_change  # of a replica
+        # Directly to the replica: proxies of the environment are for other hosts.
         self._client = httpx.AsyncClient(trust_env=False)
 
     async def __aenter__(self) -> Self:
@@ -42,73 +47,76 @@ class LaunchedWorkerLink:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def until_thawed(self) -> None:
-        """No process is started anew under a weight sync that counts on its ranks."""
+    async def wait_membership_released(self) -> None:
+        """No process is restarted during a weight sync that counts on its ranks."""
         await self._config_store.membership_lock.wait_released()
 
     def find(self, url: str) -> Worker | None:
         return self._fleet.find(url)
 
-    def hold(self, url: str) -> None:
+    def cordon(self, url: str) -> None:
         worker = self._fleet.find(url)
-        if worker is not None and HOLD not in worker.cordon_reasons:
-            self._fleet.cordon(worker, HOLD)
+        if worker is not None and CORDON not in worker.cordon_reasons:
+            self._fleet.cordon(worker, CORDON)
 
-    def lost(self, url: str, reason: str) -> None:
+    def process_exited(self, url: str, reason: str) -> None:
         worker = self._fleet.find(url)
         if worker is not None:
             self._fleet.process_exited(worker, reason, _now())
 
-    def give_up(self, url: str) -> None:
-        """Nobody will restart it: nobody need probe it, until an operator revives it."""
+    def mark_dead(self, url: str) -> None:
+        """The replica is never restarted, so it is not probed until an operator revives it."""
         worker = self._fleet.find(url)
         if worker is not None:
             self._fleet.mark_dead(worker, _now())
 
-    async def until_ready(self, url: str, timeout_secs: float) -> str:
-        """Wait for the health endpoint's 200; returns "", or what it said last when time was up."""
-        found = ""
+    async def wait_ready(self, url: str, timeout_secs: float) -> str:
+        """Poll the health endpoint until it answers 200; "", or the last failure at the timeout.
+
+        0 is no timeout.
+        """
+        failure = ""
         with trio.move_on_after(timeout_secs or math.inf):
             while True:
-                found = await self._ask(url)
-                if not found:
+                failure = await self._poll_health(url)
+                if not failure:
                     return ""
                 await trio.sleep(POLL_SECS)
-        return f"not ready after {timeout_secs:g} s: {found}"
+        return f"not ready after {timeout_secs:g} s: {failure}"
 
-    async def ready(self, url: str) -> Worker | None:
-        """Back to routing, with as many probes as that takes: its readiness has been seen.
+    async def set_ready(self, url: str) -> Worker | None:
+        """Put the worker into rotation, with as many probes as that takes.
 
-        One that a person declared dead stays dead, whatever process is behind it.
+        A worker that an operator declared dead stays dead, whatever process is behind it.
         """
         worker = self._fleet.find(url)
         if worker is not None:
             if not worker.health.declared_dead:
                 self._fleet.revive(worker, _now())
-            self._fleet.uncordon(worker, HOLD)
+            self._fleet.uncordon(worker, CORDON)
             for _ in range(self._config_store.config.health.success_threshold):
                 await self._prober.probe_once(worker)
         return worker
 
-    async def until_idle(self, worker: Worker) -> None:
-        """Wait for the end of what runs on it, no longer than a drain may take.
+    async def drain(self, worker: Worker) -> None:
+        """Wait until the worker is idle, at most for `server.drain_timeout_secs`.
 
-        Takes the worker itself: one that the configuration dropped is no longer found by its URL.
+        Takes the worker itself: one that was removed is no longer found by its URL.
         """
         with trio.move_on_after(self._config_store.config.server.drain_timeout_secs):
             await self._fleet.await_replicated()
-            while worker.in_flight:  # noqa: ASYNC110  # the door counts in plain ints, it rings no bell
-                await trio.sleep(POLL_SECS)
+            await wait_idle([worker], poll_secs=POLL_SECS)
 
-    async def _ask(self, url: str) -> str:
+    async def _poll_health(self, url: str) -> str:
+        """Why the replica is not ready; "" when it is."""
         health = self._config_store.config.health
         try:
-            answer = await self._client.get(url + health.endpoint, timeout=health.timeout_secs)
+            response = await self._client.get(url + health.endpoint, timeout=health.timeout_secs)
         except httpx.HTTPError as error:
             return f"GET {health.endpoint}: {str(error) or type(error).__name__}"
-        if answer.status_code == httpx.codes.OK:
+        if response.status_code == httpx.codes.OK:
             return ""
-        return f"GET {health.endpoint} answered {answer.status_code}"
+        return f"GET {health.endpoint} answered {response.status_code}"
 
 
 def _now() -> datetime:

@@ -21,7 +21,7 @@ import trio
 
 from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.launch.command import OURSELVES, argv_of
+from omni_proxy.launch.command import OWN_COMMAND, argv_of
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
 from omni_proxy.multiprocess.messages import (
     AckEvent,
@@ -221,7 +221,7 @@ class ProcessHandle:
 
 def process_argv(descriptor: int) -> list[str]:
     """This program again, however it was started; `descriptor`: of its end of the socket."""
-    return argv_of(LaunchEntry(command=(OURSELVES, SUBCOMMAND, str(descriptor))), 0, ())
+    return argv_of(LaunchEntry(command=(OWN_COMMAND, SUBCOMMAND, str(descriptor))), 0, ())
 
 
 def _start_error(error: OSError) -> str:

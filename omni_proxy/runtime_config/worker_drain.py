@@ -1,14 +1,14 @@
-"""WorkerDrains: workers that get no new request until what they have in flight has ended.
+"""Draining of workers: they get no new request, and those in flight end.
 
-Invariant: a drain ends by itself, at the latest at its deadline, and cuts nothing. Whoever enables
-the worker again has ended it; whoever asked for its removal and left gets it all the same, be it
-after a restart of this program.
+Invariant: a drain ends by itself, at the latest at its deadline, and aborts no request. Enabling
+the worker again cancels the drain. A requested removal happens even if its caller disconnects, and
+after a restart of this program too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from math import inf
@@ -25,37 +25,37 @@ from omni_proxy.wire.errors import HttpError
 
 _log = logging.getLogger(__name__)
 
-LOOK_SECS: Final = 0.05
-RUNS, DRAINED, OVERDUE, CANCELLED, REMOVED = (
+POLL_SECS: Final = 0.05
+DRAINING, DRAINED, OVERDUE, CANCELLED, REMOVED = (
     "draining", "drained", "overdue", "cancelled", "removed",
 )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
 class WorkerDrain:
-    """One worker's. `ends_at` is trio's time; `in_time`: it was empty before that."""
+    """The drain of one worker. `ends_at` is in trio's time; `in_time`: it was idle before that."""
 
     worker: Worker
     since: datetime
     ends_at: float = inf
     deadline: datetime | None = None
     remove: bool = False
-    state: str = RUNS
+    state: str = DRAINING
     in_time: bool = False
-    leaving: bool = False  # its removal is under way
+    removing: bool = False  # its removal has begun
     refused: str = ""  # why it could not be removed
     ended: datetime | None = None
     over: trio.Event = field(default_factory=trio.Event)
 
     @property
     def state_since(self) -> datetime:
-        """When it came to its present state."""
+        """When it entered its current state."""
         return self.ended or self.since
 
-    def told(self) -> dict[str, object]:
-        late = self.state == OVERDUE and not self.worker.in_flight
+    def to_dict(self) -> dict[str, object]:
+        drained_late = self.state == OVERDUE and not self.worker.in_flight
         return {
-            "state": DRAINED if late else self.state,
+            "state": DRAINED if drained_late else self.state,
             "since": self.since.isoformat(),
             "in_flight": self.worker.in_flight,
             "deadline": self.deadline.isoformat() if self.deadline else None,
@@ -64,17 +64,20 @@ class WorkerDrain:
 
 
 class WorkerDrains:
-    """Of workers that are disabled already; `run` looks after them."""
+    """The drains of disabled workers; `run` ends them."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore) -> None:
         self._fleet = fleet
         self._config_store = config_store
         self._drains: dict[Worker, WorkerDrain] = {}
-        self._begun = trio.Event()
+        self._started = trio.Event()
         fleet.watch_members(self._follow_fleet)
 
     def start(self, worker: Worker, timeout_secs: float, *, remove: bool = False) -> WorkerDrain:
-        """A second one for the same worker moves its deadline; 0 s is none."""
+        """Drain a worker that is disabled already; 0 s is no deadline.
+
+        A second call for the same worker moves the deadline.
+        """
         drain = self._drains.get(worker)
         if drain is None or drain.over.is_set():
             drain = self._drains[worker] = WorkerDrain(worker, datetime.now(UTC))
@@ -83,23 +86,23 @@ class WorkerDrains:
         ends_in = timedelta(seconds=timeout_secs)
         drain.deadline = datetime.now(UTC) + ends_in if timeout_secs else None
         if worker.in_flight or remove:
-            _log.info("Worker %s is draining: %d in flight", worker.url, worker.in_flight)
-            self._begun.set()
+            _log.info("worker_draining worker=%s in_flight=%d", worker.url, worker.in_flight)
+            self._started.set()
         else:
             self._end(drain, DRAINED)
         return drain
 
     def get_record(self, worker: Worker) -> dict[str, object] | None:
-        """How far it is, JSON-able; None for a worker that nobody drains."""
+        """The drain of the worker for JSON; None where there is none."""
         drain = self._drains.get(worker)
-        return drain.told() if drain else None
+        return drain.to_dict() if drain else None
 
     def state_since(self, worker: Worker) -> datetime | None:
         drain = self._drains.get(worker)
         return drain.state_since if drain else None
 
     def secs_left(self, worker: Worker) -> float | None:
-        """Until its deadline; None where it has none."""
+        """Seconds until the deadline; None without one."""
         drain = self._drains.get(worker)
         if drain is None or drain.ends_at == inf:
             return None
@@ -107,52 +110,52 @@ class WorkerDrains:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         for drain in self._drains.values():
-            drain.leaving = False
-        self._take_up()
+            drain.removing = False
+        self._resume_removals()
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
-                self._begun = trio.Event()
-                while running := self._running():
-                    for drain in running:
-                        await self._look(drain, nursery)
-                    await trio.sleep(LOOK_SECS)
-                await self._begun.wait()
+                self._started = trio.Event()
+                while pending := self._pending():
+                    for drain in pending:
+                        await self._check(drain, nursery)
+                    await trio.sleep(POLL_SECS)
+                await self._started.wait()
 
-    def _take_up(self) -> None:
-        """Removals that were asked for before we were started."""
+    def _resume_removals(self) -> None:
+        """Continue the removals that were requested before this program started."""
         for url in self._config_store.state.leaving:
             worker = self._fleet.find(url)
             if worker is not None and worker.disabled and worker not in self._drains:
-                _log.info("Worker %s was draining when the program ended, to be removed", url)
+                _log.info("worker_drain_resumed worker=%s", url)
                 self.start(worker, self._config_store.config.server.drain_timeout_secs, remove=True)
 
-    def _running(self) -> list[WorkerDrain]:
-        return [d for d in self._drains.values() if d.state == RUNS and not d.leaving]
+    def _pending(self) -> list[WorkerDrain]:
+        return [d for d in self._drains.values() if d.state == DRAINING and not d.removing]
 
-    async def _look(self, drain: WorkerDrain, nursery: trio.Nursery) -> None:
+    async def _check(self, drain: WorkerDrain, nursery: trio.Nursery) -> None:
         worker = drain.worker
         await (
             self._fleet.await_replicated()
-        )  # else a door that has not heard yet could still send to it
-        empty = not worker.in_flight
-        if not empty and trio.current_time() < drain.ends_at:
+        )  # until then a data-plane process could still send to it
+        idle = not worker.in_flight
+        if not idle and trio.current_time() < drain.ends_at:
             return
         if drain.remove and self._config_store.membership_lock.held:
-            return  # it stays until a weight sync lets the set of workers change again
-        drain.in_time = empty
-        if empty:
-            _log.info("Worker %s is drained", worker.url)
+            return  # it is removed after the weight sync
+        drain.in_time = idle
+        if idle:
+            _log.info("worker_drained worker=%s", worker.url)
         else:
-            running = worker.in_flight
-            _log.warning("Worker %s: its time to drain is over, %d in flight", worker.url, running)
-        if drain.remove:  # beside the others: it waits for the end of an operation on the workers
-            drain.leaving = True
-            nursery.start_soon(self._see_off, drain)
+            in_flight = worker.in_flight
+            _log.warning("worker_drain_overdue worker=%s in_flight=%d", worker.url, in_flight)
+        if drain.remove:  # a task of its own: it may have to wait for the operation lock
+            drain.removing = True
+            nursery.start_soon(self._finish_removal, drain)
         else:
-            self._end(drain, DRAINED if empty else OVERDUE)
+            self._end(drain, DRAINED if idle else OVERDUE)
 
-    async def _see_off(self, drain: WorkerDrain) -> None:
+    async def _finish_removal(self, drain: WorkerDrain) -> None:
         await self._remove(drain)
         if not drain.over.is_set():
             self._end(drain, DRAINED if drain.in_time else OVERDUE)
@@ -161,17 +164,17 @@ class WorkerDrains:
         worker = drain.worker
 
         def edit(state: SavedState, config: Config) -> SavedState:
-            wanted = drain.state == RUNS and self._fleet.find(worker.url) is worker
-            return with_deleted(state, config, worker.url) if wanted else state
+            still_draining = drain.state == DRAINING and self._fleet.find(worker.url) is worker
+            return with_deleted(state, config, worker.url) if still_draining else state
 
         try:
             changed = await self._config_store.change(edit)
-        except HttpError as refusal:
-            drain.refused = refusal.message
+        except HttpError as error:
+            drain.refused = error.message
             return
         if changed.error is not None:
             drain.refused = str(changed.error)
-            _log.error("worker %s could not be removed: %s", worker.url, changed.error)
+            _log.error("worker_remove_failed worker=%s error=%s", worker.url, changed.error)
 
     def _follow_fleet(self) -> None:
         for worker, drain in list(self._drains.items()):
@@ -188,22 +191,24 @@ class WorkerDrains:
         drain.over.set()
 
 
-# Time for requests that run on workers which get no new ones any more.
-#
-# Invariant: it waits for those alone that are held; what is late is left to the caller's own choice.
+async def drain_cordoned(workers: Iterable[Worker], timeout_secs: float, operation: str) -> None:
+    """Wait until the cordoned ones of `workers` are idle; at the timeout, log what still runs.
 
-POLL_SECS: Final = 0.05
-_log = logging.getLogger(__name__)
-
-
-async def wait_idle(workers: Sequence[Worker], within_secs: float, what: str) -> None:
-    """0 s is no wait at all."""
-    held = [worker for worker in workers if worker.cordon_reasons]
-    if not within_secs:
+    0 s does not wait at all. `operation` names what waits.
+    """
+    cordoned = [worker for worker in workers if worker.cordon_reasons]
+    if not timeout_secs:
         return
-    with trio.move_on_after(within_secs) as scope:
-        while any(worker.in_flight for worker in held):  # noqa: ASYNC110  # plain ints ring no bell
-            await trio.sleep(POLL_SECS)
+    with trio.move_on_after(timeout_secs) as scope:
+        await wait_idle(cordoned)
     if scope.cancelled_caught:
-        left = sum(worker.in_flight for worker in held)
-        _log.info("%s does not wait for %d requests that still run", what, left)
+        in_flight = sum(worker.in_flight for worker in cordoned)
+        _log.info("drain_timeout operation=%s in_flight=%d", operation, in_flight)
+
+
+async def wait_idle(workers: Iterable[Worker], *, poll_secs: float = POLL_SECS) -> None:
+    """Until no worker has a request in flight. The data plane counts plain integers and signals
+    nothing, so this polls."""
+    busy = list(workers)
+    while any(worker.in_flight for worker in busy):  # noqa: ASYNC110
+        await trio.sleep(poll_secs)

@@ -19,7 +19,7 @@ def started(monkeypatch):
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(launch, "visible", lambda environ: [])
+    monkeypatch.setattr(launch, "visible_gpus", lambda environ: [])
     return kept
 
 
@@ -133,7 +133,7 @@ def test_a_file_keeps_its_own_policy(started, tmp_path):
 
 
 def test_each_replica_has_as_many_gpus_as_ranks_where_there_are_any(started, monkeypatch):
-    monkeypatch.setattr(launch, "visible", lambda environ: ["0", "1", "2", "3"])
+    monkeypatch.setattr(launch, "visible_gpus", lambda environ: ["0", "1", "2", "3"])
     main(["--engine", "vllm", "--model-path", "org/m", "--tp-size", "2", "--dp-size", "2"])
     assert started[0].launch[0].gpus_per_replica == 2
     main(["--model-path", "tiny"])

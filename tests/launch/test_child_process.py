@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from omni_proxy.launch.child_process import LINE_CHARS, OutputLines, ParentDeathGuard
 from tests.processes import until_gone
 
-KEPT = """
+GUARDED_PROGRAM = """
 import sys, trio
 from omni_proxy.launch.child_process import ParentDeathGuard
 
 async def main():
-    leash = ParentDeathGuard()
-    await leash.attach()
+    guard = ParentDeathGuard()
+    await guard.attach()
     for _ in range(2):
-        child = await leash.start(["sleep", "600"], {"PATH": "/usr/bin:/bin"}, print)
+        child = await guard.start(["sleep", "600"], {"PATH": "/usr/bin:/bin"}, print)
         print(child.pid, flush=True)
     await trio.sleep_forever()
 
@@ -26,48 +26,48 @@ trio.run(main)
 
 
 async def test_a_program_that_is_killed_leaves_no_child_behind():
-    argv = [sys.executable, "-c", KEPT]
-    keeper = await trio.lowlevel.open_process(argv, stdout=-1)
+    argv = [sys.executable, "-c", GUARDED_PROGRAM]
+    program = await trio.lowlevel.open_process(argv, stdout=-1)
     printed = b""
     while printed.count(b"\n") < 2:
-        printed += await keeper.stdout.receive_some()
+        printed += await program.stdout.receive_some()
     pids = [int(line) for line in printed.split()]
-    os.kill(keeper.pid, signal.SIGKILL)
-    await keeper.wait()
-    await keeper.stdout.aclose()
+    os.kill(program.pid, signal.SIGKILL)
+    await program.wait()
+    await program.stdout.aclose()
     for pid in pids:
         await until_gone(pid)
 
 
-async def test_last_words_are_read_although_the_child_has_ended():
-    said = []
-    leash = ParentDeathGuard()
-    await leash.attach()
-    script = "import sys; print('x' * 200_000); print('last words'); sys.exit(4)"
-    child = await leash.start([sys.executable, "-c", script], dict(os.environ), said.append)
+async def test_the_last_output_is_read_after_the_child_has_ended():
+    lines = []
+    guard = ParentDeathGuard()
+    await guard.attach()
+    script = "import sys; print('x' * 200_000); print('last line'); sys.exit(4)"
+    child = await guard.start([sys.executable, "-c", script], dict(os.environ), lines.append)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(child.pass_on_output)
-        assert await child.ended() == "process ended with exit status 4"
+        nursery.start_soon(child.forward_output)
+        assert await child.wait_exit() == "process ended with exit status 4"
         nursery.cancel_scope.cancel()
     await child.stop()
-    await leash.detach()
-    assert said[-1] == "last words"
+    await guard.detach()
+    assert lines[-1] == "last line"
 
 
 @given(st.lists(st.text("ab \r\n", max_size=50)), st.data())
-def test_lines_do_not_depend_on_how_the_output_was_cut(parts, data):
+def test_lines_do_not_depend_on_the_chunks(parts, data):
     whole = "".join(parts).encode() + b"\n"
     expected = [line.rstrip() for line in whole.decode().replace("\r", "\n").split("\n")]
-    lines, found, rest = OutputLines(), [], whole
+    lines, split, rest = OutputLines(), [], whole
     while rest:
         size = data.draw(st.integers(1, len(rest)))
-        found += lines.feed(rest[:size])
+        split += lines.feed(rest[:size])
         rest = rest[size:]
-    assert found == [line for line in expected if line]
+    assert split == [line for line in expected if line]
 
 
 @given(st.binary(max_size=20_000))
-def test_no_line_is_endless_or_moves_the_cursor(output):
+def test_lines_are_bounded_and_hold_no_control_characters(output):
     for line in OutputLines().feed(output + b"\n"):
         assert len(line) <= LINE_CHARS + len(" [cut]")
         assert not any(char < " " and char != "\t" for char in line)

@@ -1,7 +1,7 @@
 import sys
 
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.launch.command import argv_of, environment_of, recipe
+from omni_proxy.launch.command import argv_of, environment_of, start_parameters
 
 ENTRY = LaunchEntry(
     command=("serve", "--at={host}:{port}", '--json={"port": 1, "x": {}}', "{index}/{gpus}"),
@@ -11,12 +11,12 @@ ENTRY = LaunchEntry(
 )
 
 
-def test_place_holders_are_filled_and_other_braces_kept():
+def test_placeholders_are_filled_and_other_braces_kept():
     words = ["serve", "--at=127.0.0.1:31003", '--json={"port": 1, "x": {}}', "3/4,5"]
     assert argv_of(ENTRY, 3, ("4", "5")) == words
 
 
-def test_the_entry_has_the_last_word_over_the_environment():
+def test_the_env_of_the_entry_overrides_the_environment():
     env = environment_of(ENTRY, 0, ("4", "5"), {"HOME": "/here", "CUDA_VISIBLE_DEVICES": "0"})
     assert env == {
         "PYTHONUNBUFFERED": "1",
@@ -26,17 +26,17 @@ def test_the_entry_has_the_last_word_over_the_environment():
     }
 
 
-def test_without_gpus_of_its_own_it_sees_those_that_we_see():
+def test_without_allocated_gpus_the_visible_ones_are_inherited():
     env = environment_of(LaunchEntry(command=("x",)), 0, (), {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_our_own_name_needs_no_path():
+def test_the_own_command_needs_no_path():
     entry = LaunchEntry(command=("omni-proxy", "replica"))
     assert argv_of(entry, 0, ()) == [sys.executable, "-m", "omni_proxy", "replica"]
 
 
-def test_a_single_file_build_is_its_own_interpreter(monkeypatch):
+def test_a_frozen_binary_is_its_own_interpreter(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     entry = LaunchEntry(command=("omni-proxy", "replica"))
     assert argv_of(entry, 0, ()) == [sys.executable, "replica"]
@@ -49,7 +49,7 @@ def test_an_archive_is_started_again_as_one(monkeypatch, tmp_path):
     assert argv == [sys.executable, f"{tmp_path}/omni-proxy.pyz", "replica"]
 
 
-def test_a_single_file_builds_libraries_are_for_itself_alone(monkeypatch):
+def test_the_libraries_of_a_frozen_binary_are_not_inherited_by_other_programs(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     unpacked = {"LD_LIBRARY_PATH": "/tmp/_MEI1", "_PYI_ARCHIVE_FILE": "/bin/omni-proxy"}
     env = {"HOME": "/here", **unpacked}
@@ -62,7 +62,7 @@ def test_a_single_file_builds_libraries_are_for_itself_alone(monkeypatch):
     assert environment_of(other, 0, (), env)["LD_LIBRARY_PATH"] == "/tmp/_MEI1"
 
 
-def test_only_what_a_process_is_started_from_is_in_its_recipe():
+def test_keys_that_apply_to_a_running_process_are_no_start_parameters():
     same = LaunchEntry(command=("x",), replicas=5, model="m", restart="never")
-    assert recipe(same) == recipe(LaunchEntry(command=("x",)))
-    assert recipe(same) != recipe(LaunchEntry(command=("x",), base_port=32000))
+    assert start_parameters(same) == start_parameters(LaunchEntry(command=("x",)))
+    assert start_parameters(same) != start_parameters(LaunchEntry(command=("x",), base_port=32000))

@@ -44,8 +44,8 @@ http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
 
 
-class Keeper:
-    """Stands in for the real one: applies to the fleet, then tells its subscribers."""
+class FakeConfigStore:
+    """Applies a configuration to the fleet, then calls the subscribers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.config = Config()
@@ -66,8 +66,8 @@ class Keeper:
             callback(old, self.config)
 
 
-class Prober:
-    """Every probe is good: what is tried here is the launcher."""
+class FakeProber:
+    """Every probe succeeds."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -77,26 +77,26 @@ class Prober:
         self._fleet.observe_probe(worker, status=200, error=None, at=now, epoch=epoch)
 
 
-class House:
+class LauncherFixture:
     def __init__(self) -> None:
         self.fleet = Fleet()
-        self.config_store = Keeper(self.fleet)
+        self.config_store = FakeConfigStore(self.fleet)
         self.launcher = Launcher(
-            self.fleet, self.config_store, Prober(self.fleet), chance=lambda: 0.5
+            self.fleet, self.config_store, FakeProber(self.fleet), jitter=lambda: 0.5
         )
 
     def routable(self) -> list[str]:
         return [worker.url for worker in self.fleet.workers if worker.routable]
 
     def states(self) -> list[str]:
-        return [place["state"] for place in self.launcher.status()]
+        return [replica["state"] for replica in self.launcher.status()]
 
     def pids(self) -> list[int | None]:
-        return [place["pid"] for place in self.launcher.status()]
+        return [replica["pid"] for replica in self.launcher.status()]
 
     async def until(self, holds: Callable[[], bool]) -> None:
         with trio.fail_after(30):
-            while not holds():  # noqa: ASYNC110  # other processes ring no bell here
+            while not holds():  # noqa: ASYNC110  # other processes signal nothing
                 await trio.sleep(0.01)
 
     async def until_states(self, *states: str) -> None:
@@ -104,17 +104,17 @@ class House:
 
 
 @asynccontextmanager
-async def running(*launch: LaunchEntry) -> AsyncIterator[House]:
-    house = House()
-    house.config_store.apply(*launch)
+async def running(*launch: LaunchEntry) -> AsyncIterator[LauncherFixture]:
+    fixture = LauncherFixture()
+    fixture.config_store.apply(*launch)
     async with trio.open_nursery() as nursery:
-        await nursery.start(house.launcher.run)
-        yield house
+        await nursery.start(fixture.launcher.run)
+        yield fixture
         nursery.cancel_scope.cancel()
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_restarts(monkeypatch):
     monkeypatch.setattr(replica_process, "FIRST_DELAY_SECS", 0.05)
     monkeypatch.setattr(child_process, "TERM_SECS", 5.0)
 
@@ -135,83 +135,83 @@ async def body_of(url: str) -> list[str]:
 
 
 async def test_a_replica_becomes_routable_once_its_health_endpoint_answers(base_port):
-    async with running(entry(base_port, replicas=2)) as house:
-        await house.until_states("ready", "ready")
+    async with running(entry(base_port, replicas=2)) as fixture:
+        await fixture.until_states("ready", "ready")
         urls = [f"http://127.0.0.1:{base_port + i}" for i in range(2)]
-        assert house.routable() == urls
-        assert [place["url"] for place in house.launcher.status()] == urls
-        assert [place["restarts"] for place in house.launcher.status()] == [0, 0]
+        assert fixture.routable() == urls
+        assert [replica["url"] for replica in fixture.launcher.status()] == urls
+        assert [replica["restarts"] for replica in fixture.launcher.status()] == [0, 0]
 
 
-async def test_a_killed_replica_is_out_at_once_and_comes_back(base_port):
-    async with running(entry(base_port, replicas=2)) as house:
-        await house.until_states("ready", "ready")
+async def test_a_killed_replica_leaves_rotation_at_once_and_returns(base_port):
+    async with running(entry(base_port, replicas=2)) as fixture:
+        await fixture.until_states("ready", "ready")
         seen = []
-        worker = house.fleet.workers[0]
-        house.fleet.watch(lambda: seen.append((worker.health.state, worker.health.last_error)))
-        killed = house.pids()[0]
+        worker = fixture.fleet.workers[0]
+        fixture.fleet.watch(lambda: seen.append((worker.health.state, worker.health.last_error)))
+        killed = fixture.pids()[0]
         os.kill(killed, signal.SIGKILL)
-        await house.until(lambda: house.pids()[0] not in (None, killed))
-        await house.until_states("ready", "ready")
+        await fixture.until(lambda: fixture.pids()[0] not in (None, killed))
+        await fixture.until_states("ready", "ready")
         assert seen[0] == (Health.UNHEALTHY, "process ended with signal SIGKILL")
-        assert house.launcher.status()[0]["restarts"] == 1
-        assert len(house.routable()) == 2
+        assert fixture.launcher.status()[0]["restarts"] == 1
+        assert len(fixture.routable()) == 2
 
 
-async def test_a_replica_that_a_person_declared_dead_stays_so_when_it_is_started_anew(base_port):
-    async with running(entry(base_port)) as house:
-        await house.until_states("ready")
-        worker = house.fleet.workers[0]
-        house.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
-        killed = house.pids()[0]
+async def test_a_worker_that_was_declared_dead_stays_dead_after_a_restart(base_port):
+    async with running(entry(base_port)) as fixture:
+        await fixture.until_states("ready")
+        worker = fixture.fleet.workers[0]
+        fixture.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
+        killed = fixture.pids()[0]
         os.kill(killed, signal.SIGKILL)
-        await house.until(lambda: house.pids()[0] not in (None, killed))
-        await house.until_states("ready")
+        await fixture.until(lambda: fixture.pids()[0] not in (None, killed))
+        await fixture.until_states("ready")
         assert worker.health.state is Health.DEAD
 
 
-async def test_a_killed_replica_is_started_anew_only_when_its_ranks_count_for_nobody(base_port):
-    async with running(entry(base_port)) as house:
-        await house.until_states("ready")
-        killed = house.pids()[0]
-        house.config_store.membership_lock.acquire(lambda: "a sync")
+async def test_a_killed_replica_is_restarted_only_after_a_weight_sync(base_port):
+    async with running(entry(base_port)) as fixture:
+        await fixture.until_states("ready")
+        killed = fixture.pids()[0]
+        fixture.config_store.membership_lock.acquire(lambda: "a sync")
         os.kill(killed, signal.SIGKILL)
-        await house.until(lambda: house.launcher.status()[0]["restarts"] == 1)
+        await fixture.until(lambda: fixture.launcher.status()[0]["restarts"] == 1)
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert house.pids()[0] is None
-        house.config_store.membership_lock.release()
-        await house.until_states("ready")
-        assert house.pids()[0] not in (None, killed)
+        assert fixture.pids()[0] is None
+        fixture.config_store.membership_lock.release()
+        await fixture.until_states("ready")
+        assert fixture.pids()[0] not in (None, killed)
 
 
-async def test_an_unready_replica_is_not_routable_and_tells_why_it_is_given_another_try(base_port):
+async def test_a_replica_that_does_not_become_ready_in_time_is_restarted_with_a_reason(base_port):
     late = entry(base_port, "loading", ready_timeout_secs=0.5)
-    async with running(late) as house:
-        await house.until(lambda: house.launcher.status()[0]["restarts"] == 1)
-        assert house.routable() == []
-        assert "not ready after 0.5 s" in house.launcher.status()[0]["last_error"]
+    async with running(late) as fixture:
+        await fixture.until(lambda: fixture.launcher.status()[0]["restarts"] == 1)
+        assert fixture.routable() == []
+        assert "not ready after 0.5 s" in fixture.launcher.status()[0]["last_error"]
 
 
-async def test_status_shows_how_it_ended_and_what_it_said_last(base_port):
-    async with running(entry(base_port, "broken", restart="never")) as house:
-        await house.until_states("stopped")
-        (place,) = house.launcher.status()
+async def test_status_shows_the_exit_and_the_last_line_of_output(base_port):
+    async with running(entry(base_port, "broken", restart="never")) as fixture:
+        await fixture.until_states("stopped")
+        (replica,) = fixture.launcher.status()
         ended = "process ended with exit status 3; last line: no such model"
-        assert (place["last_error"], place["restarts"], place["pid"]) == (ended, 0, None)
-        assert house.fleet.workers[0].health.state is Health.DEAD
+        assert (replica["last_error"], replica["restarts"], replica["pid"]) == (ended, 0, None)
+        assert fixture.fleet.workers[0].health.state is Health.DEAD
 
 
-async def test_a_program_that_is_not_there_is_told_in_the_status(base_port):
+async def test_status_shows_a_missing_program(base_port):
     absent = LaunchEntry(command=("/nowhere/replica", "{port}"), base_port=base_port)
-    async with running(absent) as house:
-        await house.until_states("backing_off")
-        (place,) = house.launcher.status()
-        assert "`/nowhere/replica`: No such file" in place["last_error"]
-        assert place["fatal"]
+    async with running(absent) as fixture:
+        await fixture.until_states("backing_off")
+        (replica,) = fixture.launcher.status()
+        assert "`/nowhere/replica`: No such file" in replica["last_error"]
+        assert replica["fatal"]
 
 
 @pytest.mark.parametrize(
-    ("says", "status", "fatal"),
+    ("output", "status", "fatal"),
     [
         ("unrecognized arguments: --x", 2, True),
         ("No module named sglang", 1, True),
@@ -219,136 +219,138 @@ async def test_a_program_that_is_not_there_is_told_in_the_status(base_port):
         ("CUDA out of memory", 1, False),
     ],
 )
-async def test_what_no_further_try_will_mend_is_called_fatal(base_port, says, status, fatal):
-    words = (sys.executable, "-c", f"print({says!r}); raise SystemExit({status})")
+async def test_a_failure_that_no_retry_mends_is_fatal(base_port, output, status, fatal):
+    words = (sys.executable, "-c", f"print({output!r}); raise SystemExit({status})")
     refuses = LaunchEntry(command=words, base_port=base_port, restart="never")
-    async with running(refuses) as house:
-        await house.until_states("stopped")
-        (place,) = house.launcher.status()
-        assert says in place["last_error"]
-        assert place["fatal"] is fatal
+    async with running(refuses) as fixture:
+        await fixture.until_states("stopped")
+        (replica,) = fixture.launcher.status()
+        assert output in replica["last_error"]
+        assert replica["fatal"] is fatal
 
 
-async def test_a_taken_port_is_never_routed_to_and_tried_again(base_port):
-    squatters = await trio.open_tcp_listeners(base_port, host="127.0.0.1")
-    async with running(entry(base_port)) as house:
-        await house.until_states("backing_off")
-        assert f"port {base_port} of 127.0.0.1" in house.launcher.status()[0]["last_error"]
-        await Prober(house.fleet).probe_once(house.fleet.workers[0])
-        assert house.routable() == []
-        for listener in squatters:
+async def test_a_port_in_use_gets_no_requests_and_is_retried(base_port):
+    listeners = await trio.open_tcp_listeners(base_port, host="127.0.0.1")
+    async with running(entry(base_port)) as fixture:
+        await fixture.until_states("backing_off")
+        assert f"port {base_port} of 127.0.0.1" in fixture.launcher.status()[0]["last_error"]
+        await FakeProber(fixture.fleet).probe_once(fixture.fleet.workers[0])
+        assert fixture.routable() == []
+        for listener in listeners:
             await listener.aclose()
-        await house.until_states("ready")
+        await fixture.until_states("ready")
 
 
-async def test_a_stop_ends_the_grandchildren_too(base_port):
-    async with running(entry(base_port, "parent")) as house:
-        await house.until_states("ready")
-        grandchild = int((await body_of(house.routable()[0]))[0])
+async def test_a_stop_ends_the_whole_process_group(base_port):
+    async with running(entry(base_port, "parent")) as fixture:
+        await fixture.until_states("ready")
+        grandchild = int((await body_of(fixture.routable()[0]))[0])
         assert alive(grandchild)
-        (pid,) = house.pids()
+        (pid,) = fixture.pids()
     assert not alive(pid)
     assert not alive(grandchild)
 
 
-async def test_a_killed_parent_takes_its_children_along_before_it_is_restarted(base_port):
-    async with running(entry(base_port, "parent")) as house:
-        await house.until_states("ready")
-        grandchild = int((await body_of(house.routable()[0]))[0])
-        os.kill(house.pids()[0], signal.SIGKILL)
-        await house.until(lambda: house.launcher.status()[0]["restarts"] == 1)
+async def test_the_group_of_a_killed_replica_is_ended_before_the_restart(base_port):
+    async with running(entry(base_port, "parent")) as fixture:
+        await fixture.until_states("ready")
+        grandchild = int((await body_of(fixture.routable()[0]))[0])
+        os.kill(fixture.pids()[0], signal.SIGKILL)
+        await fixture.until(lambda: fixture.launcher.status()[0]["restarts"] == 1)
         assert not alive(grandchild)
 
 
-async def test_who_ignores_sigterm_gets_sigkill(base_port, monkeypatch):
+async def test_a_process_that_ignores_sigterm_gets_sigkill(base_port, monkeypatch):
     monkeypatch.setattr(child_process, "TERM_SECS", 0.1)
-    async with running(entry(base_port, "stubborn")) as house:
-        await house.until_states("ready")
-        (pid,) = house.pids()
+    async with running(entry(base_port, "stubborn")) as fixture:
+        await fixture.until_states("ready")
+        (pid,) = fixture.pids()
     assert not alive(pid)
 
 
 async def test_another_count_starts_and_stops_only_the_difference(base_port):
-    async with running(entry(base_port, replicas=2)) as house:
-        await house.until_states("ready", "ready")
-        first, second = house.pids()
-        house.config_store.apply(entry(base_port, replicas=3))
-        await house.until_states("ready", "ready", "ready")
-        assert house.pids()[:2] == [first, second]
-        house.config_store.apply(entry(base_port, replicas=1))
-        await house.until_states("ready")
-        assert house.pids() == [first]
+    async with running(entry(base_port, replicas=2)) as fixture:
+        await fixture.until_states("ready", "ready")
+        first, second = fixture.pids()
+        fixture.config_store.apply(entry(base_port, replicas=3))
+        await fixture.until_states("ready", "ready", "ready")
+        assert fixture.pids()[:2] == [first, second]
+        fixture.config_store.apply(entry(base_port, replicas=1))
+        await fixture.until_states("ready")
+        assert fixture.pids() == [first]
         assert not alive(second)
 
 
 async def test_keys_that_need_no_restart_cause_none(base_port):
-    async with running(entry(base_port)) as house:
-        await house.until_states("ready")
-        before = house.pids()
-        house.config_store.apply(entry(base_port, model="other", ready_timeout_secs=7))
+    async with running(entry(base_port)) as fixture:
+        await fixture.until_states("ready")
+        before = fixture.pids()
+        fixture.config_store.apply(entry(base_port, model="other", ready_timeout_secs=7))
         await trio.testing.wait_all_tasks_blocked()
-        assert house.pids() == before
-        assert house.states() == ["ready"]
+        assert fixture.pids() == before
+        assert fixture.states() == ["ready"]
 
 
 async def test_a_changed_command_replaces_one_replica_at_a_time(base_port):
-    async with running(entry(base_port, replicas=3)) as house:
-        await house.until_states("ready", "ready", "ready")
+    async with running(entry(base_port, replicas=3)) as fixture:
+        await fixture.until_states("ready", "ready", "ready")
         counts = []
-        house.fleet.watch(lambda: counts.append(len(house.routable())))
-        old = house.pids()
-        house.config_store.apply(entry(base_port, "changed", replicas=3))
-        await house.until(lambda: not set(old) & set(house.pids()))
-        await house.until_states("ready", "ready", "ready")
-        assert [(await body_of(url))[1] for url in house.routable()] == ["changed"] * 3
+        fixture.fleet.watch(lambda: counts.append(len(fixture.routable())))
+        old = fixture.pids()
+        fixture.config_store.apply(entry(base_port, "changed", replicas=3))
+        await fixture.until(lambda: not set(old) & set(fixture.pids()))
+        await fixture.until_states("ready", "ready", "ready")
+        assert [(await body_of(url))[1] for url in fixture.routable()] == ["changed"] * 3
         assert min(counts) == 2
 
 
-async def test_a_broken_new_command_costs_one_replica_until_it_is_mended(base_port):
-    async with running(entry(base_port, replicas=2)) as house:
-        await house.until_states("ready", "ready")
-        second = house.pids()[1]
-        house.config_store.apply(entry(base_port, "broken", replicas=2))
-        await house.until(lambda: house.launcher.status()[0]["restarts"] >= 2)
-        assert house.pids()[1] == second
-        house.config_store.apply(entry(base_port, "mended", replicas=2))
-        await house.until(lambda: house.pids()[1] != second)
-        await house.until_states("ready", "ready")
+async def test_a_broken_new_command_costs_one_replica_until_it_is_fixed(base_port):
+    async with running(entry(base_port, replicas=2)) as fixture:
+        await fixture.until_states("ready", "ready")
+        second = fixture.pids()[1]
+        fixture.config_store.apply(entry(base_port, "broken", replicas=2))
+        await fixture.until(lambda: fixture.launcher.status()[0]["restarts"] >= 2)
+        assert fixture.pids()[1] == second
+        fixture.config_store.apply(entry(base_port, "mended", replicas=2))
+        await fixture.until(lambda: fixture.pids()[1] != second)
+        await fixture.until_states("ready", "ready")
 
 
-async def test_a_removed_replica_first_finishes_what_it_has(base_port):
-    async with running(entry(base_port, replicas=2)) as house:
-        await house.until_states("ready", "ready")
-        leaving = house.fleet.workers[1]
-        pid = house.pids()[1]
-        leaving.in_flight = 1
-        house.config_store.apply(entry(base_port, replicas=1))
+async def test_a_removed_replica_is_drained_first(base_port):
+    async with running(entry(base_port, replicas=2)) as fixture:
+        await fixture.until_states("ready", "ready")
+        removed = fixture.fleet.workers[1]
+        pid = fixture.pids()[1]
+        removed.in_flight = 1
+        fixture.config_store.apply(entry(base_port, replicas=1))
         await trio.testing.wait_all_tasks_blocked()
         assert alive(pid)
-        leaving.in_flight = 0
-        await house.until(lambda: not alive(pid))
-        await house.until_states("ready")
+        removed.in_flight = 0
+        await fixture.until(lambda: not alive(pid))
+        await fixture.until_states("ready")
 
 
 async def test_a_replica_that_was_removed_has_no_process_until_it_is_added_again(base_port):
-    async with running(entry(base_port, replicas=2)) as house:
-        await house.until_states("ready", "ready")
-        kept, gone = house.fleet.workers
-        pid = house.pids()[1]
+    async with running(entry(base_port, replicas=2)) as fixture:
+        await fixture.until_states("ready", "ready")
+        kept, gone = fixture.fleet.workers
+        pid = fixture.pids()[1]
         gone.in_flight = 1
-        house.config_store.change(with_deleted(SavedState(), house.config_store.config, gone.url))
+        fixture.config_store.change(
+            with_deleted(SavedState(), fixture.config_store.config, gone.url)
+        )
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert alive(pid)  # it finishes what it has
         gone.in_flight = 0
-        await house.until_states("ready")
+        await fixture.until_states("ready")
         assert not alive(pid)
-        assert house.routable() == [kept.url]
-        house.config_store.change(SavedState())
-        await house.until_states("ready", "ready")
-        assert house.routable() == [kept.url, gone.url]
+        assert fixture.routable() == [kept.url]
+        fixture.config_store.change(SavedState())
+        await fixture.until_states("ready", "ready")
+        assert fixture.routable() == [kept.url, gone.url]
 
 
-async def test_output_reaches_the_log_with_the_replicas_name(base_port, caplog):
+async def test_output_is_logged_with_the_name_of_the_replica(base_port, caplog):
     caplog.set_level("INFO", logger="omni_proxy.launch")
-    async with running(entry(base_port, name="chat")) as house:
-        await house.until(lambda: f"chat[0] listening on {base_port}" in caplog.messages)
+    async with running(entry(base_port, name="chat")) as fixture:
+        await fixture.until(lambda: f"chat[0] listening on {base_port}" in caplog.messages)

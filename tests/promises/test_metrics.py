@@ -322,4 +322,4 @@ async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
             gone = await running.client.delete(f"/workers/{one.url}?drain=true")
             assert gone.json()["drained"] is True
             assert not math.isnan((await scraped(running))["omni_proxy_ready"][()])
-            await running.says("is drained")
+            await running.says("worker_drained")

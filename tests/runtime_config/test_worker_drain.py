@@ -10,7 +10,7 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 A, B = "http://a:1", "http://b:1"
 
 
-class World:
+class DrainFixture:
     def __init__(self, file):
         self.fleet = Fleet()
         self.config_store = ConfigStore(Startup(file, {}, (), ""), self.fleet)
@@ -29,15 +29,15 @@ class World:
         return self.drains.start(self.a, secs, **more)
 
     def state(self):
-        told = self.drains.get_record(self.a)
-        return told and told["state"]
+        record = self.drains.get_record(self.a)
+        return record and record["state"]
 
 
 @pytest.fixture
 async def world(tmp_path, nursery):
     file = tmp_path / "proxy.toml"
     file.write_text(f'[[workers]]\nurl = "{A}"\n[[workers]]\nurl = "{B}"\n')
-    made = World(file)
+    made = DrainFixture(file)
     await nursery.start(made.drains.run)
     return made
 
@@ -48,12 +48,12 @@ async def test_a_worker_with_nothing_in_flight_is_drained_at_once(autojump_clock
     assert world.state() == "drained"
 
 
-async def test_it_ends_when_the_last_request_has(autojump_clock, world):
+async def test_a_drain_ends_with_the_last_request(autojump_clock, world):
     world.a.in_flight = 2
     drain = await world.start(60)
-    told = world.drains.get_record(world.a)
-    assert (told["state"], told["in_flight"], told["remove"]) == ("draining", 2, False)
-    assert told["since"] < told["deadline"]
+    record = world.drains.get_record(world.a)
+    assert (record["state"], record["in_flight"], record["remove"]) == ("draining", 2, False)
+    assert record["since"] < record["deadline"]
     world.a.in_flight = 1
     await trio.sleep(5)
     assert not drain.over.is_set()
@@ -63,18 +63,18 @@ async def test_it_ends_when_the_last_request_has(autojump_clock, world):
     assert world.a.disabled
 
 
-async def test_its_deadline_ends_it_and_cuts_nothing(autojump_clock, world):
+async def test_the_deadline_ends_a_drain_and_aborts_no_request(autojump_clock, world):
     world.a.in_flight = 1
     drain = await world.start(3)
-    began = trio.current_time()
+    started_at = trio.current_time()
     await drain.over.wait()
-    assert trio.current_time() - began == pytest.approx(3, abs=0.2)
+    assert trio.current_time() - started_at == pytest.approx(3, abs=0.2)
     assert (world.state(), world.a.in_flight, world.a.disabled) == ("overdue", 1, True)
     world.a.in_flight = 0
     assert world.state() == "drained"
 
 
-async def test_without_a_deadline_it_waits_as_long_as_it_takes(autojump_clock, world):
+async def test_without_a_deadline_a_drain_has_no_limit(autojump_clock, world):
     world.a.in_flight = 1
     drain = await world.start(0)
     await trio.sleep(20)
@@ -85,7 +85,7 @@ async def test_without_a_deadline_it_waits_as_long_as_it_takes(autojump_clock, w
     await drain.over.wait()
 
 
-async def test_a_second_one_moves_the_deadline(autojump_clock, world):
+async def test_a_second_drain_moves_the_deadline(autojump_clock, world):
     world.a.in_flight = 1
     first = await world.start(3)
     assert world.drains.start(world.a, 50) is first
@@ -94,7 +94,7 @@ async def test_a_second_one_moves_the_deadline(autojump_clock, world):
     assert world.drains.secs_left(world.a) == pytest.approx(40, abs=0.2)
 
 
-async def test_who_enables_the_worker_ends_it(autojump_clock, world):
+async def test_enabling_the_worker_cancels_the_drain(autojump_clock, world):
     world.a.in_flight = 1
     drain = await world.start(60, remove=True)
     await world.switch(disabled=False)
@@ -106,7 +106,7 @@ async def test_who_enables_the_worker_ends_it(autojump_clock, world):
 
 
 @pytest.mark.parametrize(("left", "in_time"), [(0, True), (1, False)])
-async def test_one_that_is_to_go_goes_when_it_is_over(autojump_clock, world, left, in_time):
+async def test_a_removal_happens_at_the_end_of_the_drain(autojump_clock, world, left, in_time):
     world.a.in_flight = 1
     drain = await world.start(5, remove=True)
     await trio.sleep(1)
@@ -118,14 +118,14 @@ async def test_one_that_is_to_go_goes_when_it_is_over(autojump_clock, world, lef
     assert world.drains.get_record(world.a) is None
 
 
-async def test_a_worker_that_somebody_removes_is_not_waited_for(autojump_clock, world):
+async def test_a_worker_that_is_removed_meanwhile_ends_the_drain(autojump_clock, world):
     world.a.in_flight = 1
     drain = await world.start(60)
     await world.config_store.change(lambda state, config: with_deleted(state, config, A))
     assert (drain.over.is_set(), drain.state) == (True, "removed")
 
 
-async def test_two_workers_drain_side_by_side(autojump_clock, world):
+async def test_two_workers_drain_at_the_same_time(autojump_clock, world):
     b = world.fleet.find(B)
     world.a.in_flight = b.in_flight = 1
     slow = await world.start(0)
@@ -135,7 +135,7 @@ async def test_two_workers_drain_side_by_side(autojump_clock, world):
     assert not slow.over.is_set()
 
 
-async def test_a_removal_that_waits_for_an_operation_on_the_workers_holds_up_no_other_drain(
+async def test_a_removal_that_waits_for_the_operation_lock_delays_no_other_drain(
     autojump_clock, world
 ):
     b = world.fleet.find(B)
@@ -152,23 +152,23 @@ async def test_a_removal_that_waits_for_an_operation_on_the_workers_holds_up_no_
 
 
 async def restarted(world, nursery):
-    """The program as it starts anew; what it kept on the disk is all that it knows."""
-    again = World(world.config_store.file)
+    """The program after a restart: it knows what is on the disk."""
+    again = DrainFixture(world.config_store.file)
     again.a.in_flight = 0
     await nursery.start(again.drains.run)
     return again
 
 
-async def ask_for_removal(world):
+async def request_removal(world):
     await world.config_store.change(lambda state, _: with_pending_delete(state, A))
     return world.drains.start(world.a, 0, remove=True)
 
 
-async def test_a_removal_that_a_restart_cut_short_is_finished_after_it(
+async def test_a_removal_that_a_restart_interrupted_is_finished_after_it(
     autojump_clock, world, nursery
 ):
     world.a.in_flight = 1
-    await ask_for_removal(world)
+    await request_removal(world)
     again = await restarted(world, nursery)
     with trio.fail_after(10):
         while again.fleet.find(A) is not None:  # noqa: ASYNC110
@@ -177,9 +177,9 @@ async def test_a_removal_that_a_restart_cut_short_is_finished_after_it(
     assert again.fleet.find(B) is not None
 
 
-async def test_who_was_enabled_again_before_the_restart_stays(autojump_clock, world, nursery):
+async def test_a_worker_that_was_enabled_before_the_restart_stays(autojump_clock, world, nursery):
     world.a.in_flight = 1
-    await ask_for_removal(world)
+    await request_removal(world)
     await world.switch(disabled=False)
     again = await restarted(world, nursery)
     await trio.sleep(5)

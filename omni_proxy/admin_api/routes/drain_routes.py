@@ -16,7 +16,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.config.overlay import SavedState, with_override, with_pending_delete
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.runtime_config.worker_drain import DRAINED, RUNS, WorkerDrain
+from omni_proxy.runtime_config.worker_drain import DRAINED, DRAINING, WorkerDrain
 from omni_proxy.wire.errors import HttpError
 
 LONGEST_SECS = 1_000_000_000
@@ -39,10 +39,10 @@ class DrainRoutes:
         secs = self._secs(body.get("timeout_secs", request.args.get("timeout_secs")))
         worker = self._changes.find(name)
         drain = await self._begin(worker, secs, remove=False)
-        told = {"status": RUNS if drain.state == RUNS else DRAINED}
+        told = {"status": DRAINING if drain.state == DRAINING else DRAINED}
         record = self._records.record(worker)
         headers = {"Location": f"/workers/{worker.id}", **etag(self._rooms.config_store.revision)}
-        return reply({**told, "worker": record}, 202 if drain.state == RUNS else 200, headers)
+        return reply({**told, "worker": record}, 202 if drain.state == DRAINING else 200, headers)
 
     async def remove(self, worker: Worker) -> bool:
         """Returns once it is gone: whether all of its requests had ended. Raises HttpError."""

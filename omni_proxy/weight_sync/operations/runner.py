@@ -21,7 +21,7 @@ from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.runtime_config.worker_drain import wait_idle
+from omni_proxy.runtime_config.worker_drain import drain_cordoned
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict
 from omni_proxy.weight_sync.protocol.journal import JournalEntry, PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import PublishedVersion, TargetVersion
@@ -102,7 +102,7 @@ class OperationRunner:
             return
         self._enter(Step.DRAINING)
         running = [worker for worker in workers if worker.url not in self._journal.paused_engines]
-        await wait_idle(running, secs, self._route.name)
+        await drain_cordoned(running, secs, self._route.name)
 
     async def _record(self) -> None:
         self._enter(Step.RECORDING)

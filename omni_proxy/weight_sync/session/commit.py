@@ -17,7 +17,7 @@ import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.runtime_config.worker_drain import wait_idle
+from omni_proxy.runtime_config.worker_drain import drain_cordoned
 from omni_proxy.weight_sync.delivery.proxy_rank import NAME
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.protocol.requests import UpdateFlags
@@ -65,7 +65,7 @@ class RoundCommit:
             await self._lifecycle.fleet.await_replicated()
         paused = self._lifecycle.journal.paused_engines
         running = [worker for worker in workers if worker.url not in paused]
-        await wait_idle(running, config.drain_secs, what)
+        await drain_cordoned(running, config.drain_secs, what)
         self._lifecycle.quarantine.clear_versions(workers)
 
     async def close(self, headers: Mapping[str, str]) -> JsonObject:
