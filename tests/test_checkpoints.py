@@ -16,7 +16,7 @@ ALLOWED = {
     "counts turns",
     "omni_proxy.dataplane.downstream.connection.flush": ENDS,
     "omni_proxy.dataplane.exchange.pipeline._by_worker": "bounded by the tries of a request",
-    "omni_proxy.dataplane.websocket.connect.reach_worker": "bounded by the tries of a request",
+    "omni_proxy.dataplane.websocket.connect.connect_worker": "bounded by the tries of a request",
     "omni_proxy.dataplane.loop.event_loop.run": "it gives trio its turn when that has a use for it",
     "omni_proxy.dataplane.loop.tls_stream._send_all": FEWER,
     "omni_proxy.dataplane.exchange.request_body.pour": FEWER,

@@ -77,7 +77,7 @@ class DataPlane:
         self.ended: defaultdict[str, int] = defaultdict(int)
         self.across_versions = 0  # answers whose worker got other weights meanwhile
         self.queue = Queue(self)
-        self.holding = UpdateGate(self)
+        self.update_gate = UpdateGate(self)
         self.timers = Timers(self.loop)
         self.voices = VoiceRegistry()
         self.access_log: LineSink | None = None
@@ -305,7 +305,7 @@ class DataPlane:
         gone = self.voices.update_presence({worker.url for worker in workers})
         if gone:
             _log.warning("the worker that kept the uploaded voices was removed: %s", gone)
-        self.holding.update_presence()
+        self.update_gate.on_fleet_change()
         self.queue.serve(changed=True)
 
     def _follow_worker(self, worker: Worker) -> None:
@@ -313,7 +313,7 @@ class DataPlane:
         if lane is not None and not lane.suits(worker):
             lane.close()
             del self._lanes[worker]
-        self.holding.follow(worker)
+        self.update_gate.on_worker_change(worker)
         self.queue.serve(changed=True)
 
     def keep_voices_at(self, worker: Worker) -> None:

@@ -117,7 +117,7 @@ class AggregateView:
         return status
 
     def watchdog(self) -> dict[str, object]:
-        """Stalls of all processes, also of those that have exited; the rest is of this one alone."""
+        """Stalls of all processes, also of exited ones; the rest is of this process alone."""
         stalls = self._watchdog.stalls + self._sum_of("stalls")
         return {**self._watchdog.status(), "stalls": stalls}
 

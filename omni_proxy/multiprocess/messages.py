@@ -107,7 +107,7 @@ class RequestSucceededEvent(Struct, frozen=True, tag=True):
 
 
 class HalfOpenStartedEvent(Struct, frozen=True, tag=True):
-    """The process sends the one request that tries a half-open worker; `half_open_id`: its number."""
+    """The process sends the one request to a half-open worker; `half_open_id`: its number."""
 
     serial: int
     half_open_id: int

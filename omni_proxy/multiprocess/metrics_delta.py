@@ -1,6 +1,6 @@
 """Metrics of a data-plane process as deltas: taken out of its own, merged into the main process's.
 
-Invariant: `take` empties what it takes, so phases_of_route exchange is reported once; what a process has not
+Invariant: `take` empties what it takes, so each exchange is reported once; what a process has not
 sent when it is killed (a fraction of a second) is lost. Both sides use the same series and buckets,
 so the sums over all processes are those that one process would have.
 """

@@ -1,6 +1,6 @@
 """The listening sockets of the public address, one for each data-plane process (SO_REUSEPORT).
 
-Invariant: the main process keeps instruction socket open as long as a process may have it, so connections
+Invariant: the main process keeps each socket open as long as a process may have it, so connections
 in its backlog outlive the process and are accepted by the next. The first socket was bound without
 SO_REUSEPORT, so that a port in use is refused; here it gets the option. A BPF program steers new
 connections to sockets that a process serves (socket(7), SO_ATTACH_REUSEPORT_CBPF); where the kernel

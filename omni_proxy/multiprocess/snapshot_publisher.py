@@ -33,7 +33,7 @@ class SnapshotPublisher:
         self._revision = 0
 
     def send_all(self, handles: Sequence[ProcessHandle], *, heartbeat: bool = False) -> None:
-        """Send each process what is new for it; with `heartbeat` also those that know everything."""
+        """Send what is new to each process; with `heartbeat` something to every one."""
         rows = self._worker_ids.rows() if handles else ()
         for handle in handles:
             self._send_changes(handle, rows, heartbeat=heartbeat)

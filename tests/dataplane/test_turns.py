@@ -6,7 +6,7 @@ from wsproto.utilities import generate_accept_token
 from omni_proxy.dataplane.exchange.request_body import CHUNKED_PIECE_BYTES
 from omni_proxy.dataplane.loop.task import READS_PER_STEP
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
-from omni_proxy.dataplane.websocket.relay import CONFIG_PIECE_BYTES
+from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
 from tests.dataplane.by_hand import QUIET_SECS, ByHand, heard
 
 CHUNKED = (
@@ -115,10 +115,10 @@ def test_a_client_that_always_has_more_to_say_gives_up_its_turn(door, message):
 
 def test_one_that_has_not_said_its_first_message_does_too(door):
     client = door.client(UPGRADE)
-    sent = frame(PING) * (PIECES * CONFIG_PIECE_BYTES // len(frame(PING)))
+    sent = frame(PING) * (PIECES * CONFIG_READ_BYTES // len(frame(PING)))
     client.sendall(sent)
     batch(door)
-    assert exchange(door).bytes_in <= AT_ONCE * CONFIG_PIECE_BYTES
+    assert exchange(door).bytes_in <= AT_ONCE * CONFIG_READ_BYTES
     door.turn()
     assert exchange(door).bytes_in == len(sent)
 

@@ -55,12 +55,12 @@ class Waiter(ConnectionTask):
         door, mine = self.door, self.mine
         self.wants = "slot"
         if not door.count_in(mine):
-            await door.queue.for_slot(self, mine, unread=False)
+            await door.queue.wait_for_slot(self, mine, unread=False)
         self.phase, self.wants = "pick", (self.model, mine.need.version_constraint)
         try:
             take(door, mine)
         except HttpError as nobody:
-            await door.queue.for_worker(self, mine, nobody)
+            await door.queue.wait_for_worker(self, mine, nobody)
 
     def finish(self):
         if self in self.room.gone_in:

@@ -99,7 +99,7 @@ async def test_the_workers_are_not_blamed_for_it(tmp_path):
             await trio.sleep(0.1)
 
 
-async def test_a_door_that_ends_while_there_is_none_left_is_replaced_when_there_are(tmp_path):
+async def test_a_process_that_exits_without_free_descriptors_is_replaced_later(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2").replace(PROBES, RARELY))
@@ -109,7 +109,9 @@ async def test_a_door_that_ends_while_there_is_none_left_is_replaced_when_there_
             soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (3, hard))
             os.kill(told["data_plane"]["processes"][0]["pid"], signal.SIGKILL)
-            await running.says("door 1 could not be started: Too many open files")
+            await running.says(
+                'dataplane_process_exited process=1 reason="could not be started: Too many open files'
+            )
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
             await running.until("/status", serving)
 
@@ -118,7 +120,7 @@ def serving(told: dict) -> bool:
     return [door["state"] for door in told["data_plane"]["processes"]] == ["serving"] * 2
 
 
-async def test_a_door_with_none_left_lives_on_when_the_port_moves_and_moves_when_it_can(tmp_path):
+async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_path):
     file, port = tmp_path / "proxy.toml", free_port()
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2").replace(PROBES, RARELY))
@@ -131,13 +133,15 @@ async def test_a_door_with_none_left_lives_on_when_the_port_moves_and_moves_when
             put(file, toml(fleet, port=port, more="processes = 2").replace(PROBES, RARELY))
             running.process.send_signal(signal.SIGHUP)
             for door in (1, 2):
-                await running.says(f"door {door} can't listen .*: Too many open files")
+                await running.says(
+                    f"dataplane_process_listen_failed process={door} .*Too many open files"
+                )
             for pid, limit in zip(pids, limits, strict=True):
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
             async with client_of(f"127.0.0.1:{port}") as client:
                 await served(client)
             for door in (1, 2):
-                await running.says(f"door {door} listens on its socket now")
+                await running.says(f"dataplane_process_listen_recovered process={door}")
             running.client.base_url = f"http://127.0.0.1:{port}"
             assert pids_of(await running.until("/status", serving)) == pids
 

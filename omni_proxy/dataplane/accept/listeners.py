@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A host with its port, or a `unix:PATH` host; `admin`: all its requests go to the admin API."""
+    """A host with its port, or a `unix:PATH` host; `admin`: for admin requests only."""
 
     host: str
     port: int

@@ -1,1 +1,1 @@
-"""Admission: limits, the queue, the gate during weight updates."""
+"""Admission: the limits of requests, the queue, and the gate during weight updates."""

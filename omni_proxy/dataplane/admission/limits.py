@@ -1,4 +1,4 @@
-"""The clocks and bounds of the door as numbers ready for use: 0 in the configuration means none."""
+"""The timeouts and limits of requests as numbers; 0 in the configuration means none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omni_proxy.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Seconds, `inf` for none; `max_body` and `held` in bytes."""
+    """Timeouts in seconds, `inf` for none; `max_body` and `held` in bytes."""
 
     connect: float
     response_head: float
@@ -20,7 +20,7 @@ class AdmissionLimits:
     client_head: float
     client_body: float
     total: float
-    whole_head: float  # of `response_head` and `total` the shorter one
+    whole_head: float  # the shorter of `response_head` and `total`
     max_body: int
     held: int
     sse_keepalive: float

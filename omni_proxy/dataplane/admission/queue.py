@@ -1,10 +1,10 @@
-"""The queue: requests that wait for a slot of the fleet, or for a worker, instead of being refused.
+"""The admission queue: requests that wait for a slot of the fleet, or for a worker.
 
-Contract: a waiter is a paused coroutine of the pump. Whatever makes room (an exchange that ends, a
-change of the fleet or of the bounds) calls `serve`, which hands the room over then and there: the
-worker is taken and counted before the waiter runs. So room that a newcomer sees is room that no
-waiter can use, and nobody overtakes. Waiters of one need stand in one line, first come first
-served; a line that can't move blocks no other. Costs nothing while nobody waits.
+Contract: a waiter is a paused connection task. Whatever makes room (an exchange that ends, a change
+of the fleet or of a limit) calls `serve`, which gives the room away at once: the worker is acquired
+and counted before the waiter runs. So room that a new request sees is room that no waiter can use,
+and no request overtakes one that waits for the same workers (FIFO). A line that can't move does not
+block another. An empty queue costs nothing.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ if TYPE_CHECKING:
     from omni_proxy.dataplane.dataplane import DataPlane
     from omni_proxy.dataplane.downstream.connection import Connection
 
-# Why nobody can take it now, though somebody may in a moment.
-BY_WEIGHTS: Final = frozenset(("weights_updating", "paused", "weights_uncertain"))
-WORTH_WAITING: Final = BY_WEIGHTS | {
+# Codes of errors that may pass in a moment, so that waiting makes sense.
+WEIGHT_CODES: Final = frozenset(("weights_updating", "paused", "weights_uncertain"))
+WAITABLE_CODES: Final = WEIGHT_CODES | {
     "all_disabled", "all_held", "none_healthy", "all_full", "no_workers",
     "weight_version_unavailable",
 }  # fmt: skip
 
 
-SPARE_ENTRIES: Final = 64
+MAX_EMPTY_ENTRIES: Final = 64
 
 
 class _Line:
-    """The waiters of one need, by number; `key` finds it."""
+    """The waiters with equal requirements, by number; `key` stands for those."""
 
-    __slots__ = ("key", "tickets")
+    __slots__ = ("key", "waiters")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self.tickets: OrderedDict[int, _Ticket] = OrderedDict()
+        self.waiters: OrderedDict[int, _Waiter] = OrderedDict()
 
     @property
     def first(self) -> int:
-        return next(iter(self.tickets))
+        return next(iter(self.waiters))
 
 
-_NOWHERE: Final = _Line(())
+_NO_LINE: Final = _Line(())
 
 
-class _Ticket:
-    """One waiter. Without a need it waits for a slot only: its body has not been read."""
+class _Waiter:
+    """One waiter. Without requirements it waits for a slot: its body has not been read."""
 
-    __slots__ = ("conn", "granted", "line", "mine", "need", "number", "tried")
+    __slots__ = ("admitted", "conn", "line", "mine", "need", "number", "tried")
 
     def __init__(self, conn: Connection, mine: Exchange, need: Requirements | None) -> None:
         self.conn = conn
@@ -68,73 +68,75 @@ class _Ticket:
         self.need = need
         self.tried: Collection[Worker] = ()
         self.number = 0
-        self.line = _NOWHERE
-        self.granted = False
+        self.line = _NO_LINE
+        self.admitted = False
 
 
 class Queue:
-    """All waiters of a door; `waiting` is how many there are."""
+    """All waiters of a data plane; `waiting`: how many there are."""
 
     def __init__(self, door: DataPlane) -> None:
         self.waiting = 0
         self.peak_waiting = 0
-        self._door = door
-        self._made = 0
+        self._dataplane = door
+        self._last_number = 0
         self._lines: dict[Hashable, _Line] = {}
-        # Each line stands in one of the two: by its first number where somebody could take it but
-        # has no room, aside where nobody could before the fleet changes.
+        # Each line is in one of the two: in `_full` by its first number if a worker could take it
+        # but has no room, in `_stuck` if none can before the fleet changes.
         self._full: list[tuple[int, _Line]] = []
-        self._aside: set[_Line] = set()
+        self._stuck: set[_Line] = set()
         self._names_models = False
         self._serving = False
         self._changed = False
 
-    async def for_slot(self, conn: Connection, mine: Exchange, *, unread: bool) -> None:
-        """Until the fleet's bound lets it in and it is counted in. Raises HttpError, ClientDisconnected, PhaseTimeout.
+    async def wait_for_slot(self, conn: Connection, mine: Exchange, *, unread: bool) -> None:
+        """Wait for a slot of [server] max_inflight, and take it.
 
-        Where nobody may wait that is `overload_status` at once (omni-router.md 10).
+        Without a queue it raises HttpError `overload_status` at once (omni-router.md 10). Raises
+        HttpError, ClientDisconnected, PhaseTimeout.
         """
-        if self._door.count_in(mine):
+        if self._dataplane.count_in(mine):
             return
-        server = self._door.config.server
+        server = self._dataplane.config.server
         over = HttpError(
             server.overload_status, "router overloaded: max in-flight requests reached",
             server.overload_status, close=unread, type="overloaded_error", reason="max_inflight",
         ).with_headers(("retry-after", "1"))  # fmt: skip
         if not server.queue_size:
-            self._door.rejected += 1
+            self._dataplane.rejected += 1
             raise over
-        await self._wait(_Ticket(conn, mine, None), over)
+        await self._wait(_Waiter(conn, mine, None), over)
 
-    async def for_worker(
-        self, conn: Connection, mine: Exchange, nobody: HttpError, tried: Collection[Worker] = ()
+    async def wait_for_worker(
+        self, conn: Connection, mine: Exchange, error: HttpError, tried: Collection[Worker] = ()
     ) -> Worker:
-        """The worker that it has taken in the end. Raises HttpError, ClientDisconnected, PhaseTimeout.
+        """Wait for a worker, and acquire it; `error`: why there is none now.
 
-        Until then it gives its slot to others: it would keep it from those that could go.
+        While it waits it gives up its slot, which other requests may use. Raises HttpError,
+        ClientDisconnected, PhaseTimeout.
         """
-        if nobody.code in BY_WEIGHTS and mine.need is not None:
-            self._door.holding.judge(mine.need, nobody)
-        server = self._door.config.server
-        if not server.queue_size or nobody.code not in WORTH_WAITING:
-            if nobody.code == "all_full":
-                nobody.status = server.overload_status
-            raise nobody
-        self._door.count_out(mine)
+        if error.code in WEIGHT_CODES and mine.need is not None:
+            self._dataplane.update_gate.check(mine.need, error)
+        server = self._dataplane.config.server
+        if not server.queue_size or error.code not in WAITABLE_CODES:
+            if error.code == "all_full":
+                error.status = server.overload_status
+            raise error
+        self._dataplane.count_out(mine)
         self.serve()
-        ticket = _Ticket(conn, mine, mine.need)
-        ticket.tried = tried
-        await self._wait(ticket, nobody)
+        waiter = _Waiter(conn, mine, mine.need)
+        waiter.tried = tried
+        await self._wait(waiter, error)
         assert mine.worker is not None
         return mine.worker
 
     def serve(self, *, changed: bool = False) -> None:
-        """Let go whoever can; `changed`: the fleet or a bound did, so anybody may be able to."""
+        """Admit every waiter that can go; `changed`: the fleet or a limit has, so any might."""
         if not self.waiting:
             return
         self._changed |= changed
         if self._serving:
-            return  # a grant has changed the fleet: the round that runs sees to it
+            return  # admitting has changed the fleet: the running round continues
         self._serving = True
         try:
             self._round()
@@ -146,137 +148,141 @@ class Queue:
     def _round(self) -> None:
         if self._changed:
             self._changed = False
-            self._look_again()
+            self._requeue_all()
         full, skipped = self._full, []
-        while full and self._door.has_slot():
+        while full and self._dataplane.has_slot():
             number, line = heappop(full)
-            if not line.tickets:
+            if not line.waiters:
                 continue
-            if line.first != number:  # its first has left the queue
+            if line.first != number:  # its first waiter has left the queue
                 heappush(full, (line.first, line))
                 continue
-            if self._grant(line.tickets[number]):
-                if line.tickets:
+            if self._admit(line.waiters[number]):
+                if line.waiters:
                     heappush(full, (line.first, line))
-            elif self._could_ever(line.tickets[number]):
+            elif self._has_eligible_worker(line.waiters[number]):
                 skipped.append((number, line))
             else:
-                self._aside.add(line)
+                self._stuck.add(line)
         for entry in skipped:
             heappush(full, entry)
 
-    def _look_again(self) -> None:
-        """Nobody stands aside any more; who stands with whom may be another question now."""
-        if self._names_models == self._door.fleet.has_named_models:
-            for line in self._aside:
+    def _requeue_all(self) -> None:
+        """No line is stuck any more; and lines are formed anew if models matter now, or no more."""
+        if self._names_models == self._dataplane.fleet.has_named_models:
+            for line in self._stuck:
                 heappush(self._full, (line.first, line))
-            self._aside.clear()
+            self._stuck.clear()
             return
-        tickets = [each for line in self._lines.values() for each in line.tickets.values()]
+        waiters = [waiter for line in self._lines.values() for waiter in line.waiters.values()]
         self._lines.clear()
         self._full.clear()
-        self._aside.clear()
-        self._names_models = self._door.fleet.has_named_models
-        for ticket in sorted(tickets, key=lambda ticket: ticket.number):
-            self._place(ticket)
+        self._stuck.clear()
+        self._names_models = self._dataplane.fleet.has_named_models
+        for waiter in sorted(waiters, key=lambda waiter: waiter.number):
+            self._add_to_line(waiter)
 
-    def _grant(self, ticket: _Ticket) -> bool:
-        door, mine, need = self._door, ticket.mine, ticket.need
+    def _admit(self, waiter: _Waiter) -> bool:
+        door, mine, need = self._dataplane, waiter.mine, waiter.need
         try:
             if need is not None and not eligible_workers(door.fleet, need, door.voice_owner):
                 return False
             if not door.count_in(mine):
                 return False
             if need is not None:
-                take(door, mine, ticket.tried)
-        except HttpError:  # the name it asks for is gone, or another door was quicker
+                take(door, mine, waiter.tried)
+        except HttpError:  # its worker was removed, or another process was faster
             door.count_out(mine)
             return False
-        self._drop(ticket)
-        ticket.granted = True
-        ticket.conn.phase_deadline = (
-            inf  # it has what it waited for, though its turn is yet to come
+        self._remove(waiter)
+        waiter.admitted = True
+        waiter.conn.phase_deadline = (
+            inf  # it has what it waited for, and runs in the next iteration
         )
-        door.loop.wake(ticket.conn)
+        door.loop.wake(waiter.conn)
         return True
 
-    def _could_ever(self, ticket: _Ticket) -> bool:
-        """Before the fleet changes: somebody is able, and only full."""
-        need = ticket.need
+    def _has_eligible_worker(self, waiter: _Waiter) -> bool:
+        """Whether a worker could take it that only has no room."""
+        need = waiter.need
         if need is None:
             return True
-        return bool(filter_by_version(need, self._door.fleet.candidates(need.model, need.mask)))
+        return bool(
+            filter_by_version(need, self._dataplane.fleet.candidates(need.model, need.mask))
+        )
 
-    async def _wait(self, ticket: _Ticket, why: HttpError) -> None:
-        """`why` it can't go now. Raises HttpError where there is no place or its time is over."""
-        door, conn, mine = self._door, ticket.conn, ticket.mine
+    async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
+        """`error`: why it can't go now. Raises HttpError if the queue is full, or after a timeout."""
+        door, conn, mine = self._dataplane, waiter.conn, waiter.mine
         server = door.config.server
         if self.waiting >= server.queue_size:
             door.rejected += 1
             full = f"the queue is full: {self.waiting} requests wait"
-            raise _overloaded(why, full, "queue_full", server.overload_status)
+            raise _overloaded(error, full, "queue_full", server.overload_status)
         if conn.client.peer_closed and door.half_close_aborts:
             raise ClientDisconnected
-        began = conn.loop.now
-        self._join(ticket)
+        started_at = conn.loop.now
+        self._enqueue(waiter)
         timeout_secs = server.queue_timeout_secs or inf
         conn.clock("queue", timeout_secs - mine.queued_secs)
         try:
-            while not ticket.granted:
-                conn.waiting_on = ticket
+            while not waiter.admitted:
+                conn.waiting_on = waiter
                 await pause
         except PhaseTimeout:
             if conn.deadline <= conn.loop.now:
                 raise
             door.rejected += 1
-            late = f"waited {timeout_secs:g} s in the queue"
-            raise _overloaded(why, late, "queue_timeout", _late_status(why, server)) from None
+            reason_text = f"waited {timeout_secs:g} s in the queue"
+            raise _overloaded(
+                error, reason_text, "queue_timeout", _timeout_status(error, server)
+            ) from None
         finally:
-            mine.queued_secs += conn.loop.now - began
-            if not ticket.granted:
-                self._drop(ticket)
+            mine.queued_secs += conn.loop.now - started_at
+            if not waiter.admitted:
+                self._remove(waiter)
 
-    def _join(self, ticket: _Ticket) -> None:
-        self._made += 1
-        ticket.number = self._made
+    def _enqueue(self, waiter: _Waiter) -> None:
+        self._last_number += 1
+        waiter.number = self._last_number
         if not self.waiting:
-            self._names_models = self._door.fleet.has_named_models
-        self._place(ticket)
+            self._names_models = self._dataplane.fleet.has_named_models
+        self._add_to_line(waiter)
         self.waiting += 1
         self.peak_waiting = max(self.peak_waiting, self.waiting)
 
-    def _place(self, ticket: _Ticket) -> None:
-        """Behind those that wait for the same."""
-        key = _key_of(ticket.need, names_models=self._names_models)
+    def _add_to_line(self, waiter: _Waiter) -> None:
+        """Add it to the line of its requirements."""
+        key = _line_key(waiter.need, names_models=self._names_models)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = _Line(key)
-            if self._could_ever(ticket):
-                self._sweep_out()
-                heappush(self._full, (ticket.number, line))
+            if self._has_eligible_worker(waiter):
+                self._drop_empty_lines()
+                heappush(self._full, (waiter.number, line))
             else:
-                self._aside.add(line)
-        line.tickets[ticket.number] = ticket
-        ticket.line = line
+                self._stuck.add(line)
+        line.waiters[waiter.number] = waiter
+        waiter.line = line
 
-    def _sweep_out(self) -> None:
-        """Lines that everybody has left, while nothing ends and no round comes across them."""
-        if len(self._full) > 2 * len(self._lines) + SPARE_ENTRIES:
-            self._full = [entry for entry in self._full if entry[1].tickets]
+    def _drop_empty_lines(self) -> None:
+        """Drop empty lines from the heap, which no round has come across."""
+        if len(self._full) > 2 * len(self._lines) + MAX_EMPTY_ENTRIES:
+            self._full = [entry for entry in self._full if entry[1].waiters]
             heapify(self._full)
 
-    def _drop(self, ticket: _Ticket) -> None:
-        """It waits no longer. Its line's place in the heap is mended when it is come across."""
-        line = ticket.line
-        del line.tickets[ticket.number]
+    def _remove(self, waiter: _Waiter) -> None:
+        """It waits no longer. Its line's entry in the heap is corrected in a later round."""
+        line = waiter.line
+        del line.waiters[waiter.number]
         self.waiting -= 1
-        if not line.tickets:
+        if not line.waiters:
             del self._lines[line.key]
-            self._aside.discard(line)
+            self._stuck.discard(line)
 
 
-def _key_of(need: Requirements | None, *, names_models: bool) -> Hashable:
-    """Equal for all whom the same workers could take; a model counts where a worker names one."""
+def _line_key(need: Requirements | None, *, names_models: bool) -> Hashable:
+    """Equal for requests that the same workers can take; a model counts if a worker names one."""
     if need is None:
         return None
     model = need.model if names_models else None
@@ -284,17 +290,17 @@ def _key_of(need: Requirements | None, *, names_models: bool) -> Hashable:
     return model, need.mask, place, need.named_worker, need.version_constraint
 
 
-def _late_status(why: HttpError, server: ServerConfig) -> int:
-    """Of a wait that was too long. Where no worker was there to be waited for, the fleet is out of
-    order, not busy: that is 503 for everybody."""
-    busy = why.code == "all_full" or not isinstance(why.code, str)
+def _timeout_status(error: HttpError, server: ServerConfig) -> int:
+    """The status after a wait that was too long. Without a worker in rotation the fleet is not busy
+    but broken: then it is 503 whatever is configured."""
+    busy = error.code == "all_full" or not isinstance(error.code, str)
     return 408 if busy and server.overload_status == 429 else 503
 
 
-def _overloaded(why: HttpError, waited: str, reason: str, status: int) -> HttpError:
-    """The error of omni-router.md 10; where a worker is missing, that stays its reason."""
-    missing = reason == "queue_timeout" and isinstance(why.code, str)
+def _overloaded(error: HttpError, waited: str, reason: str, status: int) -> HttpError:
+    """The error of omni-router.md 10; where no worker is in rotation, that stays its reason."""
+    missing = reason == "queue_timeout" and isinstance(error.code, str)
     return HttpError(
-        status, f"{why.message}; {waited}", status,
-        close=why.close, type="overloaded_error", reason=why.code if missing else reason,
+        status, f"{error.message}; {waited}", status,
+        close=error.close, type="overloaded_error", reason=error.code if missing else reason,
     ).with_headers(("retry-after", "1"))  # fmt: skip

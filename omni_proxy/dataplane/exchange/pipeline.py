@@ -100,7 +100,7 @@ def go_on(conn: Connection, begun: FastPathHandoff) -> Coroutine[Any, Any, bool]
 
 async def _when_admitted(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
     conn.hold(conn.head_bytes + len(conn.rest))
-    await conn.door.queue.for_slot(conn, mine, unread=bool(head.length))
+    await conn.door.queue.wait_for_slot(conn, mine, unread=bool(head.length))
     conn.let_go()
     return await _admitted(conn, mine, head)
 
@@ -225,7 +225,7 @@ async def _by_worker(
     try:
         worker = mine.worker or take(door, mine)
     except HttpError as nobody:
-        worker = await door.queue.for_worker(conn, mine, nobody)
+        worker = await door.queue.wait_for_worker(conn, mine, nobody)
     while True:
         lines = with_key(worker, head.lines) if worker.api_key_env else head.lines
         way = (asked[0] if asked is not None else door.lane(worker), lines, body)

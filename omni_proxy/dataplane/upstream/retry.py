@@ -127,7 +127,7 @@ class RetryState:
         """Nobody is left: wait for one, if that is allowed. What failed says more than that."""
         queue = self._conn.door.queue
         try:
-            return await queue.for_worker(self._conn, self._mine, nobody, self._workers)
+            return await queue.wait_for_worker(self._conn, self._mine, nobody, self._workers)
         except HttpError:
             raise refusal from None
 

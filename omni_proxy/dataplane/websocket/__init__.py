@@ -1,1 +1,1 @@
-"""The WebSocket relay."""
+"""Speech sessions over WebSocket: connecting to a worker, and the relay."""

@@ -1,8 +1,8 @@
-"""A worker for a speech session: pick, dial, shake hands, and try another where that is allowed.
+"""Connects a speech session to a worker: pick, dial, WebSocket handshake, retry where allowed.
 
-Contract: nothing of the session has been sent to a worker whose try failed. Health hears of failed
-connections and of the statuses that count against a worker as those of any answer do
-(`dataplane/upstream/retry`), of nothing else. Source: omni-router.md 12.
+Contract: nothing of the session has been sent to a worker whose attempt failed. Failed connections
+and the statuses that count against a worker's health are reported as those of any other response
+(`dataplane/upstream/retry`), and nothing else is. Source: omni-router.md 12, RFC 6455.
 """
 
 from __future__ import annotations
@@ -28,64 +28,71 @@ if TYPE_CHECKING:
     from omni_proxy.dataplane.downstream.connection import Connection
 
 
-async def reach_worker(conn: Connection, mine: Exchange, head: RequestHead) -> tuple[Stream, bytes]:
-    """The connection to a worker that said 101, and what it sent after. Raises HttpError, Gone."""
+async def connect_worker(
+    conn: Connection, mine: Exchange, head: RequestHead
+) -> tuple[Stream, bytes]:
+    """The stream to a worker that answered 101, and the bytes behind that head.
+
+    Raises HttpError, ClientDisconnected.
+    """
     door, need = conn.door, mine.need
     assert need is not None
     mine.policy = door.policy.name
     tries: RetryState | None = None
     try:
         worker = take(door, mine)
-    except HttpError as nobody:
-        worker = await _waited(conn, mine, nobody)
+    except HttpError as error:
+        worker = await _wait_for_worker(conn, mine, error)
     while True:
         try:
-            reached = await _open(conn, mine, head, worker)
+            stream_and_rest = await _open(conn, mine, head, worker)
         except AttemptFailed as failed:
-            _close(conn)
+            _close_upstream(conn)
             if counts_as_failed(failed.status, door.config.routing.retry_on):
-                said = failed.status if failed.kind == "status" else None
-                report(conn, mine, worker, failed.error, said)
+                status = failed.status if failed.kind == "status" else None
+                report(conn, mine, worker, failed.error, status)
             tries = tries or RetryState(conn, mine, 0)
             kind = str(failed.status) if failed.kind == "status" else failed.kind
             try:
-                worker = await tries.after(kind, _told(failed))
+                worker = await tries.after(kind, _client_error(failed))
             except HttpError:
                 mine.end("upstream_error", "worker", failed.error)
                 raise
         else:
             if worker.health.failed_requests:
                 door.fleet.observe_success(worker, mine.half_open_id)
-            return reached
+            return stream_and_rest
 
 
-async def _waited(conn: Connection, mine: Exchange, nobody: HttpError) -> Worker:
+async def _wait_for_worker(conn: Connection, mine: Exchange, error: HttpError) -> Worker:
     try:
-        return await conn.door.queue.for_worker(conn, mine, nobody)
+        return await conn.door.queue.wait_for_worker(conn, mine, error)
     except HttpError as refusal:
-        raise _numbered(refusal) from None
+        raise _with_numeric_code(refusal) from None
 
 
 async def _open(
     conn: Connection, mine: Exchange, head: RequestHead, worker: Worker
 ) -> tuple[Stream, bytes]:
-    """Dial and shake hands, both under one clock. Raises AttemptFailed."""
+    """Dial and shake hands, under one timeout. Raises AttemptFailed."""
     lane, nonce = conn.door.lane(worker), generate_nonce()
     conn.clock("dial", conn.door.config.health.timeout_secs)
     try:
-        up = conn.upstream = await lane.dial(conn)
+        upstream = conn.upstream = await lane.dial(conn)
         mine.dialled_at = conn.loop.now
         conn.phase = "wait"
-        await conn.write(up, encode_handshake(with_key(worker, head.lines), lane.host_line, nonce))
-        status, rest = await _status(conn, up, nonce)
+        await conn.write(
+            upstream, encode_handshake(with_key(worker, head.lines), lane.host_line, nonce)
+        )
+        status, rest = await _read_status(conn, upstream, nonce)
     except OSError as error:
         dialled = conn.upstream is not None
         kind = "reset_before_response" if dialled else "connect_failure"
         raise AttemptFailed(kind, f"ConnectError: {error.strerror or error}") from None
-    except UpstreamProtocolError as garbage:
-        raise AttemptFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
-    except PhaseTimeout as expired:
-        if str(expired) == "dial":
+    except UpstreamProtocolError as protocol_error:
+        raise AttemptFailed("bad_response", f"RemoteProtocolError: {protocol_error}") from None
+    except PhaseTimeout as timeout:
+        if str(timeout) == "dial":
             raise AttemptFailed(
                 "connect_failure", "ConnectTimeout: no connection in time"
             ) from None
@@ -94,11 +101,11 @@ async def _open(
     if status != 101:
         raise AttemptFailed("503" if status == 503 else "status", f"status={status}", status)
     mine.wait_at = conn.loop.now
-    return up, rest
+    return upstream, rest
 
 
-async def _status(conn: Connection, up: Stream, nonce: bytes) -> tuple[int, bytes]:
-    """What it answers, other 1xx skipped, and the bytes after that head."""
+async def _read_status(conn: Connection, upstream: Stream, nonce: bytes) -> tuple[int, bytes]:
+    """The status of the response, other 1xx skipped, and the bytes behind its head."""
     buffer, heads = b"", 0
     while True:
         while end := find_response_head_end(buffer):
@@ -108,27 +115,27 @@ async def _status(conn: Connection, up: Stream, nonce: bytes) -> tuple[int, byte
                 return status, buffer
             heads += 1
             check_interim(heads)
-        piece = await conn.more(up)
-        if not piece:
+        chunk = await conn.more(upstream)
+        if not chunk:
             raise UpstreamProtocolError("it closed without an answer to the handshake")
-        buffer += piece
+        buffer += chunk
 
 
-def _close(conn: Connection) -> None:
-    up, conn.upstream = conn.upstream, None
-    if up is not None:
-        up.close()
+def _close_upstream(conn: Connection) -> None:
+    upstream, conn.upstream = conn.upstream, None
+    if upstream is not None:
+        upstream.close()
 
 
-def _numbered(nobody: HttpError) -> HttpError:
-    """The event's code is the number here, and the reason stands beside it."""
-    if isinstance(nobody.code, int):
-        return nobody
-    return HttpError(nobody.status, nobody.message, nobody.status, reason=nobody.code)
+def _with_numeric_code(error: HttpError) -> HttpError:
+    """In an error event `code` is the status, and the reason has a field of its own."""
+    if isinstance(error.code, int):
+        return error
+    return HttpError(error.status, error.message, error.status, reason=error.code)
 
 
-def _told(failed: AttemptFailed) -> HttpError:
-    """What the client hears of a worker that did not take its session."""
+def _client_error(failed: AttemptFailed) -> HttpError:
+    """The client's error when no worker has accepted its session."""
     code, reason = failed.status, failed.kind
     if code == 429:
         message = "upstream WebSocket is overloaded"

@@ -1,9 +1,10 @@
-"""The websocket route: a speech session between a client and one worker.
+"""The WebSocket route: a speech session between a client and one worker.
 
-The client is accepted first, since only its first message tells where the session may go. From then
-on every refusal is an error event and a closing frame. WebSocketFrames pass both ways, each side read only
-while the other takes what it has. A client's messages go on whole, so that none beyond its limit
-reaches a worker in part; a worker's go on in the pieces they come in. Source: omni-router.md 12.
+The client's handshake is accepted first, since only its first message says which worker it needs;
+from then on every error is an error event and a close frame. Frames are relayed both ways, and each
+side is read only while the other takes what it has (back-pressure). A client's messages are sent on
+whole, so that none above its limit reaches a worker in part; a worker's in the chunks in which they
+come. Source: omni-router.md 12, RFC 6455.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, new_id, report, sta
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
-from omni_proxy.dataplane.websocket.connect import reach_worker
+from omni_proxy.dataplane.websocket.connect import connect_worker
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 
 CONFIG_SECS: Final = 10.0
 CONFIG_BYTES: Final = 15_029_592
-CONFIG_PIECE_BYTES: Final = 32768  # of the smallest frames 50 ms of work
-BYTES_PER_READ: Final = 1024  # frames may be so small that these take longer than a read
+CONFIG_READ_BYTES: Final = 32768  # bounds the work of parsing the smallest frames
+BYTES_PER_READ: Final = 1024  # frames may be so small that so many bytes are as much work as a read
 MESSAGE_BYTES: Final = 131072
-CLOSE_SECS: Final = 2.0  # for the other ends to answer our closing frame
+CLOSE_SECS: Final = 2.0  # for both sides to answer the close frame
 
 
-class _Over(Exception):
-    """The session ends: the closing code and reason for both sides, and an error to tell first."""
+class _SessionEnd(Exception):
+    """Ends the session: close code and reason for both sides; `error`: sent to the client first."""
 
     def __init__(self, code: int, reason: str, error: HttpError | None = None) -> None:
         super().__init__(reason)
@@ -47,43 +48,47 @@ class _Over(Exception):
 
 
 async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
-    """The whole session; False, as its connection carries nothing after it.
+    """Serve the whole session; returns False: the connection can't be reused.
 
-    Raises HttpError for what is no handshake, ClientDisconnected when the client leaves without a closing frame.
+    Raises HttpError for an invalid handshake, ClientDisconnected if the client closes without a
+    close frame.
     """
     mine.request_id = head.request_id or new_id()
     if conn.door.stamps is not None:
         stamp(conn.door.stamps, mine, head)
-    told = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id
-    top = accept_handshake(head, told + mine.request_id_line)
+    id_line = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id
+    head_bytes = accept_handshake(head, id_line + mine.request_id_line)
     mine.status, mine.stream, mine.relayed = 101, True, True
-    here = _Session(conn, mine)
-    here.down.out += top
+    speech_session = _Session(conn, mine)
+    speech_session.down.out += head_bytes
     try:
         try:
-            await here.run(head)
-        except HttpError as refusal:
-            mine.end("refused", "proxy", str(refusal.code))
-            raise _Over(close_code(refusal.status), refusal.message, refusal) from None
-    except _Over as over:
-        await here.part(over)
+            await speech_session.run(head)
+        except HttpError as error:
+            mine.end("refused", "proxy", str(error.code))
+            raise _SessionEnd(close_code(error.status), error.message, error) from None
+    except _SessionEnd as end:
+        await speech_session.close(end)
     return False
 
 
 class _Session:
-    """Both ends of one session, and what has been heard so far."""
+    """Both sides of one session, and the events that were seen so far."""
 
     def __init__(self, conn: Connection, mine: Exchange) -> None:
         self.conn = conn
         self.mine = mine
         self.down = WebSocketFrames(ConnectionType.SERVER)
         self.up = WebSocketFrames(ConnectionType.CLIENT)
-        self.heard = SpeechEvents()
+        self.speech_events = SpeechEvents()
 
     async def run(self, head: RequestHead) -> None:
-        """From the client's first message to an end. Raises _Over, HttpError, ClientDisconnected."""
+        """From the client's first message to the end.
+
+        Raises _SessionEnd, HttpError, ClientDisconnected.
+        """
         conn, mine = self.conn, self.mine
-        await conn.door.queue.for_slot(conn, mine, unread=False)
+        await conn.door.queue.wait_for_slot(conn, mine, unread=False)
         first = await self._first_message()
         mine.body_at = conn.loop.now
         route = mine.route
@@ -91,33 +96,33 @@ class _Session:
         need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
         pin_to_voice_owner(conn.door.voices, route.traffic, need)
         conn.hold(len(first))
-        worker, piece = await reach_worker(conn, mine, head)
+        worker, chunk = await connect_worker(conn, mine, head)
         conn.let_go()
         need.body_fields = None
         self.up.send(first)
-        self.up.feed(piece)
+        self.up.feed(chunk)
         try:
             await self._relay(conn.client, worker)
         except PhaseTimeout:
-            self._stalled()
+            self._on_idle_timeout()
 
     async def _first_message(self) -> str | bytes:
         conn = self.conn
         limit = min(conn.door.limits.max_body, CONFIG_BYTES)
         conn.clock("config", CONFIG_SECS)
-        piece, conn.rest = conn.rest, b""
+        chunk, conn.rest = conn.rest, b""
         try:
             while True:
-                self.down.feed(piece)
-                message = self._hear_client(limit)
+                self.down.feed(chunk)
+                message = self._next_client_message(limit)
                 self._flush_client()
                 if message is not None:
                     return message
-                piece = await conn.more(conn.client, CONFIG_PIECE_BYTES)
-                if not piece:
+                chunk = await conn.more(conn.client, CONFIG_READ_BYTES)
+                if not chunk:
                     raise ClientDisconnected
-                self.mine.bytes_in += len(piece)
-                conn.reads_since_pause += len(piece) // BYTES_PER_READ
+                self.mine.bytes_in += len(chunk)
+                conn.reads_since_pause += len(chunk) // BYTES_PER_READ
         except PhaseTimeout:
             message = "session.config was not received before timeout"
             raise HttpError(400, message, 400) from None
@@ -125,21 +130,25 @@ class _Session:
             raise ClientDisconnected from None
 
     async def _relay(self, client: Stream, worker: Stream) -> None:
-        """WebSocketFrames both ways until somebody ends it. Raises _Over, HttpError, ClientDisconnected, PhaseTimeout."""
+        """Relay frames both ways until one side ends it.
+
+        Raises _SessionEnd, HttpError, ClientDisconnected, PhaseTimeout.
+        """
         conn, down, up = self.conn, self.down, self.up
         idle = conn.door.limits.idle
-        self._pass_on()
-        self._hear_worker()
+        self._send_client_messages()
+        self._relay_worker_events()
         conn.clock("relay", idle)
         while True:
-            moved = self._flush_client() | self._flush_worker(worker)
+            progress = self._flush_client() | self._flush_worker(worker)
             if not down.out:
-                moved |= self._read_worker(worker)
+                progress |= self._read_worker(worker)
             if not up.out:
-                moved |= self._read_client(client)
+                progress |= self._read_client(client)
             elif client.peer_closed:
-                raise ClientDisconnected  # what it sent last is not worth waiting for a worker that takes nothing
-            if moved:
+                # The worker does not take what the client sent last; there is no point in waiting.
+                raise ClientDisconnected
+            if progress:
                 conn.clock("relay", idle)
                 if conn.count_read():
                     await pause
@@ -159,42 +168,45 @@ class _Session:
         try:
             return worker.send_from(self.up.out) > 0
         except OSError:
-            self.up.out.clear()  # what it said before it broke is still to be read
+            self.up.out.clear()  # what it sent before it broke is still to be read
             return True
 
     def _read(self, sock: Stream) -> bytes | None:
-        """What is there: None for nothing yet, b"" at the end. Raises OSError."""
-        piece = sock.read(PIECE_BYTES) if sock.readable else None
-        if piece:
-            self.conn.reads_since_pause += len(piece) // BYTES_PER_READ
-        return piece
+        """The bytes that are there: None for none yet, b"" at the end. Raises OSError."""
+        chunk = sock.read(PIECE_BYTES) if sock.readable else None
+        if chunk:
+            self.conn.reads_since_pause += len(chunk) // BYTES_PER_READ
+        return chunk
 
     def _read_client(self, client: Stream) -> bool:
         try:
-            piece = self._read(client)
+            chunk = self._read(client)
         except OSError:
             raise ClientDisconnected from None
-        if piece is None:
+        if chunk is None:
             return False
-        if not piece:
+        if not chunk:
             raise ClientDisconnected
-        self.mine.bytes_in += len(piece)
-        self.down.feed(piece)
-        self._pass_on()
+        self.mine.bytes_in += len(chunk)
+        self.down.feed(chunk)
+        self._send_client_messages()
         return True
 
-    def _pass_on(self) -> None:
+    def _send_client_messages(self) -> None:
         limit = min(self.conn.door.limits.max_body, MESSAGE_BYTES)
-        while (message := self._hear_client(limit)) is not None:
+        while (message := self._next_client_message(limit)) is not None:
             self.up.send(message)
 
-    def _hear_client(self, limit: int) -> str | bytes | None:
-        """Its next whole message, None where more bytes must come. Raises _Over, HttpError 413."""
+    def _next_client_message(self, limit: int) -> str | bytes | None:
+        """The client's next whole message, None until more bytes come.
+
+        Raises _SessionEnd, HttpError 413.
+        """
         for event in self.down.events():
             if isinstance(event, CloseConnection):
                 ended = "refused" if self.down.broken else "stream_cancelled"
-                self.mine.end(ended, "client", _said(event))
-                raise _Over(event.code, event.reason or "")
+                self.mine.end(ended, "client", _close_text(event))
+                raise _SessionEnd(event.code, event.reason or "")
             if isinstance(event, Message):
                 message = self.down.join(event, limit)
                 if message is not None:
@@ -203,72 +215,76 @@ class _Session:
 
     def _read_worker(self, worker: Stream) -> bool:
         try:
-            piece = self._read(worker)
+            chunk = self._read(worker)
         except OSError as error:
-            raise self._worker_left(None, f"ReadError: {error.strerror or error}") from None
-        if piece is None:
+            raise self._worker_closed(None, f"ReadError: {error.strerror or error}") from None
+        if chunk is None:
             return False
-        if not piece:
-            raise self._worker_left(None, "RemoteProtocolError: no closing frame")
-        self.up.feed(piece)
-        self._hear_worker()
+        if not chunk:
+            raise self._worker_closed(None, "RemoteProtocolError: no closing frame")
+        self.up.feed(chunk)
+        self._relay_worker_events()
         return True
 
-    def _hear_worker(self) -> None:
-        mine, heard = self.mine, self.heard
+    def _relay_worker_events(self) -> None:
+        mine, speech_events = self.mine, self.speech_events
         for event in self.up.events():
             if isinstance(event, CloseConnection):
-                raise self._worker_left(event, _said(event))
+                raise self._worker_closed(event, _close_text(event))
             if not isinstance(event, Message) or not (event.data or event.message_finished):
                 continue
             self.down.send(event.data, finished=event.message_finished)
             mine.first_at = mine.first_at or self.conn.loop.now
             mine.pieces += 1
             if isinstance(event.data, str):
-                heard.feed(event.data, finished=event.message_finished)
-                if heard.done and heard.failed_audio:
+                speech_events.feed(event.data, finished=event.message_finished)
+                if speech_events.done and speech_events.failed_audio:
                     mine.end("stream_error", "worker", "audio.done with error")
-                elif heard.done:
+                elif speech_events.done:
                     mine.end("completed", "")
 
-    def _worker_left(self, close: CloseConnection | None, why: str) -> _Over:
-        """What its leaving means: an end, an error of the application, or a failure of its own."""
-        mine, heard = self.mine, self.heard
+    def _worker_closed(self, close: CloseConnection | None, reason_text: str) -> _SessionEnd:
+        """What the worker's close means: an end, an application error, or a failure."""
+        mine, speech_events = self.mine, self.speech_events
         message = "upstream WebSocket closed before session.done"
-        code, reason = (1000, "") if heard.done else (1011, message)
+        code, reason = (1000, "") if speech_events.done else (1011, message)
         if close is not None and not self.up.broken:
             code, reason = close.code, close.reason or ""
-        mine.end("stream_error", "worker", why)
-        if heard.done or heard.error or (close is not None and is_application_code(code)):
-            return _Over(code, reason)
-        self._blame(why)
+        mine.end("stream_error", "worker", reason_text)
+        if (
+            speech_events.done
+            or speech_events.error
+            or (close is not None and is_application_code(code))
+        ):
+            return _SessionEnd(code, reason)
+        self._report_failure(reason_text)
         error = HttpError(502, message, 502, type="upstream_error")
-        return _Over(1011 if self.down.in_message else code, reason, error)
+        return _SessionEnd(1011 if self.down.in_message else code, reason, error)
 
-    def _blame(self, error: str) -> None:
+    def _report_failure(self, error: str) -> None:
         worker = self.mine.worker
         assert worker is not None
         report(self.conn, self.mine, worker, error)
 
-    def _stalled(self) -> None:
-        """Nothing has moved for idle_secs. Raises HttpError where the client can still be told."""
+    def _on_idle_timeout(self) -> None:
+        """No byte was relayed for idle_secs. Raises HttpError if the client can be told."""
         if self.down.out:
             self.mine.end("client_stalled", "client", "the client stopped reading")
             self.conn.client.close(reset=True)
         elif self.up.out:
-            self._blame("WriteTimeout: the worker stopped reading")
+            self._report_failure("WriteTimeout: the worker stopped reading")
             self.mine.end("upstream_error", "worker", "WriteTimeout")
             raise HttpError(504, "upstream WebSocket failed", 504, type="upstream_error")
         else:
             raise HttpError(408, "the session was silent for too long", 408)
 
-    async def part(self, over: _Over) -> None:
-        """Tell both ends and hear them out: closing on unread bytes would reset our words away."""
+    async def close(self, end: _SessionEnd) -> None:
+        """Send close frames and drain both sides: closing on unread bytes would reset them away."""
         conn, down, worker = self.conn, self.down, self.conn.upstream
-        if over.error is not None and not down.in_message:
-            down.send(error_event(over.error))
-        down.close(over.code, over.reason)
-        self.up.close(over.code, over.reason)
+        if end.error is not None and not down.in_message:
+            down.send(error_event(end.error))
+        down.close(end.code, end.reason)
+        self.up.close(end.code, end.reason)
         if worker is not None:
             self._flush_worker(worker)
         try:
@@ -277,26 +293,26 @@ class _Session:
             conn.clock("linger", CLOSE_SECS)
             if worker is not None:
                 if not self.up.broken:
-                    await self._until_left(worker, self.up)
+                    await self._drain_until_closed(worker, self.up)
                 worker.close()
-            await self._until_left(conn.client, down)
+            await self._drain_until_closed(conn.client, down)
         except PhaseTimeout:
             conn.client.close(reset=conn.phase == "client")
         except OSError:
             raise ClientDisconnected from None
 
-    async def _until_left(self, sock: Stream, frames: WebSocketFrames) -> None:
+    async def _drain_until_closed(self, sock: Stream, frames: WebSocketFrames) -> None:
         while frames.broken or not frames.left:
             try:
-                piece = await self.conn.more(sock)
+                chunk = await self.conn.more(sock)
             except OSError:
                 return
-            if not piece:
+            if not chunk:
                 return
-            frames.feed(piece)
+            frames.feed(chunk)
             for _ in frames.events():
                 pass
 
 
-def _said(close: CloseConnection) -> str:
+def _close_text(close: CloseConnection) -> str:
     return f"closed with code {int(close.code)} {close.reason or ''}".rstrip()

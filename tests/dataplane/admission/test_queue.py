@@ -25,11 +25,11 @@ def room_of():
         room.close()
 
 
-def test_past_the_bound_they_wait_and_go_in_as_they_came(room_of):
+def test_requests_above_the_limit_wait_and_are_admitted_in_order(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 2")
     came = [room.come() for _ in range(5)]
     assert (room.gone_in, room.queue.waiting) == (came[:2], 3)
-    assert [each.phase for each in came[2:]] == ["queue"] * 3
+    assert [waiter.phase for waiter in came[2:]] == ["queue"] * 3
     came[1].finish()
     room.turn()
     assert room.gone_in == [came[0], came[2]]
@@ -40,7 +40,7 @@ def test_past_the_bound_they_wait_and_go_in_as_they_came(room_of):
     assert (room.door.peak_in_flight, room.queue.peak_waiting) == (2, 3)
 
 
-def test_room_is_handed_over_before_a_newcomer_can_see_it(room_of):
+def test_room_goes_to_a_waiter_before_a_new_request_sees_it(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.come(), room.come()
     first.finish()
@@ -52,7 +52,7 @@ def test_room_is_handed_over_before_a_newcomer_can_see_it(room_of):
     assert room.gone_in == [newcomer]
 
 
-def test_who_waits_for_one_model_does_not_stand_in_the_way_of_another(room_of):
+def test_a_waiter_for_one_model_does_not_block_another_model(room_of):
     room = room_of(
         entry("a", model="m", max_inflight=1), entry("b", model="n", max_inflight=1), config=QUEUED
     )
@@ -66,7 +66,7 @@ def test_who_waits_for_one_model_does_not_stand_in_the_way_of_another(room_of):
     assert room.gone_in == [more_n, more_m]
 
 
-def test_a_waiter_for_a_worker_gives_its_slot_to_others(room_of):
+def test_a_waiter_for_a_worker_gives_up_its_slot(room_of):
     room = room_of(
         entry("a", model="m", disabled=True), entry("b", model="n"),
         config=QUEUED + "max_inflight = 1",
@@ -83,7 +83,7 @@ def test_a_waiter_for_a_worker_gives_its_slot_to_others(room_of):
     assert room.gone_in == [waits]
 
 
-def test_every_change_of_the_fleet_lets_go_whom_it_helps(room_of):
+def test_every_change_of_the_fleet_admits_the_waiters_that_it_helps(room_of):
     room = room_of(entry("a"), config=QUEUED, healthy=False)
     (worker,) = room.fleet.workers
     waiting = room.come()
@@ -105,7 +105,7 @@ def test_every_change_of_the_fleet_lets_go_whom_it_helps(room_of):
         ([entry("a", model="m")], "n", "model_not_found"),
     ],
 )
-def test_what_waiting_can_not_mend_is_refused_at_once(room_of, entries, model, code):
+def test_a_request_that_waiting_can_not_help_is_refused_at_once(room_of, entries, model, code):
     room = room_of(*entries, config=QUEUED)
     assert room.come(model).refusal.code == code
 
@@ -118,13 +118,13 @@ def test_what_waiting_can_not_mend_is_refused_at_once(room_of, entries, model, c
         ([entry("a")], "none_healthy"),
     ],
 )
-def test_without_a_queue_nobody_waits(room_of, entries, code):
+def test_without_a_queue_no_request_waits(room_of, entries, code):
     room = room_of(*entries, healthy=False)
     assert room.come().refusal.code == code
     assert room.queue.waiting == 0
 
 
-def test_without_a_queue_the_bound_refuses_as_it_always_did(room_of):
+def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
     room = room_of(entry("a"), config="max_inflight = 1")
     room.come()
     refusal = room.come().refusal
@@ -151,7 +151,7 @@ def test_a_full_queue_refuses(room_of):
         ([entry("a", max_inflight=1)], "", "all_full"),
     ],
 )
-def test_whose_time_is_over_is_told_what_it_waited_for(room_of, entries, config, reason):
+def test_a_timeout_in_the_queue_names_what_was_waited_for(room_of, entries, config, reason):
     room = room_of(*entries, config=f"queue_timeout_secs = 7\n{QUEUED}{config}")
     room.come()
     late = room.come()
@@ -173,7 +173,7 @@ OVERLOAD_429 = "overload_status = 429\n"
         ([entry("a", disabled=True)], "", 503),  # out of order, not busy
     ],
 )
-def test_with_429_a_wait_that_was_too_long_ends_with_408(room_of, entries, config, status):
+def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries, config, status):
     room = room_of(*entries, config=f"{OVERLOAD_429}{QUEUED}{config}")
     room.come()
     late = room.come()
@@ -190,7 +190,7 @@ def test_with_429_a_wait_that_was_too_long_ends_with_408(room_of, entries, confi
         ([entry("a")], "max_inflight = 1\nqueue_size = 1"),
     ],
 )
-def test_what_is_full_says_429_where_that_is_asked_for(room_of, entries, config):
+def test_a_full_fleet_answers_the_configured_429(room_of, entries, config):
     room = room_of(*entries, config=OVERLOAD_429 + config)
     for _ in range(room.door.config.server.queue_size + 1):
         room.come()
@@ -201,7 +201,7 @@ def test_what_is_full_says_429_where_that_is_asked_for(room_of, entries, config)
     assert room.come().refusal.status == 503
 
 
-def test_the_time_in_the_queue_is_bounded_in_all(room_of):
+def test_the_total_time_in_the_queue_is_limited(room_of):
     room = room_of(
         entry("a", max_inflight=1), config=f"queue_timeout_secs = 7\n{QUEUED}max_inflight = 1"
     )
@@ -214,14 +214,14 @@ def test_the_time_in_the_queue_is_bounded_in_all(room_of):
     assert second.phase_deadline == pytest.approx(room.door.loop.now + 2)
 
 
-def test_one_that_was_let_go_can_not_run_out_of_time_before_it_runs(room_of):
+def test_an_admitted_waiter_can_not_time_out_before_it_runs(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.come(), room.come()
     first.finish()
     assert waiting.phase_deadline == float("inf")
 
 
-def test_who_leaves_gives_back_what_it_was_just_given(room_of):
+def test_an_admitted_waiter_that_disconnects_releases_its_worker(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, leaves, stays = room.come(), room.come(), room.come()
     first.finish()
@@ -230,7 +230,7 @@ def test_who_leaves_gives_back_what_it_was_just_given(room_of):
     assert (room.gone_in, room.fleet.workers[0].in_flight) == ([stays], 1)
 
 
-def test_a_larger_bound_lets_go_at_once(room_of):
+def test_a_raised_limit_admits_at_once(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
     came = [room.come() for _ in range(4)]
     room.reconfigure(QUEUED + "max_inflight = 3")
@@ -238,7 +238,7 @@ def test_a_larger_bound_lets_go_at_once(room_of):
     assert room.gone_in == came[:3]
 
 
-def test_models_that_begin_to_matter_part_those_who_stood_together(room_of):
+def test_lines_are_split_when_models_begin_to_matter(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     room.come("m")
     n, m = room.come("n"), room.come("m")
@@ -250,7 +250,7 @@ def test_models_that_begin_to_matter_part_those_who_stood_together(room_of):
     n.leave()
 
 
-def test_a_worker_on_trial_takes_one_of_those_who_wait(room_of):
+def test_a_half_open_worker_takes_one_waiter(room_of):
     room = room_of(entry("a"), config=QUEUED)
     (worker,) = room.fleet.workers
     for _ in range(3):
@@ -264,7 +264,7 @@ def test_a_worker_on_trial_takes_one_of_those_who_wait(room_of):
     assert room.gone_in == came
 
 
-def test_ten_thousand_waiters_cost_each_a_constant(room_of, monkeypatch):
+def test_admitting_costs_the_same_with_ten_thousand_waiters(room_of, monkeypatch):
     room = room_of(entry("a", max_inflight=1), config="queue_size = 10000")
     came = [room.come(f"model {number}") for number in range(10_001)]
     looked = []
@@ -279,7 +279,7 @@ def test_ten_thousand_waiters_cost_each_a_constant(room_of, monkeypatch):
     assert len(looked) < 20_000  # at the one that goes, and at the one behind it
 
 
-def test_lines_that_were_left_do_not_pile_up_while_nothing_ends(room_of):
+def test_empty_lines_do_not_pile_up(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
     room.come()
     for _ in range(1000):
@@ -291,8 +291,8 @@ def test_lines_that_were_left_do_not_pile_up_while_nothing_ends(room_of):
     assert room.gone_in == [stays]
 
 
-class QueueLife(RuleBasedStateMachine):
-    """Against a list of all who wait, searched from its beginning at each change."""
+class QueueMachine(RuleBasedStateMachine):
+    """Compared with a plain list of waiters that is searched from its start at waiter change."""
 
     @initialize(bound=st.integers(0, 3), rooms=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def begin(self, bound, rooms):
@@ -309,13 +309,13 @@ class QueueLife(RuleBasedStateMachine):
             self.room.close()
 
     def waiting(self):
-        return [each for each in self.all if each.phase == "queue" and not each.granted]
+        return [waiter for waiter in self.all if waiter.phase == "queue" and not waiter.granted]
 
     def drop(self, waiter):
         self.all.remove(waiter)
 
     @rule(model=st.sampled_from([None, "m", "n"]), label=st.sampled_from([None, None, "v1", "v2"]))
-    def somebody_comes(self, model, label):
+    def a_request_comes(self, model, label):
         came = self.room.come(model, VersionConstraint(label) if label else None)
         if not came.refusal:
             self.all.append(came)
@@ -324,14 +324,14 @@ class QueueLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.room.gone_in)
     @rule(data=st.data())
-    def somebody_is_done(self, data):
+    def an_exchange_ends(self, data):
         done = data.draw(st.sampled_from(self.room.gone_in))
         self.drop(done)
         done.finish()
 
     @precondition(lambda self: self.waiting())
     @rule(data=st.data(), late=st.booleans())
-    def somebody_gives_up(self, data, late):
+    def a_waiter_gives_up(self, data, late):
         waiter = data.draw(st.sampled_from(self.waiting()))
         self.drop(waiter)
         if late:
@@ -340,15 +340,15 @@ class QueueLife(RuleBasedStateMachine):
         else:
             waiter.leave()
 
-    @precondition(lambda self: any(each.granted for each in self.all))
+    @precondition(lambda self: any(waiter.granted for waiter in self.all))
     @rule()
-    def one_that_was_just_let_go_leaves(self):
-        waiter = next(each for each in self.all if each.granted)
+    def an_admitted_waiter_disconnects(self):
+        waiter = next(waiter for waiter in self.all if waiter.granted)
         self.drop(waiter)
         waiter.leave()
 
     @rule(data=st.data())
-    def a_worker_goes_out_or_comes_back(self, data):
+    def a_worker_is_cordoned_or_uncordoned(self, data):
         worker = data.draw(st.sampled_from(self.room.fleet.workers))
         if worker.health.state is Health.HEALTHY:
             self.room.fleet.mark_dead(worker, NOW)
@@ -357,35 +357,35 @@ class QueueLife(RuleBasedStateMachine):
             heal(self.room.fleet, worker)
 
     @rule(data=st.data(), label=st.sampled_from(["v1", "v2"]))
-    def a_worker_gets_other_weights(self, data, label):
+    def a_worker_gets_another_version(self, data, label):
         fleet = self.room.fleet
         fleet.set_version(data.draw(st.sampled_from(fleet.workers)), label, 0)
 
     @rule(data=st.data())
-    def an_update_of_a_worker_begins_or_ends(self, data):
+    def an_update_of_a_worker_starts_or_ends(self, data):
         fleet = self.room.fleet
         worker = data.draw(st.sampled_from(fleet.workers))
         (fleet.uncordon if worker.cordon_reasons else fleet.cordon)(worker, "updating")
 
     @rule()
-    def the_pump_turns(self):
+    def the_loop_iterates(self):
         self.room.turn()
 
     @invariant()
-    def nobody_waits_who_could_go(self):
+    def no_waiter_could_go(self):
         door = self.room.door
         for waiter in self.waiting() if door.has_slot() else []:
             assert waiter.wants != "slot"
             assert not eligible_workers(door.fleet, waiter.mine.need)
 
     @invariant()
-    def nobody_overtakes_who_wants_the_same(self):
-        for granted in [each for each in self.all if each.granted]:
+    def waiters_with_equal_requirements_are_admitted_in_order(self):
+        for granted in [waiter for waiter in self.all if waiter.granted]:
             before = [w for w in self.waiting() if w.joined < granted.joined]
-            assert granted.wants not in [each.wants for each in before]
+            assert granted.wants not in [waiter.wants for waiter in before]
 
     @invariant()
-    def the_bounds_hold(self):
+    def the_limits_hold(self):
         room, door = self.room, self.room.door
         bound = door.config.server.max_inflight
         assert not bound or door.in_flight <= bound
@@ -395,11 +395,11 @@ class QueueLife(RuleBasedStateMachine):
         assert 0 <= room.queue.waiting <= 6
 
     @invariant()
-    def none_is_lost(self):
+    def no_waiter_is_lost(self):
         assert self.room.queue.waiting == len(self.waiting())
         lines = self.room.queue._lines.values()
-        assert sum(len(line.tickets) for line in lines) == len(self.waiting())
+        assert sum(len(line.waiters) for line in lines) == len(self.waiting())
 
 
-QueueLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestQueueLife = QueueLife.TestCase
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine = QueueMachine.TestCase

@@ -60,7 +60,7 @@ RULES = {
         ("paused pass", [{"paused"}], "paused"),  # only while the call itself is under way
     ],
 )
-def test_what_the_configuration_says_decides_who_may_wait(room_of, rules, holds, refused):
+def test_the_configuration_decides_whether_a_request_may_wait(room_of, rules, holds, refused):
     room = room_of(*(entry(f"w{number}") for number in range(len(holds))), **RULES[rules])
     held(room, *holds)
     came = room.come()
@@ -68,7 +68,7 @@ def test_what_the_configuration_says_decides_who_may_wait(room_of, rules, holds,
     assert room.queue.waiting == (0 if refused else 1)
 
 
-def test_a_worker_that_only_lacks_room_may_be_waited_for(room_of):
+def test_a_request_may_wait_for_a_worker_that_is_only_full(room_of):
     room = room_of(entry("a"), entry("b", max_inflight=1), **RULES[SHED])
     held(room, {"updating"}, ())
     goes, waits = room.come(), room.come()
@@ -78,7 +78,7 @@ def test_a_worker_that_only_lacks_room_may_be_waited_for(room_of):
     assert room.gone_in == [waits]
 
 
-def test_who_waits_goes_on_when_the_update_ends(room_of):
+def test_a_waiter_is_admitted_when_the_update_ends(room_of):
     room = room_of(entry("a"), **RULES["hold"])
     held(room, {"updating"})
     waits = room.come()
@@ -90,13 +90,13 @@ def test_who_waits_goes_on_when_the_update_ends(room_of):
     assert (room.gone_in, waits.mine.version.label) == ([waits], "v2")
 
 
-def test_without_a_queue_the_refusal_names_the_reason(room_of):
+def test_without_a_queue_the_error_names_the_reason(room_of):
     room = room_of(entry("a"), queue="", **RULES["hold"])
     held(room, {"updating"})
     assert room.come().refusal.code == "weights_updating"
 
 
-def test_it_tells_for_how_long_that_has_been(room_of):
+def test_the_error_tells_the_time_since_the_cordon(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     a, b = room.fleet.workers
     room.fleet.cordon(a, "updating")
@@ -117,14 +117,14 @@ def test_it_tells_for_how_long_that_has_been(room_of):
     assert room.come().refusal.message.endswith("being updated, for 0 s so far")
 
 
-def test_a_dead_worker_beside_it_does_not_keep_the_rule_from_counting(room_of):
+def test_a_dead_worker_does_not_change_the_rule(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     held(room, {"updating"}, ())
     room.fleet.mark_dead(room.fleet.workers[1], NOW)
     assert room.come().refusal.code == "weights_updating"
 
 
-def test_who_wants_other_weights_waits_until_they_are_there_and_keeps_nobody_back(room_of):
+def test_a_request_for_another_version_waits_and_blocks_no_other(room_of):
     room = room_of(entry("a"), entry("b"), **RULES["hold"])
     a, b = room.fleet.workers
     room.fleet.set_version(a, "v1", 1)
@@ -140,14 +140,14 @@ def test_who_wants_other_weights_waits_until_they_are_there_and_keeps_nobody_bac
     assert (room.gone_in, later.mine.worker) == ([now, epoch, later], a)
 
 
-def test_who_wants_other_weights_is_refused_where_nobody_may_wait(room_of):
+def test_a_request_for_another_version_is_refused_where_waiting_is_off(room_of):
     room = room_of(entry("a"), queue="", **RULES["hold"])
     refusal = room.come(version=VersionConstraint("v2")).refusal
     assert (refusal.status, refusal.code) == (503, "weight_version_unavailable")
     assert refusal.headers == (("retry-after", "1"),)
 
 
-def test_an_update_towards_the_wanted_weights_is_waited_for_where_others_are_shed(room_of):
+def test_a_request_waits_for_an_update_to_its_version_though_others_are_shed(room_of):
     room = room_of(entry("a"), **RULES[SHED])
     (worker,) = room.fleet.workers
     room.fleet.set_version(worker, "v1", 1)
@@ -160,11 +160,11 @@ def test_an_update_towards_the_wanted_weights_is_waited_for_where_others_are_she
     assert room.gone_in == [waits]
 
 
-def test_workers_that_have_left_are_not_remembered(room_of):
+def test_removed_workers_are_forgotten(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     held(room, {"updating"}, {"updating"})
     room.fleet.apply([entry("b")], NOW)
-    assert list(room.door.holding._since) == room.fleet.workers
+    assert list(room.door.update_gate._since) == room.fleet.workers
     room.fleet.apply([entry("b"), entry("c")], NOW)
     heal(room.fleet, room.fleet.workers[1])
     assert room.come().refusal is None
