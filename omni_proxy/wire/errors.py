@@ -1,7 +1,13 @@
-"""Answers the router makes itself: the one error shape, and its bytes.
+"""Errors by whose fault they are, and the bytes of a local reply.
 
-Every one is `{"error": {"message", "type", "code"}}` (design, "Router-made errors"); other rooms
-never build an error body by hand.
+    HttpError: a local reply; a 4xx is the client's fault, 502 and 504 a worker's, else the proxy's
+    DownstreamError: the client's fault, no reply       ClientDisconnected, ProxyHeaderError
+    UpstreamError: a worker's fault, may be retried     UpstreamProtocolError, AttemptFailed
+    PhaseTimeout: of the side that the phase waits for
+    any other exception: internal, a bug; it ends its connection or service, with a traceback
+
+Invariant: each error body is `{"error": {"message", "type", "code"}}` (docs/design.md), made here
+only.
 """
 
 from __future__ import annotations
@@ -13,18 +19,26 @@ import msgspec
 
 
 def to_json(value: object) -> bytes:
-    """Of anything that came in as JSON too: that can spell half a character, which UTF-8 can't."""
+    """As JSON. Text from a client's JSON may have lone surrogates, which UTF-8 has not: escaped."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
         return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-class HttpError(Exception):
-    """A request we answer ourselves: status, reason, and whether the connection can go on.
+class DownstreamError(Exception):
+    """The client's fault, and there is no reply to send."""
 
-    `code` is the machine-readable reason; `close` is set when the rest of the request can't be
-    trusted or will not be read.
+
+class UpstreamError(Exception):
+    """A worker's fault."""
+
+
+class HttpError(Exception):
+    """A local reply: `status`, `message`, and `code`, the machine-readable reason.
+
+    `close`: the connection can't be kept, as the rest of the request is not trusted or not read.
+    `extra`: see `error_body`.
     """
 
     def __init__(
@@ -42,11 +56,6 @@ class HttpError(Exception):
         self.headers += headers
         return self
 
-    def topped(self) -> HttpError:
-        """With what clients of the admin routes read beside `error` (api-server.md 9.1)."""
-        self.extra |= {"success": False, "message": self.message, "status": "error"}
-        return self
-
     @property
     def type(self) -> str:
         explicit = self.extra.get("type")
@@ -62,9 +71,9 @@ class HttpError(Exception):
 
 
 def error_body(message: str, type_: str, code: str | int, /, **extra: object) -> bytes:
-    """The JSON error body; `reason=` goes inside `error`, any other extra (`detail=`) beside it.
+    """The JSON error body. `reason=` goes inside `error`, any other extra (`detail=`) beside it.
 
-    `top_code=` is a `code` beside `error`, where another router's clients look for it.
+    `top_code=` becomes a `code` beside `error`, where clients of sgl-model-gateway read it.
     """
     error: dict[str, object] = {"message": message, "type": type_, "code": code}
     if "reason" in extra:
@@ -74,10 +83,10 @@ def error_body(message: str, type_: str, code: str | int, /, **extra: object) ->
     return to_json({"error": error, **extra})
 
 
-def answer(
+def encode_local_reply(
     status: int, body: bytes, headers: tuple[tuple[str, str], ...] = (), *, close: bool = False
 ) -> bytes:
-    """A whole response of our own, framed by its length."""
+    """The bytes of a whole response, with content-length."""
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         "content-type: application/json",

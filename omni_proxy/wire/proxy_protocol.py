@@ -12,6 +12,8 @@ import struct
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Final, NamedTuple
 
+from omni_proxy.wire.errors import DownstreamError
+
 MAX_BYTES: Final = 4096
 _V1_BYTES: Final = 107
 _SIGNATURE: Final = b"\r\n\r\n\x00\r\nQUIT\n"
@@ -25,7 +27,7 @@ _V2_OTHERS: Final = (0x00, 0x12, 0x22, 0x31, 0x32)  # unknown, datagrams, Unix s
 _LOCAL, _PROXY = 0x20, 0x21
 
 
-class ProxyHeaderError(Exception):
+class ProxyHeaderError(DownstreamError):
     """The bytes are no introduction."""
 
 

@@ -14,6 +14,7 @@ from http import HTTPStatus
 import httptools
 
 from omni_proxy.wire.chunked import LAST_CHUNK
+from omni_proxy.wire.errors import UpstreamError
 from omni_proxy.wire.request import (
     MAX_HEAD_BYTES,
     PLAIN_OPTIONS,
@@ -54,7 +55,7 @@ class Framing(Enum):
 LENGTH, CHUNKED, CLOSE = Framing
 
 
-class UpstreamProtocolError(Exception):
+class UpstreamProtocolError(UpstreamError):
     """The worker's bytes are no HTTP/1.1 answer."""
 
 

@@ -1,8 +1,16 @@
+import importlib
 import json
 
 import pytest
 
-from omni_proxy.wire.errors import HttpError, answer, error_body, stream_error_event
+from omni_proxy.wire.errors import (
+    DownstreamError,
+    HttpError,
+    UpstreamError,
+    encode_local_reply,
+    error_body,
+    stream_error_event,
+)
 
 
 def test_every_error_has_a_message_a_type_and_a_code():
@@ -10,7 +18,7 @@ def test_every_error_has_a_message_a_type_and_a_code():
     assert body == {"error": {"message": "no", "type": "server_error", "code": "none_healthy"}}
 
 
-def test_a_reason_stands_inside_the_error_and_the_rest_beside_it():
+def test_a_reason_is_inside_error_and_any_other_extra_beside_it():
     body = json.loads(error_body("no", "t", 503, reason="full", detail="Not Found"))
     assert body["error"]["reason"] == "full"
     assert body["detail"] == "Not Found"
@@ -31,7 +39,7 @@ def test_the_type_follows_from_the_status(status, type_):
     assert HttpError(status, "no", "code").type == type_
 
 
-def test_a_type_that_is_given_wins_and_is_not_told_twice():
+def test_an_explicit_type_wins_and_appears_once():
     refusal = HttpError(503, "no", 503, type="overloaded_error", reason="max_inflight")
     assert json.loads(refusal.body()) == {
         "error": {
@@ -40,24 +48,24 @@ def test_a_type_that_is_given_wins_and_is_not_told_twice():
     }  # fmt: skip
 
 
-def test_a_refusal_gathers_headers():
+def test_headers_of_an_error_accumulate():
     refusal = HttpError(405, "no", "code").with_headers(("allow", "GET")).with_headers(("a", "b"))
     assert refusal.headers == (("allow", "GET"), ("a", "b"))
 
 
-def test_an_answer_of_ours_is_framed_by_its_length():
-    raw = answer(503, b"{}", (("retry-after", "1"),))
+def test_a_local_reply_has_a_content_length():
+    raw = encode_local_reply(503, b"{}", (("retry-after", "1"),))
     assert raw == (
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
         b"content-length: 2\r\nretry-after: 1\r\n\r\n{}"
     )
 
 
-def test_an_answer_says_when_it_is_the_last_one():
-    assert b"\r\nconnection: close\r\n\r\n" in answer(400, b"{}", close=True)
+def test_the_last_reply_of_a_connection_says_close():
+    assert b"\r\nconnection: close\r\n\r\n" in encode_local_reply(400, b"{}", close=True)
 
 
-def test_a_broken_stream_ends_with_an_event_of_one_line():
+def test_a_broken_stream_ends_with_a_one_line_event():
     event = stream_error_event("upstream stream\nfailed")
     assert event.startswith(b"data: {")
     assert event.endswith(b"}\n\n")
@@ -68,6 +76,20 @@ def test_a_broken_stream_ends_with_an_event_of_one_line():
     }  # fmt: skip
 
 
-def test_what_utf8_cannot_hold_is_told_as_json_spells_it():
+def test_lone_surrogates_are_escaped():
     refusal = HttpError(400, "unsupported fields: \ud800", "unsupported_fields")
     assert json.loads(refusal.body())["error"]["message"] == "unsupported fields: \ud800"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "base"),
+    [
+        ("dataplane.loop.task", "ClientDisconnected", DownstreamError),
+        ("wire.proxy_protocol", "ProxyHeaderError", DownstreamError),
+        ("wire.response", "UpstreamProtocolError", UpstreamError),
+        ("dataplane.upstream.attempt", "AttemptFailed", UpstreamError),
+    ],
+)
+def test_errors_are_subclasses_by_whose_fault_they_are(module, name, base):
+    error = getattr(importlib.import_module(f"omni_proxy.{module}"), name)
+    assert issubclass(error, base)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from omni_proxy.admin_ops.routes import TOPPED
 from omni_proxy.dataplane.exchange.exchange import Exchange, diagnostics, new_id, settle
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
-from omni_proxy.wire.errors import HttpError, answer
+from omni_proxy.wire.errors import HttpError, encode_local_reply
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.downstream.connection import Connection
@@ -37,7 +37,8 @@ async def refuse(conn: Connection, mine: Exchange, error: HttpError | PhaseTimeo
     """Answer it ourselves; the connection goes on where the request was read to its end."""
     refusal = error if isinstance(error, HttpError) else _late(str(error))
     if mine.route is None and mine.target.partition("?")[0] in TOPPED:
-        refusal.topped()
+        # Clients of the admin routes read these beside `error` (api-server.md 9.1).
+        refusal.extra |= {"success": False, "message": refusal.message, "status": "error"}
     worker_lines = (diagnostics(mine) if mine.attempts else b"") + _id_line(conn, mine) + mine.cors
     mine.status = refusal.status
     outcome = "upstream_error" if mine.attempts and refusal.status >= 500 else "refused"
@@ -55,7 +56,7 @@ async def refuse(conn: Connection, mine: Exchange, error: HttpError | PhaseTimeo
     keep = not refusal.close and not unread and not conn.closing
     conn.upload = None
     body = refusal.body()
-    reply = answer(refusal.status, body, refusal.headers, close=not keep)
+    reply = encode_local_reply(refusal.status, body, refusal.headers, close=not keep)
     if worker_lines:
         reply = reply.replace(b"\r\n\r\n", b"\r\n" + worker_lines + b"\r\n", 1)
     if mine.method == "HEAD":

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Coroutine, Generator
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
+from omni_proxy.wire.errors import DownstreamError
+
 if TYPE_CHECKING:
     from omni_proxy.dataplane.loop.event_loop import EventLoop
     from omni_proxy.dataplane.loop.stream import Stream
@@ -28,7 +30,7 @@ ANY_STREAM: Final = object()  # in `waiting_on`: an event of any stream of the t
 READS_PER_STEP: Final = 16  # then other connections get their turn
 
 
-class ClientDisconnected(Exception):
+class ClientDisconnected(DownstreamError):
     """The client closed its connection, so there is nothing to send a response to."""
 
 

@@ -17,7 +17,7 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.pool import PIECE_BYTES, UpstreamPool
 from omni_proxy.system.fd_limit import is_resource_exhaustion
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import (
     UpstreamProtocolError,
@@ -48,7 +48,7 @@ def told_length(size: int) -> tuple[bytes, bytes]:
     return LENGTHS[size] if size < LENGTHS_TOLD else _length_of(size)
 
 
-class AttemptFailed(Exception):
+class AttemptFailed(UpstreamError):
     """One try came to nothing: `kind` as in `retry_on`, `status` for the client if it was the
     last."""
 
