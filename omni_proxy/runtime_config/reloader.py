@@ -1,9 +1,9 @@
-"""The reloader: an edit of FILE, SIGHUP and POST /reload all end in `ConfigStore.reload`.
+"""Config reload: watches FILE, and calls `ConfigStore.reload` after an edit or a SIGHUP.
 
-Invariant: after an edit and a SIGHUP a file is read only once it has been unchanged for
-`SETTLE_SECS`, so an editor that truncates first never empties the fleet. Watched is the folder (a
-watch on the file dies at the first rename), and what counts is the file's own signature through
-all links, so a Kubernetes `..data` swap is seen too.
+Invariant: the file is read only once it has been unchanged for `SETTLE_SECS`, so an editor that
+truncates first never empties the fleet. The folder is watched, for a watch on the file ends at the
+first rename; the file has changed when its signature through all links has, so a Kubernetes
+`..data` swap is noticed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.files import FileSignature, file_signature
 
 SETTLE_SECS: Final = 0.1
-EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is most likely one that is being written
-POLL_MILLIS: Final = 500  # where inotify is blind (network file systems, a link's far end)
+EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is probably still being written
+POLL_MILLIS: Final = 500  # for files without inotify: network file systems, targets of links
 
 
 class Reloader:
-    """`request_reload` asks for a reload from anywhere; several pokes before it begins are one."""
+    """Requests that come before a reload begins are joined into one."""
 
     def __init__(self, config_store: ConfigStore) -> None:
         self._config_store = config_store
-        self._send, self._wanted = trio.open_memory_channel[str](1)
-        self._seen = config_store.read_as  # an edit while the program starts is one, too
+        self._requests_in, self._requests = trio.open_memory_channel[str](1)
+        self._signature = config_store.loaded_signature  # an edit during the start counts too
 
     def request_reload(self, source: str) -> None:
         try:
-            self._send.send_nowait(source)
+            self._requests_in.send_nowait(source)
         except trio.WouldBlock:
-            return  # the reload that is due anyway will read what is there now
+            return  # the reload that is queued reads the newest content
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -42,10 +42,12 @@ class Reloader:
                 nursery.start_soon(self._watch, self._config_store.file)
             task_status.started()
             while True:
-                source = await self._wanted.receive()
+                source = await self._requests.receive()
                 if (file := self._config_store.file) is not None:
-                    settled = source == "file"
-                    self._seen = file_signature(file) if settled else await self._settled(file)
+                    is_settled = source == "file"
+                    self._signature = (
+                        file_signature(file) if is_settled else await self._wait_settled(file)
+                    )
                 await self._config_store.reload(source)
 
     async def _watch(self, file: Path) -> None:
@@ -61,13 +63,13 @@ class Reloader:
                 rust_timeout=POLL_MILLIS,
                 yield_on_timeout=True,
             ):
-                if file_signature(file) != self._seen:
-                    self._seen = await self._settled(file)
+                if file_signature(file) != self._signature:
+                    self._signature = await self._wait_settled(file)
                     self.request_reload("file")
         finally:
-            stop.set()  # its thread is not abandoned otherwise for seconds
+            stop.set()  # otherwise its thread runs on for seconds
 
-    async def _settled(self, file: Path) -> FileSignature | None:
+    async def _wait_settled(self, file: Path) -> FileSignature | None:
         now = file_signature(file)
         while True:
             await trio.sleep(EMPTY_SETTLE_SECS if now and now[1] == 0 else SETTLE_SECS)

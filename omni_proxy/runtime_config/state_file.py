@@ -1,7 +1,7 @@
-"""The state file: where it is, what it held at the start, and what HTTP changed kept in it.
+"""The state file: keeps what was changed over HTTP.
 
-Invariant: after `keep` the disk has what it was given, or `error` says why not, and the next call
-tries again. What somebody else has put there is set aside, never written over.
+Invariant: after `save` the file has the given state, or `error` says why not and the next call
+retries. A file that another program has written is renamed to `.old`, never overwritten.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 def state_path(startup: Startup, config: Config) -> Path | None:
-    """Where runtime changes are kept; None keeps them in memory only."""
-    named = config.server.state_file
-    if named == "off":
+    """The path of the state file; None keeps the state in memory only."""
+    setting = config.server.state_file
+    if setting == "off":
         return None
-    if named != "auto":
-        return Path(named)
+    if setting != "auto":
+        return Path(setting)
     return startup.config_path.with_suffix(".state.toml") if startup.config_path else None
 
 
-def state_at(path: Path | None) -> SavedState:
-    """What is kept there; nothing where nothing is. Raises ConfigError."""
+def load_state(path: Path | None) -> SavedState:
+    """The saved state; an empty one without a file. Raises ConfigError."""
     if path is None:
         return SavedState()
     try:
@@ -40,32 +40,32 @@ def state_at(path: Path | None) -> SavedState:
         return SavedState()
     except OSError as error:
         problem = Problem("", None, f"cannot be read: {error.strerror}", file=str(path))
-        raise ConfigError([_cure(path), problem], str(path)) from None
+        raise ConfigError([_hint_problem(path), problem], str(path)) from None
     except ConfigError as error:
-        raise ConfigError([_cure(path), *error.problems], str(path)) from None
+        raise ConfigError([_hint_problem(path), *error.problems], str(path)) from None
 
 
-def _cure(path: Path) -> Problem:
-    said = "holds what was set over HTTP"
-    return Problem("", None, said, "mend it, or delete it to forget that", str(path))
+def _hint_problem(path: Path) -> Problem:
+    reason = "holds what was set over HTTP"
+    return Problem("", None, reason, "mend it, or delete it to forget that", str(path))
 
 
 class StateFile:
-    """Whoever calls `keep` twice at once must see to the order himself."""
+    """Calls of `save` must not overlap."""
 
     def __init__(self, path: Path | None, state: SavedState) -> None:
-        """`state` is what `state_at(path)` found."""
+        """`state` is what `load_state(path)` returned."""
         self._path = path
-        self._state: SavedState | None = state  # None: a write failed, who knows where
-        self._seen = file_signature(path) if path else None  # how we left it, or found it
+        self._state: SavedState | None = state  # None: the last write failed
+        self._signature = file_signature(path) if path else None  # of our last write or read
         self.error = ""
         if path is not None:
             remove_stale_temporaries(path)
 
-    async def keep(self, path: Path | None, state: SavedState) -> None:
-        """It runs whether or not it can be written: a full disk must not tie an operator's hands.
+    async def save(self, path: Path | None, state: SavedState) -> None:
+        """Write `state` to `path`. Never raises: a change must apply on a full disk too.
 
-        To its end, though whoever asked for the change has left: what runs would be lost.
+        Can't be cancelled: the caller may disconnect, but the change is already in force.
         """
         if (path, state) == (self._path, self._state):
             return
@@ -76,22 +76,20 @@ class StateFile:
             except OSError as error:
                 self._state, self.error = None, f"{path}: {error.strerror}"
                 _log.error(
-                    "the runtime state could not be saved: %s; it is tried again with the next "
-                    "change, and at SIGHUP", self.error,
+                    "state_save_failed error=%r: retried at the next change and at SIGHUP", self.error,
                 )  # fmt: skip
                 return
         self._path, self._state, self.error = path, state, ""
 
     def _write(self, path: Path, state: SavedState) -> None:
-        found = file_signature(path)
-        if found is None and path != self._path and state == SavedState():
-            return  # nothing is there, and nothing is to be kept
-        if found is not None and (path != self._path or found != self._seen):
-            aside = path.with_name(f"{path.name}.old")
-            path.replace(aside)
+        current = file_signature(path)
+        if current is None and path != self._path and state == SavedState():
+            return  # no file, and nothing to save
+        if current is not None and (path != self._path or current != self._signature):
+            backup = path.with_name(f"{path.name}.old")
+            path.replace(backup)
             _log.warning(
-                "%s is not as this program left it, it is kept as %s: does another one use it?",
-                path, aside,
+                "state_file_replaced file=%s backup=%s: another program has changed it", path, backup,
             )  # fmt: skip
         write_atomically(path, render_state(state))
-        self._seen = file_signature(path)
+        self._signature = file_signature(path)

@@ -136,7 +136,7 @@ async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_pa
             await running.until_routable(*fleet)
             put(file, good.replace(str(mine), str(FILES / "renewed-key.pem")))
             await running.says(
-                r"refused, keeping the current config:\n.*server\.tls_key: .*not the key"
+                r"config_refused source=[a-z]+: the current configuration stays\n.*server\.tls_key: .*not the key"
             )
             assert (await running.client.post("/reload")).status_code == 422
             assert (await running.ask()).status_code == 200

@@ -10,7 +10,7 @@ from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.system.files import file_signature
 
 
-class Keeper(SimpleNamespace):
+class FakeConfigStore(SimpleNamespace):
     """Remembers who asked, and what the file held then."""
 
     async def reload(self, source):
@@ -21,9 +21,11 @@ class Keeper(SimpleNamespace):
         self.heard = trio.Event()
 
 
-def keeper_of(file) -> Keeper:
-    read_as = file_signature(file) if file else None
-    return Keeper(file=file, read_as=read_as, asked=[], gate=None, heard=trio.Event())
+def fake_config_store(file) -> FakeConfigStore:
+    loaded_signature = file_signature(file) if file else None
+    return FakeConfigStore(
+        file=file, loaded_signature=loaded_signature, asked=[], gate=None, heard=trio.Event()
+    )
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ async def until(config_store, holds):
 
 
 async def test_an_edit_is_read_once_it_has_settled(nursery, file):
-    config_store = keeper_of(file)
+    config_store = fake_config_store(file)
     await nursery.start(Reloader(config_store).run)
     file.write_text("two")
     await until(config_store, lambda asked: asked)
@@ -51,20 +53,20 @@ async def test_an_edit_is_read_once_it_has_settled(nursery, file):
 async def test_a_file_that_keeps_changing_is_waited_for(file, monkeypatch):
     times = iter([(1, 1, 1), (2, 2, 1), (3, 0, 1), (4, 4, 1), (4, 4, 1)])
     monkeypatch.setattr(reloading, "file_signature", lambda _: next(times))
-    naps = []
+    pauses = []
 
-    async def nap(secs):
-        naps.append(secs)
+    async def pause(secs):
+        pauses.append(secs)
 
-    monkeypatch.setattr(trio, "sleep", nap)
-    assert await Reloader(keeper_of(None))._settled(file) == (4, 4, 1)
-    assert naps == [reloading.SETTLE_SECS] * 2 + [reloading.EMPTY_SETTLE_SECS] + [
+    monkeypatch.setattr(trio, "sleep", pause)
+    assert await Reloader(fake_config_store(None))._wait_settled(file) == (4, 4, 1)
+    assert pauses == [reloading.SETTLE_SECS] * 2 + [reloading.EMPTY_SETTLE_SECS] + [
         reloading.SETTLE_SECS
     ]
 
 
 async def test_an_edit_while_the_program_starts_is_read(nursery, file):
-    config_store = keeper_of(file)
+    config_store = fake_config_store(file)
     file.write_text("meanwhile")
     await nursery.start(Reloader(config_store).run)
     await until(config_store, lambda asked: asked)
@@ -73,7 +75,7 @@ async def test_an_edit_while_the_program_starts_is_read(nursery, file):
 
 
 async def test_a_signal_in_the_middle_of_an_edit_waits_for_its_end(file, nursery, monkeypatch):
-    config_store = keeper_of(file)
+    config_store = fake_config_store(file)
     reloader = Reloader(config_store)
 
     async def idle(_):
@@ -95,7 +97,7 @@ async def test_a_signal_in_the_middle_of_an_edit_waits_for_its_end(file, nursery
 
 
 async def test_what_happens_beside_the_file_asks_for_nothing(nursery, file):
-    config_store = keeper_of(file)
+    config_store = fake_config_store(file)
     reloader = Reloader(config_store)
     await nursery.start(reloader.run)
     (file.parent / "access.log").write_text("a line")
@@ -108,7 +110,7 @@ async def test_what_happens_beside_the_file_asks_for_nothing(nursery, file):
 
 
 async def test_pokes_before_a_reload_begins_are_one(nursery, autojump_clock):
-    config_store = keeper_of(None)
+    config_store = fake_config_store(None)
     config_store.gate = trio.Event()
     reloader = Reloader(config_store)
     await nursery.start(reloader.run)
@@ -123,7 +125,7 @@ async def test_pokes_before_a_reload_begins_are_one(nursery, autojump_clock):
 
 
 async def test_a_restarted_reloader_goes_on(file):
-    config_store = keeper_of(file)
+    config_store = fake_config_store(file)
     reloader = Reloader(config_store)
     for text in ("two", "three"):
         async with trio.open_nursery() as nursery:
