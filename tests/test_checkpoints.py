@@ -28,6 +28,7 @@ ALLOWED = {
     "omni_proxy.replica.api.common.deferred_stream.begin": QUEUED,
     "omni_proxy.replica.api.common.deferred_stream.__anext__": QUEUED,
     "omni_proxy.replica.api.speech.speech_socket._listen": "trio's `send` is a checkpoint",
+    "omni_proxy.replica.api.speech.speech_socket._converse": "trio's `receive` is a checkpoint",
     "omni_proxy.replica.api.common.sse.__anext__": QUEUED,
     "omni_proxy.replica.pipeline.hosting.stage_process._read": ENDS,
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",

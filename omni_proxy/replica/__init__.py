@@ -1,7 +1,7 @@
-"""The replica: a real inference server behind the same HTTP surface as the workers of others.
+"""The replica: an inference server with the same HTTP API as SGLang workers.
 
-It knows nothing of the proxy, and the proxy knows it only as a command that it starts. What it
-offers to programs is imported when it is asked for: the name alone must not cost a web server.
+It imports nothing of the proxy, and the proxy knows it only as a command that it starts. Public
+names are imported on first use, so that importing the package does not load a web server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "PipelineConfig", "create_app", "launch_server"]
 
-_PLACES = {
+_MODULES = {
     "Client": "omni_proxy.replica.pipeline.client",
     "PipelineConfig": "omni_proxy.replica.pipeline.config",
     "create_app": "omni_proxy.replica.api.app",
@@ -26,6 +26,6 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,8 +1,8 @@
-"""The end of a process that has a model runtime in it.
+"""Ends a process that contains a model runtime.
 
-Invariant: the status is the one that was meant, whatever threads are still at work. What was said
-is out by then. The interpreter's own end is never come to: it takes the lock away from a thread
-inside torch, and frees a group under the thread that gloo holds in it; either aborts the process.
+Invariant: the exit status is the given one, whatever threads still run, and output is flushed. The
+interpreter's own shutdown is never reached: it would take the GIL from a thread inside torch, or
+free a process group that a gloo thread uses; either aborts the process.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ import time
 from contextlib import suppress
 from typing import Final, NoReturn
 
-# Threads that only their peer lets go, where receiving is done in this process.
+# Threads that block until their peer answers, if weights are received in this process.
 BLOCKED_THREAD_PREFIXES: Final = ("weights-init-", "weights-receive-", "weights-drop-")
-JOIN_TIMEOUT_SECS: Final = 0.3  # for those that have just been told to end
+JOIN_TIMEOUT_SECS: Final = 0.3  # for threads that have just been asked to end
 
 log = logging.getLogger(__name__)
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process with `status`; one line of the log tells of threads that a peer holds."""
-    if held := _held_threads():
+    """End this process with `status`; logs which threads are still blocked by a peer."""
+    if blocked := _blocked_threads():
         log.warning(
-            "peers that do not answer hold threads, which end with this process: %s",
-            ", ".join(held),
+            "threads_blocked_at_exit reason=peer_does_not_answer threads=%s",
+            ",".join(blocked),
         )
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # whoever read it has gone before
+        with suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()
     os._exit(status)
 
 
-def _held_threads() -> list[str]:
+def _blocked_threads() -> list[str]:
     threads = [
-        each for each in threading.enumerate() if each.name.startswith(BLOCKED_THREAD_PREFIXES)
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(BLOCKED_THREAD_PREFIXES)
     ]
-    until = time.monotonic() + JOIN_TIMEOUT_SECS
+    deadline = time.monotonic() + JOIN_TIMEOUT_SECS
     for thread in threads:
-        thread.join(max(until - time.monotonic(), 0.0))
+        thread.join(max(deadline - time.monotonic(), 0.0))
     return sorted(thread.name for thread in threads if thread.is_alive())

@@ -13,7 +13,7 @@ from tests.process_group.trainer_process import TrainerPool
 from tests.replica.weights.syncing import NORM, UP, many, sent_of
 
 PATIENCE_SECS = 60
-HELD = "peers that do not answer hold threads, which end with this process: "
+HELD = "threads_blocked_at_exit reason=peer_does_not_answer threads="
 BUCKET = sent_of([UP, NORM])
 
 
@@ -83,7 +83,7 @@ def left(**streams):
 def test_what_was_said_is_out_and_the_threads_are_told_in_one_line():
     done = left(capture_output=True)
     assert (done.returncode, done.stdout) == (3, "last words\n")
-    assert done.stderr == HELD + "weights-init-a, weights-receive-b\n"
+    assert done.stderr == HELD + "weights-init-a,weights-receive-b\n"
 
 
 def test_a_process_whose_reader_has_gone_ends_as_meant():

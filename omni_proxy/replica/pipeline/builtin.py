@@ -1,7 +1,8 @@
-"""The pipelines that come with the replica.
+"""The built-in pipelines.
 
     text:  prepare ─> decode            omni:  transcribe ─> look ─> prepare ─> decode ~~> speak
-Invariant: a request passes only the stages it needs; what a pipeline lacks is not in it.
+Invariant: a request passes only the stages that it needs; a stage that is off is not in the
+pipeline.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _PACKAGE = "omni_proxy.replica"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltinOptions:
-    """What the command line chooses. `own_process` names stages that get a process each.
+    """Options from the command line. `own_process` names stages that get their own process.
 
-    `transcription_path` is the file of a transcription model that is not in the cache folder.
-    `max_in_flight` bounds the requests that have not ended (0: no bound), `max_running` those of
-    one batch; `threads` is torch's; `tp` is over how many processes the text model is split.
+    `transcription_path` is the file of a transcription model outside the cache folder.
+    `max_in_flight` bounds live requests (0: no bound), `max_running` those of one batch; `threads`
+    is torch's; `tp` is the number of processes that share the text model.
     """
 
     model: str = "tiny"
@@ -41,119 +42,119 @@ class BuiltinOptions:
     own_process: frozenset[str] = frozenset()
 
 
-def builtin_pipeline(choices: BuiltinOptions) -> PipelineConfig:
-    """The text pipeline, and before and after it what was chosen."""
-    speaks, hears = choices.speech != OFF, choices.transcription != OFF
-    sees = choices.images != OFF
+def builtin_pipeline(options: BuiltinOptions) -> PipelineConfig:
+    """Return the text pipeline, with the chosen stages before and after it."""
+    has_speech, has_transcription = options.speech != OFF, options.transcription != OFF
+    has_images = options.images != OFF
     stages = [
         StageConfig(
             name="prepare",
             factory=f"{_PACKAGE}.stages.prepare:build",
             next=("decode",),
-            params={"model": choices.model},
+            params={"model": options.model},
         ),
-        _decode(choices, speaks),
+        _decode(options, has_speech),
     ]
     entries: dict[str, str] = {}
-    if sees:
-        stages.insert(0, _look(choices))
+    if has_images:
+        stages.insert(0, _look(options))
         entries["chat+image"] = "look"
-    if hears:
-        stages.insert(0, _transcribe(choices, sees))
+    if has_transcription:
+        stages.insert(0, _transcribe(options, has_images))
         entries |= {"asr": "transcribe", "chat+audio": "transcribe"}
-    if speaks:
-        stages.append(_speak(choices))
+    if has_speech:
+        stages.append(_speak(options))
         entries["tts"] = "speak"
     return PipelineConfig(
-        name="omni" if speaks or hears or sees else "text",
-        model_path=choices.model,
+        name="omni" if has_speech or has_transcription or has_images else "text",
+        model_path=options.model,
         entry="prepare",
         entries=entries,
-        max_in_flight=choices.max_in_flight,
+        max_in_flight=options.max_in_flight,
         stages=tuple(stages),
     )
 
 
 def capabilities(config: PipelineConfig) -> frozenset[str]:
-    """What a built-in pipeline can do, in the words that routers use of workers."""
+    """What a built-in pipeline can do, in the capability names that routers use."""
     names = {stage.name for stage in config.stages}
-    found = {"chat", "streaming"}
+    capability_names = {"chat", "streaming"}
     if "speak" in names:
-        found |= {"speech", "audio_output"}
+        capability_names |= {"speech", "audio_output"}
     if "transcribe" in names:
-        found.add("audio_input")
+        capability_names.add("audio_input")
     if "look" in names:
-        found.add("image_input")
-    return frozenset(found)
+        capability_names.add("image_input")
+    return frozenset(capability_names)
 
 
-def _decode(choices: BuiltinOptions, speaks: bool) -> StageConfig:
-    following = ("speak",) if speaks else ()
+def _decode(options: BuiltinOptions, has_speech: bool) -> StageConfig:
+    following = ("speak",) if has_speech else ()
     return StageConfig(
         name="decode",
         factory=f"{_PACKAGE}.text.stage:build",
         next=following,
         stream_to=following,
-        route=f"{_PACKAGE}.pipeline.builtin:after_decode" if speaks else "",
+        route=f"{_PACKAGE}.pipeline.builtin:after_decode" if has_speech else "",
         terminal=True,
-        process=_process("decode", choices),
+        process=_process("decode", options),
         params={
-            "model": choices.model,
-            "max_running": choices.max_running,
-            "threads": choices.threads,
-            "tp": choices.tp,
+            "model": options.model,
+            "max_running": options.max_running,
+            "threads": options.threads,
+            "tp": options.tp,
         },
     )
 
 
-def _transcribe(choices: BuiltinOptions, sees: bool) -> StageConfig:
+def _transcribe(options: BuiltinOptions, has_images: bool) -> StageConfig:
     return StageConfig(
         name="transcribe",
         factory=f"{_PACKAGE}.stages.transcribe:build",
-        next=("look", "prepare") if sees else ("prepare",),
-        route=f"{_PACKAGE}.pipeline.builtin:after_transcribe{'_with_images' if sees else ''}",
+        next=("look", "prepare") if has_images else ("prepare",),
+        route=f"{_PACKAGE}.pipeline.builtin:after_transcribe{'_with_images' if has_images else ''}",
         terminal=True,
-        process=_process("transcribe", choices),
-        params={"path": choices.transcription_path, "threads": choices.threads},
+        process=_process("transcribe", options),
+        params={"path": options.transcription_path, "threads": options.threads},
     )
 
 
-def _look(choices: BuiltinOptions) -> StageConfig:
+def _look(options: BuiltinOptions) -> StageConfig:
     return StageConfig(
         name="look",
         factory=f"{_PACKAGE}.stages.ocr:build",
         next=("prepare",),
-        process=_process("look", choices),
-        params={"threads": choices.threads},
+        process=_process("look", options),
+        params={"threads": options.threads},
     )
 
 
-def _speak(choices: BuiltinOptions) -> StageConfig:
+def _speak(options: BuiltinOptions) -> StageConfig:
     return StageConfig(
         name="speak",
         factory=f"{_PACKAGE}.stages.synthesize:build",
         terminal=True,
-        process=_process("speak", choices),
-        params={"threads": choices.threads},
+        process=_process("speak", options),
+        params={"threads": options.threads},
     )
 
 
-def _process(stage: str, choices: BuiltinOptions) -> str:
-    return stage if stage in choices.own_process else ""
+def _process(stage: str, options: BuiltinOptions) -> str:
+    return stage if stage in options.own_process else ""
 
 
 def after_transcribe(payload: StagePayload) -> list[str]:
-    """A transcription is an answer of its own, or what a chat goes on with."""
+    """The route of "transcribe": nothing after a transcription, else the chat stages."""
     return [] if payload.request.metadata.get("task") == "asr" else ["prepare"]
 
 
 def after_transcribe_with_images(payload: StagePayload) -> list[str]:
-    """The same where images may have come along."""
+    """The same for pipelines with an image stage."""
     following, inputs = after_transcribe(payload), payload.request.inputs
-    seen = following and isinstance(inputs, dict) and inputs.get("images")
-    return ["look"] if seen else following
+    has_images = following and isinstance(inputs, dict) and inputs.get("images")
+    return ["look"] if has_images else following
 
 
 def after_decode(payload: StagePayload) -> list[str]:
-    """Speak where audio was asked for."""
+    """The route of "decode": to "speak" if audio was requested."""
     return ["speak"] if "audio" in payload.request.metadata.get("output_modalities", ()) else []

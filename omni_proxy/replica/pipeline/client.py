@@ -1,7 +1,7 @@
-"""The client: requests in, chunks out; what the HTTP layer speaks to.
+"""The pipeline client, used by the HTTP layer: requests in, chunks out.
 
-Invariant: a generation that is left before its end aborts its request exactly once; one that came
-to its end never does. No text, token or sample is given twice.
+Invariant: a generation that is closed before its end aborts its request exactly once; one that
+ended never does. No text, token or audio sample is returned twice.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = [
 
 
 class Generation:
-    """The chunks of one request: `async for`, and `async with` around it to leave early.
+    """The chunks of one request: `async for`, inside `async with` to be able to stop early.
 
-    The request is submitted by entering it or by asking for the first chunk, whichever is first;
-    that raises QueueFullError or RequestFailed. The last chunk has `terminal`.
+    The request is submitted when the generation is entered or when its first chunk is requested,
+    whichever is first; that raises QueueFullError or RequestFailed. The last chunk has `terminal`.
     """
 
     def __init__(self, coordinator: Coordinator, request: GenerateRequest, request_id: str) -> None:
@@ -55,7 +55,7 @@ class Generation:
         self._request = request
         self._splitter = ChunkSplitter(request_id)
         self._delivery: Delivery | None = None
-        self._over = False
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -74,7 +74,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> GenerateChunk:
-        if self._over:
+        if self._closed:
             raise StopAsyncIteration
         while not self._splitter.pending:
             await self._read(self._open())
@@ -84,15 +84,15 @@ class Generation:
         return chunk
 
     async def aclose(self) -> None:
-        """Leave: what is still being made is aborted. More than once is the same as once."""
+        """Close the generation and abort the request unless it has ended; idempotent."""
         self._close()
 
     def __del__(self) -> None:
-        # Left by `break`, without `async with`.
+        # Closes a generation that was abandoned by `break`, without `async with`.
         self._close()
 
     def _open(self) -> Delivery:
-        if self._over:
+        if self._closed:
             raise RequestFailed("this generation is closed", 500)
         if self._delivery is None:
             request = to_omni_request(self._request)
@@ -108,17 +108,17 @@ class Generation:
         if isinstance(item, DeliveryEnd):
             self._splitter.end(item.results)
         else:
-            self._splitter.piece(item.stage, item.chunk, whole=item.whole)
+            self._splitter.add_part(item.stage, item.chunk, whole=item.whole)
 
     def _close(self) -> None:
-        self._over = True
+        self._closed = True
         if self._delivery is not None:
             self._coordinator.release(self._delivery)
             self._delivery = None
 
 
 class Client:
-    """Everything the outside may ask of a running pipeline; one per coordinator is enough."""
+    """Everything that callers may request of a running pipeline; one per coordinator is enough."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -129,7 +129,7 @@ class Client:
     async def completion(
         self, request: GenerateRequest, request_id: str | None = None
     ) -> CompletionResult:
-        """The whole answer; being cancelled while it waits aborts the request."""
+        """Return the complete response; cancellation aborts the request."""
         async with self.generate(request, request_id) as generation:
             assembly = ChunkAssembler(generation.request_id)
             async for chunk in generation:
@@ -139,14 +139,14 @@ class Client:
     async def speech(
         self, request: GenerateRequest, request_id: str | None = None
     ) -> CompletionResult:
-        """The same for a request that must have audio; RequestFailed 500 where none came."""
+        """The same for a request that must have audio; RequestFailed 500 if none was generated."""
         result = await self.completion(request, request_id)
         if result.audio is None:
             raise RequestFailed("no audio was generated", 500)
         return result
 
     async def abort(self, request_id: str) -> bool:
-        """End a request under its reader; False where there is none to end."""
+        """Abort a request that another task reads; False if no such request is live."""
         await trio.lowlevel.checkpoint()
         return self._coordinator.abort(request_id)
 
@@ -155,11 +155,11 @@ class Client:
         return self._coordinator.health()
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The stages' newest gauges."""
+        """The latest gauges of each stage."""
         return self._coordinator.stats()
 
     def stage_info(self) -> dict[str, dict[str, Any]]:
-        """What each ready stage says of itself."""
+        """The static information of each ready stage."""
         return self._coordinator.stage_info()
 
     async def admin(
@@ -169,9 +169,9 @@ class Client:
         stages: list[str] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """One operation on the stages; returns the aggregate of api-server.md 2.2.
+        """Run one operation on the stages; returns the aggregate of api-server.md 2.2.
 
-        Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 past the timeout.
+        Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 on timeout.
         """
         return await self._coordinator.admin(action, payload or {}, stages, timeout_s)
 
@@ -180,9 +180,9 @@ class Client:
         return self._coordinator.profiling_run_id
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Tell every stage to record; nobody answers (api-server.md 4)."""
+        """Ask every stage to record; there is no answer (api-server.md 4)."""
         self._coordinator.profiler_start(start)
 
     def profiler_stop(self, run_id: str | None = None) -> str | None:
-        """Tell every stage to stop; returns the given id, else the active one."""
+        """Ask every stage to stop recording; returns the given id, else the active one."""
         return self._coordinator.profiler_stop(run_id)

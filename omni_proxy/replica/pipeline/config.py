@@ -1,7 +1,7 @@
-"""What a pipeline is made of: stages, who follows whom, and where each one runs.
+"""The configuration of a pipeline: stages, their order, and the process of each one.
 
-Invariant: a pipeline that passed `check` has no name that leads nowhere, no circle, no dead end.
-Nothing of a stage is imported here: a dotted name is only looked at.
+Invariant: a pipeline that passed `validate_config` has no unknown stage name, no cycle and no dead
+end. No stage is imported here: dotted names are only parsed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from typing import Any
 
 MERGE_TERMINALS = "omni_proxy.replica.pipeline.plan:merge_terminals"
-# What a request may bring beside its text, by the key of its inputs. A task in `entries` may be
-# followed by some of them (`chat+audio+image`): that entry is for requests that bring them all.
+# Media that a request may have beside its text, by the key in its inputs. A task in `entries` may be
+# followed by some of them (`chat+audio+image`): that entry is for requests that have all of them.
 MEDIA = {"audios": "audio", "images": "image", "videos": "video"}
 
 
 class PipelineConfigError(Exception):
-    """The pipeline cannot be built; one line per problem, each naming the key it is about."""
+    """The pipeline cannot be built; one line per problem, each naming its configuration key."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -30,11 +30,11 @@ class PipelineConfigError(Exception):
 class StageConfig:
     """One stage. Dotted names are `package.module:function`; an empty string is none.
 
-    `factory(stage_name, **params)` makes its scheduler; `route(payload)` names the next stages out
-    of `next` and `stream_to`; `merge({stage: data})` joins what `wait_for` names before the stage
-    sees it. `stream_to` stages get each piece as it is made; of a target that is asked for through
-    `next` too, that is all they get. A `terminal` stage's result is (part of) the answer, except
-    where its route sends the result on. Stages of one `process` share one child process.
+    `factory(stage_name, **params)` creates its scheduler; `route(payload)` chooses the next stages
+    among `next` and `stream_to`; `merge({stage: data})` joins the results of `wait_for` before the
+    stage gets them. Stages in `stream_to` get each chunk as it is generated; a target that is also
+    in `next` gets nothing else. A `terminal` stage's result is (part of) the response, unless its
+    route sends the result on. Stages of one `process` share a child process.
     """
 
     name: str
@@ -51,17 +51,17 @@ class StageConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Every stage that may come after this one, once each."""
+        """Every stage that may follow this one, without duplicates."""
         return tuple(dict.fromkeys((*self.next, *self.stream_to)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """A pipeline. `entries` maps a task to its first stage; any other task takes `entry`.
+    """A pipeline. `entries` maps a task to its first stage; other tasks start at `entry`.
 
-    A task may be followed by media (`chat+image`): of the entries whose media a request brings all,
-    the one with the most is taken, and of those the first in the order of `MEDIA`.
-    `max_in_flight` bounds the requests that have not ended; 0 is no bound.
+    A task may be followed by media (`chat+image`): of the entries whose media the request all has,
+    the one with the most media is used, and of those the first in the order of `MEDIA`.
+    `max_in_flight` bounds live requests; 0 is no bound.
     """
 
     name: str
@@ -76,7 +76,7 @@ class PipelineConfig:
 def validate_config(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with its entry filled in.
 
-    Raises PipelineConfigError with every problem found.
+    Raises PipelineConfigError with all problems.
     """
     if not config.entry and config.stages:
         config = replace(config, entry=config.stages[0].name)
@@ -86,7 +86,7 @@ def validate_config(config: PipelineConfig) -> PipelineConfig:
 
 
 def closest_name_hint(name: str, known: Iterable[str]) -> str:
-    """A hint that ends a sentence, or nothing."""
+    """A "did you mean" suffix for an error message, or ""."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -103,8 +103,8 @@ def _problems(config: PipelineConfig) -> Iterator[str]:
     for task, name in config.entries.items():
         yield from _unknown(f"entries.{task}", (name,), names)
         media = task.split("+")[1:]
-        if media != [each for each in MEDIA.values() if each in media]:
-            known = "".join(f"[+{each}]" for each in MEDIA.values())
+        if media != [medium for medium in MEDIA.values() if medium in media]:
+            known = "".join(f"[+{medium}]" for medium in MEDIA.values())
             yield f"entries.{task}: a task and its media are written TASK{known}"
     if config.max_in_flight < 0:
         yield f"max_in_flight: must be at least 0, got {config.max_in_flight}"
@@ -115,7 +115,7 @@ def _problems(config: PipelineConfig) -> Iterator[str]:
             yield f"stages[{index}].{problem}"
     if not any(stage.terminal for stage in config.stages):
         yield "stages: none is terminal: no request would ever have a result"
-    yield from _shape(config, by_name)
+    yield from _graph_problems(config, by_name)
     yield from _process_problems(config)
 
 
@@ -161,23 +161,23 @@ def _flow_problems(stage: StageConfig, by_name: Mapping[str, StageConfig]) -> It
             yield f"stream_to: {name} waits for whole results and cannot be streamed into"
 
 
-def _shape(config: PipelineConfig, by_name: Mapping[str, StageConfig]) -> Iterator[str]:
+def _graph_problems(config: PipelineConfig, by_name: Mapping[str, StageConfig]) -> Iterator[str]:
     state: dict[str, str] = {}
-    circles: list[str] = []
+    cycles: list[str] = []
 
-    def walk(name: str) -> None:
+    def visit(name: str) -> None:
         state[name] = "open"
         for target in by_name[name].targets:
             if state.get(target) == "open":
-                circles.append(f"stages: {name} leads back to {target}")
+                cycles.append(f"stages: {name} leads back to {target}")
             elif target in by_name and target not in state:
-                walk(target)
+                visit(target)
         state[name] = "done"
 
     for entry in dict.fromkeys((config.entry, *config.entries.values())):
         if entry in by_name and entry not in state:
-            walk(entry)
-    yield from circles
+            visit(entry)
+    yield from cycles
     for index, stage in enumerate(config.stages):
         if stage.name not in state:
             yield f"stages[{index}]: no request ever reaches {stage.name}"

@@ -1,4 +1,4 @@
-"""A pipeline out of a TOML file.
+"""A pipeline configuration from a TOML file.
 
 Invariant: every key is known and of its type, or the file is refused with all problems at once.
 """
@@ -20,7 +20,7 @@ from omni_proxy.replica.pipeline.config import (
 
 
 def load_pipeline(path: str | Path) -> PipelineConfig:
-    """Read, check and return it; raises PipelineConfigError with one line per problem."""
+    """Read and validate the file; raises PipelineConfigError with one line per problem."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -31,23 +31,23 @@ def load_pipeline(path: str | Path) -> PipelineConfig:
 
 
 def parse_pipeline(table: Mapping[str, Any]) -> PipelineConfig:
-    """The same from a parsed table."""
+    """The same for a parsed table."""
     problems: list[str] = []
     values = _read(table, _PIPELINE, "", problems)
     stages = []
-    listed = values.pop("stages", [])
-    for index, stage in enumerate(listed):
-        where = f"stages[{index}]"
+    stage_tables = values.pop("stages", [])
+    for index, stage in enumerate(stage_tables):
+        path = f"stages[{index}]"
         if isinstance(stage, dict):
-            stages.append(_read(stage, _STAGE, f"{where}.", problems))
+            stages.append(_read(stage, _STAGE, f"{path}.", problems))
         else:
-            problems.append(f"{where}: expected a table")
+            problems.append(f"{path}: expected a table")
     if "name" not in table:
         problems.append("name: is missing")
-    for index, stage in enumerate(listed):
+    for index, stage in enumerate(stage_tables):
         if isinstance(stage, dict):
-            lacking = {"name", "factory"} - stage.keys()
-            problems += [f"stages[{index}].{key}: is missing" for key in sorted(lacking)]
+            missing = {"name", "factory"} - stage.keys()
+            problems += [f"stages[{index}].{key}: is missing" for key in sorted(missing)]
     if problems:
         raise PipelineConfigError(problems)
     return validate_config(PipelineConfig(**values, stages=tuple(StageConfig(**s) for s in stages)))
@@ -71,7 +71,7 @@ def _read(
     return values
 
 
-def _of(kind: type, named: str) -> FieldParser:
+def _of_type(kind: type, named: str) -> FieldParser:
     def read(value: Any) -> Any:
         # TOML keeps true and 1 apart; Python does not.
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
@@ -95,26 +95,26 @@ def _texts(value: Any) -> dict[str, str]:
     return value
 
 
-_text = _of(str, "a string")
+_text = _of_type(str, "a string")
 _PIPELINE: Mapping[str, FieldParser] = {
     "name": _text,
     "model_path": _text,
     "entry": _text,
     "entries": _texts,
     "terminal_merge": _text,
-    "max_in_flight": _of(int, "a whole number"),
-    "stages": _of(list, "tables: write [[stages]]"),
+    "max_in_flight": _of_type(int, "a whole number"),
+    "stages": _of_type(list, "tables: write [[stages]]"),
 }
 _STAGE: Mapping[str, FieldParser] = {
     "name": _text,
     "factory": _text,
     "next": _names,
-    "terminal": _of(bool, "true or false"),
+    "terminal": _of_type(bool, "true or false"),
     "route": _text,
     "wait_for": _names,
     "merge": _text,
     "stream_to": _names,
     "process": _text,
-    "params": _of(dict, "a table"),
+    "params": _of_type(dict, "a table"),
     "env": _texts,
 }

@@ -1,7 +1,7 @@
-"""Hypercorn's connections on a public listener, each one contained.
+"""Hypercorn's HTTP connections on a public listener, each with its errors contained.
 
-Invariant: no connection ends the server, and none outlives the drain: after it, sockets that are
-still open are reset. Each one is `hypercorn_connection`.
+Invariant: no connection ends the server, and none outlives the drain: after it, open sockets are
+reset. Each connection is a `hypercorn_connection`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from quart_trio import QuartTrio
 from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
 
 BACKLOG = 1024
-KEEP_ALIVE_SECS = 75  # longer than proxies keep an idle connection: they shall close first
+KEEP_ALIVE_SECS = 75  # longer than proxies keep idle connections, so that they close first
 HEAD_BYTES = 64 * 1024
-RESET_SECS = 1.0  # for connection tasks to see that their socket is gone
+RESET_SECS = 1.0  # for connection tasks to notice that their socket is closed
 
 log = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
-    """The address cannot be had; the text says why and what to do."""
+    """The address cannot be bound; the text says why and what to do."""
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Take the address without listening yet; raises ListenError."""
+    """Bind the address without listening yet; raises ListenError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -62,11 +62,11 @@ class ReplicaServer:
         self._listener = listener
         self._context = WorkerContext(None)
         self._streams: set[trio.SocketStream] = set()
-        self._accepting = trio.CancelScope()
-        self._quiet = trio.Event()
+        self._accept_scope = trio.CancelScope()
+        self._all_closed = trio.Event()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Answer until drained, or until cancelled."""
+        """Serve until drained or cancelled."""
         lifespan = Lifespan(self._app, self._config, {})
         self._listener.listen(BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener))
@@ -75,27 +75,29 @@ class ReplicaServer:
             await lifespan.wait_for_startup()
             async with trio.open_nursery() as connections:
                 task_status.started()
-                with self._accepting:
+                with self._accept_scope:
                     await trio.serve_listeners(
                         self._connection, [listener], handler_nursery=connections
                     )
                 await listener.aclose()
-                self._settle()
+                self._check_all_closed()
             await lifespan.wait_for_shutdown()
             nursery.cancel_scope.cancel()
 
     async def drain(self, secs: float) -> None:
-        """Stop accepting, wait a bounded time for what is in flight, then reset what is left."""
-        self._accepting.cancel()
-        await self._context.terminated.set()  # idle connections close
+        """Stop accepting, wait for requests in flight with a timeout, then reset the other
+        connections.
+        """
+        self._accept_scope.cancel()
+        await self._context.terminated.set()  # closes idle connections
         with trio.move_on_after(secs):
-            await self._quiet.wait()
+            await self._all_closed.wait()
         if self._streams:
-            log.warning("%d connections are cut: their time to drain is over", len(self._streams))
+            log.warning("drain_timeout connections_reset=%d", len(self._streams))
         for stream in list(self._streams):
             _reset(stream)
         with trio.move_on_after(RESET_SECS):
-            await self._quiet.wait()
+            await self._all_closed.wait()
 
     async def _connection(self, stream: trio.SocketStream) -> None:
         self._streams.add(stream)
@@ -107,15 +109,15 @@ class ReplicaServer:
                 ConnectionState({}),
                 stream,  # type: ignore[arg-type]
             )
-        except Exception as fault:  # bytes from outside must not end the server (hypercorn #225)
-            log.warning("a connection ended by a fault: %r", first_leaf_error(fault))
+        except Exception as fault:  # client input must not end the server (hypercorn #225)
+            log.warning("connection_failed error=%r", first_leaf_error(fault))
         finally:
             self._streams.discard(stream)
-            self._settle()
+            self._check_all_closed()
 
-    def _settle(self) -> None:
-        if self._accepting.cancel_called and not self._streams:
-            self._quiet.set()
+    def _check_all_closed(self) -> None:
+        if self._accept_scope.cancel_called and not self._streams:
+            self._all_closed.set()
 
 
 def _reset(stream: trio.SocketStream) -> None:
@@ -123,7 +125,7 @@ def _reset(stream: trio.SocketStream) -> None:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         stream.socket.close()
     except (OSError, trio.ClosedResourceError):
-        return  # it has gone by itself
+        return  # closed already
 
 
 def _hypercorn_config() -> Config:

@@ -1,9 +1,9 @@
-"""The whole life of a replica: pipeline, client, app, listener, and an orderly end.
+"""The lifecycle of a replica: pipeline, client, app, listener, and an orderly shutdown.
 
     listen (503 starting) ──stages ready──> serve ──signal──> drain ──> stages stop ──> return
                                               └──second signal──> cut ──┘
 Invariant: when `launch_server` returns or raises, no child process is left and the port is free. A
-stage's thread that was cut may still compute: end the process without waiting for it.
+stage thread that was cut may still compute: end the process without waiting for it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from omni_proxy.replica.api.route_context import AppOptions
 
-# With the stages' own time and the reset this is less than the 10 s that supervisors give.
+# Together with the stages' stop timeout and the reset this stays below the 10 s of supervisors.
 DRAIN_SECS = 5.0
-# A stage that computes in Python would hold the loop up by 5 ms for every packet.
+# With Python's default of 5 ms, a stage that computes in Python would delay every packet.
 SWITCH_SECS = 0.0005
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ async def launch_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT; `options` are those of `create_app`.
 
-    `model_name` is the pipeline's name unless given. Raises ListenError, PipelineConfigError, or
-    StartError where a stage does not come up.
+    `model_name` defaults to the pipeline's name. Raises ListenError, PipelineConfigError, or
+    StartError if a stage does not start.
     """
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     sys.setswitchinterval(SWITCH_SECS)
@@ -62,9 +62,9 @@ async def launch_server(
         try:
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async with trio.open_nursery() as nursery:
-                    life = _ServerLifecycle(drain_secs)
-                    nursery.start_soon(life.heed, signals)
-                    await life.lead(pipeline_config, listener, options)
+                    lifecycle = _ServerLifecycle(drain_secs)
+                    nursery.start_soon(lifecycle.watch_signals, signals)
+                    await lifecycle.serve(pipeline_config, listener, options)
                     nursery.cancel_scope.cancel()
         except* StartError as group:
             failures += _leaves(group)
@@ -79,42 +79,42 @@ class _ServerLifecycle:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     runtime: Runtime | None = None
 
-    async def heed(self, signals: AsyncIterator[int]) -> None:
-        """The first signal stops, the second one cuts."""
+    async def watch_signals(self, signals: AsyncIterator[int]) -> None:
+        """The first signal drains, the second one ends at once."""
         async for number in signals:
             if self.stopping.is_set():
-                log.warning("a second signal: cutting what is left")
+                log.warning("second_signal action=cut_connections")
                 self.scope.cancel()
                 if self.runtime is not None:
-                    self.runtime.cut()
+                    self.runtime.stop_waiting()
             else:
-                log.info("%s: finishing what is in flight", signal.Signals(number).name)
+                log.info("draining signal=%s", signal.Signals(number).name)
                 self.stopping.set()
 
-    async def lead(
+    async def serve(
         self, config: PipelineConfig, listener: socket.socket, options: AppOptions
     ) -> None:
         with self.scope:
             async with open_pipeline(config) as (coordinator, self.runtime):
-                # While the stages' threads load, this one imports the web layer.
+                # This thread imports the web layer while the stage threads load.
                 server = ReplicaServer(_app(Client(coordinator), options), listener)
                 async with trio.open_nursery() as nursery:
                     await nursery.start(server.serve)
-                    nursery.start_soon(self._once_ready, listener, options)
+                    nursery.start_soon(self._on_ready, listener, options)
                     await self.stopping.wait()
                     await server.drain(self.drain_secs)
                     nursery.cancel_scope.cancel()
 
-    async def _once_ready(self, listener: socket.socket, options: AppOptions) -> None:
-        """Tell it; from then on nothing may block the loop: loading and imports do."""
+    async def _on_ready(self, listener: socket.socket, options: AppOptions) -> None:
+        """Log the address; from then on nothing may block the loop, as loading and imports do."""
         assert self.runtime is not None
         await self.runtime.ready.wait()
-        # Weights and modules stay: a full collection that walks them stops everything for 0.1 s.
+        # Weights and modules are permanent: exclude them from garbage collection, which would pause the loop.
         gc.collect()
         gc.freeze()
         host, port = listener.getsockname()[:2]
-        place = f"[{host}]" if ":" in host else host
-        log.info("%s is served at http://%s:%d", options["model_name"], place, port)
+        address = f"[{host}]" if ":" in host else host
+        log.info("%s is served at http://%s:%d", options["model_name"], address, port)
         await Watchdog().run()
 
 
@@ -123,9 +123,9 @@ def _app(client: Client, options: AppOptions) -> QuartTrio:
     from omni_proxy.replica.api.route_context import RouteContext
     from omni_proxy.replica.profiling import profile_routes as profiling
 
-    served = RouteContext(client=client, **options)
-    app = build_app(served)
-    profiling.mount(app, served)
+    context = RouteContext(client=client, **options)
+    app = build_app(context)
+    profiling.mount(app, context)
     return app
 
 

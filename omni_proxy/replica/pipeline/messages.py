@@ -1,7 +1,7 @@
-"""What travels between the coordinator and its stages, in one process or over a socket.
+"""Messages between the coordinator and its stages, in one process or over a socket.
 
-Invariant: every message survives msgpack and back (tuples come back as lists); audio is raw
-little-endian float32 bytes. A message once sent is never changed: threads share its dicts.
+Invariant: every message survives msgpack (tuples come back as lists); audio is raw little-endian
+float32 bytes. A message is never changed after it was sent: threads share its dicts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OmniRequest(Struct, frozen=True):
 
 
 class StagePayload(Struct, frozen=True):
-    """What one stage works on: the entry stage gets `{"raw_inputs": inputs}` as `data`."""
+    """The input of one stage: the entry stage gets `{"raw_inputs": inputs}` as `data`."""
 
     request_id: str
     request: OmniRequest
@@ -31,9 +31,9 @@ class StagePayload(Struct, frozen=True):
 
 
 class Submit(Struct, frozen=True, tag="submit"):
-    """Work for a stage; `from_stage` is "" where it comes from the caller.
+    """A request for a stage; `from_stage` is "" if it comes from the client.
 
-    `fed`: the stage before streams into this one: `StreamChunk`s follow, the last one marked.
+    `fed`: the previous stage streams into this one: `StreamChunk`s follow, the last one marked.
     """
 
     payload: StagePayload
@@ -42,9 +42,10 @@ class Submit(Struct, frozen=True, tag="submit"):
 
 
 class StreamChunk(Struct, frozen=True, tag="stream_chunk"):
-    """One piece of another stage's output while it is made; `last` says that no more come.
+    """A chunk of another stage's output while it is generated; `last` marks the last one.
 
-    The texts of all chunks together are the whole text: the last one holds what was not streamed.
+    The texts of all chunks together are the complete text: the last one holds what was not
+    streamed.
     """
 
     request_id: str
@@ -55,13 +56,13 @@ class StreamChunk(Struct, frozen=True, tag="stream_chunk"):
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Forget a request, known or not; nothing is answered."""
+    """Drop a request, known or not; there is no answer."""
 
     request_id: str
 
 
 class Admin(Struct, frozen=True, tag="admin"):
-    """An operation on the stage itself, answered by one `AdminResult` with the same `op_id`."""
+    """An operation on the stage, answered by one `AdminResult` with the same `op_id`."""
 
     op_id: str
     action: str
@@ -70,7 +71,7 @@ class Admin(Struct, frozen=True, tag="admin"):
 
 
 class ProfilerStart(Struct, frozen=True, tag="profiler_start"):
-    """Begin to record; never answered (api-server.md 4)."""
+    """Start recording; there is no answer (api-server.md 4)."""
 
     run_id: str
     trace_path_template: str = ""
@@ -79,17 +80,17 @@ class ProfilerStart(Struct, frozen=True, tag="profiler_start"):
 
 
 class ProfilerStop(Struct, frozen=True, tag="profiler_stop"):
-    """Stop recording that run; without an id, whichever is active."""
+    """Stop recording that run; without an id, the active one."""
 
     run_id: str | None = None
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
-    """The stage returns from `run` soon; what it still holds gets no answer."""
+    """The stage returns from `run` soon; requests that it still holds get no answer."""
 
 
 class Result(Struct, frozen=True, tag="result"):
-    """A stage is done with a request; text in it is the whole text."""
+    """A stage has finished a request; text in it is the complete text."""
 
     request_id: str
     stage: str
@@ -97,7 +98,7 @@ class Result(Struct, frozen=True, tag="result"):
 
 
 class ResultChunk(Struct, frozen=True, tag="streamed"):
-    """A piece of a result that is still being made; text in it is new text only."""
+    """A part of a result that is still being generated; text in it is new text only."""
 
     request_id: str
     stage: str
@@ -107,7 +108,9 @@ class ResultChunk(Struct, frozen=True, tag="streamed"):
 
 
 class StageFailure(Struct, frozen=True, tag="failed"):
-    """A stage gave a request up: the caller's fault (400), ours (500), or an admin's wish."""
+    """A stage failed a request: by the caller's fault (400), the server's (500), or an admin
+    operation.
+    """
 
     request_id: str
     stage: str
@@ -130,21 +133,23 @@ class AdminResult(Struct, frozen=True, tag="admin_result"):
 
 
 class StageReady(Struct, frozen=True, tag="stage_ready"):
-    """The stage has loaded what it needs and takes work; sent by the stage's shell."""
+    """The stage has loaded and accepts requests; sent by the stage runner."""
 
     stage: str
     info: dict[str, Any] = field(default_factory=dict)
 
 
 class StageEnded(Struct, frozen=True, tag="stage_ended"):
-    """The stage takes no more work: it could not start, broke, or was shut down (`error` "")."""
+    """The stage accepts no more requests: it failed to start, crashed, or was shut down (`error`
+    "").
+    """
 
     stage: str
     error: str = ""
 
 
 class StageStats(Struct, frozen=True, tag="stage_stats"):
-    """Gauges of a stage as of now; each message replaces the one before."""
+    """Current gauges of a stage; each message replaces the previous one."""
 
     stage: str
     values: dict[str, float]

@@ -1,6 +1,7 @@
-"""A checked pipeline with its small functions found: who comes first, next, and what joins.
+"""A validated pipeline with its functions imported: entry, routes and merges.
 
-Invariant: what a route or a merge returns is checked before anything is sent.
+Invariant: what a route or a merge returns is checked before anything is sent. The merge functions
+of this module: a merge of terminals returns `{stage: result}`, a fan-in one stage's `data`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Merge = Callable[[Mapping[str, Any]], Any]
 
 
 class FlowError(Exception):
-    """The pipeline led a request astray; the text names the stage (HTTP: 500)."""
+    """The pipeline's routing of a request failed; the text names the stage (HTTP: 500)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class StagePlan:
     route: Route | None
     merge: Merge | None
 
-    def chosen(self, payload: StagePayload) -> tuple[str, ...]:
-        """The stages that shall follow for this payload; raises FlowError."""
+    def choose_next(self, payload: StagePayload) -> tuple[str, ...]:
+        """The stages that follow for this payload; raises FlowError."""
         targets = self.config.targets
         if self.route is None:
             return targets
@@ -53,7 +54,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the coordinator works from; `stages` keeps the order of the configuration."""
+    """What the coordinator works from; `stages` keeps the configured order."""
 
     config: PipelineConfig
     stages: Mapping[str, StagePlan]
@@ -63,23 +64,23 @@ class Plan:
         """The first stage of a request: by task and media, by task, or the pipeline's entry."""
         task = str(request.metadata.get("task") or "chat")
         inputs = request.inputs if isinstance(request.inputs, dict) else {}
-        brought = [name for key, name in MEDIA.items() if inputs.get(key)]
-        for count in range(len(brought), -1, -1):
-            for media in combinations(brought, count):
+        media_names = [name for key, name in MEDIA.items() if inputs.get(key)]
+        for count in range(len(media_names), -1, -1):
+            for media in combinations(media_names, count):
                 if stage := self.config.entries.get("+".join((task, *media))):
                     return stage
         return self.config.entry
 
 
 def compile_plan(config: PipelineConfig) -> Plan:
-    """Check everything and import routes and merges (not the stages' factories).
+    """Validate the configuration and import routes and merges (not the stages' factories).
 
-    Raises PipelineConfigError with every problem found.
+    Raises PipelineConfigError with all problems.
     """
     config = validate_config(config)
     problems: list[str] = []
 
-    def found(key: str, dotted: str) -> Any:
+    def import_or_report(key: str, dotted: str) -> Any:
         try:
             return import_dotted(dotted) if dotted else None
         except (ImportError, AttributeError) as error:
@@ -89,12 +90,12 @@ def compile_plan(config: PipelineConfig) -> Plan:
     stages = {
         stage.name: StagePlan(
             stage,
-            found(f"stages[{index}].route", stage.route),
-            found(f"stages[{index}].merge", stage.merge),
+            import_or_report(f"stages[{index}].route", stage.route),
+            import_or_report(f"stages[{index}].merge", stage.merge),
         )
         for index, stage in enumerate(config.stages)
     }
-    terminal_merge = found("terminal_merge", config.terminal_merge)
+    terminal_merge = import_or_report("terminal_merge", config.terminal_merge)
     if problems:
         raise PipelineConfigError(problems)
     return Plan(config, stages, terminal_merge)
@@ -114,10 +115,10 @@ _OLD_MODULES = {
 def import_dotted(dotted: str) -> Callable[..., Any]:
     """Import `package.module:function`; raises ImportError or AttributeError."""
     module, _, function = dotted.partition(":")
-    found: Callable[..., Any] = getattr(
+    imported: Callable[..., Any] = getattr(
         importlib.import_module(_OLD_MODULES.get(module, module)), function
     )
-    return found
+    return imported
 
 
 # How the results of several stages become one.
@@ -126,12 +127,12 @@ def import_dotted(dotted: str) -> Callable[..., Any]:
 
 
 def merge_terminals(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every result under its stage's name."""
+    """Return all results under their stages' names."""
     return dict(results)
 
 
 def merge_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fan-in for stages whose results have different keys; of a shared key the last one stays."""
+    """Join stages whose results have different keys; for a shared key the last one counts."""
     merged: dict[str, Any] = {}
     for result in data.values():
         merged |= result

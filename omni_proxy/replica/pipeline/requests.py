@@ -1,6 +1,6 @@
-"""What a caller asks of the pipeline and what it gets back, free of any HTTP.
+"""Requests and results of the pipeline client, free of HTTP, and their conversion for the stages.
 
-Invariant: None (or an empty tuple) is unset; only what is set reaches a stage.
+Invariant: None (or an empty tuple) is unset; only fields that are set reach a stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class QueueFullError(Exception):
 
 
 class RequestFailed(Exception):
-    """A request ended without a whole result; `status` is the HTTP status it deserves."""
+    """A request ended without a complete result; `status` is the matching HTTP status."""
 
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class RequestFailed(Exception):
 
 
 class RequestAborted(RequestFailed):
-    """A request was aborted under its reader (by another caller or by an admin action)."""
+    """A request was aborted while it was read (by another caller or an admin operation)."""
 
     def __init__(self, message: str = "aborted", status: int = 500) -> None:
         super().__init__(message, status)
@@ -47,10 +47,10 @@ class PromptMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen; None leaves it to the stage.
+    """Sampling parameters; None leaves the choice to the stage.
 
-    `top_logprobs` also has every token that is told of spelled; `logit_bias` has token ids as text
-    for its keys, as JSON has; `json_schema` is the text of a schema that the answer must fit.
+    `top_logprobs` also requests the text of the tokens; `logit_bias` has token ids as strings for
+    its keys, as JSON has; `json_schema` is the text of a schema that the response must match.
     """
 
     temperature: float | None = None
@@ -90,9 +90,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """A piece of an answer. `text` is new text only; `audio` is float32 LE mono.
+    """A chunk of a response. `text` is new text only; `audio` is float32 LE mono.
 
-    The last chunk alone has `terminal`, with `finish_reason` and, where known, `usage`.
+    Only the last chunk has `terminal`, with `finish_reason` and, if known, `usage`.
     """
 
     request_id: str
@@ -112,7 +112,7 @@ class GenerateChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionResult:
-    """A whole answer: every text piece joined, every audio piece joined (float32 LE mono)."""
+    """A complete response: all text and all audio joined (float32 LE mono)."""
 
     request_id: str
     text: str = ""
@@ -145,7 +145,7 @@ _OPTIONAL = (
 
 
 def to_omni_request(request: GenerateRequest) -> OmniRequest:
-    """`inputs` is the prompt, or `{"messages"|"prompt": ..., "audios": [...], ...}` with media."""
+    """Convert for the stages; only fields that are set are passed on."""
     return OmniRequest(_inputs(request), _params(request), _metadata(request))
 
 
@@ -161,7 +161,7 @@ def _inputs(request: GenerateRequest) -> Any:
     media = {kind: list(items) for kind, items in request.media.items() if items}
     if isinstance(inputs, dict):
         return {**inputs, **media}
-    # A list of messages is never bare: an empty one would look like an empty list of tokens.
+    # A list of messages is always in a dict: an empty one would look like an empty token list.
     return {key: inputs, **media} if media or key == "messages" else inputs
 
 
@@ -188,13 +188,13 @@ def _params(request: GenerateRequest) -> dict[str, Any]:
 
 def _set_fields(sampling: SamplingParams) -> dict[str, Any]:
     fields = {key: getattr(sampling, key) for key in _OPTIONAL}
-    found = {key: value for key, value in fields.items() if value is not None}
-    found["stop"] = list(sampling.stop)
-    found["stop_token_ids"] = list(sampling.stop_token_ids)
+    params = {key: value for key, value in fields.items() if value is not None}
+    params["stop"] = list(sampling.stop)
+    params["stop_token_ids"] = list(sampling.stop_token_ids)
     for flag in ("logprobs", "ignore_eos"):
         if getattr(sampling, flag):
-            found[flag] = True
-    return found
+            params[flag] = True
+    return params
 
 
 def _metadata(request: GenerateRequest) -> dict[str, Any]:

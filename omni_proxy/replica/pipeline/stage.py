@@ -1,7 +1,7 @@
 """What a stage is: a scheduler with an inbox; and the scheduler for stages that are a function.
 
-Invariant: a request's fault becomes one `StageFailure`, never an exception out of `run`. After an
-`Abort` nothing more is emitted for that request. Each request's calls happen one after another.
+Invariant: an error of a request becomes one `StageFailure`, never an exception from `run`. After an
+`Abort` nothing more is emitted for that request. Calls for one request never overlap.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Record = Callable[[str, str, dict[str, Any]], None]
 
 
 def ignore_event(event_name: str, request_id: str, metadata: dict[str, Any]) -> None:
-    """Stands where the shell puts a profiler's recorder."""
+    """The default `record`; the stage runner replaces it by a profiler's recorder."""
 
 
 class Scheduler(Protocol):
-    """What a stage's factory makes. `run` blocks in the stage's own thread until `Shutdown`."""
+    """What a stage's factory returns. `run` blocks in the stage's thread until `Shutdown`."""
 
     supports_admin: bool
 
@@ -51,17 +51,17 @@ class Scheduler(Protocol):
 
 
 class CallerError(Exception):
-    """Raised by a stage's function: the request itself is at fault (HTTP: 400)."""
+    """Raised by a stage's function: the request itself is invalid (HTTP: 400)."""
 
 
 class StreamConsumer(Protocol):
-    """One request's state in a stage that another stage streams into."""
+    """The state of one request in a stage that another stage streams into."""
 
     def feed(self, chunk: dict[str, Any]) -> None:
-        """Take the next piece; all texts together are the whole text."""
+        """Take the next chunk; all texts together are the complete text."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the result, after the last piece."""
+        """Return the result, after the last chunk."""
 
 
 OpenConsumer = Callable[[StagePayload, EmitChunk, Aborted], StreamConsumer]
@@ -79,12 +79,12 @@ class _Job:
 
 
 class FunctionScheduler:
-    """Runs `function` for each request, `concurrency` requests at once, first come first served.
+    """Runs `function` for each request, `concurrency` requests at once, first in first out.
 
-    `function(payload, emit_chunk, aborted)` returns the result's dict. It should ask `aborted()`
-    now and then and may return anything once that is true. Requests that another stage streams
-    into go to `open_feed` instead, which a stage named in a `stream_to` must have. `marks` names
-    what a profiler calls this work: NAME_start and NAME_end are recorded around each call.
+    `function(payload, emit_chunk, aborted)` returns the result's dict. It should call `aborted()`
+    regularly and may return anything once that is true. Requests that another stage streams into go
+    to `open_feed` instead, which a stage named in a `stream_to` must have. `marks` is the
+    profiler's name of this work: NAME_start and NAME_end are recorded around each call.
     """
 
     supports_admin = False
@@ -112,14 +112,14 @@ class FunctionScheduler:
     def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
         workers = [
             threading.Thread(
-                target=self._work, args=(emit,), name=f"{self._stage}-{n}", daemon=True
+                target=self._run_worker, args=(emit,), name=f"{self._stage}-{n}", daemon=True
             )
             for n in range(self._concurrency)
         ]
         for worker in workers:
             worker.start()
         while not isinstance(message := inbox.get(), Shutdown):
-            self._take(message, emit)
+            self._handle(message, emit)
         with self._lock:
             for job in self._jobs.values():
                 job.aborted = True
@@ -128,14 +128,14 @@ class FunctionScheduler:
         for worker in workers:
             worker.join()
 
-    def _take(self, message: StageInput, emit: Emit) -> None:
+    def _handle(self, message: StageInput, emit: Emit) -> None:
         match message:
             case Submit(payload, _, fed):
                 job = _Job(payload, fed)
                 with self._lock:
                     self._jobs[payload.request_id] = job
                     self._queue(job)
-                self._tell(emit)
+                self._emit_stats(emit)
             case StreamChunk(request_id):
                 with self._lock:
                     if fed_job := self._jobs.get(request_id):
@@ -143,9 +143,9 @@ class FunctionScheduler:
                         self._queue(fed_job)
             case Abort(request_id):
                 with self._lock:
-                    if left := self._jobs.pop(request_id, None):
-                        left.aborted = True
-                self._tell(emit)
+                    if aborted_job := self._jobs.pop(request_id, None):
+                        aborted_job.aborted = True
+                self._emit_stats(emit)
             case _:
                 pass
 
@@ -156,32 +156,32 @@ class FunctionScheduler:
             job.queued = True
             self._ready.put(job)
 
-    def _work(self, emit: Emit) -> None:
+    def _run_worker(self, emit: Emit) -> None:
         while (job := self._ready.get()) is not None:
             with self._lock:
                 self._running += 1
             try:
                 result = self._advance(job, emit)
-            except CallerError as fault:
-                self._end(
+            except CallerError as error:
+                self._finish(
                     job,
                     emit,
-                    StageFailure(job.payload.request_id, self._stage, str(fault), "caller"),
+                    StageFailure(job.payload.request_id, self._stage, str(error), "caller"),
                 )
             except (
                 Exception
-            ) as fault:  # the function is anyone's: its fault is that request's alone
-                log.exception("stage %s failed a request", self._stage)
-                reason = f"{type(fault).__name__}: {fault}"
-                self._end(job, emit, StageFailure(job.payload.request_id, self._stage, reason))
+            ) as error:  # the function is anyone's: its fault is that request's alone
+                log.exception("request_failed stage=%s", self._stage)
+                reason = f"{type(error).__name__}: {error}"
+                self._finish(job, emit, StageFailure(job.payload.request_id, self._stage, reason))
             else:
                 if result is not None:
-                    self._end(job, emit, Result(job.payload.request_id, self._stage, result))
+                    self._finish(job, emit, Result(job.payload.request_id, self._stage, result))
             with self._lock:
                 self._running -= 1
 
     def _advance(self, job: _Job, emit: Emit) -> dict[str, Any] | None:
-        """Run the function, or feed what has come; None while more has to come."""
+        """Call the function, or feed the chunks that have arrived; None while more are expected."""
         if job.aborted:
             return None
 
@@ -196,14 +196,16 @@ class FunctionScheduler:
             return job.aborted
 
         if not job.fed:
-            return self._marked(job.payload, emit_chunk, aborted)
+            return self._call_recorded(job.payload, emit_chunk, aborted)
         if job.feed is None:
             if self._open_feed is None:
                 raise TypeError(f"stage {self._stage} cannot be streamed into")
             job.feed = self._open_feed(job.payload, emit_chunk, aborted)
-        return self._drain(job, job.feed)
+        return self._feed_chunks(job, job.feed)
 
-    def _marked(self, payload: StagePayload, emit: EmitChunk, aborted: Aborted) -> dict[str, Any]:
+    def _call_recorded(
+        self, payload: StagePayload, emit: EmitChunk, aborted: Aborted
+    ) -> dict[str, Any]:
         if not self._marks:
             return self._function(payload, emit, aborted)
         self.record(f"{self._marks}_start", payload.request_id, {})
@@ -212,7 +214,7 @@ class FunctionScheduler:
         finally:
             self.record(f"{self._marks}_end", payload.request_id, {})
 
-    def _drain(self, job: _Job, feed: StreamConsumer) -> dict[str, Any] | None:
+    def _feed_chunks(self, job: _Job, feed: StreamConsumer) -> dict[str, Any] | None:
         while True:
             with self._lock:
                 if job.aborted or not job.chunks:
@@ -223,15 +225,15 @@ class FunctionScheduler:
             if chunk.last:
                 return feed.finish()
 
-    def _end(self, job: _Job, emit: Emit, message: Result | StageFailure) -> None:
+    def _finish(self, job: _Job, emit: Emit, message: Result | StageFailure) -> None:
         with self._lock:
             if job.aborted:
                 return
             del self._jobs[job.payload.request_id]
         emit(message)
-        self._tell(emit)
+        self._emit_stats(emit)
 
-    def _tell(self, emit: Emit) -> None:
+    def _emit_stats(self, emit: Emit) -> None:
         with self._lock:
             running = min(self._running, len(self._jobs))
             waiting = len(self._jobs) - running

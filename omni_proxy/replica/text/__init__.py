@@ -1,4 +1,4 @@
-"""The text stage: many requests computed at once, one forward pass after another.
+"""The text stage: continuous batching, many requests computed together one forward pass at a time.
 
-It knows a model only through `worker.py` and its neighbours only through messages.
+It uses a model only through `model_worker.py`, and other stages only through messages.
 """

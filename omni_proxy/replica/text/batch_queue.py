@@ -1,8 +1,9 @@
-"""Who is computed next: sequences that wait, sequences that run, and the batch made of them.
+"""The batch queue: waiting and running sequences, the next batch, and the gauges of both.
 
-Invariant: those running never hold more than `max_total_tokens` tokens, unless one runs alone.
-First come first served: who arrived later starts later and is the first to give way. Each running
-sequence that decodes is in every batch; prefills share `prefill_chunk` tokens of it.
+Invariant: running sequences never hold more than `max_total_tokens` tokens, unless one runs alone.
+First in, first out: later sequences start later and are retracted first. Every running sequence
+that decodes is in every batch; prefills share `prefill_chunk` tokens of it. Totals only grow; a
+rate covers the interval since the gauges were last reported.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from omni_proxy.replica.text.sequence import Sequence
 
-# Room for growth that an admission leaves to everyone, so that it isn't taken back at once.
+# Room for growth that an admission leaves to each running sequence, to avoid an early retraction.
 HEADROOM_TOKENS = 32
 
 
@@ -27,7 +28,7 @@ class BatchLimits:
 
 
 class BatchQueue:
-    """Waiting and running sequences. The caller gives each admitted one its KV."""
+    """Waiting and running sequences. The caller gives each admitted sequence its KV."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
@@ -47,7 +48,7 @@ class BatchQueue:
         return sum(sequence.computed for sequence in self.running)
 
     def find(self, request_id: str) -> Sequence | None:
-        return next((each for each in self if each.request_id == request_id), None)
+        return next((sequence for sequence in self if sequence.request_id == request_id), None)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence in self.running:
@@ -60,7 +61,7 @@ class BatchQueue:
         self.waiting.clear()
 
     def admit(self) -> list[Sequence]:
-        """Move those who may start from waiting to running; return them."""
+        """Move the sequences that may start from waiting to running; return them."""
         admitted = []
         while self.waiting and self._has_room_for(self.waiting[0]):
             admitted.append(self.waiting.popleft())
@@ -68,7 +69,7 @@ class BatchQueue:
         return admitted
 
     def retract(self, keep: int = 0) -> int:
-        """Send all but the first `keep` running back to the head of the queue, in their order."""
+        """Move all but the first `keep` running back to the front of the queue, in order."""
         retracted = self.running[keep:]
         del self.running[keep:]
         self.waiting.extendleft(reversed(retracted))
@@ -80,16 +81,16 @@ class BatchQueue:
         """Choose how many pending tokens of which running sequences are computed next."""
         while len(self.running) > 1 and self._committed() > self._limits.max_total_tokens:
             self.retract(keep=len(self.running) - 1)
-        decoding = [(each, 1) for each in self.running if each.pending == 1]
-        prefilling, left = [], self._limits.prefill_chunk
+        decoding = [(running, 1) for running in self.running if running.pending == 1]
+        prefilling, prefill_budget = [], self._limits.prefill_chunk
         for sequence in self.running:
-            if sequence.pending > 1 and left:
-                prefilling.append((sequence, min(sequence.pending, left)))
-                left -= prefilling[-1][1]
+            if sequence.pending > 1 and prefill_budget:
+                prefilling.append((sequence, min(sequence.pending, prefill_budget)))
+                prefill_budget -= prefilling[-1][1]
         return decoding + prefilling
 
     def _committed(self) -> int:
-        """Tokens held once all that is known of the running sequences is computed."""
+        """Tokens held once all pending tokens of the running sequences are computed."""
         return sum(len(sequence.tokens) for sequence in self.running)
 
     def _has_room_for(self, sequence: Sequence) -> bool:
@@ -98,8 +99,8 @@ class BatchQueue:
         if len(self.running) >= self._limits.max_running:
             return False
         headroom = HEADROOM_TOKENS * (len(self.running) + 1)
-        wanted = self._committed() + len(sequence.tokens) + headroom
-        return wanted <= self._limits.max_total_tokens
+        needed = self._committed() + len(sequence.tokens) + headroom
+        return needed <= self._limits.max_total_tokens
 
 
 # The text stage's counters, and the gauges made of them.
@@ -109,27 +110,27 @@ class BatchQueue:
 
 @dataclass(slots=True)
 class SchedulerMetrics:
-    """Totals since the start; `told_s` is the clock's time at which gauges were last told."""
+    """Totals since the start; `reported_s` is when the gauges were last reported."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     aborted: int = 0
-    told_s: float = 0.0
-    _told_tokens: int = 0
+    reported_s: float = 0.0
+    _reported_tokens: int = 0
 
     def throughput(self, now_s: float) -> float:
         """Tokens generated per second since the last call."""
-        tokens, seconds = self.generation_tokens - self._told_tokens, now_s - self.told_s
-        self._told_tokens, self.told_s = self.generation_tokens, now_s
+        tokens, seconds = self.generation_tokens - self._reported_tokens, now_s - self.reported_s
+        self._reported_tokens, self.reported_s = self.generation_tokens, now_s
         return tokens / seconds if seconds > 0 else 0.0
 
-    def gauges(self, roster: BatchQueue, max_total_tokens: int) -> dict[str, float]:
-        """All gauges but the throughput and the pause, under sglang's names."""
-        used = roster.used_tokens
+    def gauges(self, batch_queue: BatchQueue, max_total_tokens: int) -> dict[str, float]:
+        """All gauges but throughput and pause, under sglang's names."""
+        used = batch_queue.used_tokens
         return {
-            "num_running_reqs": float(len(roster.running)),
-            "num_waiting_reqs": float(len(roster.waiting)),
+            "num_running_reqs": float(len(batch_queue.running)),
+            "num_waiting_reqs": float(len(batch_queue.waiting)),
             "token_usage": used / max_total_tokens,
             "cache_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
             "num_used_tokens": float(used),

@@ -1,8 +1,8 @@
-"""Answers that must fit a JSON schema: which tokens may come next (llguidance).
+"""Constrained decoding by JSON schema: which tokens may follow (llguidance).
 
-Invariant: the library is imported where the first schema comes, never before. What a schema asks
-for and the library cannot enforce is refused by name; nothing is left unenforced in silence.
-Whitespace is bounded, or a small model would write blank lines until its tokens run out.
+Invariant: the library is imported with the first schema, not before. A schema feature that the
+library cannot enforce is refused by name; nothing is silently ignored. Whitespace is bounded, or a
+small model would write blank lines until its tokens run out.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ANY_OBJECT = '{"type": "object"}'
-# A larger one takes the library most of a second; OpenAI takes 5,000 properties of 120,000 letters.
+# Larger schemas take long to compile; OpenAI allows 5,000 properties of 120,000 characters.
 MAX_SCHEMA_BYTES = 128 * 1024
 MAX_COMPILED = 16
-MAX_ERROR_CHARS = 300  # letters of what the library says
+MAX_ERROR_CHARS = 300  # of the library's message
 # Between two parts of a JSON text: nothing, a blank, or a new line with its indentation.
 WHITESPACE = r"[ ]?|\n[ ]{0,12}"
 MISSING = (
     "JSON schemas need the package llguidance, which is not installed: pip install "
     "'omni-proxy[replica]'"
 )
-# All that a schema could choose itself, under "x-guidance", and that changes what is enforced.
+# Options that a schema could set itself, under "x-guidance", and that change what is enforced.
 OPTIONS = {
     "whitespace_pattern": WHITESPACE,
     "item_separator": ",",
@@ -38,31 +38,31 @@ OPTIONS = {
 
 
 class ConstraintError(SamplingError):
-    """The schema cannot be enforced; the text says what in it."""
+    """The schema cannot be enforced; the text says which part of it."""
 
 
 class MissingLibraryError(Exception):
-    """This installation enforces no schema; the text says what to install."""
+    """This installation cannot enforce schemas; the text says what to install."""
 
 
 def check_schema(schema: str) -> None:
-    """Raises ConstraintError for a schema that cannot be enforced, MissingLibraryError.
+    """Raises ConstraintError for a schema that cannot be enforced, or MissingLibraryError.
 
-    It may take half a second: not for an event loop's thread.
+    May be slow: do not call it on an event loop.
     """
     library = _library()
     grammar = _grammar(library, schema)
-    wrong, messages = library.LLMatcher.validate_grammar_with_warnings(
+    is_invalid, messages = library.LLMatcher.validate_grammar_with_warnings(
         grammar, limits=_limits(library)
     )
-    if wrong:
-        raise ConstraintError(_in_a_line("; ".join(messages)))
+    if is_invalid:
+        raise ConstraintError(_single_line("; ".join(messages)))
 
 
 class ConstraintFactory:
-    """What makes the constraints of one model's answers. Any thread may call it.
+    """Makes the constraints for one model. Any thread may call it.
 
-    The last schemas are kept compiled: `n` answers, and a client that asks again, need a copy.
+    The latest schemas are kept compiled: `n` choices, and repeated requests, need only a copy.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -72,14 +72,14 @@ class ConstraintFactory:
         self._compiled: dict[str, Any] = {}  # the newest last
 
     def constraint(self, schema: str) -> Constraint:
-        """A fresh one. Raises as `check_schema`; the first call takes longer than the others."""
+        """Return a new constraint. Raises as `check_schema`; the first call is slower."""
         with self._lock:
             matcher = self._compiled.pop(schema, None) or self._compile(schema)
-            one = Constraint(matcher.deep_copy(), self._tokenizer.vocab_size)
+            constraint = Constraint(matcher.deep_copy(), self._tokenizer.vocab_size)
             self._compiled[schema] = matcher
             if len(self._compiled) > MAX_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
-        return one
+        return constraint
 
     def _compile(self, schema: str) -> Any:
         library = _library()
@@ -90,7 +90,7 @@ class ConstraintFactory:
 
 
 class Constraint:
-    """Where one answer stands in its schema. One thread at a time."""
+    """The position of one response in its schema. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         import numpy as np
@@ -98,53 +98,55 @@ class Constraint:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._words = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
-        self._raise_fault()
+        self._raise_error()
 
     @property
     def complete(self) -> bool:
-        """The answer fits the schema and nothing can be added to it."""
+        """Whether the response matches the schema and nothing can be added to it."""
         return bool(self._matcher.is_stopped())
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next: [vocabulary] of bool. Raises ConstraintError."""
+        """Mask of the tokens that may follow: bool [vocabulary]. Raises ConstraintError."""
         import numpy as np
         import torch
 
         words = self._words
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._raise_fault()
+        self._raise_error()
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocabulary]
         return torch.from_numpy(bits.view(np.bool_))
 
     def accept(self, token: int) -> None:
-        """Go on behind `token`, one of those allowed. Raises ConstraintError."""
+        """Advance by `token`, one of those allowed. Raises ConstraintError."""
         self._matcher.consume_token(token)
-        self._raise_fault()
+        self._raise_error()
 
-    def _raise_fault(self) -> None:
+    def _raise_error(self) -> None:
         if self._matcher.is_error():
-            told = _in_a_line(self._matcher.get_error())
-            raise ConstraintError(f"response_format: the schema cannot be enforced: {told}")
+            message = _single_line(self._matcher.get_error())
+            raise ConstraintError(f"response_format: the schema cannot be enforced: {message}")
 
 
 class _TokenizerAdapter:
-    """A tokenizer as the library reads it; a control token has its name, which is no text."""
+    """The tokenizer in the form that llguidance expects; control tokens have a name, no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)
-        names = {each: tokenizer.control_name(each) for each in ids}
+        names = {token_id: tokenizer.control_name(token_id) for token_id in ids}
         self._tokenizer = tokenizer
         self.eos_token_id = min(tokenizer.eos_ids)
         self.bos_token_id = None
-        self.special_token_ids = [each for each in ids if names[each] is not None]
-        self.tokens = [(names[each] or "").encode() or tokenizer.token_bytes(each) for each in ids]
+        self.special_token_ids = [token_id for token_id in ids if names[token_id] is not None]
+        self.tokens = [
+            (names[token_id] or "").encode() or tokenizer.token_bytes(token_id) for token_id in ids
+        ]
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", errors="replace"))
 
 
-def _in_a_line(told: str) -> str:
-    return " ".join(told.split())[:MAX_ERROR_CHARS]
+def _single_line(text: str) -> str:
+    return " ".join(text.split())[:MAX_ERROR_CHARS]
 
 
 def _library() -> Any:

@@ -1,7 +1,7 @@
-"""Requests whose constraint is still being made, in a thread of their own.
+"""Compiles constraints in a thread; their requests wait until it is done.
 
-Invariant: a schema never holds up the answers that are computed meanwhile. What was forgotten, by
-an abort or a dropped queue, does not come back when its constraint is ready.
+Invariant: a schema never delays other requests. A request that was aborted or dropped meanwhile
+does not come back when its constraint is ready.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from omni_proxy.replica.text.prompt import Prompt
 
 
 class CompiledConstraint(Struct, frozen=True):
-    """In the stage's own queue: a constraint is ready, or could not be made."""
+    """A message in the stage's own queue: a constraint is compiled, or failed."""
 
     prompt: Any
-    made: Any  # Constraint | Exception
+    result: Any  # Constraint | Exception
 
 
 class ConstraintCompiler:
-    """One thread at most, which lives while there is work; all else is the scheduler's thread."""
+    """At most one thread, alive while there is work; all methods are called in the scheduler's
+    thread.
+    """
 
     def __init__(self, stage: str, constraints: ConstraintFactory) -> None:
         self._stage = stage
@@ -43,7 +45,7 @@ class ConstraintCompiler:
         return list(self._waiting)
 
     def begin(self, prompt: Prompt, post: Callable[[CompiledConstraint], None]) -> None:
-        """Have the prompt's constraint made; `post` is called with it in another thread."""
+        """Compile the prompt's constraint; `post` is called with it in another thread."""
         self._waiting[prompt.request_id] = prompt
         with self._lock:
             self._queue.append((prompt, post))
@@ -51,35 +53,35 @@ class ConstraintCompiler:
                 return
             self._working = True
         name = f"{self._stage}-constraints"
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def take(self, done: CompiledConstraint) -> Constraint | Exception | None:
-        """What became of it; None where nobody wants it any more."""
-        # A new request may have the id of one that was aborted: it is another prompt.
+        """Return the constraint or its error; None if the request was dropped."""
+        # A new request may have the id of an aborted one: compare the prompts themselves.
         request_id = done.prompt.request_id
         if request_id not in self._waiting or self._waiting[request_id] is not done.prompt:
             return None
         del self._waiting[request_id]
-        made: Constraint | Exception = done.made
-        return made
+        result: Constraint | Exception = done.result
+        return result
 
     def forget(self, request_id: str) -> int:
-        """Return how many there were: 0 or 1."""
+        """Drop a request; return how many there were: 0 or 1."""
         return int(self._waiting.pop(request_id, None) is not None)
 
     def clear(self) -> None:
         self._waiting.clear()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._lock:
                 if not self._queue:
                     self._working = False
                     return
                 prompt, post = self._queue.popleft()
-            made: Constraint | Exception
+            result: Constraint | Exception
             try:
-                made = self._constraints.constraint(prompt.sampling.json_schema)
-            except Exception as error:  # it is told where the request is
-                made = error
-            post(CompiledConstraint(prompt, made))
+                result = self._constraints.constraint(prompt.sampling.json_schema)
+            except Exception as error:  # the scheduler fails the request with it
+                result = error
+            post(CompiledConstraint(prompt, result))

@@ -1,7 +1,7 @@
-"""Choices that more than the model decides: biases, penalties for what was said, a JSON schema.
+"""Logit shaping: biases, penalties for generated tokens, and a JSON schema.
 
-Invariant: a request that asks for none of these is served by the plain `TokenSampler`, at its price. The
-constraint has the last word: no bias and no penalty brings back a token that it forbids.
+Invariant: a request without any of these uses the plain `TokenSampler`, at its cost. The constraint
+is applied last: no bias and no penalty brings back a token that it forbids.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def make_sampler(sampling: Sampling, constraint: Constraint | None) -> TokenSampler:
-    """The chooser of one request; `constraint` is that of its schema, where it has one."""
+    """Return the sampler of one request; `constraint` is that of its schema, if it has one."""
     if sampling.shaped:
         return ShapedTokenSampler(sampling, constraint)
     return TokenSampler(sampling)
 
 
 class ShapedTokenSampler(TokenSampler):
-    """Counts what it has chosen, for the penalties; the prompt's tokens are not counted."""
+    """Counts the tokens it has chosen, for the penalties; tokens of the prompt are not counted."""
 
     __slots__ = ("_biased", "_biases", "_constraint", "_counts")
 
@@ -43,7 +43,7 @@ class ShapedTokenSampler(TokenSampler):
         return self._constraint is not None and self._constraint.complete
 
     def choose(self, logits: Tensor, tokens: Iterable[int]) -> tuple[int, float | None]:
-        """As the plain one. Raises ConstraintError where the constraint cannot go on."""
+        """As in TokenSampler. Raises ConstraintError if no token is allowed."""
         token, logprob = super().choose(logits, tokens)
         self._counts[token] = self._counts.get(token, 0) + 1
         if self._constraint is not None:
@@ -53,19 +53,19 @@ class ShapedTokenSampler(TokenSampler):
     def _shaped(self, logits: Tensor, tokens: Iterable[int]) -> Tensor:
         logits = super()._shaped(logits, tokens).clone()
         self._penalise(logits)
-        # Ids are counted from 0 in each request: none stands twice, so that plain adding is right.
+        # The ids are keys of a dict, so none occurs twice and indexed addition is correct.
         logits[self._biased] += self._biases
         if self._constraint is not None:
             logits[~self._constraint.allowed()] = float("-inf")
         return logits
 
     def _penalise(self, logits: Tensor) -> None:
-        """Make what was said less likely: by a step for each token, by another for each time."""
+        """Presence penalty once per token, frequency penalty per occurrence."""
         import torch
 
-        wanted = self._sampling
-        if not self._counts or not (wanted.presence_penalty or wanted.frequency_penalty):
+        sampling = self._sampling
+        if not self._counts or not (sampling.presence_penalty or sampling.frequency_penalty):
             return
-        said = torch.tensor(list(self._counts), dtype=torch.long)
-        times = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
-        logits[said] -= wanted.presence_penalty + wanted.frequency_penalty * times
+        seen = torch.tensor(list(self._counts), dtype=torch.long)
+        counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
+        logits[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts

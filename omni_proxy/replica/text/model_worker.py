@@ -1,7 +1,7 @@
-"""The one place of the text stage that touches a model: forward passes, nothing else.
+"""Runs the model of the text stage: forward passes and embeddings.
 
-Invariant: called from the stage's thread alone, never twice at once. It keeps no request's state:
-a KV belongs to its sequence. Weights are changed here and only between two passes.
+Invariant: called from the stage's thread only, never concurrently. It keeps no request's state: a
+KV belongs to its sequence. Weights are changed only between two passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omni_proxy.replica.models.tokenizer import Tokenizer
 
 
 class ModelWorker:
-    """Owns a text model: all of it, or what rank `tp_rank` of `tp_size` holds of each tensor."""
+    """Owns a text model: all of it, or the shard of rank `tp_rank` of `tp_size`."""
 
     tp_rank = 0
     tp_size = 1
@@ -32,7 +32,7 @@ class ModelWorker:
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Maximum tokens of prompt and answer together."""
         return self.text.context
 
     @property
@@ -41,7 +41,7 @@ class ModelWorker:
 
     @property
     def dtype(self) -> str:
-        """Of the weights, and of the keys and values made with them; "float32", say."""
+        """Dtype of the weights and of keys and values, such as "float32"."""
         return str(self.text.model.model.embed_tokens.weight.dtype).removeprefix("torch.")
 
     def new_kv(self) -> SequenceKV:
@@ -50,7 +50,7 @@ class ModelWorker:
     def forward(self, parts: Sequence[BatchPart]) -> Tensor:
         """Append every part's tokens to its KV; return the logits after each: [parts, vocabulary].
 
-        Whatever it raises, the KVs of `parts` may be in no usable state then.
+        If it raises, the KVs of `parts` are undefined.
         """
         return self.text.model.forward(parts)
 
@@ -61,8 +61,9 @@ class ModelWorker:
         return vector
 
     def whole(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The whole tensor of which `tensor` is held here; None at all ranks but the first.
+        """Return the complete tensor of which `tensor` is the local shard; None at all ranks but
+        the first.
 
-        All ranks call it for the same names in the same order, from a thread of their choice.
+        All ranks call it for the same names in the same order, from any one thread.
         """
         return tensor

@@ -1,8 +1,8 @@
-"""Keys and values of finished sequences, kept for prompts that begin alike.
+"""Prefix cache: keys and values of finished sequences, reused for prompts with a common prefix.
 
-Invariant: never more than the allowed entries nor bytes, and no entry begins another; what is lent
-out is a copy, so an entry is never written to. Only what was computed in the present epoch (that
-is, under the present weights) enters.
+Invariant: never more entries or bytes than allowed, and no entry is a prefix of another; `lend`
+returns a copy, so an entry is never written to. Only what was computed in the current epoch (that
+is, with the current weights) is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class CacheableKV(Protocol):
-    """What the cache asks of a sequence's KV; `length` counts tokens."""
+    """What the cache needs of a sequence's KV; `length` counts tokens."""
 
     @property
     def length(self) -> int: ...
@@ -32,7 +32,7 @@ class _Entry(Generic[KV]):
 
 
 class PrefixCache(Generic[KV]):
-    """Least recently used first out. A shared prefix below `min_tokens` is not worth its copy."""
+    """Evicts the least recently used entry first. A shared prefix below `min_tokens` is not copied."""
 
     def __init__(self, max_entries: int, max_bytes: int, min_tokens: int = 16) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
@@ -52,9 +52,9 @@ class PrefixCache(Generic[KV]):
         return sum(entry.kv.nbytes for entry in self._entries)
 
     def lend(self, tokens: Sequence[int]) -> KV | None:
-        """Return a copy of the longest known KV that begins `tokens`, or None.
+        """Return a copy of the KV with the longest common prefix with `tokens`, or None.
 
-        It never covers the last token: that one has to be computed for its logits.
+        It never covers the last token, which has to be computed for its logits.
         """
         wanted = tuple(tokens[:-1])
         best, length = None, max(self._min_tokens, 1) - 1
@@ -65,11 +65,13 @@ class PrefixCache(Generic[KV]):
         if best is None:
             return None
         self._touch(best)
-        lent: KV = best.kv.fork(length)  # type: ignore[assignment]  # a KV forks into its own kind
+        lent: KV = best.kv.fork(length)  # type: ignore[assignment]  # a KV forks into its own type
         return lent
 
     def keep(self, tokens: Sequence[int], kv: KV, epoch: int) -> bool:
-        """Take over a KV that holds exactly `tokens` and was begun in `epoch`; tell whether."""
+        """Store a KV that holds exactly `tokens` and was begun in `epoch`; return whether it was
+        stored.
+        """
         key = tuple(tokens)
         if epoch != self.epoch or len(key) < self._min_tokens:
             return False
@@ -79,21 +81,23 @@ class PrefixCache(Generic[KV]):
             if entry.tokens[: len(key)] == key:
                 self._touch(entry)
                 return False
-        self._entries = [each for each in self._entries if key[: len(each.tokens)] != each.tokens]
+        self._entries = [
+            other for other in self._entries if key[: len(other.tokens)] != other.tokens
+        ]
         self._entries.append(_Entry(key, kv))
         while len(self) > self._max_entries or self.nbytes > self._max_bytes:
             self._entries.pop(0)
         return True
 
     def flush(self) -> int:
-        """Forget everything, and whatever is still being computed; return the entries dropped."""
+        """Drop everything, also what is being computed now; return the number of entries dropped."""
         dropped = len(self)
         self._entries = []
         self.epoch += 1
         return dropped
 
     def _touch(self, entry: _Entry[KV]) -> None:
-        self._entries = [each for each in self._entries if each is not entry]
+        self._entries = [other for other in self._entries if other is not entry]
         self._entries.append(entry)
 
 

@@ -1,6 +1,6 @@
-"""A submitted payload, read and checked before anything is computed for it.
+"""Parses and validates a submitted request before anything is computed for it.
 
-Invariant: what passes here fits the model: known tokens, room for an answer, sane sampling.
+Invariant: a parsed prompt fits the model: known tokens, room for an answer, valid sampling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_samp
 
 
 class PromptError(Exception):
-    """The request cannot be computed; `kind` says whose fault that is."""
+    """The request cannot be computed; `kind` says whose fault it is."""
 
     def __init__(self, message: str, kind: FailureKind = "caller") -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class PromptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a prompt must fit in: `max_tokens` for prompt and answer, of ids below `vocabulary`."""
+    """Limits of a prompt: `max_tokens` for prompt and answer, ids below `vocabulary`."""
 
     stage: str
     max_tokens: int
@@ -32,9 +32,9 @@ class PromptLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as it arrived (at `arrived_s` of the scheduler's clock).
+    """A parsed request that arrived at `arrived_s` of the scheduler's clock.
 
-    `max_new_tokens` is what was asked for or what there is room for, whichever is less.
+    `max_new_tokens` is the requested number or the remaining room, whichever is less.
     """
 
     request_id: str
@@ -46,22 +46,24 @@ class Prompt:
     arrived_s: float
 
 
-def parse_prompt(payload: StagePayload, fit: PromptLimits, now_s: float) -> Prompt:
+def parse_prompt(payload: StagePayload, limits: PromptLimits, now_s: float) -> Prompt:
     """Raises PromptError."""
     request = payload.request
-    embedded = request.metadata.get("task") == "embed"
+    is_embedding = request.metadata.get("task") == "embed"
     # An embedding needs no room for an answer.
-    tokens = _tokens_of(payload.data, fit, fit.max_tokens if embedded else fit.max_tokens - 1)
-    room = fit.max_tokens - len(tokens)
+    tokens = _tokens_of(
+        payload.data, limits, limits.max_tokens if is_embedding else limits.max_tokens - 1
+    )
+    room = limits.max_tokens - len(tokens)
     try:
-        sampling = parse_sampling(request.params, fit.stage)
+        sampling = parse_sampling(request.params, limits.stage)
     except SamplingError as error:
         raise PromptError(str(error)) from error
     for token in sampling.logit_bias:
-        if token >= fit.vocabulary:
+        if token >= limits.vocabulary:
             raise PromptError(
                 f"logit_bias: token {token} is out of vocabulary: the model's tokens are 0 to "
-                f"{fit.vocabulary - 1}"
+                f"{limits.vocabulary - 1}"
             )
     return Prompt(
         request_id=payload.request_id,
@@ -69,29 +71,29 @@ def parse_prompt(payload: StagePayload, fit: PromptLimits, now_s: float) -> Prom
         sampling=sampling,
         max_new_tokens=min(room, sampling.max_new_tokens or room),
         streamed=bool(request.params.get("stream")),
-        embedded=embedded,
+        embedded=is_embedding,
         arrived_s=now_s,
     )
 
 
-def _tokens_of(data: Any, fit: PromptLimits, most: int) -> tuple[int, ...]:
+def _tokens_of(data: Any, limits: PromptLimits, max_tokens: int) -> tuple[int, ...]:
     tokens = data.get("token_ids") if isinstance(data, Mapping) else None
     if not isinstance(tokens, list | tuple):
         raise PromptError(
-            f"stage {fit.stage} got no token_ids: a stage that makes them has to stand before it",
+            f"stage {limits.stage} got no token_ids: a stage that makes them has to stand before it",
             "server",
         )
     if not tokens:
         raise PromptError("The prompt is empty: it needs at least one token")
-    if len(tokens) > most:
+    if len(tokens) > max_tokens:
         raise PromptError(
             f"The prompt has {len(tokens)} tokens, and the model's context length is "
-            f"{fit.max_tokens} tokens for prompt and answer together: shorten the prompt"
+            f"{limits.max_tokens} tokens for prompt and answer together: shorten the prompt"
         )
     for token in tokens:
-        if type(token) is not int or not 0 <= token < fit.vocabulary:
+        if type(token) is not int or not 0 <= token < limits.vocabulary:
             raise PromptError(
                 f"Token {token!r} is out of vocabulary: the model's tokens are 0 to "
-                f"{fit.vocabulary - 1}"
+                f"{limits.vocabulary - 1}"
             )
     return tuple(tokens)

@@ -1,8 +1,8 @@
-"""How the next token is chosen: what a caller may ask for, and one chooser per request.
+"""Sampling: parameters of a request, and the sampler that chooses its tokens.
 
 Invariant: a choice depends on the request's own logits, tokens and generator alone, so the same
-seed gives the same text whatever else is computed beside it. Every drawn token takes as many
-random numbers as the vocabulary has tokens.
+seed gives the same text whatever else is in the batch. Every sampled token uses as many random
+numbers as the vocabulary has tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The kept tokens are looked for among so many best ones before the whole vocabulary is sorted:
-# sorting 49152 logits costs 3 ms, finding the best 512 costs a tenth of that.
+# Top-p and min-p look at this many top tokens first: cheaper than sorting the whole vocabulary.
 TOP_CANDIDATES = 512
-MAX_STOPS = 256  # each is looked for after every token
-# Below this temperature logits would overflow, and the likeliest token is drawn anyway.
+MAX_STOPS = 256  # each is searched for after every token
+# Below this temperature logits would overflow; the most likely token is chosen.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20  # OpenAI's bound
 MAX_BIASES = 1024
@@ -27,16 +26,17 @@ MAX_TOKEN_ID_DIGITS = 10
 
 
 class SamplingError(ValueError):
-    """The caller asked for something that cannot be; the text names the field and its range."""
+    """Invalid sampling parameters; the text names the field and its range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What one caller asks for. `top_k` below 1 means all; `max_new_tokens` None means the rest.
+    """The parameters of one request. `top_k` below 1 means all; `max_new_tokens` None means the
+    rest.
 
-    `top_logprobs` asks for so many likeliest tokens beside each chosen one, and for the spelling of
-    all of them. `logit_bias` is added to the logits of token ids. `json_schema` is a JSON schema as
-    text; "" leaves the answer free.
+    `top_logprobs` requests that many top candidates for each chosen token, with their text.
+    `logit_bias` is added to the logits of token ids. `json_schema` is a JSON schema as text; ""
+    leaves the response unconstrained.
     """
 
     temperature: float = 1.0
@@ -58,7 +58,7 @@ class Sampling:
 
     @property
     def shaped(self) -> bool:
-        """Is a logit to be changed by more than penalty and temperature, before it is chosen?"""
+        """Whether logits are changed by more than repetition penalty and temperature."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.logit_bias or self.json_schema
         )
@@ -69,43 +69,43 @@ class Sampling:
 
 
 def parse_sampling(params: Mapping[str, Any], stage: str) -> Sampling:
-    """Read a request's `params`; those in `stage_sampling[stage]` win over the common ones.
+    """Parse a request's `params`; those in `stage_sampling[stage]` override the common ones.
 
     Raises SamplingError.
     """
-    own = (params.get("stage_sampling") or {}).get(stage) or {}
-    if not isinstance(own, Mapping):
-        raise SamplingError(f"stage_sampling.{stage} must be an object, not {own!r}")
-    unknown = sorted(set(map(str, own)) - _FIELDS.keys())
+    stage_params = (params.get("stage_sampling") or {}).get(stage) or {}
+    if not isinstance(stage_params, Mapping):
+        raise SamplingError(f"stage_sampling.{stage} must be an object, not {stage_params!r}")
+    unknown = sorted(set(map(str, stage_params)) - _FIELDS.keys())
     if unknown:
-        known = ", ".join(_FIELDS)
-        raise SamplingError(f"stage_sampling.{stage} has no field {unknown[0]!r}; it has {known}")
-    asked = {**{name: params.get(name) for name in _FIELDS}, **own}
+        names = ", ".join(_FIELDS)
+        raise SamplingError(f"stage_sampling.{stage} has no field {unknown[0]!r}; it has {names}")
+    merged = {**{name: params.get(name) for name in _FIELDS}, **stage_params}
     return Sampling(
-        **{name: _FIELDS[name](name, value) for name, value in asked.items() if value is not None}
+        **{name: _FIELDS[name](name, value) for name, value in merged.items() if value is not None}
     )
 
 
-def _number(holds: Callable[[float], bool], wanted: str) -> Callable[[str, Any], float]:
+def _number(accepts: Callable[[float], bool], range_text: str) -> Callable[[str, Any], float]:
     def check(name: str, value: Any) -> float:
-        # A bool is an int to Python, never to a caller.
-        right = isinstance(value, int | float) and not isinstance(value, bool)
+        # A bool is an int in Python, but not in JSON.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         try:
-            number = float(value) if right else math.nan
-        except OverflowError:  # a whole number may be beyond all floats
+            number = float(value) if is_number else math.nan
+        except OverflowError:  # an int may exceed the range of floats
             number = math.inf
-        if not math.isfinite(number) or not holds(number):
-            raise SamplingError(f"{name} must be a number {wanted}, not {value!r:.40}")
+        if not math.isfinite(number) or not accepts(number):
+            raise SamplingError(f"{name} must be a number {range_text}, not {value!r:.40}")
         return number
 
     return check
 
 
-def _integer(low: int, high: int, wanted: str) -> Callable[[str, Any], int]:
+def _integer(low: int, high: int, range_text: str) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or not low <= value <= high:
-            raise SamplingError(f"{name} must be a whole number {wanted}, not {value!r}")
+        is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_integer or not low <= value <= high:
+            raise SamplingError(f"{name} must be a whole number {range_text}, not {value!r}")
         return int(value)
 
     return check
@@ -116,15 +116,15 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = tuple(strings)
     if len(strings) > MAX_STOPS:
         raise SamplingError(f"{name} holds {len(strings)} strings; at most {MAX_STOPS} are taken")
-    for each in strings:
-        if not isinstance(each, str) or not each:
-            raise SamplingError(f"{name} must hold strings that are not empty, not {each!r}")
+    for text in strings:
+        if not isinstance(text, str) or not text:
+            raise SamplingError(f"{name} must hold strings that are not empty, not {text!r}")
     return strings
 
 
 def _ids(name: str, value: Any) -> frozenset[int]:
     check = _integer(0, 2**63 - 1, "of at least 0")
-    return frozenset(check(f"each of {name}", each) for each in _listed(name, value))
+    return frozenset(check(f"each of {name}", token_id) for token_id in _listed(name, value))
 
 
 def _listed(name: str, value: Any) -> Iterable[Any]:
@@ -140,19 +140,19 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def parse_biases(name: str, value: Any) -> dict[int, float]:
-    """Token ids with their biases; ids may be texts, as keys of JSON are. Raises SamplingError."""
+    """Token ids with their biases; ids may be strings, as JSON keys are. Raises SamplingError."""
     if not isinstance(value, Mapping):
         raise SamplingError(f"{name} must be an object of token ids and numbers, not {value!r:.40}")
     if len(value) > MAX_BIASES:
         raise SamplingError(f"{name} holds {len(value)} tokens; at most {MAX_BIASES} are taken")
     check = _number(lambda bias: -100 <= bias <= 100, "within -100 and 100")
-    found = {}
+    biases = {}
     for key, bias in value.items():
         text = str(key)
         if not (text.isascii() and text.isdigit() and len(text) < MAX_TOKEN_ID_DIGITS):
             raise SamplingError(f"{name}: each key must be a token id, not {key!r:.40}")
-        found[int(text)] = check(f"{name}.{text}", bias)
-    return found
+        biases[int(text)] = check(f"{name}.{text}", bias)
+    return biases
 
 
 def _text(name: str, value: Any) -> str:
@@ -182,10 +182,10 @@ _FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 class TokenSampler:
-    """Chooses one request's tokens, in their order.
+    """Chooses one request's tokens, in order.
 
-    `likeliest` holds, where `top_logprobs` asks for them, the best tokens of the last choice with
-    their log probabilities. `complete`: no token can follow the last one.
+    `likeliest` holds, if `top_logprobs` is set, the top candidates of the last choice with their
+    log probabilities. `complete`: no token can follow the last one.
     """
 
     __slots__ = ("_generator", "_sampling", "likeliest")
@@ -204,39 +204,37 @@ class TokenSampler:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor, tokens: Iterable[int]) -> tuple[int, float | None]:
-        """Return the token that follows `tokens` and, where asked for, its log probability.
+        """Return the token that follows `tokens` and, if requested, its log probability.
 
-        `logits` is [vocabulary] and stays as it is. The log probability is the token's in the
-        distribution after penalties, bias, constraint and temperature, before anything was
-        filtered away by top-k, top-p or min-p.
+        `logits` is [vocabulary] and is not changed. The log probability is that of the distribution
+        after penalties, bias, constraint and temperature, before top-k, top-p and min-p.
         """
-        wanted = self._sampling
+        sampling = self._sampling
         logits = self._shaped(logits.float(), tokens)
-        if wanted.greedy:
+        if sampling.greedy:
             token = int(logits.argmax())
         else:
-            logits = logits / wanted.temperature
+            logits = logits / sampling.temperature
             token = self._draw(logits)
-        if not wanted.logprobs:
+        if not sampling.logprobs:
             return token, None
-        shares = logits.logsumexp(-1)
-        if wanted.top_logprobs:
-            best, ids = logits.topk(min(wanted.top_logprobs, len(logits)))
-            told = zip((best - shares).tolist(), ids.tolist(), strict=True)
-            self.likeliest = [each for each in told if math.isfinite(each[0])]
-        return token, float(logits[token] - shares)
+        log_total = logits.logsumexp(-1)
+        if sampling.top_logprobs:
+            best, ids = logits.topk(min(sampling.top_logprobs, len(logits)))
+            candidates = zip((best - log_total).tolist(), ids.tolist(), strict=True)
+            self.likeliest = [candidate for candidate in candidates if math.isfinite(candidate[0])]
+        return token, float(logits[token] - log_total)
 
     def _shaped(self, logits: Tensor, tokens: Iterable[int]) -> Tensor:
-        """The logits that tokens are chosen from, in new memory where they change."""
+        """The logits to choose from, in new memory if they change."""
         return penalised(logits, tokens, self._sampling.repetition_penalty)
 
     def _draw(self, logits: Tensor) -> int:
-        """Draw by a race: every token gets a random handicap of its own, and the best one wins.
+        """Sample by the Gumbel-max trick: add random noise to each logit, take the maximum.
 
-        That draws each with its probability, as walking along their sum does. But logits that
-        differ in their last bits, as they do from batch to batch, then change the winner only
-        where two are level, not wherever the sum has moved a little: on two models, 1 of 16 and
-        1 of 6 seeded texts changed with the batch that way.
+        This samples each token with its probability, like inverse transform sampling. But logits
+        that differ in their last bits, as they do between batches, then change the result only if
+        two tokens are almost level, not wherever the cumulative sum has moved a little.
         """
         import torch
 
@@ -249,7 +247,7 @@ class TokenSampler:
 
 
 def penalised(logits: Tensor, tokens: Iterable[int], penalty: float) -> Tensor:
-    """Make every token that occurred less likely: positive logits shrink, negative ones grow."""
+    """Apply the repetition penalty: positive logits of seen tokens shrink, negative ones grow."""
     if penalty == 1.0:
         return logits
     import torch
@@ -262,9 +260,10 @@ def penalised(logits: Tensor, tokens: Iterable[int], penalty: float) -> Tensor:
 
 
 def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor | None:
-    """Return the ids that top-k, then top-p, then min-p leave, ascending; None means all.
+    """Return the ids that pass top-k, then top-p, then min-p, ascending; None means all.
 
-    Each filter takes the distribution as the one before it left it; the likeliest token stays.
+    Each filter uses the distribution that the one before it left; the most likely token always
+    stays.
     """
     vocabulary = len(logits)
     if 0 < sampling.top_k < vocabulary:
@@ -281,11 +280,11 @@ def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def _kept(best: Tensor, among: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the `best` logits (descending) top-p and min-p keep; shares are shares `among`."""
+    """Mask of the `best` logits (descending) that top-p and min-p keep, by their share `among` all."""
     shares = (best.double() - among.double().logsumexp(-1)).exp()
     keep = shares >= sampling.min_p * shares[0]
     if sampling.top_p < 1.0:
-        # A token stays while those before it have not reached the share.
+        # A token stays while the tokens before it have not reached top_p.
         keep &= shares.cumsum(-1) - shares < sampling.top_p
     keep[0] = True
     return keep

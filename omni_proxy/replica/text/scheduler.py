@@ -1,8 +1,8 @@
-"""The loop of the text stage: take messages, compute one batch, tell what came of it, again.
+"""The loop of the text stage: handle messages, compute one batch, report its results, repeat.
 
 Invariant: everything happens in the thread that calls `run`. Requests join and leave between two
-batches only; after an abort nothing more is told of a request. A batch that cannot be computed
-fails its own requests and no others. While paused, or with nothing to do, the loop blocks.
+batches only; after an abort nothing more is emitted for the request. A batch that cannot be
+computed fails its own requests only. While paused or idle, the loop blocks.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ DROPPED = "The request was dropped by an admin action."
 
 
 def discard_output(message: StageOutput) -> None:
-    """Stands where `run` puts the stage's way out."""
+    """The default of `emit`; `run` replaces it by the stage's outlet."""
 
 
 class TextScheduler:
     """Computes many requests at once (`Scheduler` of pipeline/stage.py).
 
     Operations registered with `register_admin` run between two steps and may use every public
-    attribute; those of `register_slow_admin` too, save in the steps they yield. `record` is called
-    at the scheduler's events of api-server.md 4.2, `at_end` when `run` ends; `sync_facts` tells
-    how new weights come; `weights_damaged` is to be called where a part elsewhere is damaged.
+    attribute; those of `register_slow_admin` too, except in the steps they yield. `record` is
+    called for the scheduler's events of api-server.md 4.2, `at_end` when `run` ends; `sync_facts`
+    says how new weights arrive; `weights_damaged` is called when another part of the model is
+    damaged.
     """
 
     supports_admin = True
@@ -97,7 +98,7 @@ class TextScheduler:
         self._embeds: deque[Prompt] = deque()
         self._compiling = ConstraintCompiler(stage_name, ConstraintFactory(worker.tokenizer))
         self._clock = clock
-        self._meters = SchedulerMetrics(told_s=clock())
+        self._metrics = SchedulerMetrics(reported_s=clock())
         self.admin_actions: dict[str, AdminFunction] = common_operations(self)
         self._slow = SlowOperations(stage_name, clock)
         self._post: Callable[[StepDone | CompiledConstraint], None] = queue.SimpleQueue[Any]().put
@@ -114,7 +115,7 @@ class TextScheduler:
         }
 
     def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
-        """Serve until Shutdown; what is held then gets no answer."""
+        """Serve until Shutdown; requests held then get no answer."""
         self.emit = emit
         # In a queue of the stage's messages these are the only ones that are its own.
         self._post = cast("Callable[[StepDone | CompiledConstraint], None]", inbox.put)
@@ -132,28 +133,29 @@ class TextScheduler:
     def register_slow_admin(
         self, action: str, function: SlowFunction, *, beside: bool = False
     ) -> None:
-        """Answer `action` with `function(order)`, whose steps run in a thread (`slow.py`).
+        """Answer `action` with `function(order)`, whose steps run in a thread
+        (`slow_operations.py`).
 
-        While a step halts, nothing is computed and another operation is refused, unless that one
-        may begin `beside` others.
+        While a step halts the stage, nothing is computed and other operations are refused, unless
+        they may run `beside` others.
         """
         self._slow.register(action, function, beside=beside)
 
     def halts(self, op_id: str) -> bool:
-        """Does that slow operation forbid that anything is computed now?"""
+        """Whether that slow operation halts the stage now."""
         return self._slow.halts(op_id)
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """Have that slow operation's present step end soon, where it can."""
+        """Ask the current step of that slow operation to end soon, if it can."""
         self._slow.interrupt(op_id, why)
 
     def knows(self, action: str) -> bool:
         return action in self.admin_actions or action in self._slow
 
-    # What comes in
+    # Messages
 
     def _drain(self, inbox: queue.SimpleQueue[StageInput]) -> bool:
-        """Take all that has come; where nothing can be computed, wait for more. False: the end."""
+        """Handle all messages; if nothing can be computed, wait for more. False on Shutdown."""
         while True:
             try:
                 message = inbox.get_nowait()
@@ -166,47 +168,47 @@ class TextScheduler:
             self.take(message)
 
     def _wait(self, inbox: queue.SimpleQueue[StageInput]) -> StageInput:
-        self.tell_stats()
+        self.emit_stats()
         try:
             return inbox.get(timeout=STATS_INTERVAL_S)
         except queue.Empty:
-            self.tell_stats()  # the throughput is down to 0 by now
+            self.emit_stats()  # the throughput is 0 by now
             return inbox.get()
         finally:
-            self._meters.told_s = self._clock()  # the wait counts for no rate
+            self._metrics.reported_s = self._clock()  # the wait is not part of any rate
 
     @property
     def busy(self) -> bool:
-        """Is there something that a step would compute?"""
+        """Whether a step would compute anything."""
         return not self.halted and bool(self._embeds or len(self.batch_queue))
 
     @property
     def halted(self) -> bool:
-        """Does a pause, or an operation that goes on, forbid every step?"""
+        """Whether a pause or a slow operation forbids steps."""
         return self.paused or self._slow.halting
 
     def take(self, message: StageInput | StepDone | CompiledConstraint) -> None:
-        """Act on one message between two steps; one that is not for a text stage is ignored."""
+        """Handle one message between two steps; other messages are ignored."""
         match message:
             case Submit(payload):
                 self._submit(payload)
             case Abort(request_id):
-                self._meters.aborted += self._forget(request_id)
+                self._metrics.aborted += self._forget(request_id)
             case Admin(action=action) if action in self._slow:
-                self._tell_end(self._slow.begin(message, self._post))
+                self._emit_result(self._slow.begin(message, self._post))
             case Admin():
                 self.emit(run_operation(message, self._stage, self.admin_actions))
             case StepDone():
-                self._take_done(message)
+                self._on_step_done(message)
             case CompiledConstraint():
-                self._constrained(message)
+                self._on_constraint(message)
             case _:
                 pass
 
-    def _take_done(self, done: StepDone) -> None:
-        self._tell_end(self._slow.advance(done, self._post))
+    def _on_step_done(self, done: StepDone) -> None:
+        self._emit_result(self._slow.advance(done, self._post))
 
-    def _tell_end(self, result: AdminResult | None) -> None:
+    def _emit_result(self, result: AdminResult | None) -> None:
         if result is not None:
             self.emit(result)
 
@@ -220,8 +222,8 @@ class TextScheduler:
         except PromptError as fault:
             self.emit(StageFailure(request_id, self._stage, str(fault), fault.kind))
             return
-        except Exception as error:  # no request may end the loop that all others live on
-            log.exception("stage %s could not take a request", self._stage)
+        except Exception as error:  # no request may end the loop
+            log.exception("request_rejected stage=%s", self._stage)
             self._fail(request_id, error)
 
     def _enqueue(self, prompt: Prompt) -> None:
@@ -232,23 +234,23 @@ class TextScheduler:
             self._embeds.append(prompt)
         else:
             self.batch_queue.waiting.append(Sequence(prompt, self.worker.tokenizer))
-        self._built(prompt.request_id)
+        self._record_queued(prompt.request_id)
 
-    def _constrained(self, done: CompiledConstraint) -> None:
-        """The constraint of a request is there: it waits for its turn from now on."""
-        prompt, made = done.prompt, self._compiling.take(done)
-        if isinstance(made, Exception):
-            self._fail(prompt.request_id, made)
-        elif made is not None:
-            self.batch_queue.waiting.append(Sequence(prompt, self.worker.tokenizer, made))
-            self._built(prompt.request_id)
+    def _on_constraint(self, done: CompiledConstraint) -> None:
+        """The constraint of a request is compiled: the request joins the queue."""
+        prompt, result = done.prompt, self._compiling.take(done)
+        if isinstance(result, Exception):
+            self._fail(prompt.request_id, result)
+        elif result is not None:
+            self.batch_queue.waiting.append(Sequence(prompt, self.worker.tokenizer, result))
+            self._record_queued(prompt.request_id)
 
-    def _built(self, request_id: str) -> None:
+    def _record_queued(self, request_id: str) -> None:
         self.record("scheduler_request_build_end", request_id, {})
         self.record("scheduler_queue_enter", request_id, {"waiting": len(self.batch_queue.waiting)})
 
     def active_ids(self) -> list[str]:
-        """Ids of all requests that have had no answer yet."""
+        """Ids of all requests that have no answer yet."""
         sequences = [sequence.request_id for sequence in self.batch_queue]
         return sequences + [prompt.request_id for prompt in self._embeds] + self._compiling.ids
 
@@ -258,10 +260,10 @@ class TextScheduler:
             self.batch_queue.remove(sequence)
             return 1
         before = len(self._embeds)
-        self._embeds = deque(each for each in self._embeds if each.request_id != request_id)
+        self._embeds = deque(prompt for prompt in self._embeds if prompt.request_id != request_id)
         return before - len(self._embeds) + self._compiling.forget(request_id)
 
-    # What an operation may do
+    # Used by operations
 
     def pause(self, mode: PauseMode) -> int:
         """Compute nothing until `resume`; return how many requests were dropped or retracted."""
@@ -278,48 +280,48 @@ class TextScheduler:
         self.paused, self.pause_mode = False, None
 
     def drop_all(self) -> int:
-        """End every request as dropped; return how many there were."""
+        """Fail every request as dropped; return how many there were."""
         dropped = self.active_ids()
         self.batch_queue.clear()
         self._embeds.clear()
         self._compiling.clear()
-        self._meters.aborted += len(dropped)
+        self._metrics.aborted += len(dropped)
         for request_id in dropped:
             self.emit(StageFailure(request_id, self._stage, DROPPED, "dropped"))
         return len(dropped)
 
-    # What is computed
+    # Computation
 
     def step(self) -> None:
-        """Compute one embedding and one batch, if there are any and no pause forbids it."""
+        """Compute one embedding and one batch, if there are any and the stage is not halted."""
         if self.halted:
             return
         if self._embeds:
             self._embed(self._embeds.popleft())
         for sequence in self.batch_queue.admit():
-            with self._failing([sequence]):
-                self._begin(sequence)
+            with self._catch_errors([sequence]):
+                self._start(sequence)
         batch = self.batch_queue.batch()
         if batch:
             self._compute(batch)
-        if self._clock() - self._meters.told_s >= STATS_INTERVAL_S:
-            self.tell_stats()
+        if self._clock() - self._metrics.reported_s >= STATS_INTERVAL_S:
+            self.emit_stats()
 
     @contextmanager
-    def _failing(self, sequences: Iterable[Sequence]) -> Iterator[None]:
-        """What is raised inside ends these sequences, where they still run, and nothing else."""
+    def _catch_errors(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+        """An exception inside fails these sequences, if they still run, and nothing else."""
         try:
             yield
-        except Exception as error:  # a model may raise anything; the loop must live on
+        except Exception as error:  # a model may raise anything; the loop must continue
             if not isinstance(error, SamplingError):
-                log.exception("stage %s failed a batch", self._stage)
+                log.exception("batch_failed stage=%s", self._stage)
             for sequence in sequences:
                 if sequence in self.batch_queue.running:
                     self.batch_queue.remove(sequence)
                     self._fail(sequence.request_id, error)
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        if isinstance(error, SamplingError):  # what was asked for cannot be
+        if isinstance(error, SamplingError):  # invalid parameters of the request
             self.emit(StageFailure(request_id, self._stage, str(error), "caller"))
             return
         self.emit(
@@ -331,10 +333,10 @@ class TextScheduler:
         try:
             vector = self.worker.embed(tokens)
         except Exception as error:  # as in a batch
-            log.exception("stage %s failed an embedding", self._stage)
+            log.exception("embedding_failed stage=%s", self._stage)
             self._fail(prompt.request_id, error)
             return
-        self._meters.prompt_tokens += len(tokens)
+        self._metrics.prompt_tokens += len(tokens)
         data = {
             "embedding": vector,
             "usage": usage(len(tokens)),
@@ -344,23 +346,23 @@ class TextScheduler:
         }
         self.emit(Result(prompt.request_id, self._stage, data))
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Give an admitted sequence its KV, with whatever is known of its tokens."""
+    def _start(self, sequence: Sequence) -> None:
+        """Give an admitted sequence its KV, with the cached prefix if there is one."""
         lent = self.cache.lend(sequence.tokens)
         sequence.begin(lent or self.worker.new_kv(), self.cache.epoch)
         if sequence.begun == 1:
             sequence.cached_tokens = sequence.computed
-            self._meters.prompt_tokens += len(sequence.prompt.token_ids)
-            self._meters.cached_tokens += sequence.cached_tokens
+            self._metrics.prompt_tokens += len(sequence.prompt.token_ids)
+            self._metrics.cached_tokens += sequence.cached_tokens
             facts = {"cached_tokens": sequence.cached_tokens}
             self.record("scheduler_prefill_start", sequence.request_id, facts)
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
-        with self._failing(sequence for sequence, _ in batch):
-            logits = self.worker.forward([each.part(count) for each, count in batch])
+        with self._catch_errors(sequence for sequence, _ in batch):
+            logits = self.worker.forward([sequence.part(count) for sequence, count in batch])
             for (sequence, _), row in zip(batch, logits, strict=True):
                 if sequence.pending == 0:
-                    with self._failing([sequence]):
+                    with self._catch_errors([sequence]):
                         self._advance(sequence, row)
 
     def _advance(self, sequence: Sequence, logits: Tensor) -> None:
@@ -370,7 +372,7 @@ class TextScheduler:
         if sequence.completion_tokens == 0:
             self.record("scheduler_prefill_end", request_id, {})
         text = sequence.advance(logits)
-        self._meters.generation_tokens += 1
+        self._metrics.generation_tokens += 1
         if sequence.completion_tokens == 1:
             self.record("scheduler_first_emit", request_id, {})
         if text and sequence.prompt.streamed:
@@ -386,9 +388,9 @@ class TextScheduler:
         data = sequence.result(self.weight_version, self._clock())
         self.emit(Result(sequence.request_id, self._stage, data))
 
-    def tell_stats(self) -> None:
-        values = self._meters.gauges(self.batch_queue, self._limits.max_total_tokens)
+    def emit_stats(self) -> None:
+        values = self._metrics.gauges(self.batch_queue, self._limits.max_total_tokens)
         values["num_waiting_reqs"] += len(self._embeds) + len(self._compiling)
-        values["gen_throughput"] = self._meters.throughput(self._clock())
+        values["gen_throughput"] = self._metrics.throughput(self._clock())
         values["paused"] = float(self.paused)
         self.emit(StageStats(self._stage, values))

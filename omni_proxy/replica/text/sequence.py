@@ -1,7 +1,8 @@
-"""One request while it is computed: its tokens, its KV, and the text made of them so far.
+"""One request while it is computed: its tokens, its KV, and the text generated so far.
 
 Invariant: the KV holds the first `kv.length` of `tokens`; all others are pending. Text is released
-once, in whole characters, and never a stop string. Dropping the KV loses work, never text.
+once, in whole characters, and never includes a stop string. Dropping the KV loses computation,
+never text.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FinishReason = Literal["stop", "length"]
 class Sequence:
     """`begun` counts how often its computation was started: once, and after each retraction.
 
-    `constraint` is that of the prompt's schema, where it has one.
+    `constraint` is that of the request's schema, if it has one.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self._stop_hit: str | int | None = None
         self._tokenizer = tokenizer
-        self._chooser = make_sampler(prompt.sampling, constraint)
+        self._sampler = make_sampler(prompt.sampling, constraint)
         self._characters = Utf8Stream()
         self._stops = StopStrings(prompt.sampling.stop)
         self._text: list[str] = []
         self._logprobs: list[list[Any]] = []
-        self._unsent = 0  # tokens that no chunk has told of
+        self._unsent = 0  # tokens not in any chunk yet
 
     @property
     def request_id(self) -> str:
@@ -56,7 +57,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that the model has not seen: 1 while decoding, more in a prefill."""
+        """Tokens that the model has not processed: 1 while decoding, more in a prefill."""
         return len(self.tokens) - self.computed
 
     @property
@@ -64,7 +65,7 @@ class Sequence:
         return len(self.tokens) - len(self.prompt.token_ids)
 
     def begin(self, kv: SequenceKV, epoch: int) -> None:
-        """Take a KV, empty or with the first tokens, of the prefix cache's present epoch."""
+        """Take a KV, empty or with a cached prefix, of the prefix cache's current epoch."""
         self.kv, self.epoch = kv, epoch
         self.begun += 1
 
@@ -79,51 +80,55 @@ class Sequence:
 
     def advance(self, logits: Tensor) -> str:
         """Choose the next token from `logits` ([vocabulary]); return the text it releases."""
-        token, logprob = self._chooser.choose(logits, self.tokens)
+        token, logprob = self._sampler.choose(logits, self.tokens)
         self.tokens.append(token)
         self._unsent += 1
         if logprob is not None:
-            self._logprobs.append(self._told(logprob, token))
-        text = self._released_by(token)
+            self._logprobs.append(self._logprob_item(logprob, token))
+        text = self._release_text(token)
         self._text.append(text)
         return text
 
-    def _told(self, logprob: float, token: int) -> list[Any]:
-        """[log probability, id, spelling], and the likeliest tokens alike; no spelling unasked.
+    def _logprob_item(self, logprob: float, token: int) -> list[Any]:
+        """[log probability, id, text], and the top candidates in the same form; no text unless
+        requested.
 
-        A token is spelled in bytes, a control token by its name in a list.
+        The text of a token is bytes, or for a control token a list with its name.
         """
         if self.prompt.sampling.top_logprobs is None:
             return [logprob, token, None]
-        likeliest = [[share, each, self._spelled(each)] for share, each in self._chooser.likeliest]
-        return [logprob, token, self._spelled(token), likeliest]
+        likeliest = [
+            [candidate_logprob, candidate, self._token_text(candidate)]
+            for candidate_logprob, candidate in self._sampler.likeliest
+        ]
+        return [logprob, token, self._token_text(token), likeliest]
 
-    def _spelled(self, token: int) -> bytes | list[str]:
+    def _token_text(self, token: int) -> bytes | list[str]:
         name = self._tokenizer.control_name(token)
         return self._tokenizer.token_bytes(token) if name is None else [name]
 
-    def _released_by(self, token: int) -> str:
+    def _release_text(self, token: int) -> str:
         sampling = self.prompt.sampling
         ends = token in self._tokenizer.eos_ids and not sampling.ignore_eos
         if ends or token in sampling.stop_token_ids:
             self.finish_reason, self._stop_hit = "stop", token
-            return self._rest()
+            return self._flush_text()
         text = self._stops.feed(self._characters.feed(self._tokenizer.token_bytes(token)))
-        complete = self._chooser.complete  # what comes after it could only be the model's end
+        complete = self._sampler.complete  # only an end-of-text token could follow
         full = self.completion_tokens >= self.prompt.max_new_tokens
         if self._stops.hit is None and (complete or full):
             self.finish_reason = "stop" if complete else "length"
-            text += self._rest()
+            text += self._flush_text()
         if self._stops.hit is not None:
             self.finish_reason, self._stop_hit = "stop", self._stops.hit
         return text
 
-    def _rest(self) -> str:
-        """What was held back: half a character, or the beginning of a stop string."""
+    def _flush_text(self) -> str:
+        """Text that was held back: an incomplete character, or the start of a stop string."""
         return self._stops.feed(self._characters.flush()) + self._stops.flush()
 
     def chunk(self, text: str) -> dict[str, Any]:
-        """A piece of a stream: new text, and the tokens since the last piece."""
+        """A chunk of the stream: new text, and the tokens since the last chunk."""
         first, self._unsent = len(self.tokens) - self._unsent, 0
         self.chunks_sent += 1
         chunk: dict[str, Any] = {"text": text, "token_ids": self.tokens[first:], "modality": "text"}
@@ -132,7 +137,7 @@ class Sequence:
         return chunk
 
     def result(self, weight_version: str, now_s: float) -> dict[str, Any]:
-        """The whole answer of a finished sequence."""
+        """The complete result of a finished sequence."""
         prompt_tokens = len(self.prompt.token_ids)
         data: dict[str, Any] = {
             "text": "".join(self._text),
@@ -150,7 +155,7 @@ class Sequence:
 
 
 def usage(prompt_tokens: int, completion_tokens: int = 0, cached_tokens: int = 0) -> dict[str, Any]:
-    """Token counts in OpenAI's words."""
+    """Token counts under OpenAI's names."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

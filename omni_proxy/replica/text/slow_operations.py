@@ -1,9 +1,9 @@
-"""Operations that take long: their slow steps run in a thread, the rest in the stage's own.
+"""Slow operations: their long steps run in a thread, the rest in the stage's thread.
 
     begin ──step──> thread ──StepDone──> advance ──step──> ... ──return──> the operation's answer
-Invariant: a step halts the stage unless it is an `BackgroundStep`, and one step at a time does: another one
-waits until it is over. Every message is heard meanwhile. What an operation does between its steps
-nobody sees half done; what it raises becomes its answer.
+Invariant: a step halts the stage unless it is a `BackgroundStep`; one halting step runs at a time,
+others wait for it. Messages are handled meanwhile. What an operation does between its steps is
+atomic for the stage; an exception becomes its answer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackgroundStep:
-    """A step beside which the stage goes on computing, since it looks at no live tensor."""
+    """A step during which the stage continues to compute, as it touches no live tensor."""
 
     call: Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptibleCall:
-    """A step's call that may be told, from any thread and also before it begins, to end soon."""
+    """A step's call that `stop` can end early, from any thread, also before it begins."""
 
     call: Callable[[], Any]
     stop: Callable[[str], None]
@@ -39,17 +39,17 @@ class InterruptibleCall:
 
 
 Step: TypeAlias = Callable[[], Any] | BackgroundStep
-# Yields what a thread shall do, is sent what that returned (or raised), returns the answer.
+# Yields calls for a thread, is sent their results (or errors), returns the answer.
 Steps: TypeAlias = Generator[Step, Any, OperationOutcome]
 SlowFunction: TypeAlias = Callable[[Admin], Steps]
 
 
-# In an answer's data: live tensors are of old and new weights (`DamagedFault`).
+# Key in an answer's data: live tensors mix old and new weights (`DamagedFault`).
 DAMAGED: Final = "weights_damaged"
 
 
 class PeerError(Exception):
-    """A step went well here, but not at another rank of the same model: it must count for none."""
+    """A step succeeded here, but failed at another rank of the same model: it must not take effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ Post: TypeAlias = Callable[[StepDone], None]
 
 @dataclass(slots=True)
 class _Operation:
-    """`halting`: its step holds the stage up, until the one after it begins.
+    """`halting`: its step halts the stage, until its next step begins.
 
-    `parked` is a step that would, and waits for another operation's. `call` is the step's.
+    `parked` is a halting step that waits for another operation's. `call` is the current step's.
     """
 
     order: Admin
@@ -87,84 +87,86 @@ class SlowOperations:
         self._clock = clock
         self._functions: dict[str, SlowFunction] = {}
         self._beside: set[str] = set()
-        self._live: dict[str, _Operation] = {}
+        self._operations: dict[str, _Operation] = {}
 
     def __contains__(self, action: object) -> bool:
         return action in self._functions
 
     def register(self, action: str, function: SlowFunction, *, beside: bool = False) -> None:
-        """`beside`: it may begin while another one halts the stage, as what ends that one must."""
+        """`beside`: it may begin while another operation halts the stage, to be able to end that
+        one.
+        """
         self._functions[action] = function
         if beside:
             self._beside.add(action)
 
     @property
     def halting(self) -> bool:
-        """Does any step forbid that something is computed?"""
-        return any(each.halting for each in self._live.values())
+        """Whether any step halts the stage."""
+        return any(operation.halting for operation in self._operations.values())
 
     def halts(self, op_id: str) -> bool:
-        """Does this operation's step, or will it as soon as another's is over?"""
-        operation = self._live.get(op_id)
+        """Whether this operation's step halts the stage, or waits to do so."""
+        operation = self._operations.get(op_id)
         return operation is not None and (operation.halting or operation.parked is not None)
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """Have the operation's present step end soon, where it is one that can; it tells `why`."""
-        operation = self._live.get(op_id)
+        """Ask the operation's current step to end soon, if it can; its error will be `why`."""
+        operation = self._operations.get(op_id)
         call = operation.call if operation is not None else None
         if isinstance(call, InterruptibleCall):
             name = f"{self._stage}-interrupt"
             threading.Thread(target=call.stop, args=(why,), name=name, daemon=True).start()
 
     def begin(self, order: Admin, post: Post) -> AdminResult | None:
-        """Start an operation; its answer, where there is one at once.
+        """Start an operation; returns its answer if it ends at once.
 
-        A thread calls `post` with what `advance` is to be given.
+        A thread calls `post` with the argument for `advance`.
         """
         beside = order.action in self._beside
-        for other in self._live.values():
+        for other in self._operations.values():
             if other.order.op_id == order.op_id or (other.halting and not beside):
-                return to_admin_result(order, self._stage, failure(self._busy(other)))
+                return to_admin_result(order, self._stage, failure(self._busy_message(other)))
         steps = self._functions[order.action](order)
         operation = _Operation(order, steps, self._clock())
-        self._live[order.op_id] = operation
-        return self._drive(operation, lambda: next(steps), post)
+        self._operations[order.op_id] = operation
+        return self._resume(operation, lambda: next(steps), post)
 
     def advance(self, done: StepDone, post: Post) -> AdminResult | None:
-        """Go on after a step; the operation's answer, if that was its last."""
-        operation = self._live[done.op_id]
+        """Continue after a step; returns the operation's answer if that was its last step."""
+        operation = self._operations[done.op_id]
         operation.call = None
         steps, error = operation.steps, done.error
         if error is not None:
-            return self._drive(operation, lambda: steps.throw(error), post)
-        return self._drive(operation, lambda: steps.send(done.value), post)
+            return self._resume(operation, lambda: steps.throw(error), post)
+        return self._resume(operation, lambda: steps.send(done.value), post)
 
-    def _busy(self, other: _Operation) -> str:
+    def _busy_message(self, other: _Operation) -> str:
         seconds = self._clock() - other.started_s
         return (
             f"{other.order.action} is in progress on stage {self._stage} for {seconds:.1f} s: "
             "wait for its answer"
         )
 
-    def _drive(
-        self, operation: _Operation, move: Callable[[], Step], post: Post
+    def _resume(
+        self, operation: _Operation, continue_steps: Callable[[], Step], post: Post
     ) -> AdminResult | None:
         order = operation.order
         try:
-            step = move()
+            step = continue_steps()
         except StopIteration as end:
             outcome: OperationOutcome = end.value
-        except Exception as error:  # an operation may raise anything; the requests must live on
-            log.exception("stage %s failed the admin action %s", self._stage, order.action)
+        except Exception as error:  # an operation may raise anything; requests must continue
+            log.exception("operation_failed stage=%s action=%s", self._stage, order.action)
             outcome = failure(f"{type(error).__name__}: {error}")
         else:
-            self._take_up(operation, step, post)
+            self._run_step(operation, step, post)
             return None
-        del self._live[order.op_id]
+        del self._operations[order.op_id]
         self._unpark(post)
         return to_admin_result(order, self._stage, outcome)
 
-    def _take_up(self, operation: _Operation, step: Step, post: Post) -> None:
+    def _run_step(self, operation: _Operation, step: Step, post: Post) -> None:
         operation.halting = False
         operation.call = step.call if isinstance(step, BackgroundStep) else step
         if isinstance(step, BackgroundStep):
@@ -177,7 +179,7 @@ class SlowOperations:
             self._start(operation, step, post)
 
     def _unpark(self, post: Post) -> None:
-        for operation in self._live.values():
+        for operation in self._operations.values():
             if operation.parked is not None and not self.halting:
                 step, operation.parked = operation.parked, None
                 operation.halting = True
@@ -187,13 +189,13 @@ class SlowOperations:
         order = operation.order
         name = f"{self._stage}-{order.action}"
         threading.Thread(
-            target=_work, args=(order.op_id, step, post), name=name, daemon=True
+            target=_run_in_thread, args=(order.op_id, step, post), name=name, daemon=True
         ).start()
 
 
-def _work(op_id: str, step: Callable[[], Any], post: Post) -> None:
+def _run_in_thread(op_id: str, step: Callable[[], Any], post: Post) -> None:
     try:
         done = StepDone(op_id, step())
-    except Exception as error:  # raised again inside the operation, which knows what it means
+    except Exception as error:  # raised again inside the operation, which handles it
         done = StepDone(op_id, error=error)
     post(done)

@@ -1,7 +1,7 @@
-"""Operations on the text stage itself: what it is, pause, continue, flush (api-server.md 2.3, 2.4).
+"""Operations on the text stage itself: info, pause, continue, flush (api-server.md 2.3, 2.4).
 
-Invariant: they run in the scheduler's thread between two steps, so none sees half a batch. Whatever
-one raises becomes an answer, never an end of the loop.
+Invariant: they run in the scheduler's thread between two steps, so that none sees a partial batch.
+An exception becomes an answer and never ends the loop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OperableScheduler(Protocol):
 def run_operation(
     operation: Admin, stage: str, functions: Mapping[str, AdminFunction]
 ) -> AdminResult:
-    """Run one operation and say how it went."""
+    """Run one operation and return its answer."""
     action = operation.action
     function = functions.get(action)
     if function is None:
@@ -57,8 +57,8 @@ def run_operation(
     else:
         try:
             outcome = function(operation.payload)
-        except Exception as error:  # an operation may raise anything; the requests must live on
-            log.exception("stage %s failed the admin action %s", stage, action)
+        except Exception as error:  # an operation may raise anything; requests must continue
+            log.exception("operation_failed stage=%s action=%s", stage, action)
             outcome = failure(f"{type(error).__name__}: {error}")
     return to_admin_result(operation, stage, outcome)
 
@@ -100,7 +100,7 @@ def common_operations(scheduler: OperableScheduler) -> dict[str, AdminFunction]:
         return True, "generation continued", {"engine_paused": False}, None
 
     def flush_cache(payload: dict[str, Any]) -> OperationOutcome:
-        # Running sequences hold copies of their own, so there is never a reason to refuse.
+        # Running sequences have their own copies, so a flush never has to be refused.
         dropped = scheduler.cache.flush()
         data = {
             "flush_success": True,
@@ -138,7 +138,7 @@ def _facts(scheduler: OperableScheduler) -> dict[str, Any]:
         "engine_paused": scheduler.halted,
         "waiting_queue_size": len(scheduler.batch_queue.waiting),
         "running_batch_size": len(scheduler.batch_queue.running),
-        # Requests are built where they arrive, one by one: there is no pool and no backlog.
+        # Requests are built on arrival, one by one: there is no pool and no backlog.
         "request_build_workers": 0,
         "request_build_pending": 0,
         "request_build_max_pending": 0,

@@ -25,14 +25,14 @@ SchedulerKind = TypeVar("SchedulerKind", bound=TextScheduler)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """A text stage's parameters.
+    """Parameters of a text stage.
 
     `model` is a name or the path of a GGUF file. `max_total_tokens` bounds the tokens of all
-    running requests together, and so the length of one; `prefill_chunk` is how many tokens of
-    prompts one batch may hold beside the running answers. 0 `prefix_cache_entries` turn it off.
-    `threads` 0 leaves torch as it is. `tp` is over how many processes the model is split, 1 for
-    none. Weights are read from disk below `weights_root` alone; "" refuses all that. How they come
-    over a trainer's group is in `weights_isolation` and the `weights_*_secs` (`Terms`).
+    running requests together, and so the length of one; `prefill_chunk` is how many prompt tokens
+    one batch may hold beside decoding requests. `prefix_cache_entries` 0 turns the cache off.
+    `threads` 0 keeps torch's default. `tp` is the number of processes that share the model, 1 for
+    none. Weights are read from disk only below `weights_root`; "" allows none. `weights_isolation`
+    and the `weights_*_secs` configure updates over a trainer's group (`Terms`).
     """
 
     model: str = "tiny"
@@ -82,18 +82,18 @@ class TextSettings:
 
 def parse_settings(stage_name: str, params: Mapping[str, Any]) -> TextSettings:
     """Raises ValueError for parameters that are unknown or out of range."""
-    known = [each.name for each in fields(TextSettings)]
-    unknown = sorted(params.keys() - set(known))
+    names = [field.name for field in fields(TextSettings)]
+    unknown = sorted(params.keys() - set(names))
     if unknown:
         raise ValueError(
             f"stage {stage_name} has no parameter {unknown[0]!r}; a text stage has "
-            + ", ".join(known)
+            + ", ".join(names)
         )
     return TextSettings(**params)
 
 
 def load_model(settings: TextSettings) -> TextModel:
-    """The whole model, after what shall hold for the process that computes with it."""
+    """Load the complete model, after setting the number of threads of this process."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     return load_text_model(settings.model, seed=settings.seed)
@@ -109,7 +109,7 @@ def batch_limits_and_cache(settings: TextSettings) -> tuple[BatchLimits, PrefixC
 
 
 def with_weight_operations(scheduler: SchedulerKind, settings: TextSettings) -> SchedulerKind:
-    """The same scheduler, which knows the admin actions on weights from now on."""
+    """Register the weight operations with the scheduler and return it."""
     worker = scheduler.worker
     WeightOperations(
         scheduler,

@@ -24,7 +24,7 @@ async def test_a_replica_watches_its_loop_once_it_is_ready(nursery):
     life = _ServerLifecycle(1.0, runtime=SimpleNamespace(ready=ready))
     before = len(watchdogs())
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nursery.start_soon(life._once_ready, listener, {"model_name": "m"})
+        nursery.start_soon(life._on_ready, listener, {"model_name": "m"})
         await trio.testing.wait_all_tasks_blocked()
         assert len(watchdogs()) == before
         ready.set()

@@ -158,7 +158,7 @@ def test_what_waits_for_its_constraint_counts_and_can_be_dropped():
     desk = Constraining()
     desk.ask("a", PERSON)
     assert desk.scheduler.active_ids() == ["a"]
-    desk.scheduler.tell_stats()
+    desk.scheduler.emit_stats()
     assert desk.stats()["num_waiting_reqs"] == 1
     desk.submit("a", max_new_tokens=1)
     assert "already exists" in desk.failure("a").error

@@ -189,7 +189,7 @@ def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_told
     assert not desk.of(Result, "gone")
     assert not desk.of(StageFailure, "gone")
     assert desk.result("stays")["usage"]["completion_tokens"] == 12
-    desk.scheduler.tell_stats()
+    desk.scheduler.emit_stats()
     assert desk.stats()["aborted_total"] == 1
 
 

@@ -1,1 +1,1 @@
-"""Package coordination."""
+"""The coordinator: request flow, delivery to readers, operations on stages."""

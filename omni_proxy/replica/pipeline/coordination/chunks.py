@@ -1,7 +1,7 @@
-"""From what stages made to what a reader gets, and from chunks to one whole answer.
+"""From stage output to the reader's chunks, and from chunks to one complete response.
 
-Invariant: of each stage's text, tokens and audio every part goes out once, streamed or at the end;
-the last chunk, and no other, is terminal and has a finish reason.
+Invariant: of each stage's text, tokens, log probabilities and audio every part is sent once,
+streamed or at the end; the last chunk, and no other, is terminal and has a finish reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk
 
-_OWN = frozenset(
+_CHUNK_KEYS = frozenset(
     {
         "text",
         "token_ids",
@@ -28,38 +28,38 @@ _OWN = frozenset(
 
 
 class ChunkSplitter:
-    """Pieces and results in; `pending` chunks out."""
+    """Takes streamed parts and results of stages; `pending` holds the chunks to deliver."""
 
     def __init__(self, request_id: str) -> None:
         self.pending: deque[GenerateChunk] = deque()
         self._request_id = request_id
         self._sent: defaultdict[str, StreamedLengths] = defaultdict(StreamedLengths)
 
-    def piece(self, stage: str, chunk: dict[str, Any], *, whole: bool) -> None:
-        """Take a piece, or a stage's whole result that comes while others still work."""
+    def add_part(self, stage: str, chunk: dict[str, Any], *, whole: bool) -> None:
+        """Add a streamed part, or a stage's complete result while other stages still work."""
         sent = self._sent[stage]
-        part = sent.rest(chunk) if whole else chunk
-        sent.note(part)
+        part = sent.remaining(chunk) if whole else chunk
+        sent.add(part)
         if any(part.get(key) for key in ("text", "token_ids", "audio_data")) or not whole:
             self.pending.append(_chunk(self._request_id, stage, part))
 
     def end(self, results: Mapping[str, dict[str, Any]]) -> None:
-        """Take the whole results: what is left of the others goes first, the text's comes last."""
+        """Add all results: the rest of the other stages first, the text stage's last."""
         main = next((stage for stage in results if "text" in results[stage]), next(iter(results)))
         for stage, whole in results.items():
             if stage != main:
-                self.piece(stage, whole, whole=True)
+                self.add_part(stage, whole, whole=True)
         extra: dict[str, Any] = {}
         for whole in results.values():
             extra |= _extra(whole)
-        rest = self._sent[main].rest(results[main])
-        finish_reason = rest.get("finish_reason") or "stop"
-        rest = rest | extra | {"finish_reason": finish_reason}
-        self.pending.append(_chunk(self._request_id, main, rest, terminal=True))
+        remaining = self._sent[main].remaining(results[main])
+        finish_reason = remaining.get("finish_reason") or "stop"
+        remaining = remaining | extra | {"finish_reason": finish_reason}
+        self.pending.append(_chunk(self._request_id, main, remaining, terminal=True))
 
 
 def _extra(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key not in _OWN}
+    return {key: value for key, value in data.items() if key not in _CHUNK_KEYS}
 
 
 def _chunk(
@@ -84,7 +84,7 @@ def _chunk(
 
 
 class ChunkAssembler:
-    """Joins a request's chunks into one answer."""
+    """Joins a request's chunks into one response."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -109,8 +109,8 @@ class ChunkAssembler:
             self._last = chunk
 
     def result(self) -> CompletionResult:
-        """The answer; only after the terminal chunk."""
-        assert self._last is not None, "the terminal chunk has not come"
+        """Return the response; only after the terminal chunk."""
+        assert self._last is not None, "no terminal chunk was added"
         return CompletionResult(
             request_id=self._request_id,
             text="".join(self._texts),
@@ -129,24 +129,24 @@ class ChunkAssembler:
 #
 # Invariant: pieces plus rest is the whole result, each character, token and byte once.
 
-GROWING = ("text", "token_ids", "output_token_logprobs", "audio_data")
+GROWING_KEYS = ("text", "token_ids", "output_token_logprobs", "audio_data")
 
 
 class StreamedLengths:
-    """Lengths of what one stage streamed for one request."""
+    """How much of a stage's result was streamed for one request, per key."""
 
     __slots__ = ("_lengths",)
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
 
-    def note(self, chunk: dict[str, Any]) -> None:
-        for key in GROWING:
-            if piece := chunk.get(key):
-                self._lengths[key] = self._lengths.get(key, 0) + len(piece)
+    def add(self, chunk: dict[str, Any]) -> None:
+        for key in GROWING_KEYS:
+            if part := chunk.get(key):
+                self._lengths[key] = self._lengths.get(key, 0) + len(part)
 
-    def rest(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """`whole` without what was streamed; keys that do not grow stay."""
+    def remaining(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Return `whole` without what was streamed; keys that do not grow stay."""
         lengths = self._lengths
         return {
             key: value[lengths[key] :] if key in lengths and value else value
@@ -155,6 +155,6 @@ class StreamedLengths:
 
 
 def size_bytes(chunk: dict[str, Any]) -> int:
-    """About what a waiting chunk holds in memory."""
+    """Approximate memory of a waiting chunk."""
     tokens = len(chunk.get("token_ids") or ()) + 3 * len(chunk.get("output_token_logprobs") or ())
     return 256 + len(chunk.get("text") or "") + len(chunk.get("audio_data") or b"") + 8 * tokens

@@ -1,9 +1,9 @@
-"""Every live request: admitted, moved from stage to stage, delivered, or ended early.
+"""The coordinator: admits requests, moves them from stage to stage, delivers or ends them.
 
     pending ──first output──> running ──all results──> completed ─┐
-       └──────────┴──fault──> failed, ──abort──> aborted ─────────┴─reader gone─> (forgotten)
-Invariant: a request ends once; an early end is told to the stages before its reader. An id stays
-taken until its reader is gone. All methods but `admin` are atoms and run in the trio thread.
+       └──────────┴──error──> failed, ──abort──> aborted ─────────┴─reader gone─> (removed)
+Invariant: a request ends once; stages learn of an early end before the reader does. An id stays in
+use until its reader is gone. All methods but `admin` are synchronous and run in the trio thread.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class StageUnavailable(Exception):
 
 
 class StageTransport(Protocol):
-    """Whoever holds the stages. `send` never blocks; raises StageUnavailable."""
+    """Sends messages to stages. `send` never blocks; raises StageUnavailable."""
 
     def send(self, stage: str, message: StageInput) -> None: ...
 
 
 class RequestState(StrEnum):
-    """The diagram is above."""
+    """See the diagram in the module's docstring."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -80,36 +80,36 @@ class _Request:
 
 
 class Coordinator:
-    """The hub; stages post to `receive`, the client opens, reads and releases deliveries."""
+    """The hub: stages call `receive`, the client opens, reads and releases deliveries."""
 
-    def __init__(self, plan: Plan, switchboard: StageTransport) -> None:
+    def __init__(self, plan: Plan, transport: StageTransport) -> None:
         self.plan = plan
         self.running = True
-        self.backlog = DeliveryBacklog(self._cut)
+        self.backlog = DeliveryBacklog(self._end_slow_reader)
         self.profiling_run_id: str | None = None
-        self._switchboard = switchboard
+        self._transport = transport
         self._requests: dict[str, _Request] = {}
         self._ready: dict[str, dict[str, Any]] = {}
         self._down: dict[str, str] = {}
         self._ever_ready = False
         self._stats: dict[str, dict[str, float]] = {}
-        self._desk = StageOperations(self._send)
+        self._operations = StageOperations(self._send)
         self._recorder = EventRecorder("coordinator")
 
     # Requests
 
     def open(self, request_id: str, request: OmniRequest) -> Delivery:
-        """Admit a request and start it; whoever opened it must `release` the delivery.
+        """Admit and start a request; the caller must `release` the delivery.
 
-        Raises QueueFullError, or RequestFailed: 400 for an id that is taken, 503 when stopped or
-        where a stage is down, 500 where the pipeline leads it astray at once.
+        Raises QueueFullError, or RequestFailed: 400 for an id that is in use, 503 when stopped or
+        if a stage is down, 500 if the pipeline's routing fails at once.
         """
         if not self.running:
             raise RequestFailed(NOT_RUNNING, 503)
         if request_id in self._requests:
             raise RequestFailed(f"Request {request_id} already exists", 400)
-        bound = self.plan.config.max_in_flight
-        if bound and self.live_count >= bound:
+        limit = self.plan.config.max_in_flight
+        if limit and self.live_count >= limit:
             raise QueueFullError
         flow = RequestFlow(self.plan, request_id, request)
         entry = _Request(flow, self.backlog.open(request_id))
@@ -122,7 +122,7 @@ class Coordinator:
         return entry.delivery
 
     def abort(self, request_id: str) -> bool:
-        """End a request early; False where it is not known or has ended already."""
+        """End a request early; False if it is unknown or has ended."""
         entry = self._requests.get(request_id)
         if entry is None or not entry.live:
             return False
@@ -130,7 +130,7 @@ class Coordinator:
         return True
 
     def release(self, delivery: Delivery) -> None:
-        """The reader is gone: what has not ended is aborted, and the id is free again."""
+        """The reader is gone: abort the request unless it has ended, and free its id."""
         entry = self._requests.get(delivery.request_id)
         if entry is not None and entry.delivery is delivery:
             self.abort(delivery.request_id)
@@ -141,25 +141,25 @@ class Coordinator:
     def live_count(self) -> int:
         return sum(entry.live for entry in self._requests.values())
 
-    # What stages say
+    # Messages of stages
 
     def receive(self, message: StageOutput) -> None:
         match message:
             case ResultChunk(request_id):
                 if entry := self._live(request_id):
-                    self._streamed(entry, message)
+                    self._on_chunk(entry, message)
             case Result(request_id):
                 if entry := self._live(request_id):
-                    self._finished(entry, message)
+                    self._on_result(entry, message)
             case StageFailure(request_id):
                 if entry := self._live(request_id):
-                    self._failed(entry, message)
+                    self._on_failure(entry, message)
             case AdminResult():
-                self._desk.receive(message)
+                self._operations.receive(message)
             case _:
-                self._stage_told(message)
+                self._on_stage_status(message)
 
-    def _stage_told(self, message: StageReady | StageEnded | StageStats) -> None:
+    def _on_stage_status(self, message: StageReady | StageEnded | StageStats) -> None:
         match message:
             case StageStats(stage, values):
                 self._stats[stage] = values
@@ -168,80 +168,80 @@ class Coordinator:
                 self._down.pop(stage, None)
                 self._ever_ready = self._ever_ready or self._ready.keys() >= self.plan.stages.keys()
             case StageEnded(stage, error):
-                self._stage_ended(stage, error)
+                self._on_stage_ended(stage, error)
 
-    def _streamed(self, entry: _Request, message: ResultChunk) -> None:
+    def _on_chunk(self, entry: _Request, message: ResultChunk) -> None:
         stage = message.stage
-        seen = {"from_stage": stage, "chunk_id": message.chunk_id, "modality": message.modality}
-        # Two names of one event: reports over these files look for either.
-        self._record("coordinator_stream_received", message.request_id, seen)
-        self._record("stage_stream_chunk_received", message.request_id, seen)
+        metadata = {"from_stage": stage, "chunk_id": message.chunk_id, "modality": message.modality}
+        # One event under two names: report tools look for either.
+        self._record("coordinator_stream_received", message.request_id, metadata)
+        self._record("stage_stream_chunk_received", message.request_id, metadata)
         entry.state = RequestState.RUNNING
         self._advance(entry, lambda: entry.flow.streamed(message))
-        if self.plan.stages[stage].config.terminal and entry.flow.owes(stage):
+        if self.plan.stages[stage].config.terminal and entry.flow.is_pending(stage):
             entry.delivery.put(DeliveredChunk(stage, message.chunk))
 
-    def _finished(self, entry: _Request, message: Result) -> None:
+    def _on_result(self, entry: _Request, message: Result) -> None:
         stage = message.stage
         entry.state = RequestState.RUNNING
-        self._advance(entry, lambda: self._onward(entry, message))
+        self._advance(entry, lambda: self._next_sends(entry, message))
         if stage in entry.flow.results:
-            told = {"from_stage": stage, "success": True}
-            self._record("terminal_response", message.request_id, told)
+            metadata = {"from_stage": stage, "success": True}
+            self._record("terminal_response", message.request_id, metadata)
             if entry.live:
                 entry.delivery.put(DeliveredChunk(stage, message.data, whole=True))
 
-    def _onward(self, entry: _Request, message: Result) -> Sends:
-        """What follows a stage's result; only here it is known which stages those are."""
+    def _next_sends(self, entry: _Request, message: Result) -> Sends:
+        """Messages to the stages that follow a result; only known here."""
         sends = entry.flow.finished(message.stage, message.data)
-        told: dict[str, Any] = {"terminal": message.stage in entry.flow.results}
+        metadata: dict[str, Any] = {"terminal": message.stage in entry.flow.results}
         if following := list(dict.fromkeys(stage for stage, _ in sends)):
-            told["next"] = following
-        self._recorder.record("stage_complete", message.request_id, message.stage, told)
+            metadata["next"] = following
+        self._recorder.record("stage_complete", message.request_id, message.stage, metadata)
         return sends
 
-    def _failed(self, entry: _Request, message: StageFailure) -> None:
-        told = {"from_stage": message.stage, "success": False}
-        self._record("terminal_response", message.request_id, told)
+    def _on_failure(self, entry: _Request, message: StageFailure) -> None:
+        metadata = {"from_stage": message.stage, "success": False}
+        self._record("terminal_response", message.request_id, metadata)
         if message.kind == "dropped":
             self._end_early(entry, RequestState.ABORTED, RequestAborted())
         else:
             status = 400 if message.kind == "caller" else 500
             self._end_early(entry, RequestState.FAILED, RequestFailed(message.error, status))
 
-    def _stage_ended(self, stage: str, error: str) -> None:
+    def _on_stage_ended(self, stage: str, error: str) -> None:
         reason = error or "it was shut down"
         self._ready.pop(stage, None)
         self._stats.pop(stage, None)
         if self.running:
             self._down[stage] = reason
         for entry in list(self._requests.values()):
-            if entry.live and entry.flow.owes(stage):
-                fault = RequestFailed(f"stage {stage} ended: {reason}", 500)
-                self._end_early(entry, RequestState.FAILED, fault)
-        self._desk.stage_ended(stage, reason)
+            if entry.live and entry.flow.is_pending(stage):
+                failure = RequestFailed(f"stage {stage} ended: {reason}", 500)
+                self._end_early(entry, RequestState.FAILED, failure)
+        self._operations.stage_ended(stage, reason)
 
-    # The ways of a request
+    # State changes of a request
 
     def _live(self, request_id: str) -> _Request | None:
         entry = self._requests.get(request_id)
         return entry if entry is not None and entry.live else None
 
     def _advance(self, entry: _Request, step: Any) -> None:
-        """Let the flow take one step and send what it says; any fault ends this request alone."""
+        """Run one step of the flow and send its messages; an error ends this request only."""
         try:
             sends: Sends = step()
             for stage, message in sends:
                 self._send(stage, message)
             if entry.flow.done:
                 self._complete(entry)
-        except StageUnavailable as fault:
-            self._end_early(entry, RequestState.FAILED, RequestFailed(str(fault), 503))
-        except FlowError as fault:
-            self._end_early(entry, RequestState.FAILED, RequestFailed(str(fault), 500))
-        except Exception as fault:  # a route or a merge is anyone's code
-            log.exception("request %s was led astray", entry.flow.request_id)
-            reason = f"{type(fault).__name__}: {fault}"
+        except StageUnavailable as error:
+            self._end_early(entry, RequestState.FAILED, RequestFailed(str(error), 503))
+        except FlowError as error:
+            self._end_early(entry, RequestState.FAILED, RequestFailed(str(error), 500))
+        except Exception as error:  # routes and merges are user code
+            log.exception("request_routing_failed request=%s", entry.flow.request_id)
+            reason = f"{type(error).__name__}: {error}"
             self._end_early(entry, RequestState.FAILED, RequestFailed(reason, 500))
 
     def _complete(self, entry: _Request) -> None:
@@ -255,11 +255,13 @@ class Coordinator:
         self._broadcast(Abort(entry.flow.request_id))
         entry.delivery.finish(end)
 
-    def _cut(self, request_id: str, error: RequestFailed) -> None:
+    def _end_slow_reader(self, request_id: str, error: RequestFailed) -> None:
         if entry := self._live(request_id):
             self._end_early(entry, RequestState.FAILED, error)
-        elif known := self._requests.get(request_id):
-            known.delivery.end = error  # its end was not taken yet, and pieces before it are lost
+        elif ended_entry := self._requests.get(request_id):
+            ended_entry.delivery.end = (
+                error  # its end was not read yet, and chunks before it are lost
+            )
 
     def _send(self, stage: str, message: StageInput) -> None:
         if stage in self._down and not isinstance(message, Abort | ProfilerStart | ProfilerStop):
@@ -270,22 +272,22 @@ class Coordinator:
             to = {"to_stage": stage, "transport": "coordinator"}
             request_id = message.payload.request_id
             self._recorder.record("stage_hop_sent", request_id, message.from_stage, to)
-        self._switchboard.send(stage, message)
+        self._transport.send(stage, message)
 
-    def _record(self, event: str, request_id: str, seen: dict[str, Any]) -> None:
-        self._recorder.record(event, request_id, "coordinator", seen)
+    def _record(self, event: str, request_id: str, metadata: dict[str, Any]) -> None:
+        self._recorder.record(event, request_id, "coordinator", metadata)
 
     def _broadcast(self, message: StageInput) -> None:
         for stage in self.plan.stages:
             try:
-                self._switchboard.send(stage, message)
+                self._transport.send(stage, message)
             except StageUnavailable:
-                continue  # it holds nothing any more
+                continue  # a stage that is down holds no requests
 
-    # The whole
+    # Status and operations
 
     def health(self) -> dict[str, Any]:
-        """The body of GET /health (api-server.md 1.1); `failed_stages` only where there are."""
+        """The body of GET /health (api-server.md 1.1); `failed_stages` only if there are any."""
         if not self.running or self._down:
             status = "unhealthy"
         else:
@@ -304,11 +306,11 @@ class Coordinator:
         return body | ({"failed_stages": dict(self._down)} if self._down else {})
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """The newest gauges of each stage that has told any."""
+        """The latest gauges of each stage that has reported any."""
         return {stage: dict(values) for stage, values in self._stats.items()}
 
     def stage_info(self) -> dict[str, dict[str, Any]]:
-        """What each ready stage said of itself."""
+        """The static information of each ready stage."""
         return dict(self._ready)
 
     async def admin(
@@ -320,32 +322,32 @@ class Coordinator:
     ) -> Aggregate:
         """Run one operation on the stages and return the aggregate of api-server.md 2.2.
 
-        Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 past the timeout.
+        Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 on timeout.
         """
         if not self.running:
             raise RequestFailed(NOT_RUNNING, 503)
-        chosen = self._desk.chosen(stages, self.plan)
-        everything = set(chosen) == set(self.plan.stages)
-        dropping = action == "pause_generation" and payload.get("mode", "abort") == "abort"
-        before = list(self._requests.values())
+        chosen = self._operations.select_stages(stages, self.plan)
+        is_all_stages = set(chosen) == set(self.plan.stages)
+        is_abort = action == "pause_generation" and payload.get("mode", "abort") == "abort"
+        requests_before = list(self._requests.values())
         try:
             operation = Admin("", action, payload, timeout_s)
-            return await self._desk.run(operation, chosen, self._ready)
+            return await self._operations.run(operation, chosen, self._ready)
         finally:
-            if everything and dropping:
-                for entry in before:
+            if is_all_stages and is_abort:
+                for entry in requests_before:
                     if entry.live:
                         self._end_early(entry, RequestState.ABORTED, RequestAborted())
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Tell every stage; nobody answers (api-server.md 4)."""
+        """Ask every stage to record; there is no answer (api-server.md 4)."""
         self.profiling_run_id = start.run_id
         if start.event_dir:
             self._recorder.start(start.run_id, start.event_dir)
         self._broadcast(start)
 
     def profiler_stop(self, run_id: str | None = None) -> str | None:
-        """Tell every stage; returns the given id, else the active one."""
+        """Ask every stage to stop recording; returns the given id, else the active one."""
         active = self.profiling_run_id
         if run_id is None or run_id == active:
             self.profiling_run_id = None
@@ -354,10 +356,10 @@ class Coordinator:
         return run_id or active
 
     def stop(self) -> None:
-        """Fail everything that is live and refuse what comes later."""
+        """Fail all live requests and refuse new ones."""
         self.running = False
         for entry in list(self._requests.values()):
             if entry.live:
                 self._end_early(entry, RequestState.FAILED, RequestFailed(NOT_RUNNING, 503))
-        self._desk.stop(NOT_RUNNING)
+        self._operations.stop(NOT_RUNNING)
         self._recorder.stop()

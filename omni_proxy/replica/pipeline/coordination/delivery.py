@@ -1,7 +1,7 @@
-"""The way from the coordinator to one reader: pieces in order, then exactly one end.
+"""The queue from the coordinator to one reader: chunks in order, then exactly one end.
 
-Invariant: what waits for readers is bounded, each reader's share and the sum of all; past the
-bound a stream ends with an error instead of growing. Every method but `take` is an atom.
+Invariant: the bytes that wait for readers are bounded, per reader and in total; above a bound a
+stream ends with an error. Every method but `take` is synchronous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOTAL_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DeliveredChunk:
-    """Part of what `stage` makes for this request, or all of it while other stages still work."""
+    """Part of a stage's output, or its complete result while other stages still work."""
 
     stage: str
     chunk: dict[str, Any]
@@ -31,7 +31,7 @@ class DeliveredChunk:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryEnd:
-    """The whole results of the terminal stages; nothing comes after it."""
+    """The complete results of the terminal stages; nothing follows."""
 
     results: dict[str, dict[str, Any]]
 
@@ -42,55 +42,55 @@ class Delivery:
     def __init__(self, request_id: str, backlog: DeliveryBacklog) -> None:
         self.request_id = request_id
         self.waiting_bytes = 0
-        self.taken_at = trio.current_time()
+        self.last_taken_at = trio.current_time()
         self.end: DeliveryEnd | RequestFailed | None = None
         self._backlog = backlog
-        self._pieces: deque[DeliveredChunk] = deque()
-        self._came = trio.Event()
+        self._chunks: deque[DeliveredChunk] = deque()
+        self._arrived = trio.Event()
 
-    def put(self, piece: DeliveredChunk) -> None:
+    def put(self, chunk: DeliveredChunk) -> None:
         if self.end is None:
-            if not self._pieces:
-                self.taken_at = trio.current_time()  # until now there was nothing to take
-            size = size_bytes(piece.chunk)
-            self._pieces.append(piece)
+            if not self._chunks:
+                self.last_taken_at = trio.current_time()  # there was nothing to take before
+            size = size_bytes(chunk.chunk)
+            self._chunks.append(chunk)
             self.waiting_bytes += size
-            self._backlog.grew(self, size)
-            self._came.set()
+            self._backlog.on_put(self, size)
+            self._arrived.set()
 
     def finish(self, end: DeliveryEnd | RequestFailed) -> None:
-        """The first end counts; the pieces before it can still be taken."""
+        """The first end counts; chunks before it can still be taken."""
         if self.end is None:
             self.end = end
-            self._came.set()
+            self._arrived.set()
 
     def drop(self) -> None:
-        """Forget what waits: nobody will take it."""
-        self._pieces.clear()
-        self._backlog.shrank(self.waiting_bytes)
+        """Discard what waits: the reader is gone."""
+        self._chunks.clear()
+        self._backlog.on_taken(self.waiting_bytes)
         self.waiting_bytes = 0
 
     async def take(self) -> DeliveredChunk | DeliveryEnd:
-        """The next piece or the end; raises RequestFailed where that is the end."""
+        """Return the next chunk or the end; raises RequestFailed if that is the end."""
         while True:
             await trio.lowlevel.checkpoint()
-            if self._pieces:
-                piece = self._pieces.popleft()
-                size = size_bytes(piece.chunk)
+            if self._chunks:
+                chunk = self._chunks.popleft()
+                size = size_bytes(chunk.chunk)
                 self.waiting_bytes -= size
-                self._backlog.shrank(size)
-                self.taken_at = trio.current_time()
-                return piece
+                self._backlog.on_taken(size)
+                self.last_taken_at = trio.current_time()
+                return chunk
             if isinstance(self.end, RequestFailed):
                 raise self.end
             if self.end is not None:
                 return self.end
-            self._came = trio.Event()
-            await self._came.wait()
+            self._arrived = trio.Event()
+            await self._arrived.wait()
 
 
 class DeliveryBacklog:
-    """All open deliveries; `cut(request_id, error)` ends one whose reader is too slow."""
+    """All open deliveries; `cut(request_id, error)` ends the request of a reader that is too slow."""
 
     def __init__(
         self,
@@ -115,34 +115,36 @@ class DeliveryBacklog:
         delivery.drop()
         self._open.pop(delivery.request_id, None)
 
-    def grew(self, delivery: Delivery, size: int) -> None:
+    def on_put(self, delivery: Delivery, size: int) -> None:
         self._waiting_bytes += size
         if delivery.waiting_bytes > self._reader_bytes:
             self._fail(delivery)
         elif self._waiting_bytes > self._total_bytes:
-            late = [each for each in self._open.values() if each.waiting_bytes]
-            self._fail(min(late, key=lambda each: each.taken_at))
+            waiting = [reader for reader in self._open.values() if reader.waiting_bytes]
+            self._fail(min(waiting, key=lambda reader: reader.last_taken_at))
 
-    def shrank(self, size: int) -> None:
+    def on_taken(self, size: int) -> None:
         self._waiting_bytes -= size
 
     def counters(self) -> dict[str, float]:
         """The `stream_delivery` of GET /health (api-server.md 1.1)."""
         now = trio.current_time()
-        late = [now - each.taken_at for each in self._open.values() if each.waiting_bytes]
+        idle_secs = [
+            now - reader.last_taken_at for reader in self._open.values() if reader.waiting_bytes
+        ]
         return {
             "stream_backlog_bytes": self._waiting_bytes,
             "open_stream_count": len(self._open),
             "generation_finished_stream_count": sum(
-                each.end is not None for each in self._open.values()
+                reader.end is not None for reader in self._open.values()
             ),
-            "longest_reader_idle_s": round(max(late, default=0.0), 3),
+            "longest_reader_idle_s": round(max(idle_secs, default=0.0), 3),
             "failed_stream_count": self._failed,
         }
 
     def _fail(self, delivery: Delivery) -> None:
         self._failed += 1
-        held = delivery.waiting_bytes
+        waiting_bytes = delivery.waiting_bytes
         delivery.drop()
-        message = f"the reader is too slow: {held} bytes waited for it"
+        message = f"the reader is too slow: {waiting_bytes} bytes waited for it"
         self._cut(delivery.request_id, RequestFailed(message, 503))

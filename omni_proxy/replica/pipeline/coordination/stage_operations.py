@@ -1,11 +1,9 @@
-"""Operations on the stages themselves: one at a time, sent to all, their answers put together.
+"""Operations on the stages: one at a time, sent to all, their answers aggregated.
 
-What a stage answers between two of its steps, and what waits beside them for a trainer, need not
-wait for its turn: the stage itself refuses what does not fit.
-
-Invariant: every chosen stage is in the aggregate once: with its answer, as skipped (it knows no
-such operations), or as failed (it is down, or ended before it answered). An answer that comes after
-its operation's timeout is only logged.
+Operations in CONCURRENT_ACTIONS do not wait for others: the stage refuses what conflicts.
+Invariant: every selected stage is in the aggregate once: with its answer, as skipped (it supports
+no operations), or as failed (it is down, or ended before it answered). An answer after the
+operation's timeout is only logged.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ log = logging.getLogger(__name__)
 
 Aggregate = dict[str, Any]
 
-# Of these one stage at least must have done it; of any other it is enough that none failed.
+# These succeed only if at least one stage did them; the others if no stage failed.
 WEIGHT_ACTIONS = frozenset(
     {
         "update_weights_from_disk",
@@ -58,16 +56,16 @@ NOT_DONE = "admin operation did not complete successfully"
 
 
 class StageOperations:
-    """`send(stage, Admin)` may raise; what it says then is that stage's answer."""
+    """`send(stage, Admin)` may raise; the error text is that stage's answer."""
 
     def __init__(self, send: Callable[[str, StageInput], None]) -> None:
         self._send = send
-        self._turn = trio.Lock()
-        self._open: dict[str, _Operation] = {}
+        self._lock = trio.Lock()
+        self._pending: dict[str, _Operation] = {}
 
     @staticmethod
-    def chosen(stages: Sequence[str] | None, plan: Plan) -> list[str]:
-        """The stages asked for, all of them by default; raises RequestFailed for an unknown one."""
+    def select_stages(stages: Sequence[str] | None, plan: Plan) -> list[str]:
+        """Return the given stages, by default all; raises RequestFailed for an unknown one."""
         for name in stages or ():
             if name not in plan.stages:
                 hint = closest_name_hint(name, plan.stages)
@@ -77,74 +75,77 @@ class StageOperations:
     async def run(
         self, order: Admin, chosen: Sequence[str], ready: Mapping[str, Mapping[str, Any]]
     ) -> Aggregate:
-        """Wait for the turn, send, wait for all answers; raises RequestFailed past the timeout."""
+        """Wait for earlier operations, send, wait for all answers; raises RequestFailed on timeout."""
         if order.action in CONCURRENT_ACTIONS:
             return await self._run(order, chosen, ready)
-        async with self._turn:
+        async with self._lock:
             return await self._run(order, chosen, ready)
 
     async def _run(
         self, order: Admin, chosen: Sequence[str], ready: Mapping[str, Mapping[str, Any]]
     ) -> Aggregate:
         order = msgspec.structs.replace(order, op_id=str(uuid4()))
-        operation = self._open[order.op_id] = _Operation(order)
+        operation = self._pending[order.op_id] = _Operation(order)
         try:
             for stage in chosen:
-                self._ask(operation, stage, ready.get(stage))
+                self._send_to(operation, stage, ready.get(stage))
             timeout_s = float("inf") if order.timeout_s is None else max(0.0, order.timeout_s)
             with trio.move_on_after(timeout_s) as timing:
-                await operation.answered()
+                await operation.wait_answered()
         finally:
-            del self._open[order.op_id]
+            del self._pending[order.op_id]
         if timing.cancelled_caught:
             late = ", ".join(sorted(operation.missing))
             raise RequestFailed(f"{order.action}: no answer from {late} in {timeout_s:g} s", 504)
         return operation.aggregate()
 
     def receive(self, result: AdminResult) -> None:
-        operation = self._open.get(result.op_id)
+        operation = self._pending.get(result.op_id)
         if operation is None:
             log.warning(
-                "stage %s answered %s late: %s", result.stage, result.action, result.message
+                "operation_answer_late stage=%s action=%s message=%s",
+                result.stage,
+                result.action,
+                result.message,
             )
             return
         operation.add(result)
 
     def stage_ended(self, stage: str, reason: str) -> None:
-        for operation in self._open.values():
+        for operation in self._pending.values():
             if stage in operation.missing:
                 operation.fail(stage, f"stage {stage} ended: {reason}")
 
     def stop(self, reason: str) -> None:
-        for operation in self._open.values():
+        for operation in self._pending.values():
             for stage in sorted(operation.missing):
                 operation.fail(stage, reason)
 
-    def _ask(self, operation: _Operation, stage: str, info: Mapping[str, Any] | None) -> None:
+    def _send_to(self, operation: _Operation, stage: str, info: Mapping[str, Any] | None) -> None:
         if info is not None and not info.get("supports_admin"):
             operation.skip(stage)
             return
         operation.missing.add(stage)
         try:
             self._send(stage, operation.order)
-        except Exception as fault:  # whatever keeps it from the stage is the stage's answer
-            operation.fail(stage, str(fault))
+        except Exception as error:  # a send error counts as the stage's answer
+            operation.fail(stage, str(error))
 
 
 class _Operation:
-    """One operation's answers, in the order in which they came."""
+    """The answers of one operation, in order of arrival."""
 
     def __init__(self, order: Admin) -> None:
         self.order = order
         self.missing: set[str] = set()
         self._results: list[AdminResult] = []
-        self._moved = trio.Event()
+        self._changed = trio.Event()
 
     def add(self, result: AdminResult) -> None:
         if result.stage in self.missing:
             self.missing.remove(result.stage)
             self._results.append(result)
-            self._moved.set()
+            self._changed.set()
 
     def skip(self, stage: str) -> None:
         self._results.append(
@@ -162,17 +163,17 @@ class _Operation:
         order = self.order
         self.add(AdminResult(order.op_id, stage, order.action, False, reason, error=reason))
 
-    async def answered(self) -> None:
+    async def wait_answered(self) -> None:
         while self.missing:
-            self._moved = trio.Event()
-            await self._moved.wait()
+            self._changed = trio.Event()
+            await self._changed.wait()
 
     def aggregate(self) -> Aggregate:
-        done = [result for result in self._results if not result.data.get("skipped")]
-        success = all(result.success for result in done)
+        answered = [result for result in self._results if not result.data.get("skipped")]
+        success = all(result.success for result in answered)
         if self.order.action in WEIGHT_ACTIONS:
-            success = success and bool(done)
-        errors = [result.error for result in done if not result.success and result.error]
+            success = success and bool(answered)
+        errors = [result.error for result in answered if not result.success and result.error]
         return {
             "op_id": self.order.op_id,
             "action": self.order.action,

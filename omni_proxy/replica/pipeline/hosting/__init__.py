@@ -1,1 +1,1 @@
-"""Package hosting."""
+"""Runs stages in threads and child processes, restarts and stops them."""

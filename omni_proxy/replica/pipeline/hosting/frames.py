@@ -1,6 +1,6 @@
-"""Messages on a stream socket: four bytes of length, big-endian, then that much msgpack.
+"""Frames on a stream socket: four bytes of length, big-endian, then a msgpack body.
 
-Invariant: a frame is whole or the connection is over. Nothing here reads or writes.
+Invariant: a frame is complete, or the connection is closed. Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Message = TypeVar("Message")
 
 
 class FrameError(Exception):
-    """What came is no frame of ours: the connection is of no more use."""
+    """The data is not a frame of this protocol: the connection is unusable."""
 
 
 class ProcessStart(msgspec.Struct, frozen=True):
-    """First to a child: what to run, and where the parent finds its modules."""
+    """The first message to a stage process: its stages, and where to find their modules."""
 
     stages: list[StageCall]
     sys_path: list[str]
@@ -39,7 +39,7 @@ class StageCall(msgspec.Struct, frozen=True):
 
 
 class ToStage(msgspec.Struct, frozen=True, array_like=True):
-    """To a child, after the first: a message and the stage it is for."""
+    """Later messages to a stage process: a message and its stage."""
 
     stage: str
     message: StageInput
@@ -49,7 +49,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: Any) -> bytes:
-    """Raises TypeError, ValueError or OverflowError for what msgpack cannot hold."""
+    """Raises TypeError, ValueError or OverflowError for what msgpack cannot encode."""
     body = _encoder.encode(message)
     if len(body) > MAX_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is over the bound of {MAX_BYTES}")
@@ -57,20 +57,22 @@ def encode_frame(message: Any) -> bytes:
 
 
 class FrameDecoder:
-    """Bytes in as they come, whole bodies out; raises FrameError for a length past the bound."""
+    """Takes bytes as they arrive, yields complete bodies; raises FrameError for a length above the
+    bound.
+    """
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        held = self._held
-        held += data
-        while len(held) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(held[:LENGTH_BYTES], "big")
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(buffer[:LENGTH_BYTES], "big")
             if end > MAX_BYTES + LENGTH_BYTES:
                 raise FrameError(f"a frame of {end} bytes is over the bound of {MAX_BYTES}")
-            if len(held) < end:
+            if len(buffer) < end:
                 return
-            body = bytes(held[LENGTH_BYTES:end])
-            del held[:end]
+            body = bytes(buffer[LENGTH_BYTES:end])
+            del buffer[:end]
             yield body

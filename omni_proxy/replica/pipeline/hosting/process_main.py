@@ -1,7 +1,7 @@
-"""A child process: runs its stages in threads, speaks frames over one inherited socket.
+"""Main function of a stage process: runs its stages in threads, exchanges frames over one socket.
 
-Invariant: it does not outlive its parent: the socket's end of file ends it at once. Signals meant
-for the whole group are left to the parent, which ends it when its work is done.
+Invariant: it does not outlive its parent: end of file on the socket ends it at once. SIGINT and
+SIGTERM are ignored: the parent ends the process after its own drain.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv` is the number of the socket's file descriptor; returns when the parent is gone."""
+    """`argv` is the number of the socket's file descriptor; ends the process with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[0]))
     inboxes: dict[str, Inbox] = {}
     frames = FrameDecoder()
-    take: Callable[[bytes], None] = _beginning(connection, inboxes)
-    while data := _received(connection):
+    handle: Callable[[bytes], None] = _start_stages(connection, inboxes)
+    while data := _receive(connection):
         for body in frames.feed(data):
-            take(body)
-            take = _passing_on(inboxes)
-    exit_process(0)  # threads may be deep inside a model
+            handle(body)
+            handle = _dispatch(inboxes)
+    exit_process(0)  # stage threads may still run inside a model
 
 
-def _received(connection: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     try:
         return connection.recv(READ_BYTES)
     except ConnectionResetError:
         return b""
 
 
-def _beginning(connection: socket.socket, inboxes: dict[str, Inbox]) -> Callable[[bytes], None]:
+def _start_stages(connection: socket.socket, inboxes: dict[str, Inbox]) -> Callable[[bytes], None]:
     def begin(body: bytes) -> None:
         start = msgspec.msgpack.decode(body, type=ProcessStart)
         logging.basicConfig(level=start.log_level, format=LOG_FORMAT)
         sys.path[:] = start.sys_path
-        emit = _emitting(connection)
+        emit = _make_emit(connection)
         for stage in start.stages:
             inboxes[stage.name] = make_inbox(stage.name)
         for stage in start.stages:
@@ -90,37 +90,37 @@ def _start(stage: StageCall, inbox: Inbox, emit: Emit) -> None:
     ).start()
 
 
-def _passing_on(inboxes: dict[str, Inbox]) -> Callable[[bytes], None]:
+def _dispatch(inboxes: dict[str, Inbox]) -> Callable[[bytes], None]:
     decoder = msgspec.msgpack.Decoder(ToStage)
 
-    def pass_on(body: bytes) -> None:
-        order = decoder.decode(body)
-        message: StageInput = order.message
-        inboxes[order.stage].put(message)
+    def dispatch(body: bytes) -> None:
+        to_stage = decoder.decode(body)
+        message: StageInput = to_stage.message
+        inboxes[to_stage.stage].put(message)
 
-    return pass_on
+    return dispatch
 
 
-def _emitting(connection: socket.socket) -> Emit:
+def _make_emit(connection: socket.socket) -> Emit:
     lock = threading.Lock()
 
     def emit(message: StageOutput) -> None:
-        frame = _framed(message)
+        frame = _encode_or_fail(message)
         try:
             with lock:
                 connection.sendall(frame)
         except OSError:
-            os._exit(0)  # the parent is gone
+            os._exit(0)  # the parent has exited
 
     return emit
 
 
-def _framed(message: StageOutput) -> bytes:
+def _encode_or_fail(message: StageOutput) -> bytes:
     try:
         return encode_frame(message)
-    except (TypeError, ValueError, OverflowError) as fault:
-        log.error("a message of stage %s cannot leave its process: %s", message.stage, fault)
-        reason = f"stage {message.stage} made what cannot leave its process: {fault}"
+    except (TypeError, ValueError, OverflowError) as error:
+        log.error("message_not_encodable stage=%s error=%s", message.stage, error)
+        reason = f"stage {message.stage} made what cannot leave its process: {error}"
         match message:
             case Result(request_id, stage) | ResultChunk(request_id, stage):
                 return encode_frame(StageFailure(request_id, stage, reason))

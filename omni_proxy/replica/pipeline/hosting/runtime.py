@@ -1,8 +1,8 @@
-"""Keeps the stages of a pipeline alive: starts them, restarts what ended, stops them.
+"""The runtime of a pipeline: starts its stages, restarts those that ended, stops them.
 
-    starting ──all ready──> running ──a host ends──> (back-off, started again)
-       └── a host ends ──> StartError                  ──stop──> told, waited for, left
-Invariant: outside `stop`, a stage that ended is on its way back, and the coordinator was told.
+    starting ──all ready──> running ──a host ends──> (back-off, restarted)
+       └── a host ends ──> StartError                  ──stop──> shut down, awaited with a timeout
+Invariant: except during `stop`, a stage that ended is being restarted, and the coordinator knows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from omni_proxy.replica.pipeline.plan import compile_plan
 
 MIN_BACKOFF_SECS = 0.5
 MAX_BACKOFF_SECS = 30.0
-STABLE_SECS = 60.0  # alive for so long: the next end counts as a first one
-STOP_TIMEOUT_SECS = 3.0  # for the stages to end by themselves
+STABLE_SECS = 60.0  # after running this long, the back-off starts over
+STOP_TIMEOUT_SECS = 3.0  # for the stages to end
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class StartError(Exception):
 
 
 class ThreadMailbox:
-    """Messages from any thread to `receive` in the trio thread, in the order of their posting."""
+    """Passes messages from any thread to `receive` in the trio thread, in order."""
 
     def __init__(self, receive: Callable[[StageOutput], None]) -> None:
         self._receive = receive
@@ -45,22 +45,22 @@ class ThreadMailbox:
     def post(self, message: StageOutput) -> None:
         self._waiting.append(message)
         try:
-            # Many messages wake the loop once.
-            self._token.run_sync_soon(self.empty, idempotent=True)
+            # Several messages wake the loop only once.
+            self._token.run_sync_soon(self.flush, idempotent=True)
         except trio.RunFinishedError:
-            self._waiting.clear()  # nobody is left to hear it
+            self._waiting.clear()  # the receiver has ended
 
-    def empty(self) -> None:
+    def flush(self) -> None:
         for _ in range(len(self._waiting)):
             message = self._waiting.popleft()
             try:
                 self._receive(message)
-            except Exception:  # trio would end everything for one bad message
-                log.exception("a message of stage %s was lost", message.stage)
+            except Exception:  # otherwise one bad message would crash trio's run
+                log.exception("message_lost stage=%s", message.stage)
 
 
 class Runtime:
-    """The hosts of all stages; also the coordinator's switchboard."""
+    """The hosts of all stages; also the coordinator's transport."""
 
     def __init__(self, stages: tuple[StageConfig, ...]) -> None:
         self.ready = trio.Event()
@@ -71,40 +71,40 @@ class Runtime:
         self._unready = set(self._host_of)
         self._reasons: dict[str, str] = {}
         self._stopping = trio.Event()
-        self._over = trio.Event()
+        self._ended = trio.Event()
 
     def send(self, stage: str, message: StageInput) -> None:
         self._host_of[stage].send(stage, message)
 
     async def run(self, receive: Callable[[StageOutput], None]) -> None:
-        """Keep every host alive until `stop`; raises StartError (in a group) before `ready`."""
+        """Keep every host running until `stop`; raises StartError (in a group) before `ready`."""
 
-        def taken(message: StageOutput) -> None:
-            self._note(message)
+        def receive_and_update(message: StageOutput) -> None:
+            self._update_state(message)
             receive(message)
 
-        mailbox = ThreadMailbox(taken)
+        mailbox = ThreadMailbox(receive_and_update)
         try:
             async with trio.open_nursery() as nursery:
                 for host in self.hosts:
-                    nursery.start_soon(self._keep, host, mailbox)
+                    nursery.start_soon(self._supervise, host, mailbox)
         finally:
-            mailbox.empty()
-            self._over.set()
+            mailbox.flush()
+            self._ended.set()
 
     async def stop(self) -> None:
-        """Ask every stage to end and wait for them, a bounded time."""
+        """Shut every stage down and wait for them with a timeout."""
         self._stopping.set()
         for host in self.hosts:
             host.shut()
         with trio.move_on_after(STOP_TIMEOUT_SECS, shield=True):
-            await self._over.wait()
+            await self._ended.wait()
 
-    def cut(self) -> None:
-        """Let `stop` wait no longer."""
-        self._over.set()
+    def stop_waiting(self) -> None:
+        """End the wait of `stop`."""
+        self._ended.set()
 
-    def _note(self, message: StageOutput) -> None:
+    def _update_state(self, message: StageOutput) -> None:
         if isinstance(message, StageReady):
             self._unready.discard(message.stage)
             if not self._unready:
@@ -112,25 +112,25 @@ class Runtime:
         elif isinstance(message, StageEnded):
             self._reasons[message.stage] = message.error
 
-    async def _keep(self, host: StageHost, mailbox: ThreadMailbox) -> None:
+    async def _supervise(self, host: StageHost, mailbox: ThreadMailbox) -> None:
         backoff = Backoff(MIN_BACKOFF_SECS, MAX_BACKOFF_SECS, STABLE_SECS)
         while not self._stopping.is_set():
-            born = trio.current_time()
+            started_at = trio.current_time()
             await host.live(mailbox.post)
-            mailbox.empty()
+            mailbox.flush()
             if self._stopping.is_set():
                 return
-            reason = self._ending_of(host)
+            reason = self._exit_reason(host)
             if not self.ready.is_set():
                 raise StartError(reason)
-            delay_secs = backoff.next_delay(trio.current_time() - born)
-            log.error("%s; starting again in %.1f s", reason, delay_secs)
+            delay_secs = backoff.next_delay(trio.current_time() - started_at)
+            log.error("stage_restarting delay=%.1fs reason=%s", delay_secs, reason)
             with trio.move_on_after(delay_secs):
                 await self._stopping.wait()
 
-    def _ending_of(self, host: StageHost) -> str:
-        told = [(name, self._reasons.get(name, "")) for name in host.stages]
-        name, reason = next((each for each in told if each[1]), told[0])
+    def _exit_reason(self, host: StageHost) -> str:
+        reasons = [(name, self._reasons.get(name, "")) for name in host.stages]
+        name, reason = next((named for named in reasons if named[1]), reasons[0])
         return f"stage {name}: {reason or 'it ended unasked'}"
 
 
@@ -145,9 +145,9 @@ def _hosts(stages: tuple[StageConfig, ...]) -> list[StageHost]:
 
 @asynccontextmanager
 async def open_pipeline(config: PipelineConfig) -> AsyncIterator[tuple[Coordinator, Runtime]]:
-    """Start a pipeline; await `runtime.ready` for the stages. On leaving everything is stopped.
+    """Start a pipeline; await `runtime.ready` for the stages. Everything is stopped on exit.
 
-    Raises PipelineConfigError at once, StartError (in a group) while it starts.
+    Raises PipelineConfigError at once, StartError (in a group) during the start.
     """
     plan = compile_plan(config)
     runtime = Runtime(plan.config.stages)

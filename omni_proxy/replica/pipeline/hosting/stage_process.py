@@ -1,7 +1,7 @@
-"""Where stages live: a child process of their own, one per name of a `process`.
+"""Runs stages in a child process, one process per configured `process` name.
 
-Invariant: when `live` returns, also by being cancelled, the child is gone. Its end, however it
-came, is told at once for each of its stages: the socket's end of file is what we wait for.
+Invariant: when `live` returns, also by cancellation, the child process is gone. Its end, for any
+reason, is reported at once for each of its stages: it is detected by end of file on the socket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from omni_proxy.replica.pipeline.plan import FlowError
 from omni_proxy.self_exec import program_argv
 
 READ_BYTES = 1 << 18
-EXIT_TIMEOUT_SECS = 2.0  # from the end of its socket to SIGKILL
+EXIT_TIMEOUT_SECS = 2.0  # from closing its socket to SIGKILL
 
 log = logging.getLogger(__name__)
 
@@ -48,32 +48,32 @@ class StageProcess:
         self.pid: int | None = None
         self._configs = configs
         self._outgoing: deque[bytes] = deque()
-        self._more = trio.Event()
+        self._has_outgoing = trio.Event()
         self._ended: dict[str, str] = {}
-        self._lived = False
-        self._shutting = False
+        self._has_run = False
+        self._shutting_down = False
 
     def send(self, stage: str, message: StageInput) -> None:
         try:
             frame = encode_frame(ToStage(stage, message))
-        except (TypeError, ValueError, OverflowError) as fault:
-            raise FlowError(f"what is meant for stage {stage} cannot be sent: {fault}") from fault
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FlowError(f"what is meant for stage {stage} cannot be sent: {error}") from error
         self._outgoing.append(frame)
-        self._more.set()
+        self._has_outgoing.set()
 
     def shut(self) -> None:
-        self._shutting = True
+        self._shutting_down = True
         for stage in self.stages:
             self.send(stage, Shutdown())
 
     async def live(self, post: Emit) -> None:
         self._ended = {}
-        if self._lived:
-            self._outgoing.clear()  # what the last life left is of no use any more
-        self._lived = True
+        if self._has_run:
+            self._outgoing.clear()  # messages for the previous run are obsolete
+        self._has_run = True
         reason = f"process {self.name} was ended"
         try:
-            reason = await self._live(post)
+            reason = await self._run_once(post)
         except OSError as error:
             reason = f"process {self.name} could not start: {error.strerror or error}"
         finally:
@@ -82,7 +82,7 @@ class StageProcess:
                 if stage not in self._ended:
                     post(StageEnded(stage, reason))
 
-    async def _live(self, post: Emit) -> str:
+    async def _run_once(self, post: Emit) -> str:
         ours, theirs = socket.socketpair()
         with theirs:
             stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
@@ -93,7 +93,7 @@ class StageProcess:
                 env=self._environment(),
             )
         self.pid = child.pid
-        self._outgoing.appendleft(encode_frame(self._begin()))
+        self._outgoing.appendleft(encode_frame(self._start_message()))
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, stream)
@@ -102,23 +102,23 @@ class StageProcess:
         finally:
             with trio.CancelScope(shield=True):
                 await stream.aclose()
-                await _gone(child)
-        return f"process {self.name} {_told(child.returncode)}"
+                await _wait_or_kill(child)
+        return f"process {self.name} {_describe_exit(child.returncode)}"
 
     async def _read(self, stream: trio.SocketStream, post: Emit) -> None:
         frames = FrameDecoder()
-        while data := await _received(stream):
+        while data := await _receive(stream):
             try:
                 for body in frames.feed(data):
                     message = _decoder.decode(body)
                     if isinstance(message, StageEnded):
                         self._ended[message.stage] = message.error
                     post(message)
-            except (FrameError, msgspec.DecodeError) as fault:
-                log.error("process %s speaks nonsense: %s", self.name, fault)
+            except (FrameError, msgspec.DecodeError) as error:
+                log.error("invalid_frame process=%s error=%s", self.name, error)
                 return
-            # One that ended unasked takes the others with it: they start together again.
-            if len(self._ended) == len(self.stages) or (self._ended and not self._shutting):
+            # If one stage ends unexpectedly, all stages of the process restart together.
+            if len(self._ended) == len(self.stages) or (self._ended and not self._shutting_down):
                 return
 
     async def _write(self, stream: trio.SocketStream) -> None:
@@ -127,12 +127,14 @@ class StageProcess:
                 try:
                     await stream.send_all(self._outgoing.popleft())
                 except trio.BrokenResourceError:
-                    return  # the reader sees its end
-            self._more = trio.Event()
-            await self._more.wait()
+                    return  # the reading task sees end of file
+            self._has_outgoing = trio.Event()
+            await self._has_outgoing.wait()
 
-    def _begin(self) -> ProcessStart:
-        calls = [StageCall(c.name, c.factory, dict(c.params)) for c in self._configs]
+    def _start_message(self) -> ProcessStart:
+        calls = [
+            StageCall(config.name, config.factory, dict(config.params)) for config in self._configs
+        ]
         return ProcessStart(calls, sys.path, logging.getLogger().getEffectiveLevel())
 
     def _environment(self) -> dict[str, str]:
@@ -143,18 +145,18 @@ class StageProcess:
 
 
 def command(descriptor: int) -> list[str]:
-    """What starts a child."""
+    """The command line of a stage process."""
     return [*program_argv(), "replica", "stage-process", str(descriptor)]
 
 
-async def _received(stream: trio.SocketStream) -> bytes:
+async def _receive(stream: trio.SocketStream) -> bytes:
     try:
         return bytes(await stream.receive_some(READ_BYTES))
     except trio.BrokenResourceError:
         return b""
 
 
-async def _gone(child: trio.Process) -> None:
+async def _wait_or_kill(child: trio.Process) -> None:
     with trio.move_on_after(EXIT_TIMEOUT_SECS):
         await child.wait()
     if child.returncode is None:
@@ -162,7 +164,7 @@ async def _gone(child: trio.Process) -> None:
         await child.wait()
 
 
-def _told(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"

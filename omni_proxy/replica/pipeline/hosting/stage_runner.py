@@ -1,7 +1,8 @@
-"""What surrounds a stage wherever it runs: its factory, its run, and word of both.
+"""Runs a stage in a thread: its factory, its scheduler, and the messages about both.
 
-Invariant: the last message of a stage is `StageEnded`, however it ended; before it, and after the
-factory has returned, there is one `StageReady`.
+Invariant: the last message of a stage is `StageEnded`, however it ended; after the factory has
+returned there is one `StageReady` before it. When `live` returns, every stage of the host has
+posted its `StageEnded`, unless it was cancelled: a thread cannot be ended from outside.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ Inbox = queue.SimpleQueue[StageInput]
 
 
 def make_inbox(stage: str) -> Inbox:
-    """The stage's inbox; what only the profiler wants to know ends in it."""
+    """Return the stage's inbox, which consumes the profiler's messages."""
     return InstrumentedInbox(stage)
 
 
 def run_stage(name: str, factory: str, params: Mapping[str, Any], inbox: Inbox, emit: Emit) -> None:
-    """Make the scheduler and run it until `Shutdown`; blocks, in the stage's own thread."""
+    """Create the scheduler and run it until `Shutdown`; blocks, in the stage's thread."""
     error = ""
     try:
         scheduler: Scheduler = import_dotted(factory)(name, **params)
@@ -45,11 +46,11 @@ def run_stage(name: str, factory: str, params: Mapping[str, Any], inbox: Inbox, 
         info = {"supports_admin": scheduler.supports_admin, **getattr(scheduler, "info", {})}
         emit(StageReady(name, info))
         scheduler.run(inbox, InstrumentedEmit(name, emit))
-    except ModuleNotFoundError as fault:
-        error = missing_package_message(fault)
-    except Exception as fault:  # a stage may be anyone's: it ends alone, the server tells why
-        log.exception("stage %s ended by a fault", name)
-        error = f"{type(fault).__name__}: {fault}"
+    except ModuleNotFoundError as raised:
+        error = missing_package_message(raised)
+    except Exception as raised:  # stages are user code: only this stage ends, with its reason
+        log.exception("stage_crashed stage=%s", name)
+        error = f"{type(raised).__name__}: {raised}"
     emit(StageEnded(name, error))
 
 
@@ -58,7 +59,7 @@ def _record(stage: str, event: str, request_id: str, seen: dict[str, Any]) -> No
 
 
 def missing_package_message(fault: ModuleNotFoundError) -> str:
-    """What lacks, and for what the package itself needs, how to get it."""
+    """Which module is missing, and how to install it if it belongs to the package."""
     name = (fault.name or "").partition(".")[0]
     if name in ("", "omni_proxy"):
         return str(fault)
@@ -72,7 +73,7 @@ def missing_package_message(fault: ModuleNotFoundError) -> str:
 
 
 class StageHost(Protocol):
-    """Holds some stages. `send` never blocks and may be called before the first life begins."""
+    """Runs some stages. `send` never blocks and may be called before the first run."""
 
     @property
     def stages(self) -> Sequence[str]: ...
@@ -87,13 +88,13 @@ class StageHost(Protocol):
 
 
 class StageThread:
-    """One stage in a thread of its own."""
+    """One stage in its own thread."""
 
     def __init__(self, config: StageConfig) -> None:
         self.stages = (config.name,)
         self._config = config
         self._inbox = make_inbox(config.name)
-        self._lived = False
+        self._has_run = False
 
     def send(self, stage: str, message: StageInput) -> None:
         self._inbox.put(message)
@@ -101,19 +102,19 @@ class StageThread:
     async def live(self, post: Emit) -> None:
         token = trio.lowlevel.current_trio_token()
         ended = trio.Event()
-        if self._lived:
+        if self._has_run:
             self._inbox = make_inbox(
                 self._config.name
             )  # what the last life left is of no use any more
-        self._lived = True
+        self._has_run = True
         config, inbox = self._config, self._inbox
 
-        def body() -> None:
+        def run() -> None:
             run_stage(config.name, config.factory, config.params, inbox, post)
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(ended.set)
 
-        threading.Thread(target=body, name=config.name, daemon=True).start()
+        threading.Thread(target=run, name=config.name, daemon=True).start()
         try:
             await ended.wait()
         finally:

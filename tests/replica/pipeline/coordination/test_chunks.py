@@ -20,9 +20,9 @@ def test_however_much_was_streamed_each_text_goes_out_once(pieces, tail, early):
     }
     splitter = ChunkSplitter("r")
     for piece in pieces:
-        splitter.piece("d", {"text": piece}, whole=False)
+        splitter.add_part("d", {"text": piece}, whole=False)
     if early:  # the stage has ended while another one still works
-        splitter.piece("d", whole, whole=True)
+        splitter.add_part("d", whole, whole=True)
     splitter.end({"d": whole, "s": {"audio_data": b"1234", "sample_rate": 8000}})
     *others, last = splitter.pending
     assert last.terminal
@@ -35,7 +35,9 @@ def test_however_much_was_streamed_each_text_goes_out_once(pieces, tail, early):
 
 def test_tokens_and_logprobs_go_out_once_too():
     splitter = ChunkSplitter("r")
-    splitter.piece("d", {"token_ids": [1], "output_token_logprobs": [[-1, 1, None]]}, whole=False)
+    splitter.add_part(
+        "d", {"token_ids": [1], "output_token_logprobs": [[-1, 1, None]]}, whole=False
+    )
     whole = {"token_ids": [1, 2], "output_token_logprobs": [[-1, 1, None], [-2, 2, None]]}
     splitter.end({"d": {"text": "", **whole}})
     result = assembled(splitter)
@@ -45,7 +47,7 @@ def test_tokens_and_logprobs_go_out_once_too():
 
 def test_audio_alone_is_an_answer():
     splitter = ChunkSplitter("r")
-    splitter.piece("s", {"audio_data": b"1234", "sample_rate": 8000}, whole=False)
+    splitter.add_part("s", {"audio_data": b"1234", "sample_rate": 8000}, whole=False)
     splitter.end({"s": {"audio_data": b"12345678", "sample_rate": 8000}})
     first, last = splitter.pending
     assert (first.audio, first.modality, first.terminal) == (b"1234", "audio", False)

@@ -27,12 +27,12 @@ class Stages:
 
     def __init__(self):
         self.orders = []
-        self.desk = StageOperations(lambda name, message: self.orders.append((name, message)))
+        self.operations = StageOperations(lambda name, message: self.orders.append((name, message)))
 
     def answer(self, name, success=True, **keys):
         order = self.orders[-1][1]
         keys = {"message": "told", "data": {"of": name}, **keys}
-        self.desk.receive(AdminResult(order.op_id, name, order.action, success, **keys))
+        self.operations.receive(AdminResult(order.op_id, name, order.action, success, **keys))
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def stages():
 
 async def asked(stages, action="model_info", payload=None, chosen=None, timeout_s=None):
     """Start an operation; returns a list that holds its outcome at the end."""
-    names = stages.desk.chosen(chosen, PLAN)
-    return await stages.desk.run(Admin("", action, payload or {}, timeout_s), names, READY)
+    names = stages.operations.select_stages(chosen, PLAN)
+    return await stages.operations.run(Admin("", action, payload or {}, timeout_s), names, READY)
 
 
 async def run(stages, answers, *words, **keys):
@@ -136,7 +136,7 @@ async def test_an_answer_that_comes_late_is_not_taken_for_another(stages, autoju
             outcome.append(await asked(stages, chosen=["decode"]))
 
         await trio.testing.wait_all_tasks_blocked()
-        stages.desk.receive(AdminResult(old.op_id, "decode", old.action, False, "late"))
+        stages.operations.receive(AdminResult(old.op_id, "decode", old.action, False, "late"))
         await trio.testing.wait_all_tasks_blocked()
         assert outcome == []
         stages.answer("decode")
@@ -173,7 +173,7 @@ async def test_a_stage_that_ends_has_failed_the_operation(stages):
 
         await trio.testing.wait_all_tasks_blocked()
         stages.answer("talk")
-        stages.desk.stage_ended("decode", "killed")
+        stages.operations.stage_ended("decode", "killed")
     assert (outcome[0]["success"], outcome[0]["message"]) == (False, "stage decode ended: killed")
 
 
@@ -187,7 +187,7 @@ async def test_a_stage_that_cannot_be_reached_has_failed_it_too(stages):
 
 def test_an_unknown_stage_is_refused_with_the_nearest_name(stages):
     with pytest.raises(RequestFailed, match="named decod; did you mean decode") as refused:
-        stages.desk.chosen(["decod"], PLAN)
+        stages.operations.select_stages(["decod"], PLAN)
     assert refused.value.status == 400
 
 
@@ -210,5 +210,5 @@ async def test_what_a_stage_may_do_beside_a_transfer_does_not_wait_its_turn(stag
         await trio.testing.wait_all_tasks_blocked()
         assert [outcome["action"] for outcome in outcomes] == [action]
         first = stages.orders[0][1]
-        stages.desk.receive(AdminResult(first.op_id, "decode", first.action, True, "ok"))
+        stages.operations.receive(AdminResult(first.op_id, "decode", first.action, True, "ok"))
     assert outcomes[1]["action"] == "update_weights_from_distributed"

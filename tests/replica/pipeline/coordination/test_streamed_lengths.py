@@ -14,10 +14,10 @@ def test_pieces_and_rest_are_the_whole(text, cuts, complete):
     for end in ends:
         audio = text[start:end].encode("utf-32-le")
         piece = {"text": text[start:end], "token_ids": list(range(start, end)), "audio_data": audio}
-        sent.note(piece)
+        sent.add(piece)
         got.append(piece)
         start = end
-    rest = sent.rest(whole | {"audio_data": text.encode("utf-32-le"), "finish_reason": "stop"})
+    rest = sent.remaining(whole | {"audio_data": text.encode("utf-32-le"), "finish_reason": "stop"})
     got.append(rest)
     assert "".join(piece["text"] for piece in got) == text
     assert [token for piece in got for token in piece["token_ids"]] == list(range(len(text)))
@@ -27,8 +27,8 @@ def test_pieces_and_rest_are_the_whole(text, cuts, complete):
 
 def test_a_whole_without_what_was_streamed_stays_as_it_is():
     sent = StreamedLengths()
-    sent.note({"text": "abc"})
-    assert sent.rest({"text": None, "usage": {}}) == {"text": None, "usage": {}}
+    sent.add({"text": "abc"})
+    assert sent.remaining({"text": None, "usage": {}}) == {"text": None, "usage": {}}
 
 
 def test_audio_and_text_count_by_their_length():

@@ -148,4 +148,4 @@ async def test_a_message_that_cannot_be_taken_is_lost_alone(caplog):
         mailbox.post(StageStats(name, {}))
     await trio.testing.wait_all_tasks_blocked()
     assert took == ["a", "b"]
-    assert "a message of stage bad was lost" in caplog.text
+    assert "message_lost stage=bad" in caplog.text

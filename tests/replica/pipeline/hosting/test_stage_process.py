@@ -98,7 +98,7 @@ async def test_a_process_that_does_not_listen_any_more_is_killed_at_the_end():
         pid = runtime.hosts[0].pid
         os.kill(pid, signal.SIGSTOP)
         hub.stop()
-        runtime.cut()
+        runtime.stop_waiting()
     assert gone(pid)
 
 
