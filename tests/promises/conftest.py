@@ -6,7 +6,7 @@ from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.program_nest import close_nests
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 from tests.promises.sync_program import Fleets
-from tests.promises.sync_steps import whole
+from tests.promises.sync_steps import repaired_fleet
 from tests.promises.sync_trainer import Trainers
 from tests.promises.takers import Taking
 from tests.promises.tiny_fleet import weights_in
@@ -78,7 +78,7 @@ def within_secs():
 async def seen(running, trainers, within_secs):
     """The fleet of a module as a trainer finds it: `running` is a module's own fixture."""
     async with running.client() as it:
-        await whole(it, trainers)
+        await repaired_fleet(it, trainers)
         with trio.fail_after(within_secs):
             yield it
 

@@ -1,8 +1,7 @@
-"""A fleet under a trainer, as processes: real replicas of tiny, and a proxy with its FILE.
+"""A fleet under a trainer, as processes: real replicas of the tiny model, and a proxy.
 
-The replicas are started once for all tests, and given the same weights whenever another proxy comes
-before some of them; one proxy runs at a time. What tests ask of a fleet is here too: labels and
-digests at every step.
+The replicas are started once for all tests, and reset to the same weights whenever another proxy is
+started; one proxy runs at a time. FleetClient reads labels and digests of a fleet.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ success_threshold = 1
 {weight_sync}
 {workers}
 """
-# Healthy transfers of this size take tenths of a second: whoever waits for one of these to run out
-# makes it shorter for as long as it takes (Fleet.changed).
+# Healthy transfers of this size take tenths of a second. A test that waits for one of these
+# timeouts shortens it for a while (Fleet.changed).
 PATIENT = {
     "init_timeout_secs": 90,
     "ready_timeout_secs": 60,
@@ -50,7 +49,7 @@ PATIENT = {
 
 
 class Replica:
-    """One real replica; starts again at the same address, with the weights it began with."""
+    """One real replica; restarts at the same address, with its first weights."""
 
     def __init__(self, log, *words):
         self.port = free_port()
@@ -75,7 +74,7 @@ class Replica:
         return self.process.pid
 
     async def begin_anew(self, model):
-        """It waits for a trainer, and has the weights of that file."""
+        """Reset it to the weights of that file, and to no group."""
         if self.process.poll() is not None:
             self.start()
         await healthy(self.url)
@@ -94,7 +93,7 @@ class Replica:
 
 
 class Fleets:
-    """Replicas by name: `wide` has two ranks, `far` sees no file of ours."""
+    """Replicas by name: `wide` has two ranks, `far` cannot read the proxy's files."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -118,7 +117,7 @@ class Fleets:
         self._count = 0
 
     def of(self, *names, mode="coordinate", **settings):
-        """A proxy before these: the one that runs, where it is the same."""
+        """A proxy for these replicas: the running one if it has the same settings."""
         wanted = (names, mode, settings)
         if self._running is None or self._running.wanted != wanted:
             self.stop()
@@ -130,7 +129,7 @@ class Fleets:
         return self._running
 
     def alone(self):
-        """The replicas with no proxy before them, when all of them answer."""
+        """The replicas without a proxy, once all of them answer."""
         self.stop()
         trio.run(self._begin_anew)
         return self.replicas
@@ -142,7 +141,7 @@ class Fleets:
                 nursery.start_soon(each.begin_anew, model)
 
     def stop(self):
-        """The proxy, if there is one."""
+        """Stop the proxy, if there is one."""
         if self._running is not None:
             running, self._running = self._running, None
             running.close()
@@ -156,7 +155,7 @@ class Fleets:
 
 
 class Fleet:
-    """The proxy at `url` before its replicas. `wanted`: how it was asked for."""
+    """The proxy at `url` with its replicas. `wanted`: its settings."""
 
     def __init__(self, folder, replicas, wanted):
         self.folder = folder
@@ -195,11 +194,11 @@ class Fleet:
         async with httpx.AsyncClient(
             base_url=self.url, timeout=2 * PATIENCE_SECS, trust_env=False, verify=False
         ) as client:
-            yield Seen(self, client)
+            yield FleetClient(self, client)
 
     @asynccontextmanager
     async def changed(self, seen, **settings):
-        """With other settings of [weight_sync] for a while."""
+        """Change settings of [weight_sync] for a while."""
         self._write(**settings)
         await seen.reloaded()
         try:
@@ -226,7 +225,7 @@ class Fleet:
         aside.rename(self.folder / "proxy.toml")
 
 
-class Seen:
+class FleetClient:
     """The fleet through its proxy, as clients and operators see it."""
 
     def __init__(self, running, client):
@@ -241,7 +240,7 @@ class Seen:
         return (await self.client.get(path)).json()
 
     async def until(self, path, holds):
-        """Ask again until it is so; the answer in which it was."""
+        """Repeat the GET until `holds(body)`; return that body."""
         told = None
         try:
             with trio.fail_after(PATIENCE_SECS):
@@ -257,7 +256,7 @@ class Seen:
             raise AssertionError(f"{path} stays at {told}\n{self.fleet.log()[-3000:]}") from None
 
     async def ready(self, count=None):
-        """Until so many are routable and have told which weights they have."""
+        """Wait until so many workers are routable with a known version."""
         wanted = len(self.fleet.replicas) if count is None else count
 
         def holds(told):
@@ -267,17 +266,17 @@ class Seen:
         return await self.until("/workers", holds)
 
     async def whole(self):
-        """Until no sync is under way, and everybody is in routing."""
+        """Wait until no sync runs, and all workers are in rotation."""
         await self.until("/weights", _idle)
         await self.ready()
 
     async def reloaded(self):
-        """What FILE says now is what counts."""
+        """Wait until the configuration file is loaded."""
         answer = await self.client.post("/reload")
         assert answer.status_code == 200, answer.text
 
     async def digests(self):
-        """Worker URL -> the digest over its whole tensors, asked of the replicas themselves.
+        """Worker URL -> the digest over its whole tensors, read from the replicas themselves.
 
         Replicas of one layout with the same whole tensors must agree rank by rank.
         """
@@ -312,7 +311,7 @@ async def replica_digest(url):
 
 
 async def replica_digests(url):
-    """What a replica says of its weights: the digest over whole tensors, and each rank's own.
+    """What a replica reports: the digest over whole tensors, and that of each rank.
 
     It can't be asked in the middle of an update: until that is over.
     """
@@ -332,7 +331,7 @@ async def replica_digests(url):
 
 
 async def healthy(url):
-    """Until the replica itself says so; the proxy may not have noticed yet that it was gone."""
+    """Wait until the replica is healthy; the proxy may not have noticed its restart yet."""
     with trio.fail_after(PATIENCE_SECS):
         async with httpx.AsyncClient(
             base_url=url, timeout=5, trust_env=False, verify=False

@@ -1,4 +1,4 @@
-"""What tests of syncs do again and again: a whole one, one step by step, and what must hold then.
+"""Steps shared by tests of syncs: a whole sync, one step by step, and assertions afterwards.
 
 Each sync has a seed of its own, which names its label and every byte of its weights.
 """
@@ -20,67 +20,67 @@ from tests.promises.sync_program import (
     PREPARE,
     init_body,
 )
-from tests.promises.sync_trainer import checksum
+from tests.promises.sync_trainer import expected_checksum
 
 BUCKET_BYTES = 1 << 20
-# Much longer than a closed connection takes to be noticed, much shorter than any deadline of FILE.
+# Much longer than it takes to notice a closed connection, much shorter than any timeout of FILE.
 NOTICED_SECS = 30
 MEND_SECS = 20
 _seeds = count(1)
 
 
-def label(seed):
+def label_of(seed):
     return f"v{seed}" if seed else BASE
 
 
-async def sync(seen, trainers, **wishes):
-    """A trainer's whole sync, good at its first try; what it told."""
+async def run_sync(seen, trainers, **wishes):
+    """Run a trainer's whole sync, which succeeds at once; return its report."""
     seed = next(_seeds)
     wishes = {"bucket_bytes": BUCKET_BYTES, **wishes}
     done = await trainers.one().tell(
-        "sync", url=seen.fleet.url, seed=seed, version=label(seed), **wishes
+        "sync", url=seen.fleet.url, seed=seed, version=label_of(seed), **wishes
     )
     assert done.get("why") == "", (done, seen.fleet.log()[-3000:])
     seen.fleet.seed = seed
     await seen.ready()
-    await holds(seen, seed)
+    await assert_all_hold(seen, seed)
     return done
 
 
-async def failing(seen, trainers, fault, **wishes):
-    """What came of a sync with that fault; nobody may ever have its weights."""
+async def run_failing_sync(seen, trainers, fault, **wishes):
+    """Run a sync with that fault; no worker may ever have its weights."""
     wishes = {"bucket_bytes": BUCKET_BYTES, "timeout_secs": 15.0, **wishes}
     return await trainers.one().tell(
         "sync", url=seen.fleet.url, seed=next(_seeds), version="never", fault=fault, **wishes
     )
 
 
-async def holds(seen, seed):
-    """Everybody has the weights of this seed and says so; the epoch on an answer."""
+async def assert_all_hold(seen, seed):
+    """All workers have and report the weights of this seed; return the epoch of a response."""
     digests, versions = await seen.digests(), await seen.versions()
     told = digests, versions, seen.fleet.log()[-3000:]
-    assert set(digests.values()) == {checksum(seed)}, told
-    assert {version for version, _ in versions.values()} == {label(seed)}, told
+    assert set(digests.values()) == {expected_checksum(seed)}, told
+    assert {version for version, _ in versions.values()} == {label_of(seed)}, told
     assert len({epoch for _, epoch in versions.values()}) == 1
     answer = await seen.chat()
     told = answer.status_code, answer.headers.get("x-omni-weight-version")
-    assert told == (200, label(seed)), answer.text
+    assert told == (200, label_of(seed)), answer.text
     return int(answer.headers.get("x-omni-weight-epoch", 0))
 
 
-async def routable_only_by_what_they_say(seen, seed):
-    """Whoever may hold anything but the weights of `seed`, the last that were published, is out."""
+async def assert_routable_only_with(seen, seed):
+    """Every worker with other weights than those of `seed`, the last published, is out of rotation."""
     told = await seen.told("/workers")
     digests = await seen.digests()
     for each in told["workers"]:
         if each["routable"] or each["weight_version"] is not None:
-            assert each["weight_version"] == label(seed)
-            assert digests[each["url"]] == checksum(seed)
+            assert each["weight_version"] == label_of(seed)
+            assert digests[each["url"]] == expected_checksum(seed)
 
 
 @asynccontextmanager
-async def witnessed(seen):
-    """Meanwhile nothing but the weights of before is told or routed to, however often one looks."""
+async def watch_for_early_changes(seen):
+    """Check repeatedly that only the previous weights are reported and routed to."""
     seed, looks, enough = seen.fleet.seed, 0, False
 
     async def look():
@@ -90,10 +90,10 @@ async def witnessed(seen):
             digests = await seen.digests()
             after = {each["url"]: each for each in (await seen.told("/workers"))["workers"]}
             for each in before["workers"]:
-                # Who left routing in between may have begun to change.
+                # A worker that left rotation in between may have begun to change.
                 if each["routable"] and after[each["url"]]["routable"]:
-                    assert each["weight_version"] == label(seed), each
-                    assert digests[each["url"]] == checksum(seed), each
+                    assert each["weight_version"] == label_of(seed), each
+                    assert digests[each["url"]] == expected_checksum(seed), each
             looks += 1
 
     async with trio.open_nursery() as nursery:
@@ -105,8 +105,8 @@ async def witnessed(seen):
         enough = True  # a request that is cancelled leaves a generator of httpx to the collector
 
 
-async def whole(seen, trainers):
-    """A fleet that waits for a trainer: what a test that failed has left is mended here."""
+async def repaired_fleet(seen, trainers):
+    """A fleet that waits for a trainer; repairs what a failed test left behind."""
     await seen.until("/live", lambda told: True)
     with trio.move_on_after(MEND_SECS):
         await seen.whole()
@@ -115,12 +115,12 @@ async def whole(seen, trainers):
         if each.process.poll() is not None:
             each.start()
     await seen.client.post("/continue_generation", json={})
-    await sync(seen, trainers)
+    await run_sync(seen, trainers)
     await seen.whole()
 
 
-async def disarmed(seen):
-    """Until the proxy has no sync any more, and no replica waits for bytes."""
+async def wait_disarmed(seen):
+    """Wait until the proxy has no sync, and no replica waits for bytes."""
     with trio.fail_after(NOTICED_SECS):
         await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
         for each in seen.fleet.replicas:
@@ -131,8 +131,8 @@ async def disarmed(seen):
                     await trio.sleep(0.02)
 
 
-class Begun:
-    """A sync by hand: whatever goes otherwise than in a whole one is the test's."""
+class ManualSync:
+    """A sync step by step, driven by the test."""
 
     def __init__(self, seen, trainer, *, world=4, group="steps"):
         self.seen, self.trainer = seen, trainer
@@ -182,14 +182,14 @@ class Begun:
         return {
             "group_name": self.group,
             "flush_cache": True,
-            "weight_version": label(self.seed),
+            "weight_version": label_of(self.seed),
         }
 
     async def complete(self):
         return await self.seen.post(COMPLETE, **self.ending)
 
     async def refused(self):
-        """Complete is: what it says."""
+        """Complete, which is refused; return the message."""
         status, told = await self.complete()
         assert (status >= 400, told["success"], told["status"]) == (True, False, "error"), told
         return told["message"]
@@ -201,14 +201,14 @@ class Begun:
         return told
 
     async def end(self, *, good=True):
-        """`good`: nobody has left the group already."""
+        """`good`: no member has left the group already."""
         status, told = await self.seen.post(DESTROY, group_name=self.group)
         assert status == 200 or not good, told
         await self.trainer.tell("leave", group=self.group)
 
 
-async def received(seen, count):
-    """Until every replica has all buckets of what was announced."""
+async def wait_received(seen, count):
+    """Wait until every replica has received all announced buckets."""
     with trio.fail_after(PATIENCE_SECS):
         for each in seen.fleet.replicas:
             async with httpx.AsyncClient(

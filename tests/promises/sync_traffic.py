@@ -1,4 +1,4 @@
-"""Clients that go on asking while weights change, and what they were told."""
+"""Clients that keep sending requests while weights change, and their responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.promises.sync_program import PATIENCE_SECS
 
 
 class Traffic:
-    """Clients that go on asking; what they were told, by the label on the answer."""
+    """Clients that keep sending requests; their responses by weight label."""
 
     def __init__(self, seen, clients=3):
         self._seen = seen
@@ -19,17 +19,17 @@ class Traffic:
         self.answers = []
 
     @asynccontextmanager
-    async def going_on(self):
+    async def keep_asking(self):
         self._over = trio.Event()
         async with trio.open_nursery() as nursery:
             for _ in range(self._clients):
                 nursery.start_soon(self._ask)
-            await self.some_more()
+            await self.wait_for_more()
             yield self
-            await self.some_more()
+            await self.wait_for_more()
             self._over.set()
 
-    async def some_more(self, count=4):
+    async def wait_for_more(self, count=4):
         already = len(self.answers)
         with trio.fail_after(PATIENCE_SECS):
             while len(self.answers) < already + count:
@@ -43,7 +43,7 @@ class Traffic:
         return [(a.status_code, a.text[:300]) for a in self.answers if a.status_code != 200]
 
     def texts(self):
-        """Label -> the different texts under it: one each, where no answer mixed two versions.
+        """Label -> the different texts with it: one each, unless a response mixed two versions.
 
         Without those that say themselves that the weights have changed under them.
         """

@@ -19,7 +19,7 @@ from tests.promises.trainer_nest import Nest
 
 
 class Trainer:
-    """The child. `tell` orders and waits for the reply, which is {"gone": True} where it died."""
+    """The child process. `tell` sends an order and waits for the reply, {"gone": True} if it died."""
 
     def __init__(self, nest):
         self.awaited = 0
@@ -70,14 +70,14 @@ class Trainer:
 
 
 class Trainers:
-    """Children that live from test to test."""
+    """Child processes that are kept from test to test."""
 
     def __init__(self):
         self._nest = Nest(__name__)
         self._all = []
 
     def one(self):
-        """One that waits for orders; the next one is not the same while this is busy."""
+        """An idle trainer; while it is busy, the next call returns another one."""
         return self._free(1)[0]
 
     def two(self):
@@ -96,15 +96,15 @@ class Trainers:
         self._nest.close()
 
 
-class Side:
-    """What the child does."""
+class TrainerCommands:
+    """The orders that the child process executes."""
 
     def __init__(self, say):
         self.groups = {}
         self._say = say
 
     def program(self, words):
-        """tools/trainer with these words: its exit status, and what it said."""
+        """Run tools/trainer with these arguments; return its exit status and output."""
         from tools.training.__main__ import main as program
 
         out, errors = io.StringIO(), io.StringIO()
@@ -113,7 +113,7 @@ class Side:
         return {"status": status, "out": out.getvalue(), "errors": errors.getvalue()}
 
     def sync(self, url, seed, version, fault="none", **wishes):
-        """A whole sync by tools.training; `why` is "" where it was good."""
+        """Run a whole sync with tools.training; `why` is "" on success."""
         from tools.training.endpoint import Endpoint
         from tools.training.faults import FAULTS
         from tools.training.sync import Sync, Wishes
@@ -139,7 +139,7 @@ class Side:
         self.groups[group] = made = Group(Meeting(group, world, "gloo", timeout))
         self._say(port=made.port)
         try:
-            made.join(Told())
+            made.join(PresetInit())
         except SyncFailed as error:
             return {"fault": str(error)}
         return {"joined": True}
@@ -180,8 +180,8 @@ class Side:
         return {"left": True}
 
 
-class Told:
-    """Stands for the init call where the test makes it itself."""
+class PresetInit:
+    """Replaces the init call, which the test makes itself."""
 
     def refused(self):
         return ""
@@ -197,8 +197,8 @@ def weights(seed):
 
 
 @cache
-def checksum(seed):
-    """What a replica with the weights of this seed tells as its full_checksum."""
+def expected_checksum(seed):
+    """The full_checksum of a replica with the weights of this seed."""
     from tools.training.learner import checksum_of
 
     return checksum_of(weights(seed))
@@ -208,7 +208,7 @@ def main(orders, replies):
     def say(**reply):
         print(json.dumps(reply), file=replies, flush=True)
 
-    side = Side(say)
+    side = TrainerCommands(say)
     for line in orders:
         order = json.loads(line)
         try:

@@ -1,5 +1,5 @@
-"""A trainer's calls take as long as they take: no clock of HTTP, of the door or of the probes ends
-them, and bodies of many megabytes pass."""
+"""A trainer's long calls are ended by no timeout of HTTP, the data plane or health probes, and
+bodies of many megabytes are forwarded."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.promises.fleet_program import program, record, toml
 from tests.promises.sync_program import COMPLETE, DESTROY, INIT, PREPARE, init_body
 from tests.weight_sync.trainer_fixture import UPDATE, open_trainer_store
 
-# Each of these would end a call that takes as long as the calls here do.
+# Each of these timeouts is shorter than the calls in these tests.
 SHORT = """\
 request_timeout_secs = 0.3
 queue_timeout_secs = 0.3
@@ -23,7 +23,7 @@ PROBED = f'[health]\nendpoint = "{READY}"'
 NAME_BYTES = 9_000
 
 
-async def test_a_call_that_takes_long_is_ended_by_no_clock_but_its_own_and_costs_no_health(
+async def test_a_long_call_has_only_its_own_timeout_and_does_not_affect_health(
     tmp_path,
 ):
     file = tmp_path / "proxy.toml"
@@ -49,7 +49,7 @@ async def test_a_call_that_takes_long_is_ended_by_no_clock_but_its_own_and_costs
 
 
 async def slowly(running, both, path, body):
-    """What was answered, by engines that take their time and say to probes that they are busy."""
+    """The responses of engines that are slow, and answer probes with 503."""
     answers = []
 
     async def ask():
@@ -76,7 +76,7 @@ async def slowly(running, both, path, body):
 
 
 def prepare_body(count, **fields):
-    """Of so many tensors with long names."""
+    """The body for so many tensors with long names."""
     bucket = {
         "names": [f"{each}." + "x" * NAME_BYTES for each in range(count)],
         "dtypes": ["bfloat16"] * count,
@@ -85,7 +85,7 @@ def prepare_body(count, **fields):
     return {"group_name": "steps", "num_buckets": 1, "buckets": [bucket], **fields}
 
 
-async def test_a_prepare_of_many_megabytes_reaches_a_replica_as_it_is(tmp_path):
+async def test_a_prepare_of_many_megabytes_is_forwarded_unchanged(tmp_path):
     file = tmp_path / "proxy.toml"
     with trio.fail_after(60):
         async with engines(1) as (engine,), open_trainer_store() as store:
@@ -94,7 +94,7 @@ async def test_a_prepare_of_many_megabytes_reaches_a_replica_as_it_is(tmp_path):
                 await running.until_routable(engine)
                 told = await running.client.post(INIT, json=init_body(store.port, 2, "steps"))
                 assert told.status_code == 200, told.text
-                # Judged here, so that the fake engine need not read it.
+                # Checked here, so that the fake engine need not parse it.
                 raw = json.dumps(prepare_body(7_300, num_buckets=2)).encode()
                 assert 62 << 20 < len(raw) < 64 << 20
                 told = await running.client.post(PREPARE, content=raw)

@@ -1,5 +1,5 @@
-"""Trainers and replicas that fail in the middle of a sync: it ends in time, nothing is mixed, and
-the next sync succeeds at its first try with nothing restarted."""
+"""Trainers and replicas that fail during a sync: it ends in time, no weights are mixed, and the next
+sync succeeds at once without a restart."""
 
 import signal
 import socket
@@ -12,18 +12,18 @@ import trio
 from tests.promises.held import tree
 from tests.promises.sync_program import DESTROY, INIT, PREPARE, init_body
 from tests.promises.sync_steps import (
-    Begun,
-    disarmed,
-    failing,
-    holds,
-    label,
-    routable_only_by_what_they_say,
-    sync,
-    witnessed,
+    ManualSync,
+    assert_all_hold,
+    assert_routable_only_with,
+    label_of,
+    run_failing_sync,
+    run_sync,
+    wait_disarmed,
+    watch_for_early_changes,
 )
 from tests.promises.sync_traffic import Traffic
 
-# Nothing but these ends what such a trainer does.
+# Only these timeouts end such a sync.
 WAITS_FOR = {"never-sends": "receive_timeout_secs", "wrong-port": "init_timeout_secs"}
 
 
@@ -34,9 +34,9 @@ def running(fleets):
 
 @pytest.fixture
 async def seen(seen, running, trainers):
-    """A fleet with a version of a trainer's; none of its processes is another one afterwards."""
+    """A fleet with a trainer's version; checks afterwards that no process was restarted."""
     if not running.seed:
-        await sync(seen, trainers)
+        await run_sync(seen, trainers)
     pids = running.processes()
     yield seen
     assert pids == running.processes()
@@ -46,8 +46,8 @@ async def seen(seen, running, trainers):
 
 async def test_one_replica_that_refuses_disarms_the_others_and_is_named(seen, trainers):
     first, second = seen.fleet.replicas
-    begun = await Begun(seen, trainers.one()).join()
-    # Armed behind the proxy's back, it can't be armed again.
+    begun = await ManualSync(seen, trainers.one()).join()
+    # Armed without the proxy, it can't be armed again.
     body = await begun.announced()
     async with httpx.AsyncClient(base_url=second.url, timeout=20, trust_env=False) as behind:
         assert (await behind.post(PREPARE, json=body)).json()["success"]
@@ -57,73 +57,69 @@ async def test_one_replica_that_refuses_disarms_the_others_and_is_named(seen, tr
     assert second.url in told["message"]
     assert first.url not in told["message"]
     await seen.post(DESTROY, group_name=begun.group)
-    await disarmed(seen)
+    await wait_disarmed(seen)
     begun.trainer.kill()
-    await sync(seen, trainers)
+    await run_sync(seen, trainers)
 
 
-async def test_a_trainer_that_dies_when_all_are_ready_is_replaced_by_the_next_one(seen, trainers):
-    begun = await Begun(seen, trainers.one()).arm()
+async def test_a_trainer_that_dies_when_all_are_armed_is_replaced_by_the_next_one(seen, trainers):
+    begun = await ManualSync(seen, trainers.one()).arm()
     begun.trainer.kill()
-    await disarmed(seen)
-    await holds(seen, seen.fleet.seed)
-    await sync(seen, trainers)
+    await wait_disarmed(seen)
+    await assert_all_hold(seen, seen.fleet.seed)
+    await run_sync(seen, trainers)
 
 
-async def test_a_trainer_that_dies_in_the_middle_of_a_bucket_leaves_the_old_weights_whole(
-    seen, trainers
-):
-    begun = await Begun(seen, trainers.one()).arm()
+async def test_a_trainer_that_dies_within_a_bucket_leaves_the_old_weights_intact(seen, trainers):
+    begun = await ManualSync(seen, trainers.one()).arm()
     await begun.send("half")
     begun.trainer.kill()
     assert await begun.refused()
-    await disarmed(seen)
+    await wait_disarmed(seen)
     await seen.ready()
-    await holds(seen, seen.fleet.seed)
-    await sync(seen, trainers)
+    await assert_all_hold(seen, seen.fleet.seed)
+    await run_sync(seen, trainers)
 
 
-async def test_a_trainer_that_stops_in_the_middle_is_given_up_while_chats_go_on(seen, trainers):
+async def test_a_stopped_trainer_is_given_up_while_chats_continue(seen, trainers):
     traffic, old = Traffic(seen), seen.fleet.seed
     async with seen.fleet.changed(seen, stall_timeout_secs=2):
-        begun = await Begun(seen, trainers.one()).arm()
+        begun = await ManualSync(seen, trainers.one()).arm()
         await begun.send("half")
         begun.trainer.signal(signal.SIGSTOP)
-        async with traffic.going_on():
+        async with traffic.keep_asking():
             assert await begun.refused()
-            await disarmed(seen)
+            await wait_disarmed(seen)
     begun.trainer.kill()
     assert not traffic.failures()
-    assert set(traffic.texts()) == {label(old)}
+    assert set(traffic.texts()) == {label_of(old)}
     await seen.ready()
-    await holds(seen, old)
-    await sync(seen, trainers)
+    await assert_all_hold(seen, old)
+    await run_sync(seen, trainers)
 
 
 @pytest.mark.parametrize("part", ["long", "short"])
-async def test_a_trainer_that_sends_other_bytes_than_it_announced_is_refused_and_kills_nobody(
-    seen, trainers, part
-):
-    begun = await Begun(seen, trainers.one()).arm()
+async def test_bytes_other_than_announced_are_refused_and_kill_no_replica(seen, trainers, part):
+    begun = await ManualSync(seen, trainers.one()).arm()
     begun.trainer.order("send", seed=begun.seed, part=part)
     assert await begun.refused()
     begun.trainer.kill()
-    await routable_only_by_what_they_say(seen, seen.fleet.seed)
-    await sync(seen, trainers)
+    await assert_routable_only_with(seen, seen.fleet.seed)
+    await run_sync(seen, trainers)
 
 
-async def test_a_port_that_never_speaks_holds_nobody_for_ever(seen, trainers):
+async def test_a_silent_port_blocks_nothing_for_ever(seen, trainers):
     before = processes_below(seen)
     async with seen.fleet.changed(seen, init_timeout_secs=2):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             status, told = await seen.post(INIT, **init_body(silent.getsockname()[1], 4))
         assert (status >= 400, told["success"]) == (True, False), told
-        await disarmed(seen)
+        await wait_disarmed(seen)
     await seen.ready()
     with trio.fail_after(30):
         while processes_below(seen) > before:
             await trio.sleep(0.05)
-    await sync(seen, trainers)
+    await run_sync(seen, trainers)
 
 
 def processes_below(seen):
@@ -152,12 +148,12 @@ async def test_after_every_fault_of_a_real_trainer_the_next_one_succeeds(
         if fault in WAITS_FOR:
             change = seen.fleet.changed(seen, **{WAITS_FOR[fault]: 2})
             await changed.enter_async_context(change)
-        async with witnessed(seen):
-            done = await failing(seen, trainers, fault, form=form, group_name="faulty")
+        async with watch_for_early_changes(seen):
+            done = await run_failing_sync(seen, trainers, fault, form=form, group_name="faulty")
             assert done == {"gone": True} if dies else done["why"], done
             if dies:
                 # As a trainer's supervisor does before the next one comes.
                 await seen.post("/continue_generation")
-    await routable_only_by_what_they_say(seen, seen.fleet.seed)
-    await sync(seen, trainers)
-    assert (await seen.chat()).headers["x-omni-weight-version"] == label(seen.fleet.seed)
+    await assert_routable_only_with(seen, seen.fleet.seed)
+    await run_sync(seen, trainers)
+    assert (await seen.chat()).headers["x-omni-weight-version"] == label_of(seen.fleet.seed)

@@ -5,7 +5,7 @@ import json
 import pytest
 import trio
 
-from tests.promises.sync_steps import Begun, holds, label, sync
+from tests.promises.sync_steps import ManualSync, assert_all_hold, label_of, run_sync
 from tests.tree import ROOT
 
 
@@ -14,18 +14,18 @@ def running(fleets):
     return fleets.of("wide", "one")
 
 
-async def test_a_version_is_seen_when_every_replica_has_all_of_it_and_not_before(seen, trainers):
-    begun = Begun(seen, trainers.one())
-    epoch = await holds(seen, seen.fleet.seed)
+async def test_a_version_is_published_only_when_every_replica_has_all_of_it(seen, trainers):
+    begun = ManualSync(seen, trainers.one())
+    epoch = await assert_all_hold(seen, seen.fleet.seed)
     await begun.arm()
     await begun.send()
-    assert await holds(seen, seen.fleet.seed) == epoch
+    assert await assert_all_hold(seen, seen.fleet.seed) == epoch
     told = await begun.completed()
     assert told["num_buckets_received"] == len((await begun.announced())["buckets"]) > 2
-    assert told["weight_version"] == label(begun.seed)
-    assert await holds(seen, begun.seed) == epoch + 1
+    assert told["weight_version"] == label_of(begun.seed)
+    assert await assert_all_hold(seen, begun.seed) == epoch + 1
     await begun.end()
-    assert await holds(seen, begun.seed) == epoch + 1
+    assert await assert_all_hold(seen, begun.seed) == epoch + 1
 
 
 @pytest.mark.parametrize(
@@ -46,24 +46,22 @@ async def test_a_version_is_seen_when_every_replica_has_all_of_it_and_not_before
     ids=lambda wishes: "-".join(map(str, wishes.values())),
 )
 async def test_every_form_of_a_sync_gives_every_replica_the_trainers_bytes(seen, trainers, wishes):
-    epoch = await holds(seen, seen.fleet.seed)
-    await sync(seen, trainers, **wishes)
-    assert await holds(seen, seen.fleet.seed) == epoch + 1
+    epoch = await assert_all_hold(seen, seen.fleet.seed)
+    await run_sync(seen, trainers, **wishes)
+    assert await assert_all_hold(seen, seen.fleet.seed) == epoch + 1
 
 
 async def test_a_file_with_a_wrong_shape_is_refused_and_the_trainer_says_so(seen, trainers):
     trainer = trainers.one()
     words = ["--endpoint", seen.fleet.url, "--sync", "disk", "--rounds", "1", "--steps", "1"]
     done = await trainer.tell("program", words=[*words, "--fault", "wrong-shape"])
-    trainer.kill()  # its deadline would end it in the middle of another test
+    trainer.kill()  # its timeout would end it during another test
     assert done["status"] == 1, done
     assert "has the shape [513, 128]" in done["errors"]
-    assert (await seen.chat()).headers["x-omni-weight-version"] == label(seen.fleet.seed)
+    assert (await seen.chat()).headers["x-omni-weight-version"] == label_of(seen.fleet.seed)
 
 
-async def test_the_trainer_of_the_page_teaches_all_replicas_and_its_exit_status_tells_how_it_went(
-    seen, trainers
-):
+async def test_the_documented_trainer_updates_all_replicas_and_exits_with_a_status(seen, trainers):
     words = ["--endpoint", seen.fleet.url, "--json", "--bucket-mb", "1", "--steps", "2"]
     program = [str(ROOT / "tools/trainer"), *words, "--rounds", "2"]
     learnt = await trio.run_process(program, capture_stdout=True, capture_stderr=True, check=False)
@@ -78,7 +76,7 @@ async def test_the_trainer_of_the_page_teaches_all_replicas_and_its_exit_status_
     refused = await trainer.tell(
         "program", words=[*words, "--rounds", "1", "--fault", "wrong-shape"]
     )
-    trainer.kill()  # its deadline would end it in the middle of another test
+    trainer.kill()  # its timeout would end it during another test
     assert refused["status"] == 1, refused
     told = json.loads(refused["out"].splitlines()[-1])
     assert "has the shape [513, 128]" in told["why"]

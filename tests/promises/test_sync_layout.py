@@ -1,11 +1,11 @@
-"""One trainer, one endpoint, replicas of several ranks: who gets which, and what can't be."""
+"""One trainer, one endpoint, replicas of several ranks: the rank layout, and its refusals."""
 
 import socket
 
 import pytest
 
 from tests.promises.sync_program import INIT, init_body
-from tests.promises.sync_steps import Begun
+from tests.promises.sync_steps import ManualSync
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +18,16 @@ async def test_the_endpoint_counts_the_ranks_of_all_its_replicas(seen):
         assert (await seen.told(path))["tp_size"] == 3
 
 
-async def test_ranks_follow_each_other_over_the_replicas_and_one_answer_tells_of_all(
-    seen, trainers
-):
+async def test_ranks_are_consecutive_over_the_replicas_and_the_response_lists_all(seen, trainers):
     over_two, alone = seen.fleet.replicas
-    begun = await Begun(seen, trainers.one()).join()
+    begun = await ManualSync(seen, trainers.one()).join()
     offsets = {each["worker"]: data_of(each)["rank_offset"] for each in begun.joined["results"]}
     assert offsets == {over_two.url: 1, alone.url: 3}
     await begun.end()
 
 
 async def test_numbers_may_come_as_text(seen, trainers):
-    begun = Begun(seen, trainers.one())
+    begun = ManualSync(seen, trainers.one())
     begun.trainer.order("open", world=4)
     body = init_body((await begun.trainer.reply())["port"], 4)
     texts = {key: str(body[key]) for key in ("master_port", "rank_offset", "world_size")}
@@ -42,9 +40,7 @@ async def test_numbers_may_come_as_text(seen, trainers):
 @pytest.mark.parametrize(
     ("offset", "world"), [(4, 4), (2, 4), (0, 4), (1, 3)], ids=["4", "2", "0", "a small world"]
 )
-async def test_ranks_that_do_not_fit_are_refused_with_the_numbers_and_no_replica_is_asked(
-    seen, offset, world
-):
+async def test_ranks_that_do_not_fit_are_refused_before_any_call(seen, offset, world):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         body = init_body(port, world) | {"rank_offset": offset}
@@ -54,7 +50,7 @@ async def test_ranks_that_do_not_fit_are_refused_with_the_numbers_and_no_replica
         if offset:
             assert "3 ranks" in told["message"]
             assert f"world_size is {world}" in told["message"]
-        # A replica that had been asked would be dialling by now.
+        # A replica that was called would be connecting by now.
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
@@ -62,7 +58,7 @@ async def test_ranks_that_do_not_fit_are_refused_with_the_numbers_and_no_replica
 
 
 def data_of(entry):
-    """What a replica's text stage said of itself, wherever it stands in the answer."""
+    """The data of a replica's text stage, wherever the response has it."""
     pending = [entry]
     while pending:
         found = pending.pop()

@@ -1,4 +1,4 @@
-"""What a proxy keeps for syncs is kept only in modes that need it."""
+"""The receiver process runs only in modes that need it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PATIENCE_SECS = 60
 
 
 def receivers(running):
-    """Of this program."""
+    """Child processes of this program."""
     found = []
     for pid in tree(running.process.pid):
         try:
@@ -26,7 +26,7 @@ def receivers(running):
     return found
 
 
-async def test_the_process_that_receives_versions_is_there_only_while_they_are_wanted(tmp_path):
+async def test_the_receiver_process_runs_only_in_modes_that_need_it(tmp_path):
     file = tmp_path / "proxy.toml"
 
     async def runs_in(running, mode, *, receives):

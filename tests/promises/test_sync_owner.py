@@ -1,4 +1,4 @@
-"""A fleet belongs to one trainer at a time, and what was begun is brought to an end."""
+"""A fleet belongs to one trainer at a time, and every sync that begins is ended."""
 
 from functools import partial
 from urllib.parse import quote
@@ -17,8 +17,8 @@ from tests.promises.sync_program import (
     init_body,
     replica_digest,
 )
-from tests.promises.sync_steps import NOTICED_SECS, Begun, holds, label, sync
-from tests.promises.sync_trainer import checksum
+from tests.promises.sync_steps import NOTICED_SECS, ManualSync, assert_all_hold, label_of, run_sync
+from tests.promises.sync_trainer import expected_checksum
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,11 @@ def running(fleets):
 
 
 @pytest.mark.parametrize("group", ["steps", "another"])
-async def test_a_second_trainer_is_told_whose_turn_it_is_and_the_first_one_finishes(
+async def test_a_second_trainer_is_refused_by_name_and_the_first_one_finishes(
     seen, trainers, group
 ):
     first, second = trainers.two()
-    begun = await Begun(seen, first).arm()
+    begun = await ManualSync(seen, first).arm()
     second.order("open", world=4, group=group, timeout=3)
     other = (await second.reply())["port"]
     status, told = await seen.post(INIT, **init_body(other, 4, group))
@@ -40,43 +40,43 @@ async def test_a_second_trainer_is_told_whose_turn_it_is_and_the_first_one_finis
     assert "'steps'" in told["message"]
     await begun.send()
     await begun.completed()
-    await holds(seen, begun.seed)
+    await assert_all_hold(seen, begun.seed)
     await begun.end()
     second.kill()
 
 
-async def test_who_comes_after_a_dead_trainer_takes_its_place(seen, trainers):
+async def test_a_new_trainer_replaces_a_dead_one(seen, trainers):
     first, _ = trainers.two()
-    await Begun(seen, first).arm()
+    await ManualSync(seen, first).arm()
     first.kill()
-    await sync(seen, trainers)
+    await run_sync(seen, trainers)
 
 
-async def test_the_fault_of_two_at_once_ends_with_the_first_ones_weights(seen, trainers):
-    done = await sync(seen, trainers, fault="two-at-once")
+async def test_two_simultaneous_trainers_end_with_the_weights_of_the_first(seen, trainers):
+    done = await run_sync(seen, trainers, fault="two-at-once")
     status, told = done["rival"]
     assert (status, told["success"]) == (409, False), told
 
 
-async def test_a_caller_that_hangs_up_stops_nothing_and_hears_the_outcome_when_it_asks_again(
+async def test_a_caller_that_disconnects_cancels_nothing_and_gets_the_result_on_retry(
     seen, trainers
 ):
-    begun = await Begun(seen, trainers.one()).arm()
+    begun = await ManualSync(seen, trainers.one()).arm()
     async with httpx.AsyncClient(base_url=seen.fleet.url, timeout=0.3) as impatient:
         with pytest.raises(httpx.ReadTimeout):
             await impatient.post(COMPLETE, json=begun.ending)
     await begun.send()
     await begun.completed()
-    await holds(seen, begun.seed)
+    await assert_all_hold(seen, begun.seed)
     await begun.end()
 
 
-async def test_calls_out_of_place_are_refused_and_change_nothing(seen, trainers):
+async def test_calls_in_the_wrong_state_are_refused_and_change_nothing(seen, trainers):
     for path in (PREPARE, COMPLETE, DESTROY):
         body = {"group_name": "steps", "names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
         status, told = await seen.post(path, **body)
         assert (status, told["success"]) == (400, False), (path, told)
-    begun = await Begun(seen, trainers.one()).join()
+    begun = await ManualSync(seen, trainers.one()).join()
     assert await begun.refused()
     assert (await begun.prepare())[0] == 200
     status, told = await begun.prepare()
@@ -86,10 +86,10 @@ async def test_calls_out_of_place_are_refused_and_change_nothing(seen, trainers)
     await begun.end()
 
 
-async def test_who_joins_or_leaves_in_the_middle_waits_for_its_end(seen, trainers, fleets):
+async def test_adding_or_removing_a_worker_waits_for_the_end_of_the_sync(seen, trainers, fleets):
     late = fleets.replicas[FAR]
     members = {each.url for each in seen.fleet.replicas}
-    begun = await Begun(seen, trainers.one()).join()
+    begun = await ManualSync(seen, trainers.one()).join()
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(seen.post, "/workers", url=late.url))
@@ -102,27 +102,27 @@ async def test_who_joins_or_leaves_in_the_middle_waits_for_its_end(seen, trainer
             "/workers",
             lambda told: [w["health_state"] for w in told["workers"]] == ["healthy"] * 3,
         )
-        # It has what it was started with: in routing only by weights that are the fleet's.
+        # It restarted with its first weights: back in rotation only with the fleet's weights.
         record = next(each for each in told["workers"] if each["url"] == late.url)
         assert not record["routable"]
         done = await trainers.one().tell(
-            "sync", url=seen.fleet.url, seed=begun.seed, version=label(begun.seed)
+            "sync", url=seen.fleet.url, seed=begun.seed, version=label_of(begun.seed)
         )
         assert done["why"] == "", done
         await seen.ready(3)
-        assert await replica_digest(late.url) == checksum(begun.seed)
+        assert await replica_digest(late.url) == expected_checksum(begun.seed)
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(60):
             gone = await seen.client.delete(f"/workers/{quote(late.url, safe='')}")
     assert gone.status_code == 200, gone.text
 
 
-async def test_a_replica_that_dies_before_the_end_is_named_and_out_until_it_is_mended(
+async def test_a_replica_that_dies_before_the_end_is_named_and_left_out_until_it_recovers(
     seen, trainers
 ):
     survivor, victim = seen.fleet.replicas
     before = seen.fleet.seed
-    begun = await Begun(seen, trainers.one()).arm()
+    begun = await ManualSync(seen, trainers.one()).arm()
     await begun.send()
     victim.kill()
     assert victim.url in await begun.refused()
@@ -136,36 +136,36 @@ async def test_a_replica_that_dies_before_the_end_is_named_and_out_until_it_is_m
     for each in told["workers"]:
         assert each["url"] == survivor.url or not each["routable"], each
         if each["routable"]:
-            known = {checksum(seed): label(seed) for seed in (before, begun.seed)}
+            known = {expected_checksum(seed): label_of(seed) for seed in (before, begun.seed)}
             assert each["weight_version"] == known[await replica_digest(each["url"])]
-    await sync(seen, trainers)
+    await run_sync(seen, trainers)
 
 
-async def test_a_replica_that_dies_ends_a_sync_within_seconds_though_nobody_asks(seen, trainers):
+async def test_a_dead_replica_ends_an_idle_sync_within_seconds(seen, trainers):
     survivor, victim = seen.fleet.replicas
-    begun = await Begun(seen, trainers.one()).arm()
+    begun = await ManualSync(seen, trainers.one()).arm()
     victim.kill()
-    with trio.fail_after(NOTICED_SECS):  # all deadlines of FILE are longer
+    with trio.fail_after(NOTICED_SECS):  # all timeouts of FILE are longer
         told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
     assert told["sync"]["last_cause"].startswith(f"{victim.url} is lost"), told
     assert survivor.url not in told["uncertain"]
     begun.trainer.kill()
     victim.start()
     await healthy(victim.url)
-    await sync(seen, trainers)
+    await run_sync(seen, trainers)
 
 
-async def test_a_proxy_that_is_killed_in_the_middle_routes_to_nobody_whose_weights_it_does_not_know(
+async def test_a_proxy_killed_during_a_sync_routes_to_no_worker_with_unknown_weights(
     seen, trainers
 ):
     if not seen.fleet.seed:
-        await sync(seen, trainers)
-    begun = await Begun(seen, trainers.one()).arm()
+        await run_sync(seen, trainers)
+    begun = await ManualSync(seen, trainers.one()).arm()
     await begun.send("half")
     seen.fleet.kill_proxy()
     seen.fleet.start_proxy()
     begun.trainer.kill()
-    # Nothing of it was applied: the digests prove that, and nobody has to mend anything.
+    # Nothing was applied, which the digests prove: no repair is needed.
     await seen.whole()
-    await holds(seen, seen.fleet.seed)
-    await sync(seen, trainers)
+    await assert_all_hold(seen, seen.fleet.seed)
+    await run_sync(seen, trainers)

@@ -1,5 +1,5 @@
-"""A hundred syncs in a row under traffic, twenty of them aborted: no client notices, no answer has
-two versions in it, and nothing grows."""
+"""A hundred syncs in a row under traffic, twenty of them aborted: no client gets an error, no
+response mixes two versions, and nothing leaks."""
 
 from itertools import cycle
 
@@ -9,11 +9,11 @@ import trio
 from tests.promises.held import Held
 from tests.promises.sync_program import PATIENCE_SECS
 from tests.promises.sync_steps import (
-    Begun,
-    failing,
-    holds,
-    routable_only_by_what_they_say,
-    sync,
+    ManualSync,
+    assert_all_hold,
+    assert_routable_only_with,
+    run_failing_sync,
+    run_sync,
 )
 from tests.promises.sync_traffic import Traffic
 
@@ -21,9 +21,9 @@ FORMS = ({"form": "two-phase"}, {"form": "buckets"})
 SPELLS = 5
 # Of each spell: syncs with a group of their own, more in one group, and aborted ones.
 WHOLE, IN_ONE_GROUP, REFUSED = 2, 14, 3
-# One for each spell, for it costs every replica a receiver; the other aborted ones are refused.
+# One for each spell, because it ends a receiver at every replica; others are refused.
 COSTLY = ("die-before", "short-bucket", "die-after", "die-during", "die-before")
-# By chance: connections that are kept for the next request, a thread that waits for more to do.
+# Tolerance: kept-alive connections, idle threads.
 SLACK = {"children": 2, "threads": 2, "files": 2, "sockets": 8, "mib": 60.0, "shared_mib": 8.0}
 
 
@@ -37,16 +37,14 @@ def within_secs():
     return 300
 
 
-async def test_a_hundred_syncs_in_a_row_pass_under_traffic_unnoticed_and_nothing_grows(
-    seen, trainers
-):
+async def test_a_hundred_syncs_under_traffic_cause_no_error_and_no_leak(seen, trainers):
     assert SPELLS * (WHOLE + IN_ONE_GROUP + REFUSED + 1) == 100
     assert (await seen.told("/server_info"))["tp_size"] == 4
-    async with Traffic(seen, clients=1).going_on():
-        await spell(seen, trainers, "die-before", rounds=1)  # what is kept for the next time
+    async with Traffic(seen, clients=1).keep_asking():
+        await spell(seen, trainers, "die-before", rounds=1)  # fills caches
     before = Held(seen.fleet.processes())
     traffic = Traffic(seen, clients=2)
-    async with traffic.going_on():
+    async with traffic.keep_asking():
         for fault in COSTLY:
             await spell(seen, trainers, fault, rounds=IN_ONE_GROUP)
     assert not traffic.failures()
@@ -60,13 +58,13 @@ async def spell(seen, trainers, fault, rounds):
     for each in (*["wrong-shape"] * REFUSED, fault):
         await aborted(seen, trainers, each)
     for _, wishes in zip(range(WHOLE), cycle(FORMS), strict=False):
-        await sync(seen, trainers, **wishes)
+        await run_sync(seen, trainers, **wishes)
     await in_one_group(seen, trainers, rounds)
 
 
 async def in_one_group(seen, trainers, rounds):
-    """As trainers do that keep their group: every other one pauses the engines, too."""
-    begun = await Begun(seen, trainers.one(), world=5).join()
+    """As trainers that keep their group do; every second round pauses the engines too."""
+    begun = await ManualSync(seen, trainers.one(), world=5).join()
     for number in range(rounds):
         begun.next()
         if number % 2:
@@ -77,19 +75,19 @@ async def in_one_group(seen, trainers, rounds):
         assert set(told["verification"]["checked"]) == {each.url for each in seen.fleet.replicas}
         assert (await seen.post("/continue_generation"))[0] == 200
     await begun.end()
-    await holds(seen, begun.seed)
+    await assert_all_hold(seen, begun.seed)
 
 
 async def aborted(seen, trainers, fault):
     form = "single" if fault == "die-during" else "two-phase"
-    done = await failing(seen, trainers, fault, form=form)
+    done = await run_failing_sync(seen, trainers, fault, form=form)
     assert done.get("gone") or done["why"], (fault, done)
-    await seen.post("/continue_generation")  # as the supervisor of a trainer that died does
-    await routable_only_by_what_they_say(seen, seen.fleet.seed)
+    await seen.post("/continue_generation")  # as the supervisor of a dead trainer does
+    await assert_routable_only_with(seen, seen.fleet.seed)
 
 
 async def back_to(before, seen):
-    """What has ended is given back a little later; what leaks stays."""
+    """Resources of ended tasks are freed a little later; leaks stay."""
     with trio.move_on_after(PATIENCE_SECS):
         while (after := Held(seen.fleet.processes())).beyond(before, SLACK):
             await trio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The proxy killed in the middle of an update: nobody is routed to whose weights nobody knows."""
+"""The proxy is killed during an update: workers with unknown weights get no requests."""
 
 import json
 
@@ -34,7 +34,7 @@ def held(told):
     return [each["held_by"] for each in told["workers"]]
 
 
-async def test_after_a_kill_the_targets_are_out_and_resolve_brings_them_back(tmp_path):
+async def test_after_a_kill_the_targets_are_held_until_resolve(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both:
         for engine in both:
@@ -50,7 +50,7 @@ async def test_after_a_kill_the_targets_are_out_and_resolve_brings_them_back(tmp
             for engine in both:
                 assert "update_weights_from_disk was under way" in weights["uncertain"][engine.url]
             assert (await running.ask()).status_code == 503
-            # A trainer that goes on as if nothing had been changes nothing.
+            # A trainer that just continues changes nothing.
             assert (await running.client.post("/continue_generation", json={})).is_success
             assert held(await running.told("/workers")) == [["uncertain"]] * 2
             for resolve in ("/weights/resolve", "/weight_update_journal/resolve"):
@@ -68,7 +68,7 @@ async def test_after_a_kill_the_targets_are_out_and_resolve_brings_them_back(tmp
             assert not (tmp_path / "proxy.weights" / "journal.json").exists()
 
 
-async def test_a_full_update_that_succeeds_brings_them_back_too(tmp_path):
+async def test_a_successful_whole_update_releases_the_targets_too(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both:
         for engine in both:
@@ -81,7 +81,7 @@ async def test_a_full_update_that_succeeds_brings_them_back_too(tmp_path):
             await running.until("/workers", lambda told: told["healthy_workers"] == 2)
             assert (await running.client.post(UPDATE, json=BODY)).status_code == 200
             await running.until_routable(*both)
-            # And the epoch goes on.
+            # The epoch continues.
             assert (await running.told("/weights"))["weight_epoch"] == 1
         async with program("--config", file) as running:
             told = await running.until_routable(*both)
@@ -91,7 +91,7 @@ async def test_a_full_update_that_succeeds_brings_them_back_too(tmp_path):
             assert record(told, both[0])["held_by"] == []
 
 
-async def test_a_journal_that_cannot_be_read_keeps_everybody_out(tmp_path):
+async def test_an_unreadable_journal_holds_all_workers(tmp_path):
     file = tmp_path / "proxy.toml"
     folder = tmp_path / "proxy.weights"
     folder.mkdir(mode=0o700)
@@ -109,7 +109,7 @@ async def test_a_journal_that_cannot_be_read_keeps_everybody_out(tmp_path):
             await running.until_routable(engine)
 
 
-async def test_what_cannot_be_written_down_is_not_begun(tmp_path):
+async def test_an_update_that_cannot_be_recorded_is_not_begun(tmp_path):
     file = tmp_path / "proxy.toml"
     (tmp_path / "proxy.weights").write_text("a file where a folder should be")
     async with engines(1) as (engine,):

@@ -1,4 +1,4 @@
-"""Two trainers at once: one works, the other waits its turn or is told who works."""
+"""Two trainers at once: one operation runs, the other is queued or refused by name."""
 
 import pytest
 import trio
@@ -8,7 +8,7 @@ from tests.promises.fleet_program import program, record, toml
 
 pytestmark = pytest.mark.usefixtures("soon")
 UPDATE = "/update_weights_from_disk"
-# Group calls go to the workers as they are.
+# Group calls are forwarded to the workers unchanged.
 PLAIN = '[weight_sync]\nmode = "off"\n'
 
 
@@ -16,7 +16,7 @@ def body(version):
     return {"model_path": f"/{version}", "weight_version": version}
 
 
-async def test_the_second_gets_a_503_that_names_the_first(tmp_path):
+async def test_a_second_operation_gets_a_503_that_names_the_first(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both, trio.open_nursery() as nursery:
         for engine in both:
@@ -32,7 +32,7 @@ async def test_the_second_gets_a_503_that_names_the_first(tmp_path):
 
             nursery.start_soon(one)
             await both[0].asked[UPDATE].wait()
-            # The same words from somebody else are another call.
+            # The same body from another caller is another call.
             for second in (body("b"), body("a")):
                 refused = await running.client.post(UPDATE, json=second)
                 told = refused.json()
@@ -47,7 +47,7 @@ async def test_the_second_gets_a_503_that_names_the_first(tmp_path):
                 assert told["holder"]["step"] == "calling"
                 assert told["error"]["code"] == "update_in_progress"
                 assert refused.headers["retry-after"] == "1"
-            # What changes no weights does not wait.
+            # A call that changes no weights is not queued.
             assert (await running.client.get("/model_info")).status_code == 200
             assert (await running.client.post("/continue_generation", json={})).status_code == 200
             for engine in both:
@@ -57,7 +57,7 @@ async def test_the_second_gets_a_503_that_names_the_first(tmp_path):
             assert [engine.paths(UPDATE) for engine in both] == [[UPDATE], [UPDATE]]
 
 
-async def test_who_waits_its_turn_never_meets_the_other_at_a_worker(tmp_path):
+async def test_queued_operations_never_overlap_at_a_worker(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both:
         file.write_text(toml(both, more=PLAIN))
@@ -87,7 +87,7 @@ async def test_who_waits_its_turn_never_meets_the_other_at_a_worker(tmp_path):
             assert (weights["weight_epoch"], weights["operation"]) == (3, None)
 
 
-async def test_a_change_of_the_fleet_waits_for_the_end_and_a_switch_does_not(tmp_path):
+async def test_a_fleet_change_waits_for_an_operation_and_a_disable_does_not(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both, trio.open_nursery() as nursery:
         one, late = both
@@ -117,7 +117,7 @@ async def test_a_change_of_the_fleet_waits_for_the_end_and_a_switch_does_not(tmp
             assert late.paths(UPDATE) == []
 
 
-async def test_a_failed_init_leaves_its_worker_disabled_until_somebody_enables_it(tmp_path):
+async def test_a_failed_init_disables_its_worker_until_it_is_enabled(tmp_path):
     file = tmp_path / "proxy.toml"
     init = "/init_weights_update_group"
     async with engines(1) as (engine,):

@@ -1,4 +1,4 @@
-"""New weights from a file on two real replicas, while clients go on asking."""
+"""New weights from a file on two real replicas, under traffic."""
 
 import json
 
@@ -14,7 +14,7 @@ pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("soon")
 
 
-async def test_with_time_to_drain_no_client_sees_it_and_every_answer_is_of_one_version(
+async def test_with_a_drain_no_client_notices_and_every_response_is_of_one_version(
     tmp_path, new_weights
 ):
     file = tmp_path / "proxy.toml"
@@ -56,7 +56,7 @@ async def test_with_time_to_drain_no_client_sees_it_and_every_answer_is_of_one_v
             assert texts["default"] != texts["v2"]
 
 
-async def test_a_replica_that_is_killed_in_the_middle_is_out_and_the_next_update_works(
+async def test_a_replica_killed_during_an_update_is_held_and_the_next_update_works(
     tmp_path, new_weights
 ):
     file = tmp_path / "proxy.toml"
@@ -65,7 +65,7 @@ async def test_a_replica_that_is_killed_in_the_middle_is_out_and_the_next_update
         file.write_text(toml([survivor, victim], ""))
         async with program("--config", file) as running:
             await running.until("/workers", lambda told: told["routable_workers"] == 2)
-            # Stopped, it takes the call and never answers: so it dies in the middle for sure.
+            # A stopped process takes the call and never answers, so it surely dies during the call.
             victim.stop()
             answers = []
 
@@ -93,7 +93,7 @@ async def test_a_replica_that_is_killed_in_the_middle_is_out_and_the_next_update
             assert (again.status_code, again.json()["worker_count"]) == (200, 1)
 
 
-async def test_without_time_to_drain_an_answer_that_spans_the_change_says_so(tmp_path, new_weights):
+async def test_without_a_drain_a_response_that_spans_the_change_says_so(tmp_path, new_weights):
     file = tmp_path / "proxy.toml"
     long = {**CHAT, "max_tokens": 400, "ignore_eos": True}
     body = {"model_path": new_weights.path, "weight_version": "v2"}
@@ -129,7 +129,7 @@ async def test_without_time_to_drain_an_answer_that_spans_the_change_says_so(tmp
             assert (await running.told("/status"))["data_plane"]["answers_across_versions"] == 1
 
 
-async def test_a_replica_that_begins_anew_after_an_update_does_not_serve_its_first_weights(
+async def test_a_replica_restarted_after_an_update_does_not_serve_its_first_weights(
     tmp_path, new_weights
 ):
     file = tmp_path / "proxy.toml"

@@ -1,4 +1,4 @@
-"""A version of the store, brought to real replicas: by path, or through a group."""
+"""A version of the store is delivered to real replicas: by path, or through a group."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NEAR, FAR = 0, 1
 
 @pytest.fixture(scope="module")
 def fleet(fleets):
-    """Two workers; the second sees no file of ours."""
+    """Two workers; the second cannot read the proxy's files."""
     replicas = fleets.alone()
     return fleet_of(replicas["one"].url, replicas["far"].url).workers
 
 
 @pytest.fixture(scope="module")
 def receiver():
-    """Its child imports torch once for all tests."""
+    """The child process imports torch once for all tests."""
     made = open_receiver("process", GroupLimits(), name="relay")
     made.warm()
     yield made
@@ -43,7 +43,7 @@ def receiver():
 
 @pytest.fixture
 async def house(tmp_path, receiver):
-    """A shelf, and a relay from it."""
+    """A store service, and a deliverer from it."""
     settings = WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"))
     shelf = StoreService(lambda: settings, tmp_path)
     await shelf.open()
@@ -66,7 +66,7 @@ async def answer_of(worker):
 
 
 @pytest.mark.parametrize(("seed", "files"), [(7, 1), (8, 3)])
-async def test_who_is_here_takes_it_by_path_others_by_a_group_and_all_prove_it(
+async def test_local_workers_get_the_path_others_a_group_and_all_are_proven(
     house, fleet, seed, files
 ):
     shelf, relay = house
@@ -85,7 +85,7 @@ async def test_who_is_here_takes_it_by_path_others_by_a_group_and_all_prove_it(
         assert after[NEAR] == after[FAR] != before
 
 
-async def test_tensors_that_are_not_those_received_are_a_failure(house, fleet):
+async def test_tensors_that_differ_from_the_version_are_a_failure(house, fleet):
     shelf, relay = house
     version, other = tiny_version(shelf.store, 7), tiny_version(shelf.store, 8)
     file = "model.safetensors"
@@ -96,7 +96,7 @@ async def test_tensors_that_are_not_those_received_are_a_failure(house, fleet):
             assert "full_checksum" in answer.why
 
 
-async def test_what_does_not_fit_is_refused_and_leaves_a_worker_as_it_was(house, fleet):
+async def test_a_version_that_does_not_fit_is_refused_and_changes_nothing(house, fleet):
     shelf, relay = house
     good, bad = tiny_version(shelf.store, 7), store_version(shelf.store)
     with trio.fail_after(PATIENCE_SECS):
@@ -109,7 +109,7 @@ async def test_what_does_not_fit_is_refused_and_leaves_a_worker_as_it_was(house,
         assert all(answer.success for answer in await relay.deliver(good, fleet))
 
 
-async def test_a_worker_that_was_paused_by_its_trainer_stays_so(house, fleet):
+async def test_a_worker_paused_by_its_trainer_stays_paused(house, fleet):
     shelf, relay = house
     version = tiny_version(shelf.store, 7)
     with trio.fail_after(PATIENCE_SECS):
@@ -122,7 +122,7 @@ async def test_a_worker_that_was_paused_by_its_trainer_stays_so(house, fleet):
         await asked(fleet[NEAR], "/continue_generation", torch_empty_cache=False)
 
 
-async def test_a_worker_that_is_gone_is_told_of_and_costs_the_others_nothing(house, fleet):
+async def test_a_worker_that_is_gone_does_not_affect_the_others(house, fleet):
     shelf, relay = house
     version = tiny_version(shelf.store, 7)
     nobody = f"http://127.0.0.1:{free_port()}"

@@ -1,4 +1,4 @@
-"""Answers say which weights they came from, requests may ask for some, and updates hold them up."""
+"""Responses name their weights, requests may require a version, and updates hold requests."""
 
 import json
 
@@ -33,7 +33,7 @@ async def ask(client, *fields, body=CHAT):
 
 
 class Stepwise:
-    """A worker that says the first part of an answer when it is asked, and the rest when it may."""
+    """A worker that sends the first part of a response at once, and the rest when it is released."""
 
     def __init__(self, first, rest):
         self.first, self.rest = first, rest
@@ -46,7 +46,7 @@ class Stepwise:
         await call.send(self.rest)
 
 
-async def test_an_answer_tells_the_weights_of_its_worker_while_they_are_known():
+async def test_a_response_names_the_weights_of_its_worker_while_they_are_known():
     async with door_before(GOOD) as (opened, client):
         (worker,) = opened.fleet.workers
         answer = await ask(client)
@@ -62,7 +62,7 @@ async def test_an_answer_tells_the_weights_of_its_worker_while_they_are_known():
         assert (await ask(client)).one(VERSION) is None
 
 
-async def test_a_failure_of_ours_claims_no_weights():
+async def test_a_local_reply_names_no_weights():
     async with door_before(resetting, config="[routing]\nmax_total_retries = 1") as (
         opened,
         client,
@@ -77,7 +77,7 @@ async def test_a_failure_of_ours_claims_no_weights():
     [("v2", 2, "v2"), ("v1", 2, "v1"), (None, 0, "")],
     ids=["another", "the same name again", "not known yet"],
 )
-async def test_an_answer_that_was_asked_for_before_a_change_tells_both(label, epoch, told):
+async def test_a_response_that_spans_a_change_names_both_versions(label, epoch, told):
     worker = Stepwise(b"", counted(b"good"))
     async with door_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
@@ -94,7 +94,7 @@ async def test_an_answer_that_was_asked_for_before_a_change_tells_both(label, ep
         assert opened.door.status()["answers_across_versions"] == 1
 
 
-async def test_a_stream_that_spans_a_change_is_told_in_the_log_and_counted():
+async def test_a_stream_that_spans_a_change_is_logged_and_counted():
     worker = Stepwise(SSE_HEAD + chunk(b"data: a\n\n"), chunk(b"data: [DONE]\n\n") + LAST_CHUNK)
     async with door_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
@@ -117,7 +117,7 @@ async def test_a_stream_that_spans_a_change_is_told_in_the_log_and_counted():
         assert opened.door.status()["answers_across_versions"] == 1
 
 
-async def test_a_retry_tells_the_weights_of_whoever_answered():
+async def test_a_retry_names_the_weights_of_the_worker_that_answered():
     async with door_before(resetting, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.set_version(worker, f"v{number}", number)
@@ -126,7 +126,7 @@ async def test_a_retry_tells_the_weights_of_whoever_answered():
         assert answer.one(END) is None
 
 
-async def test_conditions_narrow_the_choice_and_stay_with_us():
+async def test_version_constraints_limit_the_choice_and_are_not_forwarded():
     async with door_before(GOOD, GOOD, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.set_version(worker, f"v{number}", number)
@@ -155,13 +155,13 @@ async def test_conditions_narrow_the_choice_and_stay_with_us():
         "x-omni-min-weight-epoch: 1\r\nx-omni-min-weight-epoch: 2",
     ],
 )
-async def test_a_condition_that_can_not_be_read_is_refused(field):
+async def test_an_invalid_version_constraint_is_refused(field):
     async with door_before(GOOD) as (opened, client):
         assert (await ask(client, field)).status == 400
         assert not opened.workers[0].requests
 
 
-async def test_without_a_queue_nobody_waits_for_weights():
+async def test_without_a_queue_no_request_waits_for_weights():
     async with door_before(GOOD) as (_, client):
         answer = await ask(client, f"{VERSION}: =v2")
         assert (answer.status, answer.one("retry-after")) == (503, "1")
@@ -170,7 +170,7 @@ async def test_without_a_queue_nobody_waits_for_weights():
         assert "no eligible upstream" in error["message"]
 
 
-async def test_with_a_queue_it_waits_until_somebody_has_them():
+async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
     async with door_before(GOOD, config=QUEUED) as (opened, client):
         (worker,) = opened.fleet.workers
         await client.send(post(CHAT, "x-omni-min-weight-epoch: 3"))
@@ -182,7 +182,7 @@ async def test_with_a_queue_it_waits_until_somebody_has_them():
         assert (answer.status, answer.one("x-omni-weight-epoch")) == (200, "3")
 
 
-async def test_who_waited_too_long_for_weights_is_told_what_was_missing():
+async def test_a_request_that_waited_too_long_is_told_which_weights_were_missing():
     config = f"{QUEUED}queue_timeout_secs = 0.05"
     async with door_before(GOOD, config=config) as (_, client):
         answer = await ask(client, f"{VERSION}: =v2")
@@ -199,7 +199,7 @@ async def test_who_waited_too_long_for_weights_is_told_what_was_missing():
         ("paused", "[routing]\nwhile_paused = 'shed'", "paused"),
     ],
 )
-async def test_shedding_answers_at_once_though_there_is_a_queue(hold, rules, code):
+async def test_shed_refuses_at_once_although_there_is_a_queue(hold, rules, code):
     async with door_before(GOOD, config=QUEUED + rules) as (opened, client):
         (worker,) = opened.fleet.workers
         opened.fleet.cordon(worker, hold)
@@ -211,7 +211,7 @@ async def test_shedding_answers_at_once_though_there_is_a_queue(hold, rules, cod
         assert (await ask(client)).status == 200
 
 
-async def test_holding_costs_no_error():
+async def test_held_requests_get_no_error():
     async with fake_workers(GOOD, GOOD) as made, open_door(*made, config=QUEUED) as opened:
         answers = []
 
@@ -241,7 +241,7 @@ def config_of(fleet, rules, policy="round_robin"):
     return toml(fleet, more=more)
 
 
-async def test_an_update_holds_requests_and_lets_them_go_to_the_new_weights(tmp_path):
+async def test_an_update_holds_requests_until_the_new_weights(tmp_path):
     file, answers = tmp_path / "proxy.toml", []
     async with engines(2) as both:
         file.write_text(config_of(both, ""))
@@ -280,7 +280,7 @@ async def test_an_update_holds_requests_and_lets_them_go_to_the_new_weights(tmp_
             assert [each.headers["x-omni-weight-epoch"] for each in answers] == ["1"] * 3
 
 
-async def test_an_update_that_sheds_says_so_and_pass_lets_them_through(tmp_path):
+async def test_an_update_sheds_or_passes_requests_as_configured(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (engine,):
         for rule in ("shed", "pass"):
@@ -302,7 +302,7 @@ async def test_an_update_that_sheds_says_so_and_pass_lets_them_through(tmp_path)
                 engine.gates["/update_weights_from_disk"].set()
 
 
-async def test_a_request_waits_for_the_epoch_that_it_asks_for(tmp_path):
+async def test_a_request_waits_for_the_epoch_that_it_requires(tmp_path):
     file, answers = tmp_path / "proxy.toml", []
     least = {"x-omni-min-weight-epoch": "1", "content-type": "application/json"}
     async with engines(1) as (engine,):
@@ -324,7 +324,7 @@ async def test_a_request_waits_for_the_epoch_that_it_asks_for(tmp_path):
             assert answers[0].headers["x-omni-weight-epoch"] == "1"
 
 
-async def test_what_a_worker_flushes_with_an_update_is_forgotten(tmp_path):
+async def test_an_update_that_flushes_clears_cache_knowledge(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (engine,):
         file.write_text(config_of([engine], "", policy="cache_aware"))
