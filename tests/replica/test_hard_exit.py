@@ -10,7 +10,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.process_group.trainer_process import TrainerPool
-from tests.replica.weights.syncing import NORM, UP, many, sent_of
+from tests.replica.weights.sync_steps import NORM, UP, many, sent_of
 
 PATIENCE_SECS = 60
 HELD = "threads_blocked_at_exit reason=peer_does_not_answer threads="

@@ -26,8 +26,8 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
     text = load_model(settings)
     if settings.tp > 1:
         # Tensor parallelism is imported only where it is configured.
-        from omni_proxy.replica.tp.leader import lead
+        from omni_proxy.replica.tp.leader import start_leader
 
-        return lead(stage_name, text, settings)
+        return start_leader(stage_name, text, settings)
     scheduler = TextScheduler(stage_name, ModelWorker(text), *batch_limits_and_cache(settings))
     return with_weight_operations(scheduler, settings)

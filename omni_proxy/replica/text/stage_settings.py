@@ -17,8 +17,13 @@ from omni_proxy.replica.models.text_model import TextModel, load_text_model
 from omni_proxy.replica.text.batch_queue import BatchLimits
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.weights.operations import Rank, WeightOperations
-from omni_proxy.replica.weights.sync import MOST_SECS, TERMS, Isolation, Terms
+from omni_proxy.replica.weights.trainer_groups import (
+    DEFAULT_RECEIVE_SETTINGS,
+    MAX_DEADLINE_SECS,
+    Isolation,
+    ReceiveSettings,
+)
+from omni_proxy.replica.weights.weight_actions import ModelRank, WeightActions
 
 SchedulerKind = TypeVar("SchedulerKind", bound=TextScheduler)
 
@@ -32,7 +37,7 @@ class TextSettings:
     one batch may hold beside decoding requests. `prefix_cache_entries` 0 turns the cache off.
     `threads` 0 keeps torch's default. `tp` is the number of processes that share the model, 1 for
     none. Weights are read from disk only below `weights_root`; "" allows none. `weights_isolation`
-    and the `weights_*_secs` configure updates over a trainer's group (`Terms`).
+    and the `weights_*_secs` configure updates over a trainer's group (`ReceiveSettings`).
     """
 
     model: str = "tiny"
@@ -45,11 +50,11 @@ class TextSettings:
     prefix_cache_bytes: int = 256 * 2**20
     prefix_min_tokens: int = 16
     weights_root: str = "/"
-    weights_isolation: Isolation = TERMS.isolation
-    weights_join_secs: float = TERMS.join_secs
-    weights_ready_secs: float = TERMS.ready_secs
-    weights_receive_secs: float = TERMS.receive_secs
-    weights_stall_secs: float = TERMS.stall_secs
+    weights_isolation: Isolation = DEFAULT_RECEIVE_SETTINGS.isolation
+    weights_join_secs: float = DEFAULT_RECEIVE_SETTINGS.join_secs
+    weights_ready_secs: float = DEFAULT_RECEIVE_SETTINGS.ready_secs
+    weights_receive_secs: float = DEFAULT_RECEIVE_SETTINGS.receive_secs
+    weights_stall_secs: float = DEFAULT_RECEIVE_SETTINGS.stall_secs
     tp: int = 1
 
     def __post_init__(self) -> None:
@@ -61,8 +66,8 @@ class TextSettings:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
         for name in ("join", "ready", "receive", "stall"):
             secs = getattr(self, f"weights_{name}_secs")
-            if not 0 < secs <= MOST_SECS:
-                raise ValueError(f"weights_{name}_secs must be within 0 and {MOST_SECS:g}")
+            if not 0 < secs <= MAX_DEADLINE_SECS:
+                raise ValueError(f"weights_{name}_secs must be within 0 and {MAX_DEADLINE_SECS:g}")
         if self.weights_isolation not in get_args(Isolation):
             raise ValueError(
                 f"weights_isolation is {' or '.join(get_args(Isolation))}, not "
@@ -70,8 +75,8 @@ class TextSettings:
             )
 
     @property
-    def terms(self) -> Terms:
-        return Terms(
+    def terms(self) -> ReceiveSettings:
+        return ReceiveSettings(
             isolation=self.weights_isolation,
             join_secs=self.weights_join_secs,
             ready_secs=self.weights_ready_secs,
@@ -111,10 +116,10 @@ def batch_limits_and_cache(settings: TextSettings) -> tuple[BatchLimits, PrefixC
 def with_weight_operations(scheduler: SchedulerKind, settings: TextSettings) -> SchedulerKind:
     """Register the weight operations with the scheduler and return it."""
     worker = scheduler.worker
-    WeightOperations(
+    WeightActions(
         scheduler,
         weights_root=settings.weights_root,
-        rank=Rank(worker.tp_rank, worker.tp_size),
+        rank=ModelRank(worker.tp_rank, worker.tp_size),
         terms=settings.terms,
     )
     return scheduler

@@ -23,22 +23,22 @@ from omni_proxy.replica.text.stage_settings import (
     load_model,
     with_weight_operations,
 )
-from omni_proxy.replica.tp.group import Group, RankLost, join_store
-from omni_proxy.replica.tp.kv import Mirror
+from omni_proxy.replica.tp.group import RankGroup, RankLost, join_store
 from omni_proxy.replica.tp.messages import GIVE_UP, STEP, VERDICT, Vote
-from omni_proxy.replica.tp.ranked import RankedWorker
+from omni_proxy.replica.tp.mirrored_kv import KVMirror
+from omni_proxy.replica.tp.rank_worker import RankWorker
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded import ShardedLlama
-from omni_proxy.replica.weights.target import DamagedFault
+from omni_proxy.replica.tp.sharded_model import ShardedLlama
+from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 
 def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
     """Load rank `rank`'s part of the model; the ranks meet at the leader's `port`."""
     own = TextSettings(**settings)
     text = load_model(own)
-    group = Group(rank, own.tp)
+    group = RankGroup(rank, own.tp)
     model = ShardedLlama(text.model, Shard(text.model.config, rank, own.tp), group.add_up)
-    worker = RankedWorker(dataclasses.replace(text, model=model), group)
+    worker = RankWorker(dataclasses.replace(text, model=model), group)
     scheduler = FollowerScheduler(stage_name, worker, *batch_limits_and_cache(own))
     scheduler.port = port
     return with_weight_operations(scheduler, own)
@@ -47,12 +47,12 @@ def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) ->
 class FollowerScheduler(TextScheduler):
     """`run` raises what makes this rank useless: then its leader has to end all of them."""
 
-    worker: RankedWorker
+    worker: RankWorker
     port: int
 
-    def __init__(self, stage_name: str, worker: RankedWorker, *bounds: Any) -> None:
+    def __init__(self, stage_name: str, worker: RankWorker, *bounds: Any) -> None:
         super().__init__(stage_name, worker, *bounds)
-        self._mirror = Mirror(worker.new_kv)
+        self._mirror = KVMirror(worker.new_kv)
         self._slow_steps: dict[str, _SlowStep] = {}
 
     def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
@@ -97,7 +97,7 @@ class FollowerScheduler(TextScheduler):
         slow.number += 1
         slow.done = done
         fault = "" if done.error is None else str(done.error) or type(done.error).__name__
-        self._vote(Vote(op_id, slow.number, fault, isinstance(done.error, DamagedFault)))
+        self._vote(Vote(op_id, slow.number, fault, isinstance(done.error, DamagedWeightsError)))
         self._go_on(op_id)
 
     def _go_on(self, op_id: str) -> None:

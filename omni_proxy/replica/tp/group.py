@@ -52,7 +52,7 @@ def _store(port: int, size: int, **how: Any) -> Any:
     return TCPStore(LOOPBACK, port, size, timeout=timeout, wait_for_workers=False, **how)
 
 
-class Group:
+class RankGroup:
     """All methods but `close` are collective: each rank calls them in the same order.
 
     One thread at a time may use it. `lost` tells why a peer is known to be gone, or "". Once

@@ -29,21 +29,21 @@ from omni_proxy.replica.text.stage_settings import (
     batch_limits_and_cache,
     with_weight_operations,
 )
-from omni_proxy.replica.tp.fanout import FanOut
-from omni_proxy.replica.tp.followers import Followers
-from omni_proxy.replica.tp.group import Group, RankLost, open_store
-from omni_proxy.replica.tp.kv import Journal, MirroredKV
-from omni_proxy.replica.tp.messages import FromRank, Overdue, step
-from omni_proxy.replica.tp.ranked import RankedWorker
+from omni_proxy.replica.tp.follower_processes import Followers
+from omni_proxy.replica.tp.group import RankGroup, RankLost, open_store
+from omni_proxy.replica.tp.messages import RankMessage, StepOverdue, step
+from omni_proxy.replica.tp.mirrored_kv import KVJournal, MirroredKV
+from omni_proxy.replica.tp.rank_fanout import RankFanOut
+from omni_proxy.replica.tp.rank_worker import RankWorker
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded import ShardedLlama
+from omni_proxy.replica.tp.sharded_model import ShardedLlama
 
 FOLLOWER = "omni_proxy.replica.tp.follower:build"
 
-FromElsewhere = StepDone | CompiledConstraint | FromRank | Overdue | RankLost
+FromElsewhere = StepDone | CompiledConstraint | RankMessage | StepOverdue | RankLost
 
 
-def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
+def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
     """Start the followers and return the scheduler over all ranks.
 
     Raises ValueError where the model cannot be split so, RankLost where a follower did not come up.
@@ -51,14 +51,14 @@ def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderSche
     shard = Shard(text.model.config, 0, settings.tp)
     store, port = open_store(settings.tp)
     followers = Followers(stage_name)
-    group = Group(0, settings.tp, lambda: followers.lost)
+    group = RankGroup(0, settings.tp, lambda: followers.lost)
     try:
         shared = {"port": port, "settings": dataclasses.asdict(settings)}
         followers.start(FOLLOWER, ({"rank": rank} | shared for rank in range(1, settings.tp)))
         model = LeaderLlama(text.model, shard, group, followers)
         followers.await_ready()
         group.meet(store)
-        worker = LeadingWorker(dataclasses.replace(text, model=model), group, followers)
+        worker = LeaderWorker(dataclasses.replace(text, model=model), group, followers)
         scheduler = LeaderScheduler(stage_name, worker, *batch_limits_and_cache(settings))
         return with_weight_operations(scheduler, settings)
     except BaseException:
@@ -69,10 +69,10 @@ def lead(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderSche
 class LeaderLlama(ShardedLlama):
     """Tells the followers of every batch before it computes its own part."""
 
-    def __init__(self, whole: Llama, shard: Shard, group: Group, followers: Followers) -> None:
+    def __init__(self, whole: Llama, shard: Shard, group: RankGroup, followers: Followers) -> None:
         super().__init__(whole, shard, group.add_up)
         self._followers = followers
-        self._journal = Journal()
+        self._journal = KVJournal()
         self._told = False
 
     def new_kv(self) -> SequenceKV:
@@ -107,10 +107,10 @@ class LeaderLlama(ShardedLlama):
             raise self._followers.lose(0, reason) from error
 
 
-class LeadingWorker(RankedWorker):
+class LeaderWorker(RankWorker):
     """Rank 0's worker, which has the others' processes."""
 
-    def __init__(self, text: TextModel, group: Group, followers: Followers) -> None:
+    def __init__(self, text: TextModel, group: RankGroup, followers: Followers) -> None:
         super().__init__(text, group)
         self.followers = followers
 
@@ -128,11 +128,11 @@ class LeadingWorker(RankedWorker):
 class LeaderScheduler(TextScheduler):
     """The stage's scheduler; `run` raises RankLost as soon as a rank is known to be lost."""
 
-    worker: LeadingWorker
+    worker: LeaderWorker
 
-    def __init__(self, stage_name: str, worker: LeadingWorker, *bounds: Any) -> None:
+    def __init__(self, stage_name: str, worker: LeaderWorker, *bounds: Any) -> None:
         super().__init__(stage_name, worker, *bounds)
-        self._fan_out = FanOut(self, worker.followers.ranks)
+        self._fan_out = RankFanOut(self, worker.followers.ranks)
         self._way_out: Emit = self.emit
         self.info |= {"tp_size": worker.tp_size, "follower_pids": worker.followers.pids}
 
@@ -161,9 +161,9 @@ class LeaderScheduler(TextScheduler):
                 self._fan_out.run(message, lambda: super(LeaderScheduler, self).take(message))
             case StepDone():
                 self._fan_out.own_step(message)
-            case FromRank(rank, told):
+            case RankMessage(rank, told):
                 self._fan_out.heard(rank, told)
-            case Overdue():
+            case StepOverdue():
                 self._fan_out.overdue(message)
             case RankLost():
                 raise message
@@ -184,7 +184,7 @@ class LeaderScheduler(TextScheduler):
     def tell(self, message: Admin) -> None:
         self.worker.followers.tell(message)
 
-    def remind(self, message: Overdue, after_secs: float) -> Callable[[], None]:
+    def remind(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
         reminder = threading.Timer(after_secs, self._post, (message,))
         reminder.daemon = True
         reminder.start()

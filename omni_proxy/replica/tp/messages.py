@@ -28,17 +28,17 @@ class Vote(Struct, frozen=True, tag="vote"):
     damaged: bool = False
 
 
-FromFollower: TypeAlias = StageOutput | Vote
+FollowerMessage: TypeAlias = StageOutput | Vote
 
 
-class FromRank(Struct, frozen=True):
+class RankMessage(Struct, frozen=True):
     """What a follower said, in the leader's inbox."""
 
     rank: int
-    message: FromFollower
+    message: FollowerMessage
 
 
-class Overdue(Struct, frozen=True):
+class StepOverdue(Struct, frozen=True):
     """The leader has waited for its followers' part of an operation for long enough."""
 
     op_id: str

@@ -17,7 +17,7 @@ ROWS, COLUMNS = 0, 1  # of a weight [out, in]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """Rows or columns `start` to `stop` of a whole tensor that has `length` of them."""
 
     dim: int
@@ -79,7 +79,7 @@ class Shard:
         """The rank's part of the features between gate/up and down."""
         return _share(self.config.intermediate_size, self.rank, self.size)
 
-    def cut(self, name: str) -> Cut | None:
+    def cut(self, name: str) -> TensorSlice | None:
         """What of the tensor of this name is held here; None: all of it."""
         config, words = self.config, name.split(".")
         layer_part = words[-2] if len(words) > 2 and words[-1] == "weight" else ""
@@ -123,5 +123,5 @@ def _share(count: int, rank: int, size: int) -> range:
     return range(start, start + max(1, count // size))
 
 
-def _scaled(dim: int, share: range, count: int, width: int) -> Cut:
-    return Cut(dim, share.start * width, share.stop * width, count * width)
+def _scaled(dim: int, share: range, count: int, width: int) -> TensorSlice:
+    return TensorSlice(dim, share.start * width, share.stop * width, count * width)

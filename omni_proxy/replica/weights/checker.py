@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni_proxy.replica.weights.target import Target, WeightsFault
+from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
 from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
 ACTIONS = ("snapshot", "reset_tensors", "compare", "checksum")
@@ -30,7 +30,7 @@ def digest_of(name: str, tensor: Tensor) -> str:
     return tensor_digest(name, str(tensor.dtype), tensor.shape, data)
 
 
-def metadata_of(target: Target) -> Metadata:
+def metadata_of(target: LiveTensors) -> Metadata:
     """Name, shape, type and digest of each tensor, all cores hashing at once."""
     tensors = dict(target)
     # The longest first: else one core ends with the embedding while the others have nothing left.
@@ -49,11 +49,11 @@ def metadata_of(target: Target) -> Metadata:
     }
 
 
-def itself(name: str, tensor: Tensor) -> Tensor:
+def identity(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Checker:
+class WeightsChecker:
     """`layout` is told with every result: which part of the whole tensors a rank holds.
 
     `whole` gives the whole tensor to the first rank and nothing to the others, which tell no
@@ -62,9 +62,9 @@ class Checker:
 
     def __init__(
         self,
-        target: Target,
+        target: LiveTensors,
         layout: dict[str, int],
-        whole: Callable[[str, Tensor], Tensor | None] = itself,
+        whole: Callable[[str, Tensor], Tensor | None] = identity,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._target = target
@@ -74,18 +74,18 @@ class Checker:
         self._snapshot: Metadata | None = None
 
     def require(self, action: str) -> None:
-        """Raises WeightsFault for an action that cannot be done now."""
+        """Raises WeightsError for an action that cannot be done now."""
         if action not in ACTIONS:
             *most, last = ACTIONS
-            raise WeightsFault(
+            raise WeightsError(
                 f"Unsupported weights_checker action {action!r}; "
                 f"expected {', '.join(most)}, or {last}"
             )
         if action == "compare" and self._snapshot is None:
-            raise WeightsFault(NO_SNAPSHOT)
+            raise WeightsError(NO_SNAPSHOT)
 
     def check(self, action: str) -> dict[str, Any]:
-        """Hash everything and return the result's `data`; raises WeightsFault as `require`."""
+        """Hash everything and return the result's `data`; raises WeightsError as `require`."""
         self.require(action)
         started_s = self._clock()
         metadata = metadata_of(self._target)

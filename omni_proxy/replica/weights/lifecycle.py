@@ -20,9 +20,15 @@ from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow_operations import DAMAGED, BackgroundStep, PeerError, Step
 from omni_proxy.replica.text.stage_operations import OperationOutcome
-from omni_proxy.replica.weights.states import Misplaced
-from omni_proxy.replica.weights.target import ApplyFault, DamagedFault, Staged, Target, WeightsFault
-from omni_proxy.replica.weights.wholeness import Wholeness
+from omni_proxy.replica.weights.live_tensors import (
+    ApplyError,
+    DamagedWeightsError,
+    LiveTensors,
+    StagedTensors,
+    WeightsError,
+)
+from omni_proxy.replica.weights.receive_state import CallOutOfOrder
+from omni_proxy.replica.weights.version_integrity import VersionIntegrity
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +41,18 @@ UPDATED = "Succeeded to update parameter online."
 IDS_TOLD = 16
 
 # Yields the steps that bring new values here, and returns them.
-Bringing: TypeAlias = Generator[Step, Any, Staged]
+StagingSteps: TypeAlias = Generator[Step, Any, StagedTensors]
 Told: TypeAlias = Mapping[str, Any]
 
 
-def by(step: Callable[[], Staged]) -> Bringing:
+def stage_in_background(step: Callable[[], StagedTensors]) -> StagingSteps:
     """One step that does it all."""
-    staged: Staged = yield step
+    staged: StagedTensors = yield step
     return staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class UpdateOptions:
     """What an update's caller wants besides the weights. `pause_on_failure`: the route's custom.
 
     `whole`: what comes is all of this update; else it is a bucket of one, perhaps the last.
@@ -68,7 +74,7 @@ class Wish:
     @classmethod
     def of(
         cls, payload: Told, *, pause_on_failure: bool, flush_cache: bool = True, whole: bool = True
-    ) -> Wish:
+    ) -> UpdateOptions:
         """`flush_cache` where the caller does not say."""
         version = payload.get("weight_version")
         return cls(
@@ -83,28 +89,28 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Session:
+class UpdateSession:
     """What came between begin and end of one sync: all of it is swapped in at its end."""
 
-    staged: Staged
+    staged: StagedTensors
     weight_version: str | None = None
 
 
 class Lifecycle:
     """All but the yielded steps runs in the scheduler's thread."""
 
-    def __init__(self, scheduler: TextScheduler, target: Target) -> None:
+    def __init__(self, scheduler: TextScheduler, target: LiveTensors) -> None:
         self._scheduler = scheduler
         self._target = target
-        self.session: Session | None = None
-        self.wholeness = Wholeness()
+        self.session: UpdateSession | None = None
+        self.wholeness = VersionIntegrity()
 
     @property
     def version(self) -> str:
         return self._scheduler.weight_version
 
     def open_session(self) -> None:
-        self.session = Session(Staged(self._target))
+        self.session = UpdateSession(StagedTensors(self._target))
 
     def drop_session(self) -> Generator[Step, Any, None]:
         """Nobody will end the session that is open, if one is."""
@@ -114,7 +120,7 @@ class Lifecycle:
                 yield BackgroundStep(session.staged.forget)
 
     def update(
-        self, wish: Wish, bring: Bringing, told: Told, *, in_session: bool = True
+        self, wish: UpdateOptions, bring: StagingSteps, told: Told, *, in_session: bool = True
     ) -> Generator[Step, Any, OperationOutcome]:
         """Run one update, which running requests refuse; `told` is in its answer's data.
 
@@ -128,11 +134,11 @@ class Lifecycle:
         return answer
 
     def take_in(
-        self, wish: Wish, bring: Bringing, told: Told, *, in_session: bool = True
+        self, wish: UpdateOptions, bring: StagingSteps, told: Told, *, in_session: bool = True
     ) -> Generator[Step, Any, OperationOutcome]:
         """The same whatever is running."""
         dropped, flushed = 0, None
-        staged: Staged | None = None
+        staged: StagedTensors | None = None
         try:
             staged = yield from bring
             if wish.abort_all_requests:
@@ -151,7 +157,7 @@ class Lifecycle:
             self._hold()
         return True, UPDATED, self._data(wish, dropped, flushed) | dict(told), None
 
-    def swap(self, staged: Staged, wish: Wish) -> Generator[Step, Any, None]:
+    def swap(self, staged: StagedTensors, wish: UpdateOptions) -> Generator[Step, Any, None]:
         """Put new weights in place and forget what was computed with the old ones."""
         scheduler = self._scheduler
         # No request that goes on may mix the keys of two sets of weights.
@@ -161,7 +167,7 @@ class Lifecycle:
             yield staged.apply if self._target.split else staged.apply_for_good
         except PeerError as fault:
             staged.undo()
-            raise ApplyFault(str(fault)) from fault
+            raise ApplyError(str(fault)) from fault
         # The swap is done at every rank: one that is late with this has it none the less.
         with suppress(PeerError):
             yield staged.forget
@@ -181,9 +187,9 @@ class Lifecycle:
             return False, told, {}, told
         active = scheduler.active_ids()
         if active and not scheduler.paused:
-            return self._refuse(Wish(), active)
+            return self._refuse(UpdateOptions(), active)
         count = len(session.staged)
-        wish = Wish(weight_version=session.weight_version, pause_on_failure=True)
+        wish = UpdateOptions(weight_version=session.weight_version, pause_on_failure=True)
         try:
             yield from self.swap(session.staged, wish)
         except Exception as error:  # as in an update
@@ -210,7 +216,7 @@ class Lifecycle:
     def _retracted(self) -> bool:
         return self._scheduler.paused and self._scheduler.pause_mode == "retract"
 
-    def _keep(self, session: Session, staged: Staged, wish: Wish) -> None:
+    def _keep(self, session: UpdateSession, staged: StagedTensors, wish: UpdateOptions) -> None:
         session.staged.update(staged)
         if wish.weight_version is not None:
             session.weight_version = wish.weight_version
@@ -220,7 +226,7 @@ class Lifecycle:
         if not self._scheduler.paused:
             self._scheduler.pause("in_place")
 
-    def _refuse(self, wish: Wish, active: list[str]) -> OperationOutcome:
+    def _refuse(self, wish: UpdateOptions, active: list[str]) -> OperationOutcome:
         if wish.keep_pause or wish.pause_on_failure:
             self._hold()
         data = {
@@ -232,17 +238,19 @@ class Lifecycle:
         }
         return False, ACTIVE, data, ACTIVE_ERROR
 
-    def failed(self, wish: Wish, error: Exception, told: Told) -> OperationOutcome:
+    def failed(self, wish: UpdateOptions, error: Exception, told: Told) -> OperationOutcome:
         """The answer for an update that did not come to its end."""
-        if not isinstance(error, Misplaced):  # that one came at the wrong time, and ended nothing
+        if not isinstance(
+            error, CallOutOfOrder
+        ):  # that one came at the wrong time, and ended nothing
             self.wholeness.broken()
         held = self.wholeness.told(self._scheduler.weight_version)
         match error:
-            case WeightsFault() | GroupError() | PeerError():
+            case WeightsError() | GroupError() | PeerError():
                 message = f"{str(error).rstrip('.')}. Nothing was changed: {held}"
-            case ApplyFault():
+            case ApplyError():
                 message = f"The swap failed and was undone: {held}. {error}"
-            case DamagedFault():
+            case DamagedWeightsError():
                 self.damaged()
                 told = {**told, DAMAGED: True}
                 message = f"The weights are damaged: update them before you continue. {error}"
@@ -251,10 +259,10 @@ class Lifecycle:
                 message = f"{type(error).__name__}: {error}. Nothing was changed: {held}"
         if wish.keep_pause or wish.pause_on_failure:
             self._hold()
-        status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
+        status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
         return False, message, self._data(wish, 0, None) | status | dict(told), message
 
-    def _data(self, wish: Wish, dropped: int, flushed: bool | None) -> dict[str, Any]:
+    def _data(self, wish: UpdateOptions, dropped: int, flushed: bool | None) -> dict[str, Any]:
         return {
             "num_paused_requests": dropped,
             "flush_cache": wish.flush_cache,

@@ -17,10 +17,15 @@ from typing import Any
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, Steps
-from omni_proxy.replica.weights.lifecycle import Bringing, Lifecycle, Wish
-from omni_proxy.replica.weights.states import MISPLACED, Misplaced
-from omni_proxy.replica.weights.sync import MOST_SECS, Arming, Reception, Sync
-from omni_proxy.replica.weights.target import Staged, WeightsFault
+from omni_proxy.replica.weights.lifecycle import Lifecycle, StagingSteps, UpdateOptions
+from omni_proxy.replica.weights.live_tensors import StagedTensors, WeightsError
+from omni_proxy.replica.weights.receive_state import OUT_OF_ORDER_STATUS, CallOutOfOrder
+from omni_proxy.replica.weights.trainer_groups import (
+    MAX_DEADLINE_SECS,
+    ArmRequest,
+    PendingTransfer,
+    TrainerGroups,
+)
 
 GROUP_NAME = "weight_update_group"
 
@@ -29,18 +34,18 @@ def group_name(payload: dict[str, Any]) -> str:
     return str(payload.get("group_name") or GROUP_NAME)
 
 
-def deadline_of(payload: dict[str, Any], default_secs: float) -> float:
+def parse_deadline(payload: dict[str, Any], default_secs: float) -> float:
     """How long the caller would wait; raises GroupError for what is no time at all."""
     secs = payload.get("deadline_secs", default_secs)
     if not 0 < secs < float("inf"):
         raise GroupError(f"timeout {secs!r}: it must be a positive number of seconds")
-    return float(min(secs, MOST_SECS))
+    return float(min(secs, MAX_DEADLINE_SECS))
 
 
 class TwoPhase:
     """Each method is an admin action of the text stage."""
 
-    def __init__(self, lifecycle: Lifecycle, sync: Sync) -> None:
+    def __init__(self, lifecycle: Lifecycle, sync: TrainerGroups) -> None:
         self._lifecycle = lifecycle
         self._sync = sync
 
@@ -49,12 +54,12 @@ class TwoPhase:
         told: dict[str, Any] = {"group_name": name}
         try:
             terms = self._sync.terms
-            ready_secs = min(deadline_of(payload, terms.ready_secs), terms.ready_secs)
+            ready_secs = min(parse_deadline(payload, terms.ready_secs), terms.ready_secs)
             plans = yield BackgroundStep(partial(self._sync.planned, payload))
-            wanted = Arming(name, plans, ready_secs, whole=bool(payload.get("buckets")))
+            wanted = ArmRequest(name, plans, ready_secs, whole=bool(payload.get("buckets")))
             current = yield from self._sync.arm(wanted, halting=False)
-        except (WeightsFault, GroupError, PeerError) as error:
-            if isinstance(error, Misplaced):
+        except (WeightsError, GroupError, PeerError) as error:
+            if isinstance(error, CallOutOfOrder):
                 return False, str(error), told | {"status_code": error.status}, str(error)
             # Whoever is refused the next bucket of a sync has nothing to end it with.
             self._lifecycle.wholeness.broken()
@@ -70,13 +75,15 @@ class TwoPhase:
         payload, name = order.payload, group_name(order.payload)
         self._sync.look()
         try:
-            secs = deadline_of(payload, self._sync.terms.receive_secs)
+            secs = parse_deadline(payload, self._sync.terms.receive_secs)
             current = self._sync.completing(name)
         except GroupError as refusal:
-            status = refusal.status if isinstance(refusal, Misplaced) else MISPLACED
+            status = refusal.status if isinstance(refusal, CallOutOfOrder) else OUT_OF_ORDER_STATUS
             return False, str(refusal), {"group_name": name, "status_code": status}, str(refusal)
         # Whoever cannot say it means no flush: the seed's default, not SGLang's.
-        wish = Wish.of(payload, pause_on_failure=False, flush_cache=False, whole=current.whole)
+        wish = UpdateOptions.of(
+            payload, pause_on_failure=False, flush_cache=False, whole=current.whole
+        )
         bring = self._receive(current, secs, halting=False)
         answer = yield from self._lifecycle.take_in(wish, bring, {"group_name": name})
         success, message, data, error = answer
@@ -90,33 +97,33 @@ class TwoPhase:
     def update_weights_from_distributed(self, order: Admin) -> Steps:
         """Both phases at once, while nothing is computed."""
         payload = order.payload
-        wish = Wish.of(payload, pause_on_failure=True, whole=False)
+        wish = UpdateOptions.of(payload, pause_on_failure=True, whole=False)
         told = {"group_name": group_name(payload), "names": payload.get("names")}
-        box: list[Reception] = []
+        box: list[PendingTransfer] = []
         answer = yield from self._lifecycle.update(wish, self._both(payload, box), told)
         for current in box:
             yield from self._sync.settle(current, kept=answer[0])
         return answer
 
-    def _both(self, payload: dict[str, Any], box: list[Reception]) -> Bringing:
+    def _both(self, payload: dict[str, Any], box: list[PendingTransfer]) -> StagingSteps:
         terms = self._sync.terms
-        secs = deadline_of(payload, terms.receive_secs)
+        secs = parse_deadline(payload, terms.receive_secs)
         plans = yield partial(self._sync.planned, payload)
-        wanted = Arming(group_name(payload), plans, min(secs, terms.ready_secs))
+        wanted = ArmRequest(group_name(payload), plans, min(secs, terms.ready_secs))
         current = yield from self._sync.arm(wanted, halting=True)
         box.append(current)
         self._sync.completing(current.transfer.group_name)
         staged = yield from self._receive(current, secs, halting=True)
         return staged
 
-    def _receive(self, current: Reception, secs: float, *, halting: bool) -> Bringing:
+    def _receive(self, current: PendingTransfer, secs: float, *, halting: bool) -> StagingSteps:
         yield from self._sync.come(current, secs, halting=halting)
         step = partial(self._sync.stage, current)
-        staged: Staged = yield step if halting else BackgroundStep(step)
+        staged: StagedTensors = yield step if halting else BackgroundStep(step)
         return staged
 
 
-def _size(current: Reception) -> dict[str, Any]:
+def _size(current: PendingTransfer) -> dict[str, Any]:
     """What a reception expects, in numbers."""
     return {
         "num_buckets": len(current.plans),

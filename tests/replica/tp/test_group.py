@@ -6,16 +6,16 @@ import torch
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.tp import group as module
-from omni_proxy.replica.tp.group import Group, RankLost, join_store, open_store
+from omni_proxy.replica.tp.group import RankGroup, RankLost, join_store, open_store
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded import ShardedLlama
+from omni_proxy.replica.tp.sharded_model import ShardedLlama
 
 
 class Ranks:
     """All ranks of a group, each in a thread of its own."""
 
     def __init__(self, size, lost=lambda: ""):
-        self.groups = [Group(rank, size, lost) for rank in range(size)]
+        self.groups = [RankGroup(rank, size, lost) for rank in range(size)]
         self.threads = ThreadPoolExecutor(size)
         store, port = open_store(size)
         stores = [store, *(join_store(port, size) for _ in range(1, size))]
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_is_told(monkeypatch):
     monkeypatch.setattr(module, "STEP_SECS", 0.2)
     store, _ = open_store(2)
     with pytest.raises(RankLost, match="the 2 ranks did not meet"):
-        Group(0, 2).meet(store)
+        RankGroup(0, 2).meet(store)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -9,7 +9,7 @@ from omni_proxy.replica.models.text_model import load_text_model
 from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
 from omni_proxy.replica.text.stage import build
 from tests.replica.text.scheduler_harness import Loop, long_prompt, submission, undisturbed
-from tests.replica.weights.stages import running
+from tests.replica.weights.stage_fixture import running
 
 SMOLLM2 = cache_folder(os.environ) / MODELS["smollm2-135m"].file
 needs_file = pytest.mark.skipif(

@@ -9,13 +9,13 @@ from omni_proxy.replica.pipeline.messages import AdminResult
 from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded import ShardedLlama
-from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
-from omni_proxy.replica.weights.target import DamagedFault, Staged, Target
+from omni_proxy.replica.tp.sharded_model import ShardedLlama
+from omni_proxy.replica.weights.lifecycle import Lifecycle, UpdateOptions, stage_in_background
+from omni_proxy.replica.weights.live_tensors import DamagedWeightsError, LiveTensors, StagedTensors
 from tests.process_group.trainer_process import Trainer, free_port, make_tensor
 from tests.replica.text.scheduler_harness import undisturbed
-from tests.replica.weights.stages import checksum_of, running, weights_of
-from tests.replica.weights.stages import save as save_to
+from tests.replica.weights.stage_fixture import checksum_of, running, weights_of
+from tests.replica.weights.stage_fixture import save as save_to
 
 UP = "model.layers.1.mlp.up_proj.weight"
 OUT = "model.layers.2.self_attn.o_proj.weight"
@@ -181,14 +181,16 @@ def test_a_group_that_nobody_opens_is_given_up_by_every_rank_when_it_is_destroye
 
 def test_a_swap_that_could_not_be_undone_pauses_and_names_the_damage(tmp_path, monkeypatch):
     scheduler = build("decode", model="tiny", weights_root=str(tmp_path))
-    target = Target(ShardedLlama(scheduler.worker.text.model, Shard(tiny.CONFIG, 0, 2), id))
-    staged = Staged(target)
+    target = LiveTensors(ShardedLlama(scheduler.worker.text.model, Shard(tiny.CONFIG, 0, 2), id))
+    staged = StagedTensors(target)
 
     def fail():
-        raise DamagedFault("RuntimeError: no memory")
+        raise DamagedWeightsError("RuntimeError: no memory")
 
     monkeypatch.setattr(staged, "undo", fail)
-    steps = Lifecycle(scheduler, target).update(Wish(weight_version="v7"), by(lambda: staged), {})
+    steps = Lifecycle(scheduler, target).update(
+        UpdateOptions(weight_version="v7"), stage_in_background(lambda: staged), {}
+    )
     stage = next(steps)
     steps.send(stage())
     steps.throw(PeerError("rank 0: its device is full"))
@@ -211,11 +213,13 @@ def test_damage_at_another_rank_pauses_this_one_and_leaves_no_word_of_whole_weig
 def test_a_swap_that_another_rank_could_not_do_is_undone(tmp_path):
     scheduler = build("decode", model="tiny", weights_root=str(tmp_path))
     shard = Shard(tiny.CONFIG, 0, 2)
-    target = Target(ShardedLlama(scheduler.worker.text.model, shard, lambda part: part))
-    staged = Staged(target)
+    target = LiveTensors(ShardedLlama(scheduler.worker.text.model, shard, lambda part: part))
+    staged = StagedTensors(target)
     for name, tensor in weights_of(7).items():
         staged.add(name, tensor)
-    steps = Lifecycle(scheduler, target).update(Wish(weight_version="v7"), by(lambda: staged), {})
+    steps = Lifecycle(scheduler, target).update(
+        UpdateOptions(weight_version="v7"), stage_in_background(lambda: staged), {}
+    )
     stage = next(steps)
     swap = steps.send(stage())
     swap()

@@ -2,7 +2,7 @@ import trio
 
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from tests.replica.api.api_fixture import opened
-from tests.replica.weights.stages import checksum_of, save, weights_of
+from tests.replica.weights.stage_fixture import checksum_of, save, weights_of
 
 
 async def test_the_ranks_are_seen_over_http_and_follow_an_update_or_refuse_it_together(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 from omni_proxy.process_group import memory
 from tests.process_group.trainer_process import free_port
 from tests.replica.tp.test_operations import checked, serialized
-from tests.replica.weights.stages import weights_of
-from tests.replica.weights.syncing import (
+from tests.replica.weights.stage_fixture import weights_of
+from tests.replica.weights.sync_steps import (
     DOWN,
     NORM,
     SHAPES,

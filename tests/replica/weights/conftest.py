@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.replica.weights.stages import running
+from tests.replica.weights.stage_fixture import running
 
 torch.set_num_threads(1)
 

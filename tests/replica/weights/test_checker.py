@@ -6,17 +6,17 @@ import torch
 from torch import nn
 
 from omni_proxy.replica.models import tiny
-from omni_proxy.replica.weights.checker import Checker, digest_of
-from omni_proxy.replica.weights.target import Target, WeightsFault
+from omni_proxy.replica.weights.checker import WeightsChecker, digest_of
+from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
 from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
-from tests.replica.weights.stages import checksum_of, weights_of
+from tests.replica.weights.stage_fixture import checksum_of, weights_of
 
 LAYOUT = {"tp_size": 1, "rank": 0}
 LAST_NORM = "model.norm.weight"
 
 
-def checker_of(model, **more) -> Checker:
-    return Checker(Target(model), LAYOUT, **more)
+def checker_of(model, **more) -> WeightsChecker:
+    return WeightsChecker(LiveTensors(model), LAYOUT, **more)
 
 
 class Few(nn.Module):
@@ -85,7 +85,7 @@ def test_a_tensor_of_two_names_counts_once():
 def test_a_comparison_needs_a_snapshot_and_does_not_use_it_up():
     model = tiny.build(0)
     checker = checker_of(model)
-    with pytest.raises(WeightsFault, match=r"^weights_checker compare requires snapshot first$"):
+    with pytest.raises(WeightsError, match=r"^weights_checker compare requires snapshot first$"):
         checker.check("compare")
     assert checker.check("snapshot")["action"] == "snapshot"
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_reset_takes_the_present_weights_as_the_snapshot_and_leaves_them():
 def test_a_checksum_takes_no_snapshot():
     checker = checker_of(Few(a=torch.ones(1)))
     checker.check("checksum")
-    with pytest.raises(WeightsFault):
+    with pytest.raises(WeightsError):
         checker.check("compare")
 
 
@@ -126,14 +126,14 @@ def test_tensors_that_came_or_went_are_named_and_so_is_another_shape_or_type():
     model.c = torch.zeros(1, dtype=torch.float64)
     del model.b
     model.register_buffer("d", torch.zeros(1))
-    before._target = Target(model)
+    before._target = LiveTensors(model)
     found = before.check("compare")
     assert (found["matched"], found["missing"], found["unexpected"]) == (False, ["b"], ["d"])
     assert found["changed"] == ["a", "c"]
 
 
 def test_another_action_is_refused_with_those_there_are():
-    with pytest.raises(WeightsFault) as refused:
+    with pytest.raises(WeightsError) as refused:
         checker_of(nn.Module()).check("x")
     assert str(refused.value) == (
         "Unsupported weights_checker action 'x'; expected snapshot, reset_tensors, compare, or "

@@ -2,8 +2,18 @@
 
 import pytest
 
-from tests.replica.weights.stages import running
-from tests.replica.weights.syncing import BODY, DOWN, NORM, SHAPES, UP, Syncing, many, one, sent_of
+from tests.replica.weights.stage_fixture import running
+from tests.replica.weights.sync_steps import (
+    BODY,
+    DOWN,
+    NORM,
+    SHAPES,
+    UP,
+    Syncing,
+    many,
+    one,
+    sent_of,
+)
 
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 DESTROY = "destroy_weights_update_group"

@@ -6,8 +6,8 @@ from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import Result, ResultChunk
 from tests.process_group.trainer_process import free_port
 from tests.replica.text.scheduler_harness import undisturbed
-from tests.replica.weights.stages import checksum_of, running, weights_of
-from tests.replica.weights.syncing import (
+from tests.replica.weights.stage_fixture import checksum_of, running, weights_of
+from tests.replica.weights.sync_steps import (
     BODY,
     DOWN,
     NORM,
@@ -42,7 +42,7 @@ def stage(replica, tmp_path):
 
 
 def restore(stage, folder):
-    from tests.replica.weights.stages import save
+    from tests.replica.weights.stage_fixture import save
 
     file = save(folder / "first.safetensors", weights_of(0))
     stage.admin("pause_generation", mode="abort")

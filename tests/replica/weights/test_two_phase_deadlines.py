@@ -3,8 +3,8 @@ import threading
 import pytest
 
 from omni_proxy.process_group.group import Groups
-from tests.replica.weights.stages import running
-from tests.replica.weights.syncing import BODY, NORM, UP, Syncing, announced, many, sent_of
+from tests.replica.weights.stage_fixture import running
+from tests.replica.weights.sync_steps import BODY, NORM, UP, Syncing, announced, many, sent_of
 
 SHORT_SECS = 0.1
 BUCKET = sent_of([UP, NORM])

@@ -12,8 +12,8 @@ import pytest
 
 from tests.process_group.trainer_process import free_port
 from tests.process_group.wait_helpers import wait_until
-from tests.replica.weights.stages import checksum_of, running, weights_of
-from tests.replica.weights.syncing import (
+from tests.replica.weights.stage_fixture import checksum_of, running, weights_of
+from tests.replica.weights.sync_steps import (
     DOWN,
     NORM,
     SHAPES,

@@ -24,15 +24,15 @@ class Loaders(VersionEngines):
 
     def __init__(self, root, reads=(A, B)):
         super().__init__()
-        from omni_proxy.replica.weights.disk import WeightsFolder
-        from omni_proxy.replica.weights.target import Target
+        from omni_proxy.replica.weights.live_tensors import LiveTensors
+        from omni_proxy.replica.weights.weights_folder import WeightsFolder
 
         self.reads, self.targets, self.folders = reads, {}, {}
         for url in (A, B):
             model = torch.nn.Module()
             model.register_buffer("a", torch.zeros(500))
             model.register_buffer("b", torch.zeros(30, 2, dtype=torch.bfloat16))
-            self.targets[url], self.folders[url] = Target(model), WeightsFolder("/")
+            self.targets[url], self.folders[url] = LiveTensors(model), WeightsFolder("/")
         self.read = {A: trio.Event(), B: trio.Event()}
 
     async def keep(self, request, url, path):

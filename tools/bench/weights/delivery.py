@@ -28,14 +28,14 @@ class Relayed:
     def __init__(self, ours: Ours, blocks: Sequence[Any]) -> None:
         import torch
 
-        from omni_proxy.replica.weights.disk import WeightsFolder
-        from omni_proxy.replica.weights.target import Target
+        from omni_proxy.replica.weights.live_tensors import LiveTensors
+        from omni_proxy.replica.weights.weights_folder import WeightsFolder
 
         self._ours = ours
         model = torch.nn.Module()
         for name, block in zip(ours.names, blocks, strict=True):
             model.register_buffer(name, block.clone())
-        self._target = Target(model)
+        self._target = LiveTensors(model)
         self._folder = WeightsFolder(SHARED_MEMORY)
 
     def secs(self) -> float:
@@ -73,10 +73,10 @@ class Relayed:
         return took
 
     def _follow(self, coming: Any) -> None:
-        from omni_proxy.replica.weights.target import WeightsFault
+        from omni_proxy.replica.weights.live_tensors import WeightsError
 
         done = 0
-        with suppress(WeightsFault):  # by its last name: it was sealed meanwhile
+        with suppress(WeightsError):  # by its last name: it was sealed meanwhile
             while done < len(coming.plans) and coming.pending.fault() is None:
                 done = coming.pending.wait_past(done, LOOK_SECS).buckets_done
                 told = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}

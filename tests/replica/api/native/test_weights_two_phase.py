@@ -15,7 +15,7 @@ from tests.replica.api.native.test_weight_routes import (
     told,
     weights_of,
 )
-from tests.replica.weights.syncing import BODY, DOWN, NORM, UP, many, one, sent_of, values
+from tests.replica.weights.sync_steps import BODY, DOWN, NORM, UP, many, one, sent_of, values
 
 INIT, PREPARE = "/init_weights_update_group", "/prepare_weights_update"
 COMPLETE, DESTROY = "/complete_weights_update", "/destroy_weights_update_group"

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from omni_proxy.replica.models.text_model import TextModel
 from omni_proxy.replica.text.model_worker import ModelWorker
-from omni_proxy.replica.tp.group import Group
-from omni_proxy.replica.tp.sharded import ShardedLlama
+from omni_proxy.replica.tp.group import RankGroup
+from omni_proxy.replica.tp.sharded_model import ShardedLlama
 
 
-class RankedWorker(ModelWorker):
+class RankWorker(ModelWorker):
     """`text.model` is a ShardedLlama."""
 
-    def __init__(self, text: TextModel, group: Group) -> None:
+    def __init__(self, text: TextModel, group: RankGroup) -> None:
         super().__init__(text)
         self.group = group
         self.tp_rank, self.tp_size = group.rank, group.size

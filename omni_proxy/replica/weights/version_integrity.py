@@ -13,17 +13,17 @@ from enum import StrEnum
 from typing import Any
 
 
-class Standing(StrEnum):
+class IntegrityState(StrEnum):
     WHOLE = "whole"
     OPEN = "open"
     UNCERTAIN = "uncertain"
 
 
-class Wholeness:
+class VersionIntegrity:
     """`buckets`: how many were applied one by one since the weights were whole."""
 
     def __init__(self) -> None:
-        self.standing = Standing.WHOLE
+        self.standing = IntegrityState.WHOLE
         self.buckets = 0
 
     def bucket(self, *, last: bool) -> None:
@@ -32,25 +32,25 @@ class Wholeness:
             self.whole()
             return
         self.buckets += 1
-        if self.standing is Standing.WHOLE:
-            self.standing = Standing.OPEN
+        if self.standing is IntegrityState.WHOLE:
+            self.standing = IntegrityState.OPEN
 
     def whole(self) -> None:
-        self.standing, self.buckets = Standing.WHOLE, 0
+        self.standing, self.buckets = IntegrityState.WHOLE, 0
 
     def left(self) -> None:
         """Its trainer closed the group in good order."""
-        if self.standing is Standing.OPEN:
+        if self.standing is IntegrityState.OPEN:
             self.whole()
 
     def broken(self) -> None:
         """What was open will not be finished."""
-        if self.standing is Standing.OPEN:
-            self.standing = Standing.UNCERTAIN
+        if self.standing is IntegrityState.OPEN:
+            self.standing = IntegrityState.UNCERTAIN
 
     def damaged(self) -> None:
         """A swap broke off half-way: what is live is of both versions."""
-        self.standing = Standing.UNCERTAIN
+        self.standing = IntegrityState.UNCERTAIN
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -58,7 +58,7 @@ class Wholeness:
 
     def told(self, version: str) -> str:
         """What weights there are after something failed."""
-        if self.standing is Standing.WHOLE:
+        if self.standing is IntegrityState.WHOLE:
             return f"the weights of version {version!r} are whole"
         if not self.buckets:
             return (

@@ -24,31 +24,36 @@ from omni_proxy.replica.text.slow_operations import (
     PeerError,
     Step,
 )
-from omni_proxy.replica.weights.states import (
-    CONFLICT,
-    Book,
-    Event,
-    Membership,
-    Misplaced,
-    State,
-    Transfer,
+from omni_proxy.replica.weights.live_tensors import (
+    LiveTensors,
+    StagedTensors,
+    TensorSignature,
+    WeightsError,
 )
-from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault
+from omni_proxy.replica.weights.receive_state import (
+    CONFLICT_STATUS,
+    CallOutOfOrder,
+    GroupMembership,
+    ReceiveEvent,
+    ReceivePhase,
+    ReceiveState,
+    TransferRecord,
+)
 
 if TYPE_CHECKING:
     from omni_proxy.process_group.receiver import PendingReceive, Received, Receiver
     from omni_proxy.process_group.rendezvous import Rendezvous
 
 # No deadline is longer: what waits for one may be told by a number of seconds.
-MOST_SECS = 3600.0
+MAX_DEADLINE_SECS = 3600.0
 
 Isolation = Literal["process", "thread"]
 T = TypeVar("T")
-Part = Generator[Step, Any, T]
+StepGenerator = Generator[Step, Any, T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ReceiveSettings:
     """How a replica receives, and how patient it is.
 
     `isolation`: where the blocking receive lives. A trainer has `join_secs` to bring all ranks
@@ -63,11 +68,11 @@ class Terms:
     stall_secs: float = 30.0
 
 
-TERMS = Terms()
+DEFAULT_RECEIVE_SETTINGS = ReceiveSettings()
 
 
 @dataclass(frozen=True, slots=True)
-class Arming:
+class ArmRequest:
     """What to be armed for, within `ready_secs`; `whole`: all of an update, not one bucket."""
 
     group_name: str
@@ -77,13 +82,13 @@ class Arming:
 
 
 @dataclass(slots=True)
-class Reception:
+class PendingTransfer:
     """One transfer with what blocks for it; `armed` and `received` are set by its steps' threads.
 
     `whole`: it is all of an update, not one bucket of it. `buckets_come` is known once it is over.
     """
 
-    transfer: Transfer
+    transfer: TransferRecord
     plans: tuple[TensorPlan, ...]
     whole: bool = False
     buckets_come: int = 0
@@ -100,28 +105,28 @@ class Reception:
             received.close()
 
 
-class Sync:
+class TrainerGroups:
     """All but the steps runs in the stage's thread. `size` ranks of one model go in lockstep."""
 
     def __init__(
-        self, name: str, target: Target, terms: Terms, *, size: int = 1,
+        self, name: str, target: LiveTensors, terms: ReceiveSettings, *, size: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.terms = terms
-        self.book = Book()
+        self.book = ReceiveState()
         self._name = name
         self._target = target
         self._size = size
         self._clock = clock
         self._receiver: Receiver | None = None
-        self._current: Reception | None = None
+        self._current: PendingTransfer | None = None
         self._joining: dict[str, CancelToken] = {}  # of the groups that are still meeting
 
     # Groups
 
-    def join(self, rendezvous: Rendezvous) -> Part[None]:
-        """Raises GroupError, Misplaced for a name that a living trainer has, PeerError."""
-        group = Membership(
+    def join(self, rendezvous: Rendezvous) -> StepGenerator[None]:
+        """Raises GroupError, CallOutOfOrder for a name that a living trainer has, PeerError."""
+        group = GroupMembership(
             rendezvous.group_name,
             f"{rendezvous.master_address}:{rendezvous.master_port}",
             rendezvous.rank,
@@ -135,7 +140,7 @@ class Sync:
             yield BackgroundStep(
                 InterruptibleCall(partial(self._join, rendezvous, stop, known), stop.cancel)
             )
-        except Misplaced:
+        except CallOutOfOrder:
             self.book.not_replaced(group)
             raise
         except GroupError:
@@ -154,8 +159,8 @@ class Sync:
             raise GroupError(f"group {name!r} was destroyed")
         self._let_go(name)
 
-    def leave(self, name: str) -> Part[None]:
-        """Ends the group and whatever it does; raises Misplaced where there is none."""
+    def leave(self, name: str) -> StepGenerator[None]:
+        """Ends the group and whatever it does; raises CallOutOfOrder where there is none."""
         self.look()
         self.book.require_known(name)
         if name in self._joining:
@@ -175,7 +180,9 @@ class Sync:
         except GroupError as error:
             groups = receiver.status()["groups"] if known else []
             if any(each["group_name"] == rendezvous.group_name for each in groups):
-                raise Misplaced(f"there is such a group already: {error}", CONFLICT) from None
+                raise CallOutOfOrder(
+                    f"there is such a group already: {error}", CONFLICT_STATUS
+                ) from None
             raise
 
     def _opened(self) -> Receiver:
@@ -195,14 +202,14 @@ class Sync:
             with suppress(GroupError):  # it ended by itself
                 self._receiver.destroy(name)
 
-    def _not_joined(self, group: Membership) -> None:
+    def _not_joined(self, group: GroupMembership) -> None:
         if self.book.not_joined(group):
             self._let_go(group.group_name)
 
     def _let_go(self, name: str) -> None:
         """Of a group that is over: its transfer, unless that is being applied."""
         current = self._current
-        if current is None or self.book.state is State.APPLYING:
+        if current is None or self.book.state is ReceivePhase.APPLYING:
             return
         if current.transfer.group_name == name:
             self._current = None
@@ -210,36 +217,36 @@ class Sync:
     # Receiving
 
     def planned(self, payload: dict[str, Any]) -> tuple[TensorPlan, ...]:
-        """A step: what is announced, checked against the model; raises GroupError, WeightsFault."""
+        """A step: what is announced, checked against the model; raises GroupError, WeightsError."""
         plans = parse_plans(payload)
-        staged = Staged(self._target)
+        staged = StagedTensors(self._target)
         for plan in plans:
             for each in plan.tensors:
-                staged.check(each.name, Form(getattr(torch, each.dtype), each.shape))
+                staged.check(each.name, TensorSignature(getattr(torch, each.dtype), each.shape))
         return plans
 
-    def arm(self, wanted: Arming, *, halting: bool) -> Part[Reception]:
-        """Ready at every rank; raises GroupError (also Misplaced) and PeerError: then at none."""
+    def arm(self, wanted: ArmRequest, *, halting: bool) -> StepGenerator[PendingTransfer]:
+        """Ready at every rank; raises GroupError (also CallOutOfOrder) and PeerError: then at none."""
         self.look()
         name = wanted.group_name
         transfer = self.book.prepare(name, len(wanted.plans), self._clock())
-        current = self._current = Reception(transfer, wanted.plans, wanted.whole)
+        current = self._current = PendingTransfer(transfer, wanted.plans, wanted.whole)
         try:
             yield _step(partial(self._arm, current, wanted.ready_secs), halting=halting)
         except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
-        if not self.book.report(transfer, Event.ARMED):
+        if not self.book.report(transfer, ReceiveEvent.ARMED):
             raise GroupError(f"group {name!r} was ended while it was armed")
         return current
 
-    def completing(self, name: str) -> Reception:
-        """The transfer whose end is awaited from now on; raises Misplaced."""
+    def completing(self, name: str) -> PendingTransfer:
+        """The transfer whose end is awaited from now on; raises CallOutOfOrder."""
         self.book.complete(name)
         assert self._current is not None
         return self._current
 
-    def come(self, current: Reception, secs: float, *, halting: bool) -> Part[None]:
+    def come(self, current: PendingTransfer, secs: float, *, halting: bool) -> StepGenerator[None]:
         """Wait until all is here, at every rank; raises as `arm`, and the group is gone then."""
         armed = current.armed
         assert armed is not None
@@ -249,27 +256,27 @@ class Sync:
         except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
-        self.book.report(current.transfer, Event.CAME)
-        if not self.book.report(current.transfer, Event.APPLIES):
+        self.book.report(current.transfer, ReceiveEvent.CAME)
+        if not self.book.report(current.transfer, ReceiveEvent.APPLIES):
             current.close()
             raise GroupError(f"group {current.transfer.group_name!r} was ended meanwhile")
 
-    def stage(self, current: Reception) -> Staged:
-        """A step: what came, as this model's new values; raises WeightsFault."""
+    def stage(self, current: PendingTransfer) -> StagedTensors:
+        """A step: what came, as this model's new values; raises WeightsError."""
         received = current.received
         assert received is not None
-        staged = Staged(self._target, current.close)
+        staged = StagedTensors(self._target, current.close)
         try:
             for name, tensor in received.tensors().items():
                 staged.add(name, tensor)
-        except WeightsFault:
+        except WeightsError:
             staged.forget()
             raise
         return staged
 
-    def settle(self, current: Reception, *, kept: bool) -> Part[None]:
+    def settle(self, current: PendingTransfer, *, kept: bool) -> StepGenerator[None]:
         """The transfer is over, however it ended; `kept`: somebody has what it brought."""
-        self.book.report(current.transfer, Event.SETTLED)
+        self.book.report(current.transfer, ReceiveEvent.SETTLED)
         if self._current is current:
             self._current = None
         if not kept:
@@ -277,15 +284,15 @@ class Sync:
             with suppress(PeerError):
                 yield BackgroundStep(current.close)
 
-    def _arm(self, current: Reception, ready_secs: float) -> None:
+    def _arm(self, current: PendingTransfer, ready_secs: float) -> None:
         name = current.transfer.group_name
         current.armed = self._opened().arm(name, current.plans, ready_secs=ready_secs)
 
-    def _wait(self, current: Reception, secs: float) -> None:
+    def _wait(self, current: PendingTransfer, secs: float) -> None:
         assert current.armed is not None
         current.received = current.armed.wait(secs)
 
-    def _disarm(self, current: Reception, error: Exception) -> Part[None]:
+    def _disarm(self, current: PendingTransfer, error: Exception) -> StepGenerator[None]:
         """Where one rank failed none goes on: its group cannot be used by the others any more."""
         transfer, refused = current.transfer, isinstance(error, GroupError)
         dropped = isinstance(error, GroupError) and error.group_dropped
@@ -296,13 +303,13 @@ class Sync:
                 yield BackgroundStep(
                     partial(self._release, current, str(error), destroy=ours and not dropped)
                 )
-            self.book.report(transfer, Event.LOST, str(error))
+            self.book.report(transfer, ReceiveEvent.LOST, str(error))
         else:
-            self.book.report(transfer, Event.REFUSED)
+            self.book.report(transfer, ReceiveEvent.REFUSED)
         if self._current is current:
             self._current = None
 
-    def _release(self, current: Reception, why: str, *, destroy: bool) -> None:
+    def _release(self, current: PendingTransfer, why: str, *, destroy: bool) -> None:
         if current.armed is not None:
             current.armed.abort(why)
         current.close()
@@ -314,15 +321,19 @@ class Sync:
     def look(self) -> None:
         """Take note of what the receive has come to by itself."""
         current = self._current
-        if current is None or current.armed is None or self.book.state is not State.RECEIVING:
+        if (
+            current is None
+            or current.armed is None
+            or self.book.state is not ReceivePhase.RECEIVING
+        ):
             return
         if current.transfer.completing:
             return
         if (fault := current.armed.fault()) is not None:
-            self.book.report(current.transfer, Event.LOST, str(fault))
+            self.book.report(current.transfer, ReceiveEvent.LOST, str(fault))
             self._current = None
         elif current.armed.progress().buckets_done == len(current.plans):
-            self.book.report(current.transfer, Event.CAME)
+            self.book.report(current.transfer, ReceiveEvent.CAME)
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready: what `/model_info` tells (state, group, owner, progress)."""

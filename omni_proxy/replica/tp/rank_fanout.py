@@ -20,7 +20,7 @@ import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
-from omni_proxy.replica.tp.messages import FromFollower, Overdue, Vote, give_up, verdict
+from omni_proxy.replica.tp.messages import FollowerMessage, StepOverdue, Vote, give_up, verdict
 
 COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
 NOT_COLLECTED = "failed to collect TP follower admin results"
@@ -28,13 +28,13 @@ NOT_COLLECTED = "failed to collect TP follower admin results"
 log = logging.getLogger(__name__)
 
 
-class Leading(Protocol):
+class FanOutLeader(Protocol):
     """What the operations ask of the leader; all is called in its thread."""
 
     def tell(self, message: Admin) -> None:
         """Send to all followers."""
 
-    def remind(self, message: Overdue, after_secs: float) -> Callable[[], None]:
+    def remind(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
         """Have `message` come back later, unless what is returned is called before."""
 
     def advance(self, done: StepDone) -> None:
@@ -77,10 +77,10 @@ class _Operation:
     results: dict[int, AdminResult] = field(default_factory=dict)
 
 
-class FanOut:
+class RankFanOut:
     """The operations that have not ended at every rank, by `op_id`."""
 
-    def __init__(self, leading: Leading, ranks: Iterable[int]) -> None:
+    def __init__(self, leading: FanOutLeader, ranks: Iterable[int]) -> None:
         self._leading = leading
         self._ranks = sorted(ranks)
         self._live: dict[str, _Operation] = {}
@@ -116,7 +116,7 @@ class FanOut:
         operation.own = result
         operation.number += 1
 
-    def heard(self, rank: int, message: FromFollower) -> None:
+    def heard(self, rank: int, message: FollowerMessage) -> None:
         """A follower has done a slow step, or ended its part; all else is passed over."""
         if not isinstance(message, Vote | AdminResult):
             return
@@ -132,7 +132,7 @@ class FanOut:
             operation.votes[rank] = message
         self._go_on(operation)
 
-    def overdue(self, message: Overdue) -> None:
+    def overdue(self, message: StepOverdue) -> None:
         operation = self._live.get(message.op_id)
         if operation is not None and operation.number == message.number:
             operation.late = True
@@ -150,7 +150,7 @@ class FanOut:
         if waits and not operation.answered and not operation.late:
             limit = operation.order.timeout_s
             operation.forget_reminder = self._leading.remind(
-                Overdue(operation.order.op_id, operation.number),
+                StepOverdue(operation.order.op_id, operation.number),
                 COLLECT_SECS if limit is None else max(0.0, limit),
             )
 

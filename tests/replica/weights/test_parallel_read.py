@@ -3,13 +3,19 @@ import os
 import pytest
 import torch
 
-from omni_proxy.replica.weights import reading
-from omni_proxy.replica.weights.reading import CutShort, Rooms, bytes_of, fill, room
+from omni_proxy.replica.weights import parallel_read
+from omni_proxy.replica.weights.parallel_read import (
+    ReadBufferPool,
+    TruncatedFile,
+    allocate_read_buffer,
+    read_pieces,
+    tensor_memory,
+)
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "SHARE_BYTES", 100)
+    monkeypatch.setattr(parallel_read, "SHARE_BYTES", 100)
     path = tmp_path / "bytes"
     path.write_bytes(bytes(n % 251 for n in range(1000)))
     descriptor = os.open(path, os.O_RDONLY)
@@ -18,31 +24,31 @@ def file(tmp_path, monkeypatch):
 
 
 def test_every_byte_comes_to_its_place(file):
-    whole = room(903)
-    fill([(file, 5, bytes_of(whole[:403])), (file, 0, bytes_of(whole[403:]))], 4)
+    whole = allocate_read_buffer(903)
+    read_pieces([(file, 5, tensor_memory(whole[:403])), (file, 0, tensor_memory(whole[403:]))], 4)
     wanted = [n % 251 for n in (*range(5, 408), *range(500))]
     assert whole.tolist() == wanted
 
 
 def test_a_file_that_is_too_short_is_told_of(file):
-    with pytest.raises(CutShort):
-        fill([(file, 990, bytes_of(room(11)))], 1)
+    with pytest.raises(TruncatedFile):
+        read_pieces([(file, 990, tensor_memory(allocate_read_buffer(11)))], 1)
 
 
 def test_nothing_may_be_read_too(file):
-    fill([(file, 0, bytes_of(room(0)))], 2)
-    fill([], 2)
-    assert room(0).numel() == 0
+    read_pieces([(file, 0, tensor_memory(allocate_read_buffer(0)))], 2)
+    read_pieces([], 2)
+    assert allocate_read_buffer(0).numel() == 0
 
 
 def test_memory_is_viewed_as_any_type():
-    tensor = room(64).view(torch.bfloat16).view(4, 8)
+    tensor = allocate_read_buffer(64).view(torch.bfloat16).view(4, 8)
     tensor.fill_(1.5)
     assert tensor.sum() == 48
 
 
 def test_memory_is_used_again_once_it_was_given_back_and_not_before():
-    rooms = Rooms(keep_bytes=100)
+    rooms = ReadBufferPool(keep_bytes=100)
     first, back = rooms.take(80)
     second, _ = rooms.take(80)
     assert first.data_ptr() != second.data_ptr()

@@ -4,39 +4,54 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from omni_proxy.replica.weights.states import LIVE, TABLE, Book, Event, Membership, Misplaced, State
+from omni_proxy.replica.weights.receive_state import (
+    LIVE,
+    TABLE,
+    CallOutOfOrder,
+    GroupMembership,
+    ReceiveEvent,
+    ReceivePhase,
+    ReceiveState,
+)
 
 NAMES = st.sampled_from(["g", "h"])
 REPORTS = st.sampled_from(
-    [Event.ARMED, Event.REFUSED, Event.CAME, Event.LOST, Event.APPLIES, Event.SETTLED]
+    [
+        ReceiveEvent.ARMED,
+        ReceiveEvent.REFUSED,
+        ReceiveEvent.CAME,
+        ReceiveEvent.LOST,
+        ReceiveEvent.APPLIES,
+        ReceiveEvent.SETTLED,
+    ]
 )
 
 
 def test_every_state_can_be_left_and_reached():
-    assert set(TABLE) == set(State)
+    assert set(TABLE) == set(ReceivePhase)
     assert all(TABLE.values())
     reached = {after for row in TABLE.values() for after in row.values()}
-    assert reached == set(State) - {State.IDLE}
+    assert reached == set(ReceivePhase) - {ReceivePhase.IDLE}
 
 
 def test_whatever_is_under_way_can_be_ended_but_not_what_is_applied():
     for state in LIVE:
-        assert (Event.ENDED in TABLE[state]) is (state is not State.APPLYING)
-        assert (Event.LOST in TABLE[state]) is (state is not State.APPLYING)
+        assert (ReceiveEvent.ENDED in TABLE[state]) is (state is not ReceivePhase.APPLYING)
+        assert (ReceiveEvent.LOST in TABLE[state]) is (state is not ReceivePhase.APPLYING)
 
 
 def test_a_group_that_was_not_replaced_may_still_be_destroyed():
     """At another rank of the model it may still be there."""
-    book = Book()
-    first, second = (Membership("g", owner, 1, 2, "gloo") for owner in ("a:1", "b:1"))
+    book = ReceiveState()
+    first, second = (GroupMembership("g", owner, 1, 2, "gloo") for owner in ("a:1", "b:1"))
     assert book.joining(first) is False
     book.joined(first)
     assert book.joining(second) is True
     assert book.not_joined(second)
-    assert book.state is State.IDLE
+    assert book.state is ReceivePhase.IDLE
     book.require_known("g")
     book.left("g")
-    with pytest.raises(Misplaced, match="does not exist"):
+    with pytest.raises(CallOutOfOrder, match="does not exist"):
         book.require_known("g")
 
 
@@ -47,7 +62,7 @@ class Naive(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.book = Book()
+        self.book = ReceiveState()
         self.groups = {}  # name -> "joining" | "joined"
         self.joins_open = {}
         self.live = None  # [name, step]
@@ -64,9 +79,9 @@ class Naive(RuleBasedStateMachine):
     @rule(target=joins, name=NAMES)
     def join(self, name):
         self.count += 1
-        group = Membership(name, f"host:{self.count}", 1, 2, "gloo")
+        group = GroupMembership(name, f"host:{self.count}", 1, 2, "gloo")
         if name in self.joins_open:
-            with pytest.raises(Misplaced) as refused:
+            with pytest.raises(CallOutOfOrder) as refused:
                 self.book.joining(group)
             assert refused.value.status == 409
             return None
@@ -108,7 +123,7 @@ class Naive(RuleBasedStateMachine):
         if name in self.groups or name in self.gone:
             self.book.require_known(name)
         else:
-            with pytest.raises(Misplaced):
+            with pytest.raises(CallOutOfOrder):
                 self.book.require_known(name)
         self.book.left(name)
         self.end(name)
@@ -119,12 +134,12 @@ class Naive(RuleBasedStateMachine):
     @rule(target=transfers, name=NAMES)
     def prepare(self, name):
         if self.live is not None:
-            with pytest.raises(Misplaced) as refused:
+            with pytest.raises(CallOutOfOrder) as refused:
                 self.book.prepare(name, 1, 0.0)
             assert refused.value.status == 409
             return None
         if self.groups.get(name) != "joined":
-            with pytest.raises(Misplaced):
+            with pytest.raises(CallOutOfOrder):
                 self.book.prepare(name, 1, 0.0)
             return None
         self.live, self.failed = [name, "arming"], None
@@ -137,14 +152,14 @@ class Naive(RuleBasedStateMachine):
         current = transfer is self.book.transfer
         step = self.live[1] if self.live is not None and current else None
         after = {
-            ("arming", Event.ARMED): "receiving",
-            ("arming", Event.REFUSED): None,
-            ("arming", Event.LOST): "lost",
-            ("receiving", Event.CAME): "received",
-            ("receiving", Event.LOST): "lost",
-            ("received", Event.LOST): "lost",
-            ("received", Event.APPLIES): "applying",
-            ("applying", Event.SETTLED): None,
+            ("arming", ReceiveEvent.ARMED): "receiving",
+            ("arming", ReceiveEvent.REFUSED): None,
+            ("arming", ReceiveEvent.LOST): "lost",
+            ("receiving", ReceiveEvent.CAME): "received",
+            ("receiving", ReceiveEvent.LOST): "lost",
+            ("received", ReceiveEvent.LOST): "lost",
+            ("received", ReceiveEvent.APPLIES): "applying",
+            ("applying", ReceiveEvent.SETTLED): None,
         }
         counts = (step, event) in after
         assert self.book.report(transfer, event, "it died") is counts
@@ -169,7 +184,7 @@ class Naive(RuleBasedStateMachine):
         if fits:
             assert self.book.complete(name).completing
             return
-        with pytest.raises(Misplaced) as refused:
+        with pytest.raises(CallOutOfOrder) as refused:
             self.book.complete(name)
         if self.live is None:
             assert refused.value.status == 400
@@ -179,13 +194,13 @@ class Naive(RuleBasedStateMachine):
     @invariant()
     def says_what_is(self):
         if self.live is not None:
-            expected = {State(self.live[1])}
+            expected = {ReceivePhase(self.live[1])}
         elif self.failed is not None:
-            expected = {State.FAILED}
+            expected = {ReceivePhase.FAILED}
         elif "joined" in self.groups.values():
-            expected = {State.GROUPED}
+            expected = {ReceivePhase.GROUPED}
         else:
-            expected = {State.IDLE}
+            expected = {ReceivePhase.IDLE}
         assert {self.book.state} == expected
         assert {group.group_name for group in self.book.groups} == set(self.groups)
         assert (self.book.transfer is None) is (self.live is None and self.failed is None)

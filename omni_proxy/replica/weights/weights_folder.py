@@ -18,11 +18,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from omni_proxy.replica.weights.ahead import Ahead
-from omni_proxy.replica.weights.loading import Loading, Part
-from omni_proxy.replica.weights.reading import Rooms
-from omni_proxy.replica.weights.target import Staged, Target, WeightsFault, quoted
-from omni_proxy.replica.weights.tensors import NOT_JSON
+from omni_proxy.replica.weights.live_tensors import (
+    LiveTensors,
+    StagedTensors,
+    WeightsError,
+    short_repr,
+)
+from omni_proxy.replica.weights.parallel_read import ReadBufferPool
+from omni_proxy.replica.weights.prefetch import FilePrefetcher
+from omni_proxy.replica.weights.safetensors_loader import FileSelection, SafetensorsLoader
+from omni_proxy.replica.weights.stored_tensors import NOT_JSON
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 2**20
@@ -34,14 +39,14 @@ class ManifestFile(Struct, forbid_unknown_fields=True):
     sha256: str | None = None
 
 
-class Manifest(Struct, forbid_unknown_fields=True):
+class UpdateManifest(Struct, forbid_unknown_fields=True):
     """See above; exactly one of the two is given."""
 
     files: list[str | ManifestFile] | None = None
     tensors: dict[str, str] | None = None
 
 
-class Index(Struct):
+class CheckpointIndex(Struct):
     """The list of its files that a sharded checkpoint has."""
 
     weight_map: dict[str, str]
@@ -52,53 +57,53 @@ class WeightsFolder:
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve() if root else None
-        self._rooms = Rooms()
-        self._ahead = Ahead()
+        self._rooms = ReadBufferPool()
+        self._ahead = FilePrefetcher()
 
-    def stage(self, payload: Mapping[str, Any], target: Target) -> Staged:
-        """Read what `model_path` and `manifest` name; raises WeightsFault."""
+    def stage(self, payload: Mapping[str, Any], target: LiveTensors) -> StagedTensors:
+        """Read what `model_path` and `manifest` name; raises WeightsError."""
         load_format = payload.get("load_format")
         if load_format not in FORMATS:
-            raise WeightsFault(
-                f"load_format {quoted(load_format)} is not supported: it is auto or safetensors"
+            raise WeightsError(
+                f"load_format {short_repr(load_format)} is not supported: it is auto or safetensors"
             )
-        manifest = manifest_of(payload.get("manifest"))
+        manifest = parse_manifest(payload.get("manifest"))
         try:
             parts = self._parts(self._inside(payload.get("model_path")), manifest)
             with self._ahead.take(parts) or self._opened(parts, target) as loading:
                 if manifest is None:
                     try:
                         target.require_all(loading.names)
-                    except WeightsFault:
+                    except WeightsError:
                         loading.forget()
                         raise
                 return loading.stage()
         except OSError as error:
-            raise WeightsFault(f"{quoted(payload.get('model_path'))}: {error}") from error
+            raise WeightsError(f"{short_repr(payload.get('model_path'))}: {error}") from error
 
-    def read_ahead(self, payload: Mapping[str, Any], target: Target) -> int:
+    def read_ahead(self, payload: Mapping[str, Any], target: LiveTensors) -> int:
         """Of the file `model_path`, which is being written, the first `nbytes` are final.
 
         They are read for a `stage` that will name the file, however it is called then. How many
-        of all its bytes that can be done with; raises WeightsFault.
+        of all its bytes that can be done with; raises WeightsError.
         """
         name, nbytes = payload.get("model_path"), payload.get("nbytes")
         if type(nbytes) is not int or nbytes < 0:
-            raise WeightsFault("nbytes must be a whole number, at least 0")
+            raise WeightsError("nbytes must be a whole number, at least 0")
         try:
             path = self._inside(name)
-            parts = [Part(self._file(path.parent, path.name))]
+            parts = [FileSelection(self._file(path.parent, path.name))]
             return self._ahead.read(path, nbytes, partial(self._opened, parts, target))
         except OSError as error:
-            raise WeightsFault(f"{quoted(name)}: {error}") from error
+            raise WeightsError(f"{short_repr(name)}: {error}") from error
 
-    def _opened(self, parts: Sequence[Part], target: Target) -> Loading:
-        """Raises WeightsFault, OSError."""
-        loading = Loading(target, self._rooms)
+    def _opened(self, parts: Sequence[FileSelection], target: LiveTensors) -> SafetensorsLoader:
+        """Raises WeightsError, OSError."""
+        loading = SafetensorsLoader(target, self._rooms)
         try:
             for part in parts:
                 loading.look(part)
-        except (WeightsFault, OSError):
+        except (WeightsError, OSError):
             with loading:
                 raise
         return loading
@@ -106,61 +111,65 @@ class WeightsFolder:
     def _inside(self, path: Any, folder: Path | None = None) -> Path:
         """Where `path` really is; relative ones are the folder's, else the root's."""
         if self._root is None:
-            raise WeightsFault(
+            raise WeightsError(
                 "this replica reads no weights from disk: it listens for others and has neither an "
                 "admin key nor a --weights-root"
             )
         if not isinstance(path, str) or not path:
-            raise WeightsFault("model_path must be the path of a safetensors file or folder")
+            raise WeightsError("model_path must be the path of a safetensors file or folder")
         try:
             found = ((folder or self._root) / path).resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
-            raise WeightsFault(f"{quoted(path)} is no path: {error}") from None
+            raise WeightsError(f"{short_repr(path)} is no path: {error}") from None
         if not found.is_relative_to(self._root):
-            raise WeightsFault(f"{quoted(path)} is outside --weights-root {self._root}")
+            raise WeightsError(f"{short_repr(path)} is outside --weights-root {self._root}")
         return found
 
-    def _parts(self, place: Path, manifest: Manifest | None) -> list[Part]:
+    def _parts(self, place: Path, manifest: UpdateManifest | None) -> list[FileSelection]:
         if manifest is not None and manifest.tensors is not None:
             return self._mapped(place, manifest.tensors)
         if manifest is not None:
             named = [ManifestFile(f) if isinstance(f, str) else f for f in manifest.files or ()]
-            return [Part(self._file(place, each.path), None, each.sha256) for each in named]
+            return [
+                FileSelection(self._file(place, each.path), None, each.sha256) for each in named
+            ]
         if place.is_file():
-            return [Part(place)]
+            return [FileSelection(place)]
         if not place.is_dir():
-            raise WeightsFault(f"{quoted(str(place))} does not exist, or is no file and no folder")
+            raise WeightsError(
+                f"{short_repr(str(place))} does not exist, or is no file and no folder"
+            )
         index = self._file(place, INDEX) if (place / INDEX).exists() else None
         if index is not None:
             return self._mapped(place, _weight_map(index))
         found = sorted(place.glob("*.safetensors"))
         if not found:
-            raise WeightsFault(f"{place} holds no .safetensors file; no other format is read")
-        return [Part(self._file(place, path.name)) for path in found]
+            raise WeightsError(f"{place} holds no .safetensors file; no other format is read")
+        return [FileSelection(self._file(place, path.name)) for path in found]
 
-    def _mapped(self, place: Path, tensors: Mapping[str, str]) -> list[Part]:
+    def _mapped(self, place: Path, tensors: Mapping[str, str]) -> list[FileSelection]:
         names: dict[str, list[str]] = {}
         for name, file in tensors.items():
             names.setdefault(file, []).append(name)
-        return [Part(self._file(place, file), tuple(names[file])) for file in names]
+        return [FileSelection(self._file(place, file), tuple(names[file])) for file in names]
 
     def _file(self, folder: Path, name: str) -> Path:
         path = self._inside(name, folder)
         if not path.is_file():
-            raise WeightsFault(f"{quoted(str(folder / name))} does not exist, or is no file")
+            raise WeightsError(f"{short_repr(str(folder / name))} does not exist, or is no file")
         return path
 
 
-def manifest_of(value: Any) -> Manifest | None:
-    """Raises WeightsFault for what is no manifest; None stays None."""
+def parse_manifest(value: Any) -> UpdateManifest | None:
+    """Raises WeightsError for what is no manifest; None stays None."""
     if value is None:
         return None
     try:
-        manifest = msgspec.convert(value, Manifest)
+        manifest = msgspec.convert(value, UpdateManifest)
     except msgspec.ValidationError as error:
-        raise WeightsFault(f"manifest: {error}") from None
+        raise WeightsError(f"manifest: {error}") from None
     if bool(manifest.files) == bool(manifest.tensors):
-        raise WeightsFault(
+        raise WeightsError(
             'manifest must name either "files" (a list) or "tensors" (tensor name to file), not '
             "both, and at least one"
         )
@@ -172,7 +181,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         text = file.read(MAX_INDEX_BYTES + 1)
     try:
         if len(text) > MAX_INDEX_BYTES:
-            raise WeightsFault(f"{index} is longer than {MAX_INDEX_BYTES} bytes")
-        return msgspec.json.decode(text, type=Index).weight_map
+            raise WeightsError(f"{index} is longer than {MAX_INDEX_BYTES} bytes")
+        return msgspec.json.decode(text, type=CheckpointIndex).weight_map
     except NOT_JSON as error:
-        raise WeightsFault(f"{index} is no index of safetensors files: {error}") from None
+        raise WeightsError(f"{index} is no index of safetensors files: {error}") from None

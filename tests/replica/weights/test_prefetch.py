@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_proxy.replica.weights import ahead
-from omni_proxy.replica.weights.ahead import Ahead
-from omni_proxy.replica.weights.disk import WeightsFolder
-from omni_proxy.replica.weights.loading import Loading
-from omni_proxy.replica.weights.target import Target, WeightsFault
+from omni_proxy.replica.weights import prefetch
+from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
+from omni_proxy.replica.weights.prefetch import FilePrefetcher
+from omni_proxy.replica.weights.safetensors_loader import SafetensorsLoader
+from omni_proxy.replica.weights.weights_folder import WeightsFolder
 from tests.process_group.wait_helpers import wait_until
 
 OLD = {"a": torch.zeros(6), "b": torch.zeros(5, 2), "c": torch.zeros(3)}
@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture
 def target(model):
-    return Target(model)
+    return LiveTensors(model)
 
 
 @pytest.fixture
@@ -114,29 +114,29 @@ def test_the_next_version_takes_the_place_of_one_that_never_became_whole(
 def test_who_is_told_of_a_file_that_was_sealed_meanwhile_begins_nothing(folder, target, coming):
     told(folder, target, coming, half(coming))
     assert applied(folder, target, sealed(coming))["c"] == {1.0}
-    with pytest.raises(WeightsFault, match="does not exist"):
+    with pytest.raises(WeightsError, match="does not exist"):
         told(folder, target, coming, 8)
     assert folder._ahead._loading is None
 
 
 @pytest.mark.parametrize("nbytes", [None, "8", 8.0, -1, True])
 def test_a_count_that_is_none_is_refused(folder, target, coming, nbytes):
-    with pytest.raises(WeightsFault, match="nbytes"):
+    with pytest.raises(WeightsError, match="nbytes"):
         told(folder, target, coming, nbytes)
 
 
 def test_what_does_not_fit_is_refused_before_it_has_come(folder, target, coming):
     written_anew = dict(NEW, b=torch.zeros(4, 2))
     save_file(written_anew, coming)
-    with pytest.raises(WeightsFault, match="b has the shape"):
+    with pytest.raises(WeightsError, match="b has the shape"):
         told(folder, target, coming, 8)
 
 
 def test_a_file_outside_the_root_is_not_read(target, coming, tmp_path):
     (tmp_path / "root").mkdir()
-    with pytest.raises(WeightsFault, match="outside --weights-root"):
+    with pytest.raises(WeightsError, match="outside --weights-root"):
         told(WeightsFolder(str(tmp_path / "root")), target, coming, 8)
-    with pytest.raises(WeightsFault, match="reads no weights from disk"):
+    with pytest.raises(WeightsError, match="reads no weights from disk"):
         told(WeightsFolder(""), target, coming, 8)
 
 
@@ -150,7 +150,7 @@ def test_a_file_that_was_cut_short_is_told_of_and_not_kept(folder, target, comin
     whole = os.path.getsize(coming)
     told(folder, target, coming, 8)
     os.truncate(coming, whole - 4)
-    with pytest.raises(WeightsFault, match="ended in the middle"):
+    with pytest.raises(WeightsError, match="ended in the middle"):
         told(folder, target, coming, whole)
     os.truncate(coming, whole)
     written(coming, LATER)
@@ -159,7 +159,7 @@ def test_a_file_that_was_cut_short_is_told_of_and_not_kept(folder, target, comin
 
 def test_what_nobody_asks_for_is_dropped_with_its_file(folder, target, coming):
     open_files = len(os.listdir("/proc/self/fd"))
-    folder._ahead = Ahead(keep_secs=0.01)
+    folder._ahead = FilePrefetcher(keep_secs=0.01)
     told(folder, target, coming, half(coming))
     wait_until(lambda: len(os.listdir("/proc/self/fd")) == open_files)
     written(coming, LATER)
@@ -170,9 +170,9 @@ def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
     folder, target, coming, monkeypatch
 ):
     """It takes over after the step that is under way, and reads the rest itself."""
-    monkeypatch.setattr(ahead, "STEP_BYTES", half(coming))
+    monkeypatch.setattr(prefetch, "STEP_BYTES", half(coming))
     reads, within, go_on = [], threading.Event(), threading.Event()
-    plain = Loading.read
+    plain = SafetensorsLoader.read
 
     def read(self, upto, threads):
         reads.append(upto)
@@ -181,7 +181,7 @@ def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
             assert go_on.wait(20)
         return plain(self, upto, threads)
 
-    monkeypatch.setattr(Loading, "read", read)
+    monkeypatch.setattr(SafetensorsLoader, "read", read)
     whole = os.path.getsize(coming)
     reader = threading.Thread(target=told, args=(folder, target, coming, whole))
     reader.start()

@@ -18,7 +18,13 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from omni_proxy.replica.weights.target import Form, Staged, Target, WeightsFault, quoted
+from omni_proxy.replica.weights.live_tensors import (
+    LiveTensors,
+    StagedTensors,
+    TensorSignature,
+    WeightsError,
+    short_repr,
+)
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -44,17 +50,17 @@ ZIP = b"PK\x03\x04"  # what torch.save writes around a pickle
 
 
 def shape_of(sizes: Any, name: str) -> tuple[int, ...]:
-    """Raises WeightsFault for anything but a few whole numbers of which memory may have as many."""
+    """Raises WeightsError for anything but a few whole numbers of which memory may have as many."""
     listed = isinstance(sizes, list | tuple) and len(sizes) <= MAX_DIMENSIONS
     if not listed or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes):
-        raise WeightsFault(
-            f"{quoted(name)}: the shape {quoted(sizes)} must be a list of at most "
+        raise WeightsError(
+            f"{short_repr(name)}: the shape {short_repr(sizes)} must be a list of at most "
             f"{MAX_DIMENSIONS} whole numbers within 0 and {MAX_SIZE}"
         )
     return tuple(sizes)
 
 
-class StoredTensor(Struct):
+class HeaderEntry(Struct):
     """One entry of a safetensors header."""
 
     dtype: str
@@ -66,7 +72,7 @@ class StoredTensors:
     """The tensors of a safetensors file that is open; `title` names it in faults."""
 
     def __init__(self, file: BinaryIO, title: str) -> None:
-        """Read and check the header; raises WeightsFault, and OSError from the file."""
+        """Read and check the header; raises WeightsError, and OSError from the file."""
         self._file, self.title = file, title
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
@@ -89,12 +95,12 @@ class StoredTensors:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def form(self, name: str) -> Form:
-        """Raises WeightsFault for a name that is not in the file."""
+    def form(self, name: str) -> TensorSignature:
+        """Raises WeightsError for a name that is not in the file."""
         entry = self._entries.get(name)
         if entry is None:
-            raise self._fault(f"has no tensor {quoted(name)}")
-        return Form(STORED_DTYPES[entry.dtype], tuple(entry.shape))
+            raise self._fault(f"has no tensor {short_repr(name)}")
+        return TensorSignature(STORED_DTYPES[entry.dtype], tuple(entry.shape))
 
     @property
     def descriptor(self) -> int:
@@ -107,7 +113,7 @@ class StoredTensors:
         return place
 
     def read(self, name: str) -> Tensor:
-        """The tensor in memory of its own; raises WeightsFault, and OSError from the file."""
+        """The tensor in memory of its own; raises WeightsError, and OSError from the file."""
         form = self.form(name)
         tensor = torch.empty(form.shape, dtype=form.dtype)
         room = tensor.view(-1).view(torch.uint8).numpy().data
@@ -119,19 +125,21 @@ class StoredTensors:
             room = room[count:]
         return tensor
 
-    def _read_header(self, header: bytes) -> dict[str, StoredTensor]:
+    def _read_header(self, header: bytes) -> dict[str, HeaderEntry]:
         try:
             parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             parts.pop("__metadata__", None)
             entries = {
-                name: msgspec.json.decode(part, type=StoredTensor) for name, part in parts.items()
+                name: msgspec.json.decode(part, type=HeaderEntry) for name, part in parts.items()
             }
         except NOT_JSON as error:
             raise self._fault(f"has a broken safetensors header: {error}") from None
         for name, entry in entries.items():
             shape_of(entry.shape, f"{self.title}: {name}")
             if entry.dtype not in STORED_DTYPES:
-                raise self._fault(f"holds {quoted(name)} in the unknown type {quoted(entry.dtype)}")
+                raise self._fault(
+                    f"holds {short_repr(name)} in the unknown type {short_repr(entry.dtype)}"
+                )
         return entries
 
     def _check_layout(self, data_bytes: int) -> None:
@@ -142,7 +150,7 @@ class StoredTensors:
             nbytes = math.prod(entry.shape) * STORED_DTYPES[entry.dtype].itemsize
             if begin != place or end - begin != nbytes:
                 raise self._fault(
-                    f"has a broken header: {quoted(name)} of {entry.dtype} {entry.shape} needs "
+                    f"has a broken header: {short_repr(name)} of {entry.dtype} {entry.shape} needs "
                     f"{nbytes} bytes from {place} on, and is said to be at {begin} to {end}"
                 )
             place = end
@@ -151,31 +159,33 @@ class StoredTensors:
         if place < data_bytes:
             raise self._fault(f"has {data_bytes - place} bytes that belong to no tensor")
 
-    def _fault(self, told: str) -> WeightsFault:
-        return WeightsFault(f"{self.title} {told}")
+    def _fault(self, told: str) -> WeightsError:
+        return WeightsError(f"{self.title} {told}")
 
 
-def staged_of_serialized(payload: dict[str, Any], target: Target, rank: int, size: int) -> Staged:
+def stage_serialized(
+    payload: dict[str, Any], target: LiveTensors, rank: int, size: int
+) -> StagedTensors:
     """Stage `serialized_named_tensors`: base64 of safetensors bytes, one for each rank or for all.
 
-    Raises WeightsFault.
+    Raises WeightsError.
     """
     parts = payload.get("serialized_named_tensors")
     if not isinstance(parts, list) or len(parts) not in (1, size):
-        raise WeightsFault(
+        raise WeightsError(
             f"serialized_named_tensors must be a list of one text for all ranks, or of {size}"
         )
     load_format = payload.get("load_format")
     if load_format not in (None, "auto", "safetensors"):
-        raise WeightsFault(f"load_format {load_format!r} is not supported here: send safetensors")
+        raise WeightsError(f"load_format {load_format!r} is not supported here: send safetensors")
     try:
         raw = base64.b64decode(parts[rank % len(parts)], validate=True)
     except (binascii.Error, TypeError, ValueError):
-        raise WeightsFault("serialized_named_tensors is no base64") from None
+        raise WeightsError("serialized_named_tensors is no base64") from None
     stored = StoredTensors(io.BytesIO(raw), "serialized_named_tensors")
     if not stored.names:
-        raise WeightsFault("serialized_named_tensors holds no tensor")
-    staged = Staged(target)
+        raise WeightsError("serialized_named_tensors holds no tensor")
+    staged = StagedTensors(target)
     for name in stored.names:
         staged.check(name, stored.form(name))
     for name in stored.names:

@@ -27,14 +27,14 @@ ALIGNMENT_BYTES: Final = 64
 KEEP_BYTES: Final = 1 << 30
 
 # A descriptor, the byte in its file, and where the bytes shall be.
-Piece = tuple[int, int, memoryview]
+FilePiece = tuple[int, int, memoryview]
 
 
-class CutShort(Exception):
+class TruncatedFile(Exception):
     """A file had fewer bytes than its header promised."""
 
 
-def room(nbytes: int) -> Tensor:
+def allocate_read_buffer(nbytes: int) -> Tensor:
     """Flat uint8 memory that was never touched."""
     pages: Any = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a system without large pages
@@ -42,7 +42,7 @@ def room(nbytes: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))[:nbytes]
 
 
-class Rooms:
+class ReadBufferPool:
     """The memory of the last read, kept while nobody uses it. Safe from any thread."""
 
     def __init__(self, keep_bytes: int = KEEP_BYTES) -> None:
@@ -56,7 +56,7 @@ class Rooms:
         except IndexError:
             block = None
         if block is None or block.nbytes < nbytes:
-            block = room(nbytes)
+            block = allocate_read_buffer(nbytes)
         given: Tensor = block
         return given[:nbytes], lambda: self._back(given)
 
@@ -66,21 +66,21 @@ class Rooms:
             self._kept.append(block)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_memory(tensor: Tensor) -> memoryview:
     """Its memory, to be read into."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data
 
 
-def split(piece: Piece, upto: int) -> tuple[Piece, Piece]:
+def split_piece(piece: FilePiece, upto: int) -> tuple[FilePiece, FilePiece]:
     """What of it lies before byte `upto` of its file, and the rest; either may be empty."""
     descriptor, place, into = piece
     count = min(max(upto - place, 0), len(into))
     return (descriptor, place, into[:count]), (descriptor, place + count, into[count:])
 
 
-def fill(pieces: Iterable[Piece], threads: int) -> None:
-    """Read every piece. Raises OSError, CutShort."""
+def read_pieces(pieces: Iterable[FilePiece], threads: int) -> None:
+    """Read every piece. Raises OSError, TruncatedFile."""
     shares = [share for piece in pieces for share in _shares(*piece)]
     threads = min(threads, max(len(shares), 1))
     with ThreadPoolExecutor(threads, thread_name_prefix="weights-read") as pool:
@@ -88,15 +88,15 @@ def fill(pieces: Iterable[Piece], threads: int) -> None:
             pass
 
 
-def _shares(descriptor: int, place: int, into: memoryview) -> Iterator[Piece]:
+def _shares(descriptor: int, place: int, into: memoryview) -> Iterator[FilePiece]:
     for start in range(0, len(into), SHARE_BYTES):
         yield descriptor, place + start, into[start : start + SHARE_BYTES]
 
 
-def _read(piece: Piece) -> None:
+def _read(piece: FilePiece) -> None:
     descriptor, place, into = piece
     while into:
         count = os.preadv(descriptor, [into], place)
         if not count:
-            raise CutShort
+            raise TruncatedFile
         place, into = place + count, into[count:]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from omni_proxy.replica.weights.loading import Loading, Part
-from omni_proxy.replica.weights.target import WeightsFault
+from omni_proxy.replica.weights.live_tensors import WeightsError
+from omni_proxy.replica.weights.safetensors_loader import FileSelection, SafetensorsLoader
 
 # Memory of a version that nobody asks for: its writer has failed, or is gone.
 KEEP_SECS: Final = 60.0
@@ -22,7 +22,7 @@ STEP_BYTES: Final = 64 << 20
 THREADS: Final = 1
 
 
-class Ahead:
+class FilePrefetcher:
     """One file at a time, the latest. Safe from any thread; an update never waits for long."""
 
     def __init__(self, keep_secs: float = KEEP_SECS) -> None:
@@ -30,13 +30,13 @@ class Ahead:
         self._lock = threading.Lock()
         self._wanted = threading.Event()  # by an update, which reads what is missing faster
         self._path: Path | None = None
-        self._loading: Loading | None = None
+        self._loading: SafetensorsLoader | None = None
         self._timer: threading.Timer | None = None
 
-    def read(self, path: Path, nbytes: int, opened: Callable[[], Loading]) -> int:
+    def read(self, path: Path, nbytes: int, opened: Callable[[], SafetensorsLoader]) -> int:
         """Its first `nbytes` are final; how many bytes can be read ahead at all. 0: none.
 
-        Raises WeightsFault, and OSError from the file; nothing is kept then.
+        Raises WeightsError, and OSError from the file; nothing is kept then.
         """
         with self._lock:
             if self._path != path:
@@ -49,13 +49,13 @@ class Ahead:
                     if self._wanted.is_set():
                         break
                     loading.read(min(step, nbytes), THREADS)
-            except (WeightsFault, OSError):
+            except (WeightsError, OSError):
                 self._drop()
                 raise
             self._wind()
             return sum(each.form.nbytes for each in loading.as_they_are)
 
-    def take(self, parts: Sequence[Part]) -> Loading | None:
+    def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
         """What was read of just these files, for the caller to end; anything else is dropped."""
         self._wanted.set()
         try:
@@ -80,7 +80,7 @@ class Ahead:
             self._timer.daemon = True
             self._timer.start()
 
-    def _expire(self, loading: Loading) -> None:
+    def _expire(self, loading: SafetensorsLoader) -> None:
         with self._lock:
             if self._loading is loading:
                 self._drop()

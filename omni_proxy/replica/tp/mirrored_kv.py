@@ -1,6 +1,6 @@
 """The KVs of a leader's sequences, which every follower has to hold as well.
 
-    leader: fork, truncate, end of life ──> Journal ──with the next step──> Mirror: the same again
+    leader: fork, truncate, end of life ──> KVJournal ──with the next step──> KVMirror: the same again
 Invariant: after a step's entries and its tokens, each KV that the leader still holds has the same
 length at every rank. Memory that ended at the leader ends at the followers with the next step.
 """
@@ -21,7 +21,7 @@ FORK, TRUNCATE, FREE = "fork", "truncate", "free"
 Entry = Sequence[Any]  # one of the words above, then the number of the KV it is about
 
 
-class Journal:
+class KVJournal:
     """What happened to the leader's KVs since the last step; any thread may let a KV go."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class MirroredKV(SequenceKV):
 
     __slots__ = ("_journal", "number")
 
-    def __init__(self, shape: KVShape, like: Tensor, journal: Journal) -> None:
+    def __init__(self, shape: KVShape, like: Tensor, journal: KVJournal) -> None:
         super().__init__(shape, like)
         self.number = journal.number()
         self._journal = journal
@@ -66,7 +66,7 @@ class MirroredKV(SequenceKV):
             journal.note(FREE, self.number)
 
 
-class Mirror:
+class KVMirror:
     """A follower's part of the same KVs; one that the leader has just made begins empty."""
 
     def __init__(self, new_kv: Callable[[], SequenceKV]) -> None:

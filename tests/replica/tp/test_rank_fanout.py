@@ -2,8 +2,8 @@ import pytest
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
 from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
-from omni_proxy.replica.tp.fanout import COLLECT_SECS, NOT_COLLECTED, FanOut
-from omni_proxy.replica.tp.messages import GIVE_UP, VERDICT, Overdue, Vote
+from omni_proxy.replica.tp.messages import GIVE_UP, VERDICT, StepOverdue, Vote
+from omni_proxy.replica.tp.rank_fanout import COLLECT_SECS, NOT_COLLECTED, RankFanOut
 
 
 def result(success=True, message="ok", rank=0, data=None):
@@ -19,7 +19,7 @@ class Leader:
         self.interrupted, self.damages = [], 0
         self.ends, self.steps = ends or result(), steps
         self.steps_halt = True
-        self.fan_out = FanOut(self, ranks)
+        self.fan_out = RankFanOut(self, ranks)
 
     def start(self, timeout_s=None):
         self.fan_out.run(Admin("op", "act", {"key": 1}, timeout_s), self._go_on)
@@ -305,8 +305,8 @@ def test_a_reminder_of_an_earlier_wait_means_nothing():
     leader.step_done()
     leader.vote(1)
     leader.vote(2)
-    leader.fan_out.overdue(Overdue("op", 1))
-    leader.fan_out.overdue(Overdue("other", 1))
+    leader.fan_out.overdue(StepOverdue("op", 1))
+    leader.fan_out.overdue(StepOverdue("other", 1))
     assert leader.answers == []
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from omni_proxy.replica.models.llama import TIED_NAMES
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.weights.exchange import exchange, exchangeable, put
+from omni_proxy.replica.weights.tensor_swap import can_swap, copy_tensors, swap_tensors
 
 # What older checkpoints store and every loader computes for itself.
 DERIVED_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
@@ -26,20 +26,20 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 200
 
 
-class WeightsFault(Exception):
+class WeightsError(Exception):
     """What was sent cannot become this model's weights; no live tensor was touched."""
 
 
-class ApplyFault(Exception):
+class ApplyError(Exception):
     """The swap failed in the middle; every live tensor has its old value again."""
 
 
-class DamagedFault(Exception):
+class DamagedWeightsError(Exception):
     """The swap failed in the middle and could not be undone: live tensors are of both kinds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSignature:
     """What can be known of a tensor before it is there."""
 
     dtype: torch.dtype
@@ -50,19 +50,19 @@ class Form:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def quoted(value: object) -> str:
+def short_repr(value: object) -> str:
     """Its repr, cut where it is long: what was sent may be millions of characters."""
     return _REPR.repr(value)
 
 
-def some_of(names: Sequence[str]) -> str:
+def list_some(names: Sequence[str]) -> str:
     """A few names, and how many more there are."""
     shown = ", ".join(names[:NAMED_AT_MOST])
     more = len(names) - NAMED_AT_MOST
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-class Target:
+class LiveTensors:
     """Parameters, then buffers, each once under its first name; `aliases` are other names.
 
     Of a model over several processes (it has a `shard`) whole tensors are taken, and a part kept.
@@ -90,27 +90,27 @@ class Target:
         return list(self._tensors)
 
     def own_name(self, name: str) -> str:
-        """The name under which a tensor is held; raises WeightsFault where there is none."""
+        """The name under which a tensor is held; raises WeightsError where there is none."""
         own = self._aliases.get(name, name)
         if own not in self._tensors:
-            raise WeightsFault(f"the model has no tensor {quoted(name)}")
+            raise WeightsError(f"the model has no tensor {short_repr(name)}")
         return own
 
     def live(self, name: str) -> Tensor:
-        """The tensor itself; raises WeightsFault for a name that the model has not."""
+        """The tensor itself; raises WeightsError for a name that the model has not."""
         return self._tensors[self.own_name(name)]
 
-    def check(self, name: str, form: Form) -> None:
-        """Raises WeightsFault where no such tensor can be put into the model."""
+    def check(self, name: str, form: TensorSignature) -> None:
+        """Raises WeightsError where no such tensor can be put into the model."""
         live = self.live(name)
         shape = self._whole_shape(name, live)
         if shape != form.shape:
-            raise WeightsFault(
-                f"{name} has the shape {quoted(list(form.shape))}; the model's has {list(shape)}"
+            raise WeightsError(
+                f"{name} has the shape {short_repr(list(form.shape))}; the model's has {list(shape)}"
             )
         floating = form.dtype.is_floating_point and live.dtype.is_floating_point
         if form.dtype != live.dtype and not floating:
-            raise WeightsFault(f"{name} is of {form.dtype}, which cannot become {live.dtype}")
+            raise WeightsError(f"{name} is of {form.dtype}, which cannot become {live.dtype}")
 
     def _whole_shape(self, name: str, live: Tensor) -> tuple[int, ...]:
         if self._shard is None:
@@ -118,13 +118,13 @@ class Target:
         return self._shard.whole_shape(self.own_name(name), live.shape)
 
     def require_all(self, names: Iterable[str]) -> None:
-        """Raises WeightsFault where a tensor of the model is not among those named."""
+        """Raises WeightsError where a tensor of the model is not among those named."""
         found = {self._aliases.get(name, name) for name in names}
         missing = [name for name in self._tensors if name not in found]
         if missing:
-            raise WeightsFault(
+            raise WeightsError(
                 f"{len(missing)} of the model's {len(self._tensors)} tensors are missing: "
-                f"{some_of(missing)}; to change a part on purpose, name it in a manifest"
+                f"{list_some(missing)}; to change a part on purpose, name it in a manifest"
             )
 
     @property
@@ -139,13 +139,13 @@ class Target:
         return self._shard.shard_of(self.own_name(name), tensor).clone()
 
 
-class Staged:
+class StagedTensors:
     """New values, checked and in the live tensors' types, that nothing shows yet.
 
     `give_back` is called when none of them is held any more: their memory is somebody else's.
     """
 
-    def __init__(self, target: Target, give_back: Callable[[], None] | None = None) -> None:
+    def __init__(self, target: LiveTensors, give_back: Callable[[], None] | None = None) -> None:
         self._target = target
         self._new: dict[str, Tensor] = {}
         self._old: dict[str, Tensor] = {}
@@ -154,31 +154,31 @@ class Staged:
     def __len__(self) -> int:
         return len(self._new)
 
-    def check(self, name: str, form: Form) -> None:
-        """Raises WeightsFault where `add` would for such a tensor."""
+    def check(self, name: str, form: TensorSignature) -> None:
+        """Raises WeightsError where `add` would for such a tensor."""
         if not name.endswith(DERIVED_ENDINGS):
             self._target.check(name, form)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor over, as it is if it has the right type; raises WeightsFault."""
+        """Take a tensor over, as it is if it has the right type; raises WeightsError."""
         if name.endswith(DERIVED_ENDINGS):
             return
         target = self._target
-        target.check(name, Form(tensor.dtype, tuple(tensor.shape)))
+        target.check(name, TensorSignature(tensor.dtype, tuple(tensor.shape)))
         own, live = target.own_name(name), target.live(name)
         part = target.part_of(name, tensor.detach())
         new = part.to(device=live.device, dtype=live.dtype)
         if own in self._new and not torch.equal(self._new[own], new):
-            raise WeightsFault(f"{name} comes twice, with different values")
+            raise WeightsError(f"{name} comes twice, with different values")
         self._new[own] = new
 
-    def update(self, later: Staged) -> None:
+    def update(self, later: StagedTensors) -> None:
         """Take over what `later` holds, in place of what is held for the same tensors."""
         self._new |= later._new
         self._lenders += later._lenders
 
     def apply(self) -> None:
-        """Write everything into the live tensors; raises ApplyFault, DamagedFault.
+        """Write everything into the live tensors; raises ApplyError, DamagedWeightsError.
 
         The old values stay here for `undo` until `forget`.
         """
@@ -193,16 +193,16 @@ class Staged:
                     live.copy_(self._new.pop(name))
         except Exception as error:  # whatever a device raises, the model must be whole again
             self.undo()
-            raise ApplyFault(f"{type(error).__name__}: {error}") from error
+            raise ApplyError(f"{type(error).__name__}: {error}") from error
 
     def apply_for_good(self) -> None:
         """The same where no later step can fail, without the old values; raises as `apply`."""
         pairs = [(self._target.live(name), new) for name, new in self._new.items()]
-        if all(exchangeable(pairs)):
+        if all(can_swap(pairs)):
             try:
-                put(pairs)
+                copy_tensors(pairs)
             except Exception as error:  # no thread could be had, say: some may have been written
-                raise DamagedFault(f"{type(error).__name__}: {error}") from error
+                raise DamagedWeightsError(f"{type(error).__name__}: {error}") from error
         else:
             self.apply()
 
@@ -210,20 +210,20 @@ class Staged:
         """Those that lie in this machine's memory change places with the live ones."""
         names = list(self._new)
         pairs = [(self._target.live(name), self._new[name]) for name in names]
-        quick = exchangeable(pairs)
-        exchange(pair for pair, may in zip(pairs, quick, strict=True) if may)
+        quick = can_swap(pairs)
+        swap_tensors(pair for pair, may in zip(pairs, quick, strict=True) if may)
         for name, may in zip(names, quick, strict=True):
             if may:
                 self._old[name] = self._new.pop(name)
 
     def undo(self) -> None:
-        """Put back what `apply` had written over; raises DamagedFault."""
+        """Put back what `apply` had written over; raises DamagedWeightsError."""
         try:
             with torch.no_grad():
                 for name, values in self._old.items():
                     self._target.live(name).copy_(values)
         except Exception as error:  # the device is lost, or nearly so
-            raise DamagedFault(f"{type(error).__name__}: {error}") from error
+            raise DamagedWeightsError(f"{type(error).__name__}: {error}") from error
 
     def forget(self) -> None:
         """Give all memory back: 0.04 s for half a gigabyte, which no scheduler should spend."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_proxy.replica.models.kv import KVShape, SequenceKV
-from omni_proxy.replica.tp.kv import Journal, Mirror, MirroredKV
+from omni_proxy.replica.tp.mirrored_kv import KVJournal, KVMirror, MirroredKV
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_size=1, limit=200)
 LIKE = torch.zeros(1)
@@ -29,9 +29,9 @@ class Mirroring(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.journal = Journal()
+        self.journal = KVJournal()
         self.live: list[MirroredKV] = []
-        self.mirror = Mirror(lambda: SequenceKV(SHAPE, LIKE))
+        self.mirror = KVMirror(lambda: SequenceKV(SHAPE, LIKE))
         self.even = True
 
     def drawn(self, data) -> MirroredKV:
@@ -89,7 +89,7 @@ TestMirroring = Mirroring.TestCase
 
 
 def test_a_fork_lives_on_its_own():
-    journal = Journal()
+    journal = KVJournal()
     kv = MirroredKV(SHAPE, LIKE, journal)
     append(kv, [1, 2, 3])
     copy = kv.fork(2)
@@ -101,4 +101,4 @@ def test_a_fork_lives_on_its_own():
 
 def test_an_entry_without_sense_is_refused():
     with pytest.raises(ValueError, match="makes no sense"):
-        Mirror(lambda: SequenceKV(SHAPE, LIKE)).apply([["swap", 1, 2]])
+        KVMirror(lambda: SequenceKV(SHAPE, LIKE)).apply([["swap", 1, 2]])

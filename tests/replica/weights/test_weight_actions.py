@@ -8,13 +8,13 @@ from safetensors.torch import save
 from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
 from omni_proxy.replica.text.stage import build
-from omni_proxy.replica.weights import exchange, target
-from omni_proxy.replica.weights.operations import Rank, WeightOperations
-from omni_proxy.replica.weights.sync import Terms
+from omni_proxy.replica.weights import live_tensors, tensor_swap
+from omni_proxy.replica.weights.trainer_groups import ReceiveSettings
+from omni_proxy.replica.weights.weight_actions import ModelRank, WeightActions
 from tests.process_group.trainer_process import Trainer, make_tensor
 from tests.replica.text.scheduler_harness import Loop
-from tests.replica.weights import stages
-from tests.replica.weights.stages import Stage, checksum_of, weights_of
+from tests.replica.weights import stage_fixture
+from tests.replica.weights.stage_fixture import Stage, checksum_of, weights_of
 
 LAST_NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -42,7 +42,7 @@ def test_what_a_swap_that_broke_off_left_is_not_called_whole_until_it_is_replace
     def break_off(pairs):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(target, "put", break_off)
+    monkeypatch.setattr(live_tensors, "copy_tensors", break_off)
     answer = from_tensor(stage, some())
     assert not answer.success
     assert "The weights are damaged: update them before you continue" in answer.message
@@ -56,7 +56,7 @@ def test_what_a_swap_that_broke_off_left_is_not_called_whole_until_it_is_replace
 
 
 def test_a_swap_that_was_undone_left_every_tensor_as_it_was(stage, monkeypatch):
-    before, moves, move = stage.checksum(), [], exchange._exchange
+    before, moves, move = stage.checksum(), [], tensor_swap._exchange
 
     def refuse_the_second(*given):
         moves.append(given)
@@ -64,8 +64,10 @@ def test_a_swap_that_was_undone_left_every_tensor_as_it_was(stage, monkeypatch):
             raise MemoryError("no room")
         move(*given)
 
-    monkeypatch.setattr(target.Target, "split", True)  # one that another rank may have undo it
-    monkeypatch.setattr(exchange, "_exchange", refuse_the_second)
+    monkeypatch.setattr(
+        live_tensors.LiveTensors, "split", True
+    )  # one that another rank may have undo it
+    monkeypatch.setattr(tensor_swap, "_exchange", refuse_the_second)
     answer = from_tensor(stage, weights_of(2))
     assert not answer.success
     assert answer.message.startswith("The swap failed and was undone: the weights of version")
@@ -331,7 +333,7 @@ def test_a_session_does_not_end_under_running_requests(stage):
 def test_whole_weights_from_disk_end_a_session_that_was_left_open(stage, tmp_path):
     stage.admin("begin_weight_update")
     from_tensor(stage, some(2, UP))
-    stages.save(tmp_path / "new.safetensors", weights_of(1))
+    stage_fixture.save(tmp_path / "new.safetensors", weights_of(1))
     assert stage.update("new.safetensors").success
     assert stage.checksum() == checksum_of(weights_of(1))
     assert not stage.admin("end_weight_update").success
@@ -391,7 +393,7 @@ def test_each_rank_of_a_model_asks_for_a_gpu_of_its_own(monkeypatch):
     asked = []
     monkeypatch.setattr(ThreadReceiver, "init", lambda _, meeting, stop: asked.append(meeting))
     scheduler = build("decode", model="tiny", seed=0)
-    WeightOperations(scheduler, rank=Rank(3, 4), terms=Terms(isolation="thread"))
+    WeightActions(scheduler, rank=ModelRank(3, 4), terms=ReceiveSettings(isolation="thread"))
     with Loop(scheduler) as loop:
         body = {"master_address": "localhost", "master_port": 1, "world_size": 6, "rank_offset": 2}
         answer = Stage(scheduler, loop).admin("init_weights_update_group", body)

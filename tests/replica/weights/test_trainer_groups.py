@@ -4,7 +4,7 @@ import pytest
 
 from omni_proxy.process_group.rendezvous import Rendezvous
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.replica.weights.sync import TERMS, Sync
+from omni_proxy.replica.weights.trainer_groups import DEFAULT_RECEIVE_SETTINGS, TrainerGroups
 
 
 class Slow:
@@ -12,7 +12,7 @@ class Slow:
 
     def init(self, rendezvous, stop):
         ended = []
-        stop.hear(ended.append)
+        stop.on_cancel(ended.append)
         raise GroupError(*ended)  # nothing else would end it before its deadline
 
     def destroy(self, name):
@@ -20,7 +20,7 @@ class Slow:
 
 
 def test_whoever_is_ended_before_it_began_to_join_does_not_wait_for_its_deadline():
-    sync = Sync("stage", target=None, terms=TERMS)
+    sync = TrainerGroups("stage", target=None, terms=DEFAULT_RECEIVE_SETTINGS)
     sync._receiver = Slow()
     joining = sync.join(Rendezvous("127.0.0.1", 1, 1, 2, "g", "gloo"))
     step = next(joining)

@@ -4,19 +4,19 @@ import torch
 from torch import nn
 
 from omni_proxy.replica.models import tiny
-from omni_proxy.replica.weights import exchange as exchange_module
-from omni_proxy.replica.weights import target as target_module
-from omni_proxy.replica.weights.target import (
-    ApplyFault,
-    DamagedFault,
-    Form,
-    Staged,
-    Target,
-    WeightsFault,
-    quoted,
-    some_of,
+from omni_proxy.replica.weights import live_tensors as target_module
+from omni_proxy.replica.weights import tensor_swap as exchange_module
+from omni_proxy.replica.weights.live_tensors import (
+    ApplyError,
+    DamagedWeightsError,
+    LiveTensors,
+    StagedTensors,
+    TensorSignature,
+    WeightsError,
+    list_some,
+    short_repr,
 )
-from tests.replica.weights.stages import weights_of
+from tests.replica.weights.stage_fixture import weights_of
 
 EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
@@ -42,21 +42,21 @@ class Model(nn.Module):
 
 
 def staged(target, **tensors):
-    new = Staged(target)
+    new = StagedTensors(target)
     for name, tensor in tensors.items():
         new.add(name, tensor)
     return new
 
 
 def test_every_tensor_is_there_once_under_its_first_name():
-    assert Target(Model()).names == ["a", "b"]
-    assert len(Target(tiny.build()).names) == 38
+    assert LiveTensors(Model()).names == ["a", "b"]
+    assert len(LiveTensors(tiny.build()).names) == 38
 
 
 def test_values_are_written_where_views_of_them_see_it():
     model = tiny.build(0)
     tokens = list(range(260, 290))
-    new = Staged(Target(model))
+    new = StagedTensors(LiveTensors(model))
     for name, tensor in weights_of(1).items():
         new.add(name, tensor)
     places = [each.data_ptr() for each in model.parameters()]
@@ -70,7 +70,7 @@ def test_values_are_written_where_views_of_them_see_it():
 def test_what_was_applied_can_be_undone():
     model = Model()
     model.a.fill_(6)
-    new = staged(Target(model), a=torch.ones(2))
+    new = staged(LiveTensors(model), a=torch.ones(2))
     new.apply()
     assert model.a.tolist() == [1, 1]
     new.undo()
@@ -82,12 +82,12 @@ def test_what_was_applied_can_be_undone():
 
 def test_what_needs_no_way_back_is_put_in_its_place_without_one():
     model = Model()
-    new = staged(Target(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    new = staged(LiveTensors(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
     new.apply_for_good()
     assert (model.a.tolist(), model.b.tolist()) == ([1, 1], [1, 2, 3])
     model.a = nn.Parameter(torch.zeros(2).expand(2)[::1], requires_grad=False)
     same = torch.full((2,), 4.0)
-    other = staged(Target(model), a=same)
+    other = staged(LiveTensors(model), a=same)
     other.add("b", torch.tensor([7, 7, 7]))
     other.apply_for_good()
     assert (model.a.tolist(), model.b.tolist()) == ([4, 4], [7, 7, 7])
@@ -95,67 +95,71 @@ def test_what_needs_no_way_back_is_put_in_its_place_without_one():
 
 def test_nothing_shows_before_it_is_applied():
     model = tiny.build(0)
-    new = Staged(Target(model))
+    new = StagedTensors(LiveTensors(model))
     new.add(LAST_NORM, torch.ones(128))
     assert torch.equal(model.model.norm.weight, tiny.build(0).model.norm.weight)
 
 
 def test_what_is_missing_of_a_whole_model_is_told():
-    target = Target(tiny.build(0))
+    target = LiveTensors(tiny.build(0))
     target.require_all([*target.names, "more"])
     names = [name for name in target.names if name != EMBEDDING]
     target.require_all([*names, "lm_head.weight"])
-    with pytest.raises(WeightsFault, match=r"37 of the model's 38 .*embed.* and 32 more; to ch"):
+    with pytest.raises(WeightsError, match=r"37 of the model's 38 .*embed.* and 32 more; to ch"):
         target.require_all([LAST_NORM])
 
 
 def test_a_type_is_turned_into_the_models_where_both_are_numbers_with_a_point():
     model = Model()
-    new = staged(Target(model), a=torch.tensor([1, 2], dtype=torch.bfloat16))
+    new = staged(LiveTensors(model), a=torch.tensor([1, 2], dtype=torch.bfloat16))
     new.apply()
     assert model.a.tolist() == [1, 2]
-    with pytest.raises(WeightsFault, match=r"b is of torch.float32, which cannot become"):
-        staged(Target(model), b=torch.ones(3))
+    with pytest.raises(WeightsError, match=r"b is of torch.float32, which cannot become"):
+        staged(LiveTensors(model), b=torch.ones(3))
 
 
 @pytest.mark.parametrize(
     ("name", "form", "told"),
     [
-        ("c", Form(torch.float32, (2,)), "the model has no tensor 'c'"),
-        ("x" * 9999, Form(torch.float32, (2,)), r"no tensor 'xxx.*\.\.\."),
-        ("a", Form(torch.float32, (1, 2)), r"a has the shape \[1, 2\]; the model's has \[2\]"),
-        ("a", Form(torch.float32, ()), r"a has the shape \[\]"),
-        ("b", Form(torch.int32, (3,)), "b is of torch.int32"),
+        ("c", TensorSignature(torch.float32, (2,)), "the model has no tensor 'c'"),
+        ("x" * 9999, TensorSignature(torch.float32, (2,)), r"no tensor 'xxx.*\.\.\."),
+        (
+            "a",
+            TensorSignature(torch.float32, (1, 2)),
+            r"a has the shape \[1, 2\]; the model's has \[2\]",
+        ),
+        ("a", TensorSignature(torch.float32, ()), r"a has the shape \[\]"),
+        ("b", TensorSignature(torch.int32, (3,)), "b is of torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(name, form, told):
-    with pytest.raises(WeightsFault, match=told) as refused:
-        Staged(Target(Model())).check(name, form)
+    with pytest.raises(WeightsError, match=told) as refused:
+        StagedTensors(LiveTensors(Model())).check(name, form)
     assert len(str(refused.value)) < 400
 
 
 def test_an_alias_stands_for_the_tensor_it_is_tied_to_only_where_it_is_tied():
-    target = Target(tiny.build(0))
+    target = LiveTensors(tiny.build(0))
     assert target.own_name("lm_head.weight") == EMBEDDING
     assert target.live("lm_head.weight") is target.live(EMBEDDING)
-    with pytest.raises(WeightsFault, match=r"no tensor 'lm_head.weight'"):
-        Target(Model()).live("lm_head.weight")
+    with pytest.raises(WeightsError, match=r"no tensor 'lm_head.weight'"):
+        LiveTensors(Model()).live("lm_head.weight")
 
     untied = Model()
     untied.head = nn.Parameter(torch.ones(1))
-    assert Target(untied, {"head": "a"}).own_name("head") == "head"
+    assert LiveTensors(untied, {"head": "a"}).own_name("head") == "head"
 
 
 def test_what_loaders_compute_by_themselves_is_passed_over():
-    new = staged(Target(Model()), **{"l.rotary_emb.inv_freq": torch.ones(4)})
-    new.check("l.rotary_emb.inv_freq", Form(torch.float32, (4,)))
+    new = staged(LiveTensors(Model()), **{"l.rotary_emb.inv_freq": torch.ones(4)})
+    new.check("l.rotary_emb.inv_freq", TensorSignature(torch.float32, (4,)))
     assert len(new) == 0
 
 
 def test_later_values_take_the_place_of_earlier_ones():
     model = Model()
-    first = staged(Target(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
-    first.update(staged(Target(model), a=torch.full((2,), 5.0)))
+    first = staged(LiveTensors(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    first.update(staged(LiveTensors(model), a=torch.full((2,), 5.0)))
     first.apply()
     assert (model.a.tolist(), model.b.tolist()) == ([5, 5], [1, 2, 3])
 
@@ -171,7 +175,7 @@ def stubborn():
 
 def test_a_swap_that_fails_leaves_the_old_values(stubborn):
     # The clone is one too: what is put back is a copy of its own.
-    new = staged(Target(stubborn), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    new = staged(LiveTensors(stubborn), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
     Stubborn.left = 0
 
     class Once(Exception):
@@ -185,7 +189,7 @@ def test_a_swap_that_fails_leaves_the_old_values(stubborn):
 
     Stubborn.copy_ = fail_once
     try:
-        with pytest.raises(ApplyFault, match="Once: no room"):
+        with pytest.raises(ApplyError, match="Once: no room"):
             new.apply()
     finally:
         Stubborn.copy_ = original
@@ -193,34 +197,34 @@ def test_a_swap_that_fails_leaves_the_old_values(stubborn):
 
 
 def test_a_swap_that_cannot_be_undone_says_so(stubborn):
-    new = staged(Target(stubborn), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    new = staged(LiveTensors(stubborn), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
     Stubborn.left = 0
-    with pytest.raises(DamagedFault, match="out of memory"):
+    with pytest.raises(DamagedWeightsError, match="out of memory"):
         new.apply()
 
 
 def test_many_names_are_a_few_and_a_number():
-    assert some_of(["a", "b"]) == "a, b"
-    assert some_of([str(n) for n in range(9)]) == "0, 1, 2, 3, 4 and 4 more"
-    assert quoted("a'b") == repr("a'b")
+    assert list_some(["a", "b"]) == "a, b"
+    assert list_some([str(n) for n in range(9)]) == "0, 1, 2, 3, 4 and 4 more"
+    assert short_repr("a'b") == repr("a'b")
 
 
 def test_a_swap_for_good_that_breaks_off_never_calls_the_weights_whole(monkeypatch):
     def break_off(pairs):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(target_module, "put", break_off)
+    monkeypatch.setattr(target_module, "copy_tensors", break_off)
     model = torch.nn.Linear(2, 2)
-    staged = Staged(Target(model, {}))
+    staged = StagedTensors(LiveTensors(model, {}))
     staged.add("weight", torch.ones(2, 2))
-    with pytest.raises(DamagedFault, match="new thread"):
+    with pytest.raises(DamagedWeightsError, match="new thread"):
         staged.apply_for_good()
 
 
 def test_a_swap_without_memory_for_its_second_share_leaves_the_old_values(monkeypatch):
     model = Model()
     model.a.fill_(6)
-    new = staged(Target(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
+    new = staged(LiveTensors(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
     before = model.b.tolist()
     asked, empty = [], np.empty
 
@@ -231,6 +235,6 @@ def test_a_swap_without_memory_for_its_second_share_leaves_the_old_values(monkey
         return empty(*given)
 
     monkeypatch.setattr(exchange_module.np, "empty", refuse)
-    with pytest.raises(ApplyFault, match="MemoryError: no room"):
+    with pytest.raises(ApplyError, match="MemoryError: no room"):
         new.apply()
     assert (model.a.tolist(), model.b.tolist()) == ([6, 6], before)

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from omni_proxy.process_group.tensor_plan import GroupError
 
-MISPLACED: Final = 400
-CONFLICT: Final = 409
+OUT_OF_ORDER_STATUS: Final = 400
+CONFLICT_STATUS: Final = 409
 REMEMBERED_ENDS: Final = 32
 
 
-class State(StrEnum):
+class ReceivePhase(StrEnum):
     IDLE = "idle"
     GROUPED = "grouped"
     ARMING = "arming"
@@ -31,7 +31,7 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-class Event(StrEnum):
+class ReceiveEvent(StrEnum):
     JOINED = "joined"
     PREPARED = "prepared"
     ARMED = "armed"
@@ -43,9 +43,9 @@ class Event(StrEnum):
     SETTLED = "settled"
 
 
-_S, _E = State, Event
+_S, _E = ReceivePhase, ReceiveEvent
 # What is not here cannot happen. GROUPED stands for IDLE too: the groups decide which it is.
-TABLE: Final[Mapping[State, Mapping[Event, State]]] = {
+TABLE: Final[Mapping[ReceivePhase, Mapping[ReceiveEvent, ReceivePhase]]] = {
     _S.IDLE: {_E.JOINED: _S.GROUPED},
     _S.GROUPED: {_E.JOINED: _S.GROUPED, _E.PREPARED: _S.ARMING},
     _S.FAILED: {_E.JOINED: _S.GROUPED, _E.PREPARED: _S.ARMING, _E.ENDED: _S.GROUPED},
@@ -64,16 +64,16 @@ LIVE: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED, _S.APPLYING})
 DISARMED_BY_END: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED})
 
 
-class Misplaced(GroupError):
+class CallOutOfOrder(GroupError):
     """A call that does not fit the state; `status` is 409 where somebody else is in its way."""
 
-    def __init__(self, message: str, status: int = MISPLACED) -> None:
+    def __init__(self, message: str, status: int = OUT_OF_ORDER_STATUS) -> None:
         super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class GroupMembership:
     """A group that this replica is in, or is joining: `rank` is that of its first process."""
 
     group_name: str
@@ -85,7 +85,7 @@ class Membership:
 
 
 @dataclass(slots=True)
-class Transfer:
+class TransferRecord:
     """One prepared update, from its prepare on; `fault` once it failed."""
 
     number: int
@@ -100,45 +100,45 @@ def tell_nobody() -> None:
     """Where no transfer's end matters to anyone."""
 
 
-class Book:
-    """All methods are atoms. Calls raise Misplaced; reports of what came of them never do.
+class ReceiveState:
+    """All methods are atoms. Calls raise CallOutOfOrder; reports of what came of them never do.
 
     `at_loss` is called when what was announced will not come any more, whoever ended it.
     """
 
     def __init__(self) -> None:
         self.at_loss: Callable[[], None] = tell_nobody
-        self._state = State.IDLE
-        self._groups: dict[str, Membership] = {}
-        self._joining: dict[str, Membership] = {}
+        self._state = ReceivePhase.IDLE
+        self._groups: dict[str, GroupMembership] = {}
+        self._joining: dict[str, GroupMembership] = {}
         self._ended: dict[str, str] = {}
         self._last = 0
-        self.transfer: Transfer | None = None
+        self.transfer: TransferRecord | None = None
 
     @property
-    def state(self) -> State:
-        at_home = self._state in (State.IDLE, State.GROUPED)
+    def state(self) -> ReceivePhase:
+        at_home = self._state in (ReceivePhase.IDLE, ReceivePhase.GROUPED)
         if not at_home:
             return self._state
         joined = any(group.joined for group in self._groups.values())
-        return State.GROUPED if joined else State.IDLE
+        return ReceivePhase.GROUPED if joined else ReceivePhase.IDLE
 
     @property
-    def groups(self) -> list[Membership]:
+    def groups(self) -> list[GroupMembership]:
         return list(self._groups.values())
 
     # Groups
 
-    def joining(self, group: Membership) -> bool:
+    def joining(self, group: GroupMembership) -> bool:
         """A trainer calls; returns whether there is a group of that name, which may be in use."""
         name = group.group_name
         known = self._groups.get(name)
         if name in self._joining:
             owner = known.owner if known is not None else group.owner
-            raise Misplaced(
+            raise CallOutOfOrder(
                 f"group {name!r} is already being initialized, with the trainer at {owner}: wait, "
                 "or destroy it",
-                CONFLICT,
+                CONFLICT_STATUS,
             )
         self._joining[name] = group
         self._groups.setdefault(name, group)
@@ -147,12 +147,12 @@ class Book:
     def is_joining(self, group_name: str) -> bool:
         return group_name in self._joining
 
-    def not_replaced(self, group: Membership) -> None:
+    def not_replaced(self, group: GroupMembership) -> None:
         """The group that was there has a trainer that lives: it stays as it is."""
         if self._joining.get(group.group_name) is group:
             del self._joining[group.group_name]
 
-    def joined(self, group: Membership) -> bool:
+    def joined(self, group: GroupMembership) -> bool:
         """All ranks met: a transfer of the group before it is over. False: it was destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
@@ -160,14 +160,14 @@ class Book:
         self._end_transfer_of(name)
         del self._joining[name]
         self._ended.pop(name, None)
-        self._groups[name] = Membership(
+        self._groups[name] = GroupMembership(
             name, group.owner, group.rank, group.world_size, group.backend, joined=True
         )
         if self._state not in LIVE:
-            self._state, self.transfer = TABLE[self.state][Event.JOINED], None
+            self._state, self.transfer = TABLE[self.state][ReceiveEvent.JOINED], None
         return True
 
-    def not_joined(self, group: Membership) -> bool:
+    def not_joined(self, group: GroupMembership) -> bool:
         """No group of that name is left, nor the one before it. False: it was destroyed before."""
         name = group.group_name
         if self._joining.get(name) is not group:
@@ -183,7 +183,7 @@ class Book:
     def require_known(self, group_name: str) -> None:
         """Whether there is something to destroy: a group that failed has been one, once."""
         if group_name not in self._groups and group_name not in self._ended:
-            raise Misplaced("The group to be destroyed does not exist.")
+            raise CallOutOfOrder("The group to be destroyed does not exist.")
 
     def left(self, group_name: str) -> None:
         self._end_transfer_of(group_name)
@@ -197,63 +197,65 @@ class Book:
         """No transfer is live."""
         transfer = self.transfer
         if self._state in LIVE and transfer is not None:
-            raise Misplaced(
+            raise CallOutOfOrder(
                 f"a weights update is already in progress: group {transfer.group_name!r} is "
                 f"{self._state}; complete it, or destroy its group",
-                CONFLICT,
+                CONFLICT_STATUS,
             )
 
-    def prepare(self, group_name: str, buckets: int, now_s: float) -> Transfer:
+    def prepare(self, group_name: str, buckets: int, now_s: float) -> TransferRecord:
         """The transfer that begins; there was memory for nothing yet."""
         self.require_free()
         self._require_joined(group_name)
         self._last += 1
-        self.transfer = Transfer(self._last, group_name, buckets, now_s)
-        self._state = TABLE[self.state][Event.PREPARED]
+        self.transfer = TransferRecord(self._last, group_name, buckets, now_s)
+        self._state = TABLE[self.state][ReceiveEvent.PREPARED]
         return self.transfer
 
-    def complete(self, group_name: str) -> Transfer:
+    def complete(self, group_name: str) -> TransferRecord:
         """The transfer whose end is awaited from now on."""
         transfer = self.transfer
         if transfer is None and group_name in self._ended:
-            raise Misplaced(f"the prepared weights update has failed: {self._ended[group_name]}")
+            raise CallOutOfOrder(
+                f"the prepared weights update has failed: {self._ended[group_name]}"
+            )
         if transfer is None:
-            raise Misplaced(
+            raise CallOutOfOrder(
                 "no weights update is prepared: call prepare_weights_update before "
                 "complete_weights_update"
             )
         if transfer.group_name != group_name:
-            raise Misplaced(
+            raise CallOutOfOrder(
                 f"the prepared weights update is that of group {transfer.group_name!r}, not of "
                 f"{group_name!r}"
             )
         if transfer.fault:
-            raise Misplaced(f"the prepared weights update has failed: {transfer.fault}")
-        if transfer.completing or self._state is State.ARMING:
+            raise CallOutOfOrder(f"the prepared weights update has failed: {transfer.fault}")
+        if transfer.completing or self._state is ReceivePhase.ARMING:
             doing = "completed" if transfer.completing else "prepared"
-            raise Misplaced(
+            raise CallOutOfOrder(
                 f"the weights update of group {group_name!r} is already being {doing}: wait for "
                 "that answer",
-                CONFLICT,
+                CONFLICT_STATUS,
             )
         transfer.completing = True
         return transfer
 
-    def is_current(self, transfer: Transfer) -> bool:
+    def is_current(self, transfer: TransferRecord) -> bool:
         return transfer is self.transfer and self._state in LIVE
 
-    def report(self, transfer: Transfer, event: Event, fault: str = "") -> bool:
+    def report(self, transfer: TransferRecord, event: ReceiveEvent, fault: str = "") -> bool:
         """Whether this counts: not of a transfer that is over, nor what cannot happen now."""
         if not self.is_current(transfer) or event not in TABLE[self._state]:
             return False
         self._state = TABLE[self._state][event]
-        if event is Event.LOST:
+        if event is ReceiveEvent.LOST:
             transfer.fault = fault
             # A group that failed once only hangs later: its receiver has left it.
             self._groups.pop(transfer.group_name, None)
             self._remember(transfer.group_name, fault)
             self.at_loss()
-        elif self._state is State.GROUPED:
+        elif self._state is ReceivePhase.GROUPED:
             self.transfer = None
         return True
 
@@ -262,13 +264,13 @@ class Book:
         if known is not None and known.joined:
             return
         if known is not None:
-            raise Misplaced(f"group {group_name!r} is just being initialized", CONFLICT)
+            raise CallOutOfOrder(f"group {group_name!r} is just being initialized", CONFLICT_STATUS)
         if group_name in self._ended:
-            raise Misplaced(
+            raise CallOutOfOrder(
                 f"group {group_name!r} is gone ({self._ended[group_name]}): call "
                 "init_weights_update_group again"
             )
-        raise Misplaced(
+        raise CallOutOfOrder(
             f"group {group_name!r} is not initialized: call init_weights_update_group first"
         )
 
@@ -276,9 +278,9 @@ class Book:
         transfer = self.transfer
         if transfer is None or transfer.group_name != group_name:
             return
-        if Event.ENDED in TABLE[self._state]:
+        if ReceiveEvent.ENDED in TABLE[self._state]:
             disarmed = self._state in DISARMED_BY_END
-            self._state = TABLE[self._state][Event.ENDED]
+            self._state = TABLE[self._state][ReceiveEvent.ENDED]
             self.transfer = None
             if disarmed:
                 self.at_loss()

@@ -30,15 +30,15 @@ from omni_proxy.replica.pipeline.hosting.frames import (
 from omni_proxy.replica.pipeline.hosting.stage_process import command
 from omni_proxy.replica.pipeline.messages import Admin, StageEnded, StageReady
 from omni_proxy.replica.tp.group import RankLost
-from omni_proxy.replica.tp.messages import FromFollower, FromRank
+from omni_proxy.replica.tp.messages import FollowerMessage, RankMessage
 
 READY_SECS = 300.0  # for a follower to load its part
 EXIT_SECS = 2.0  # from the end of its socket to SIGKILL
 READ_BYTES = 1 << 18
 
-Post = Callable[[FromRank | RankLost], None]
+Post = Callable[[RankMessage | RankLost], None]
 
-_decoder: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
+_decoder: msgspec.msgpack.Decoder[FollowerMessage] = msgspec.msgpack.Decoder(FollowerMessage)
 
 
 class Follower:
@@ -65,7 +65,7 @@ class Follower:
     def send(self, frame: bytes) -> None:
         self._connection.sendall(frame)
 
-    def heard(self, until: float | None = None) -> list[FromFollower]:
+    def heard(self, until: float | None = None) -> list[FollowerMessage]:
         """What the next read brings; raises OSError, FrameError, msgspec.DecodeError."""
         left = None if until is None else max(0.001, until - time.monotonic())
         self._connection.settimeout(left)
@@ -122,7 +122,7 @@ class Followers:
             except (OSError, FrameError, msgspec.DecodeError) as error:
                 raise self.lose(member.rank, str(error)) from error
 
-    def _next(self, member: Follower, until: float | None = None) -> list[FromFollower]:
+    def _next(self, member: Follower, until: float | None = None) -> list[FollowerMessage]:
         heard = member.heard(until)
         for each in heard:
             if isinstance(each, StageEnded):
@@ -148,7 +148,7 @@ class Followers:
         try:
             while True:
                 for message in self._next(member):
-                    post(FromRank(member.rank, message))
+                    post(RankMessage(member.rank, message))
         except (OSError, FrameError, msgspec.DecodeError) as error:
             if not self._closed:
                 post(self.lose(member.rank, str(error)))

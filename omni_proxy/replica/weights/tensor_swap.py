@@ -3,7 +3,7 @@
 An exchange needs no memory for a third set of tensors: what was live is afterwards where the new
 values were, so that it can be put back. Both are done with plain tensors of this machine's memory
 alone. Invariant: an exchange that fails has exchanged nothing, as what was moved is moved back with
-a buffer that was allocated before the first move; `put` that fails may have written some.
+a buffer that was allocated before the first move; `copy_tensors` that fails may have written some.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
-def exchangeable(pairs: Iterable[Pair]) -> list[bool]:
+def can_swap(pairs: Iterable[Pair]) -> list[bool]:
     """Whether each (live, new) may change places; never where two would share memory."""
     seen: set[int] = set()
     found = []
@@ -39,8 +39,8 @@ def exchangeable(pairs: Iterable[Pair]) -> list[bool]:
     return found
 
 
-def exchange(pairs: Iterable[Pair]) -> None:
-    """All or none. Every pair must be `exchangeable`. Raises what allocating or a thread raises."""
+def swap_tensors(pairs: Iterable[Pair]) -> None:
+    """All or none. Every pair must be `can_swap`. Raises what allocating or a thread raises."""
     spare = np.empty(PIECE_BYTES, np.uint8)
     moved: list[tuple[Bytes, Bytes]] = []
 
@@ -57,8 +57,8 @@ def exchange(pairs: Iterable[Pair]) -> None:
         raise
 
 
-def put(pairs: Iterable[Pair]) -> None:
-    """The new values stay where they are, too. Every pair must be `exchangeable`."""
+def copy_tensors(pairs: Iterable[Pair]) -> None:
+    """The new values stay where they are, too. Every pair must be `can_swap`."""
     _each_share(pairs, np.copyto)
 
 

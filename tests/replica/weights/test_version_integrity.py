@@ -1,10 +1,10 @@
 import pytest
 
-from omni_proxy.replica.weights.wholeness import Standing, Wholeness
+from omni_proxy.replica.weights.version_integrity import IntegrityState, VersionIntegrity
 
 
 def after(*events):
-    found = Wholeness()
+    found = VersionIntegrity()
     for event in events:
         if event in ("bucket", "last"):
             found.bucket(last=event == "last")
@@ -37,6 +37,6 @@ def after(*events):
 def test_what_is_known_after(events, standing, buckets):
     found = after(*events)
     assert found.facts() == {"weights": standing, "buckets_applied": buckets}
-    whole = found.standing is Standing.WHOLE
+    whole = found.standing is IntegrityState.WHOLE
     assert ("are whole" in found.told("v1")) is whole
     assert "'v1'" in found.told("v1")

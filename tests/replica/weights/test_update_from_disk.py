@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
-from tests.replica.weights.stages import checksum_of, save, weights_of
+from tests.replica.weights.stage_fixture import checksum_of, save, weights_of
 
 EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
@@ -339,7 +339,7 @@ def test_the_pause_afterwards_is_that_of_before_or_kept(stage, tmp_path):
 
 
 def test_without_a_root_nothing_is_read(tmp_path):
-    from tests.replica.weights.stages import running
+    from tests.replica.weights.stage_fixture import running
 
     save(tmp_path / "new.safetensors", weights_of(1))
     with running(weights_root="") as stage:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from omni_proxy.replica.weights import exchange as subject
-from omni_proxy.replica.weights.exchange import exchange, exchangeable, put
+from omni_proxy.replica.weights import tensor_swap as subject
+from omni_proxy.replica.weights.tensor_swap import can_swap, copy_tensors, swap_tensors
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_both_hold_afterwards_what_the_other_held(small_pieces, dtype, count):
     raw = torch.arange(count * dtype.itemsize, dtype=torch.int64) % 2
     one, other = raw.to(torch.uint8).view(dtype), (1 - raw).to(torch.uint8).view(dtype)
     was = one.clone(), other.clone()
-    exchange([(one, other)])
+    swap_tensors([(one, other)])
     assert torch.equal(one.view(torch.uint8), was[1].view(torch.uint8))
     assert torch.equal(other.view(torch.uint8), was[0].view(torch.uint8))
 
@@ -29,7 +29,7 @@ def test_both_hold_afterwards_what_the_other_held(small_pieces, dtype, count):
 def test_a_shape_is_kept_and_a_view_sees_the_new_values():
     live = nn.Parameter(torch.zeros(3, 4), requires_grad=False)
     view = live[1]
-    exchange([(live, torch.arange(12.0).view(3, 4))])
+    swap_tensors([(live, torch.arange(12.0).view(3, 4))])
     assert view.tolist() == [4, 5, 6, 7]
 
 
@@ -46,15 +46,15 @@ def test_what_is_no_plain_memory_of_its_own_is_not_exchanged():
         (torch.zeros(4), twice),
         (torch.zeros(4, device="meta"), torch.ones(4)),
     ]
-    assert exchangeable(pairs) == [True, False, False, False, False, False, True, False, False]
+    assert can_swap(pairs) == [True, False, False, False, False, False, True, False, False]
 
 
 def test_values_that_are_put_stay_where_they_came_from_too(small_pieces):
     live, new = torch.zeros(77, dtype=torch.bfloat16), torch.arange(77, dtype=torch.bfloat16)
-    put([(live, new)])
+    copy_tensors([(live, new)])
     assert live.tolist() == new.tolist() == list(map(float, range(77)))
-    put([])
-    exchange([])
+    copy_tensors([])
+    swap_tensors([])
 
 
 def failing_at(monkeypatch, nth):
@@ -75,7 +75,7 @@ def test_an_exchange_that_fails_at_any_share_has_exchanged_nothing(small_pieces,
     pairs = [(torch.zeros(99), torch.ones(99)), (torch.zeros(70), torch.ones(70))]
     failing_at(monkeypatch, nth)
     with pytest.raises(MemoryError, match="no room"):
-        exchange(pairs)
+        swap_tensors(pairs)
     for live, new in pairs:
         assert not live.any()
         assert new.all()
@@ -96,7 +96,7 @@ def test_an_exchange_without_threads_has_exchanged_nothing(small_pieces, monkeyp
     pairs = [(torch.zeros(99), torch.ones(99)) for _ in range(9)]
     live = [each for each, _ in pairs]
     try:
-        exchange(pairs)
+        swap_tensors(pairs)
     except RuntimeError:
         assert not any(each.any() for each in live)
     else:  # those that came up were idle in time for all the others

@@ -20,24 +20,30 @@ from typing import Final, Self
 
 from torch import Tensor
 
-from omni_proxy.replica.weights.reading import (
-    ALIGNMENT_BYTES,
-    CutShort,
-    Piece,
-    Rooms,
-    bytes_of,
-    fill,
-    room,
-    split,
+from omni_proxy.replica.weights.live_tensors import (
+    DERIVED_ENDINGS,
+    LiveTensors,
+    StagedTensors,
+    TensorSignature,
+    WeightsError,
 )
-from omni_proxy.replica.weights.target import DERIVED_ENDINGS, Form, Staged, Target, WeightsFault
-from omni_proxy.replica.weights.tensors import StoredTensors
+from omni_proxy.replica.weights.parallel_read import (
+    ALIGNMENT_BYTES,
+    FilePiece,
+    ReadBufferPool,
+    TruncatedFile,
+    allocate_read_buffer,
+    read_pieces,
+    split_piece,
+    tensor_memory,
+)
+from omni_proxy.replica.weights.stored_tensors import StoredTensors
 
 EVERYTHING: Final = sys.maxsize  # more bytes than any file has
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileSelection:
     """A file, the names wanted from it (None: all), and its SHA-256 where one is promised."""
 
     path: Path
@@ -45,48 +51,48 @@ class Part:
     sha256: str | None = None
 
     def names_in(self, stored: StoredTensors) -> list[str]:
-        """Raises WeightsFault where there are none."""
+        """Raises WeightsError where there are none."""
         names = stored.names if self.names is None else list(self.names)
         if not names:
-            raise WeightsFault(f"{stored.title} holds no tensor")
+            raise WeightsError(f"{stored.title} holds no tensor")
         return names
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _SelectedTensor:
     """One tensor of an open file."""
 
     name: str
     stored: StoredTensors
-    form: Form
+    form: TensorSignature
 
     def within(self, block: Tensor, start: int) -> Tensor:
         part = block[start : start + self.form.nbytes]
         return part.view(self.form.dtype).view(self.form.shape)
 
-    def piece(self, tensor: Tensor) -> Piece:
-        return self.stored.descriptor, self.stored.place(self.name), bytes_of(tensor)
+    def piece(self, tensor: Tensor) -> FilePiece:
+        return self.stored.descriptor, self.stored.place(self.name), tensor_memory(tensor)
 
 
 @dataclass(slots=True)
-class _Room:
+class _LoadBlock:
     """Memory for what is taken as it is; `unread` are the pieces of it that are still to come."""
 
     give_back: Callable[[], None]
-    tensors: dict[_Wanted, Tensor] = field(default_factory=dict)
-    unread: list[Piece] = field(default_factory=list)
+    tensors: dict[_SelectedTensor, Tensor] = field(default_factory=dict)
+    unread: list[FilePiece] = field(default_factory=list)
 
 
-class Loading:
+class SafetensorsLoader:
     """Ends with `stage` or `forget`, and closes its files at the end of its `with`."""
 
-    def __init__(self, target: Target, rooms: Rooms) -> None:
+    def __init__(self, target: LiveTensors, rooms: ReadBufferPool) -> None:
         self._target = target
         self._rooms = rooms
-        self._room: _Room | None = None
+        self._room: _LoadBlock | None = None
         self._files = ExitStack()
-        self._promised: list[tuple[BufferedReader, Part]] = []
-        self._wanted: list[_Wanted] = []
+        self._promised: list[tuple[BufferedReader, FileSelection]] = []
+        self._wanted: list[_SelectedTensor] = []
 
     def __enter__(self) -> Self:
         return self
@@ -104,22 +110,22 @@ class Loading:
         return [each.name for each in self._wanted]
 
     @property
-    def as_they_are(self) -> list[_Wanted]:
+    def as_they_are(self) -> list[_SelectedTensor]:
         return [each for each in self._wanted if self._as_it_is(each)]
 
-    def look(self, part: Part) -> None:
-        """At what a file gives; raises WeightsFault where its sizes do not fit, and OSError."""
+    def look(self, part: FileSelection) -> None:
+        """At what a file gives; raises WeightsError where its sizes do not fit, and OSError."""
         file = self._files.enter_context(part.path.open("rb"))
         stored = StoredTensors(file, str(part.path))
-        staged = Staged(self._target)
+        staged = StagedTensors(self._target)
         for name in part.names_in(stored):
             form = stored.form(name)
             staged.check(name, form)
             if not name.endswith(DERIVED_ENDINGS):
-                self._wanted.append(_Wanted(name, stored, form))
+                self._wanted.append(_SelectedTensor(name, stored, form))
         self._promised.append((file, part))
 
-    def is_of(self, parts: Sequence[Part]) -> bool:
+    def is_of(self, parts: Sequence[FileSelection]) -> bool:
         """Whether these files, wherever they are called so now, are the open ones. OSError."""
         ours = [os.fstat(file.fileno()) for file, _ in self._promised]
         named = [part.path.stat() for part in parts if part.names is None and part.sha256 is None]
@@ -128,33 +134,33 @@ class Loading:
     def read(self, upto: int, threads: int) -> int:
         """What is taken as it is and lies before byte `upto` of its file; how much has not come.
 
-        Raises WeightsFault, and OSError from a file.
+        Raises WeightsError, and OSError from a file.
         """
         room_ = self._room = self._room or self._taken()
-        halves = [split(piece, upto) for piece in room_.unread]
+        halves = [split_piece(piece, upto) for piece in room_.unread]
         _fill([now for now, _ in halves], self._wanted, threads)
         room_.unread = [later for _, later in halves if later[2]]
         return sum(len(later[2]) for later in room_.unread)
 
-    def stage(self) -> Staged:
-        """Read all that is missing; raises WeightsFault, and OSError from a file."""
+    def stage(self) -> StagedTensors:
+        """Read all that is missing; raises WeightsError, and OSError from a file."""
         cores = len(os.sched_getaffinity(0))
         try:
             for file, part in self._promised:
                 _require_digest(file, part)
             self.read(EVERYTHING, cores)
-        except (WeightsFault, OSError):
+        except (WeightsError, OSError):
             self.forget()
             raise
         room_, self._room = self._room, None
         assert room_ is not None
-        staged = Staged(self._target, room_.give_back)
+        staged = StagedTensors(self._target, room_.give_back)
         try:
             for each in self._wanted:
                 tensor = room_.tensors.pop(each, None)
                 staged.add(each.name, _alone(each, cores) if tensor is None else tensor)
                 del tensor
-        except (WeightsFault, OSError):
+        except (WeightsError, OSError):
             room_.tensors.clear()
             staged.forget()
             raise
@@ -168,19 +174,22 @@ class Loading:
             room_.unread.clear()
             room_.give_back()
 
-    def _taken(self) -> _Room:
+    def _taken(self) -> _LoadBlock:
         places, nbytes = _side_by_side(self.as_they_are)
         block, give_back = self._rooms.take(nbytes)
         tensors = {each: each.within(block, start) for each, start in places.items()}
-        return _Room(give_back, tensors, [each.piece(tensors[each]) for each in places])
+        return _LoadBlock(give_back, tensors, [each.piece(tensors[each]) for each in places])
 
-    def _as_it_is(self, wanted: _Wanted) -> bool:
+    def _as_it_is(self, wanted: _SelectedTensor) -> bool:
         """Nothing has to be made of it: neither another type, nor a part, nor a GPU's tensor."""
         live = self._target.live(wanted.name)
-        return Form(live.dtype, tuple(live.shape)) == wanted.form and live.device.type == "cpu"
+        return (
+            TensorSignature(live.dtype, tuple(live.shape)) == wanted.form
+            and live.device.type == "cpu"
+        )
 
 
-def _side_by_side(wanted: Sequence[_Wanted]) -> tuple[dict[_Wanted, int], int]:
+def _side_by_side(wanted: Sequence[_SelectedTensor]) -> tuple[dict[_SelectedTensor, int], int]:
     """Where each begins in memory for all of them, and how much that is in bytes."""
     places, end = {}, 0
     for each in wanted:
@@ -189,23 +198,23 @@ def _side_by_side(wanted: Sequence[_Wanted]) -> tuple[dict[_Wanted, int], int]:
     return places, end
 
 
-def _alone(wanted: _Wanted, threads: int) -> Tensor:
-    tensor = wanted.within(room(wanted.form.nbytes), 0)
+def _alone(wanted: _SelectedTensor, threads: int) -> Tensor:
+    tensor = wanted.within(allocate_read_buffer(wanted.form.nbytes), 0)
     _fill([wanted.piece(tensor)], [wanted], threads)
     return tensor
 
 
-def _fill(pieces: Sequence[Piece], wanted: Sequence[_Wanted], threads: int) -> None:
+def _fill(pieces: Sequence[FilePiece], wanted: Sequence[_SelectedTensor], threads: int) -> None:
     try:
-        fill(pieces, threads)
-    except CutShort:
+        read_pieces(pieces, threads)
+    except TruncatedFile:
         titles = ", ".join(dict.fromkeys(each.stored.title for each in wanted))
-        raise WeightsFault(f"{titles} ended in the middle of a tensor") from None
+        raise WeightsError(f"{titles} ended in the middle of a tensor") from None
 
 
-def _require_digest(file: BufferedReader, part: Part) -> None:
+def _require_digest(file: BufferedReader, part: FileSelection) -> None:
     if part.sha256 is not None:
         file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != part.sha256.lower():
-            raise WeightsFault(f"{part.path} has the SHA-256 {found}, not the promised one")
+            raise WeightsError(f"{part.path} has the SHA-256 {found}, not the promised one")

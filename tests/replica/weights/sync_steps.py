@@ -6,7 +6,7 @@ import torch
 
 from omni_proxy.replica.pipeline.messages import AdminResult
 from tests.process_group.trainer_process import make_tensor
-from tests.replica.weights.stages import weights_of
+from tests.replica.weights.stage_fixture import weights_of
 
 NORM = "model.norm.weight"
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"

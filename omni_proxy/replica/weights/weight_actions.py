@@ -19,21 +19,25 @@ from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, SlowFunction, Steps
 from omni_proxy.replica.text.stage_operations import OperationOutcome, failure
-from omni_proxy.replica.weights.checker import Checker
-from omni_proxy.replica.weights.disk import WeightsFolder
-from omni_proxy.replica.weights.lifecycle import Lifecycle, Wish, by
-from omni_proxy.replica.weights.states import Misplaced
-from omni_proxy.replica.weights.sync import TERMS, Sync, Terms
-from omni_proxy.replica.weights.target import Target, WeightsFault
-from omni_proxy.replica.weights.tensors import staged_of_serialized
-from omni_proxy.replica.weights.two_phase import TwoPhase, deadline_of, group_name
+from omni_proxy.replica.weights.checker import WeightsChecker
+from omni_proxy.replica.weights.lifecycle import Lifecycle, UpdateOptions, stage_in_background
+from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
+from omni_proxy.replica.weights.receive_state import CallOutOfOrder
+from omni_proxy.replica.weights.stored_tensors import stage_serialized
+from omni_proxy.replica.weights.trainer_groups import (
+    DEFAULT_RECEIVE_SETTINGS,
+    ReceiveSettings,
+    TrainerGroups,
+)
+from omni_proxy.replica.weights.two_phase import TwoPhase, group_name, parse_deadline
+from omni_proxy.replica.weights.weights_folder import WeightsFolder
 
 SELECTORS = ("all", "target")
 ROWS_TOLD = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class ModelRank:
     """Which part of a tensor-parallel model a stage's process holds."""
 
     rank: int = 0
@@ -44,7 +48,7 @@ class Rank:
         return {"tp_size": self.size, "rank": self.rank}
 
 
-class WeightOperations:
+class WeightActions:
     """Registers itself with `scheduler`; `weights_root` bounds what may be read from disk."""
 
     def __init__(
@@ -52,16 +56,16 @@ class WeightOperations:
         scheduler: TextScheduler,
         *,
         weights_root: str = "/",
-        rank: Rank = Rank(),
-        terms: Terms = TERMS,
+        rank: ModelRank = ModelRank(),
+        terms: ReceiveSettings = DEFAULT_RECEIVE_SETTINGS,
     ) -> None:
         self._scheduler = scheduler
         self._rank = rank
-        self._target = Target(scheduler.worker.text.model)
+        self._target = LiveTensors(scheduler.worker.text.model)
         self._folder = WeightsFolder(weights_root)
-        self._checker = Checker(self._target, rank.layout, scheduler.worker.whole)
+        self._checker = WeightsChecker(self._target, rank.layout, scheduler.worker.whole)
         self._lifecycle = Lifecycle(scheduler, self._target)
-        self._sync = Sync(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
+        self._sync = TrainerGroups(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
         # A bucket that will not come leaves those before it without the rest of their version.
         self._sync.book.at_loss = self._lifecycle.wholeness.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
@@ -117,8 +121,8 @@ class WeightOperations:
         payload, scheduler = order.payload, self._scheduler
         if (refusal := self._busy()) is not None:
             return refusal
-        wish = Wish.of(payload, pause_on_failure=False)
-        bring = by(partial(self._folder.stage, payload, self._target))
+        wish = UpdateOptions.of(payload, pause_on_failure=False)
+        bring = stage_in_background(partial(self._folder.stage, payload, self._target))
         answer = yield from self._lifecycle.update(wish, bring, {}, in_session=False)
         success, message, data, error = answer
         if success:
@@ -140,16 +144,18 @@ class WeightOperations:
             nbytes = yield BackgroundStep(
                 partial(self._folder.read_ahead, order.payload, self._target)
             )
-        except (WeightsFault, PeerError) as error:
+        except (WeightsError, PeerError) as error:
             return failure(str(error))
         return True, "ok", {"ahead_bytes": nbytes}, None
 
     def update_weights_from_tensor(self, order: Admin) -> Steps:
         if (refusal := self._busy()) is not None:
             return refusal
-        wish = Wish.of(order.payload, pause_on_failure=True, whole=False)
+        wish = UpdateOptions.of(order.payload, pause_on_failure=True, whole=False)
         rank = self._rank
-        bring = by(partial(staged_of_serialized, order.payload, self._target, rank.rank, rank.size))
+        bring = stage_in_background(
+            partial(stage_serialized, order.payload, self._target, rank.rank, rank.size)
+        )
         answer = yield from self._lifecycle.update(wish, bring, {"metadata_only": False})
         return answer
 
@@ -158,7 +164,7 @@ class WeightOperations:
         self._sync.look()
         try:
             self._sync.book.require_free()
-        except Misplaced as error:
+        except CallOutOfOrder as error:
             return False, str(error), {"status_code": error.status}, str(error)
         return None
 
@@ -179,13 +185,13 @@ class WeightOperations:
                 world_size=payload.get("world_size", 0),
                 group_name=name,
                 backend=payload.get("backend") or _default_backend(),
-                timeout_s=deadline_of(payload, self._sync.terms.join_secs),
+                timeout_s=parse_deadline(payload, self._sync.terms.join_secs),
                 device=self._rank.rank,
             )
             yield from self._sync.join(rendezvous)
-        except (WeightsFault, GroupError, PeerError) as error:
+        except (WeightsError, GroupError, PeerError) as error:
             message = f"Failed to initialize custom process group: {error}"
-            status = {"status_code": error.status} if isinstance(error, Misplaced) else {}
+            status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
             return False, message, told | status, message
         # Whoever makes a group begins anew: nobody is left who would end an older sync.
         self._lifecycle.wholeness.broken()
@@ -241,7 +247,7 @@ class WeightOperations:
         try:
             rows = _whole(order.payload, "truncate_size", 0, 2**40, ROWS_TOLD)
             own = self._target.own_name(name if isinstance(name, str) else "")
-        except WeightsFault as error:
+        except WeightsError as error:
             return failure(str(error))
         values = yield partial(self._rows, own, rows)
         return True, "ok", {"name": name, "parameter": values}, None
@@ -258,7 +264,7 @@ class WeightOperations:
         action = str(order.payload.get("action", "checksum"))
         try:
             self._checker.require(action)
-        except WeightsFault as error:
+        except WeightsError as error:
             return failure(str(error))
         data = yield partial(self._checker.check, action)
         return True, "ok", data, None
@@ -271,8 +277,8 @@ def _default_backend() -> str:
 def _whole(
     payload: dict[str, Any], key: str, least: int, most: int, default: int | None = None
 ) -> int:
-    """Raises WeightsFault for anything but a whole number within the bounds."""
+    """Raises WeightsError for anything but a whole number within the bounds."""
     value = payload.get(key, default)
     if type(value) is not int or not least <= value <= most:
-        raise WeightsFault(f"{key} must be a whole number within {least} and {most}")
+        raise WeightsError(f"{key} must be a whole number within {least} and {most}")
     return value

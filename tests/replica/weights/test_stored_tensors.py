@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from omni_proxy.replica.models import tiny
-from omni_proxy.replica.weights.target import Target, WeightsFault
-from omni_proxy.replica.weights.tensors import STORED_DTYPES, StoredTensors, staged_of_serialized
+from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
+from omni_proxy.replica.weights.stored_tensors import STORED_DTYPES, StoredTensors, stage_serialized
 
 LAST_NORM = "model.norm.weight"
 
@@ -71,7 +71,7 @@ def test_a_byte_that_was_changed_is_refused_or_read_as_the_library_reads_it(plac
     try:
         stored = opened(bytes(data))
         found = {name: stored.read(name) for name in stored.names}
-    except WeightsFault:
+    except WeightsError:
         return
     if expected is None:
         # The library is strict about keys that say nothing, and about texts beside the tensors.
@@ -84,13 +84,13 @@ def test_a_byte_that_was_changed_is_refused_or_read_as_the_library_reads_it(plac
 
 @given(st.integers(0, len(WHOLE) - 1))
 def test_a_file_that_was_cut_is_refused_wherever_it_was(length):
-    with pytest.raises(WeightsFault, match=r"the file is (truncated|a pickle)"):
+    with pytest.raises(WeightsError, match=r"the file is (truncated|a pickle)"):
         opened(WHOLE[:length])
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_fault_and_never_an_error(data):
-    with pytest.raises(WeightsFault, match=r"^the file "):
+    with pytest.raises(WeightsError, match=r"^the file "):
         opened(data)
 
 
@@ -125,18 +125,18 @@ def header(entries, data=b"") -> bytes:
     ],
 )
 def test_a_header_that_lies_is_refused_before_memory_is_taken(entries, told):
-    with pytest.raises(WeightsFault, match=told):
+    with pytest.raises(WeightsError, match=told):
         opened(header(entries, b"1234"))
 
 
 def test_a_number_beyond_all_is_no_size():
     text = b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'
-    with pytest.raises(WeightsFault, match="broken safetensors header"):
+    with pytest.raises(WeightsError, match="broken safetensors header"):
         opened(struct.pack("<Q", len(text)) + text + b"1234")
 
 
 def test_a_tensor_that_is_not_there_is_named():
-    with pytest.raises(WeightsFault, match="the file has no tensor 'c'"):
+    with pytest.raises(WeightsError, match="the file has no tensor 'c'"):
         opened(WHOLE).read("c")
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_shrinks_under_the_reader_is_a_fault():
     file = io.BytesIO(WHOLE)
     stored = StoredTensors(file, "the file")
     file.truncate(len(WHOLE) - 5)
-    with pytest.raises(WeightsFault, match="ended in the middle of a"):
+    with pytest.raises(WeightsError, match="ended in the middle of a"):
         stored.read("a")
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_shrinks_under_the_reader_is_a_fault():
 def staged(*parts, rank=0, size=1, **more):
     texts = [base64.b64encode(each).decode() if isinstance(each, bytes) else each for each in parts]
     payload = {"serialized_named_tensors": texts} | more
-    return staged_of_serialized(payload, Target(tiny.build(0)), rank, size)
+    return stage_serialized(payload, LiveTensors(tiny.build(0)), rank, size)
 
 
 NEW = save({LAST_NORM: torch.ones(128)})
@@ -184,11 +184,11 @@ def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
     ],
 )
 def test_what_is_no_safetensors_of_this_model_is_refused(parts, told):
-    with pytest.raises(WeightsFault, match=told):
+    with pytest.raises(WeightsError, match=told):
         staged(*parts)
 
 
 def test_a_load_format_that_means_other_bytes_is_refused():
-    with pytest.raises(WeightsFault, match="'flattened_bucket' is not supported here"):
+    with pytest.raises(WeightsError, match="'flattened_bucket' is not supported here"):
         staged(NEW, load_format="flattened_bucket")
     assert len(staged(NEW, load_format="safetensors")) == 1
