@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _StoredTarget:
     """The version that a worker should have, and that is in the store."""
 
-    target: TargetVersion
+    expected: TargetVersion
     version: StoredVersion
 
 
@@ -98,13 +98,13 @@ class CatchUp:
         known = self._fleet.find(worker.url) is worker
         return known and worker.health.state is Health.HEALTHY
 
-    def _target(self, worker: Worker) -> _Target | None:
+    def _target(self, worker: Worker) -> _StoredTarget | None:
         """None if the last update that targeted the worker is not in the store."""
         target = self._journal.published.target_for(worker.url, worker.model)
         if target is None or target.waived:
             return None
         versions = [v for v in self._store_service.versions() if v.epoch == target.epoch]
-        return _Target(target, versions[0]) if versions else None
+        return _StoredTarget(target, versions[0]) if versions else None
 
     async def _run(self, worker: Worker, token: object) -> None:
         decided = False
@@ -143,9 +143,9 @@ class CatchUp:
             await trio.sleep(pause)
         return False
 
-    async def _has_version(self, worker: Worker, target: _Target) -> bool:
+    async def _has_version(self, worker: Worker, target: _StoredTarget) -> bool:
         """Whether the worker is proven to have the version already; it is recorded then."""
-        expected = target.target
+        expected = target.expected
         label = (await read_labels([worker], {}))[worker]
         proof = await self._deliverer.prove(target.version, worker, {}, self._limit)
         # A worker without digests may still report a label that only this version has.
@@ -155,9 +155,9 @@ class CatchUp:
         await self._record(worker, expected)
         return True
 
-    async def _deliver(self, worker: Worker, target: _Target) -> str:
+    async def _deliver(self, worker: Worker, target: _StoredTarget) -> str:
         """Return why the worker could not take the version, "" if it has it now."""
-        expected, version = target.target, target.version
+        expected, version = target.expected, target.version
         options = DeliveryOptions(expected.label, self._journal.all_paused, limit=self._limit)
         try:
             (result,) = await self._deliverer.deliver(version, [worker], options)
@@ -181,9 +181,9 @@ class CatchUp:
             self._journal.clear_uncertain([worker.url])
             await self._journal.save()
 
-    async def _give_up(self, worker: Worker, target: _Target, why: str) -> None:
+    async def _give_up(self, worker: Worker, target: _StoredTarget, why: str) -> None:
         self.failed += 1
-        epoch = target.target.epoch
+        epoch = target.expected.epoch
         reason = f"missed the update of epoch {epoch} and did not catch up: {why}"
         self._journal.mark_uncertain({worker.url: reason})
         await self._journal.save()

@@ -189,5 +189,7 @@ def _cannot_see_files(result: WorkerResult) -> bool:
 
 
 def _with_fields(result: WorkerResult, more: Mapping[str, object]) -> WorkerResult:
-    body = result.body if isinstance(result.body, dict) else {"said": result.body}
+    text = result.body
+    # "said" is the former name of "response".
+    body = text if isinstance(text, dict) else {"response": text, "said": text}
     return replace(result, body={**body, **more})

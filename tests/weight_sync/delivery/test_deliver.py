@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.delivery.deliver import is_local_address
+from omni_proxy.weight_sync.delivery.deliver import _with_fields, is_local_address
 from omni_proxy.weight_sync.delivery.over_network import local_address_towards
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
@@ -84,3 +84,8 @@ def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, answer, reason)
 
 def test_a_version_without_digests_proves_nothing(tmp_path):
     assert "not known yet" in compare_checksums(checker(a="1"), version_of(tmp_path, a="")).reason
+
+
+def test_a_text_response_is_kept_under_its_new_and_its_former_key():
+    result = _with_fields(WorkerResult("w", 200, "done"), {"version": 1})
+    assert result.body == {"response": "done", "said": "done", "version": 1}
