@@ -245,9 +245,9 @@ class Server:
         configure(server.log_level, server.log_format)
         self.access_log.retarget(server.access_log)
         self.route_log.retarget(server.route_log)
-        self.door.access_log = self.access_log if self.access_log.on else None
-        self.door.route_log = self.route_log if self.route_log.on else None
-        self.door.meters = self.instruments.metrics if server.metrics else None
+        self.door.recorders.access_log = self.access_log if self.access_log.on else None
+        self.door.recorders.route_log = self.route_log if self.route_log.on else None
+        self.door.recorders.meters = self.instruments.metrics if server.metrics else None
 
     async def _signals(self, everything: trio.CancelScope) -> None:
         async with trio.open_nursery() as nursery:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from omni_proxy.dataplane.dataplane import SHOWN_CONNECTIONS
+from omni_proxy.dataplane.status import MAX_CONNECTIONS
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.messages import ProcessStats
@@ -90,7 +90,7 @@ class AggregateView:
             return counts
         for name in COUNTS:
             counts[name] = int(str(counts[name])) + self._sum_of(name)
-        ended = Counter(self._door.ended) + self._manager.exited_outcomes
+        ended = Counter(self._door.services.totals.ended) + self._manager.exited_outcomes
         for stats in stands:
             ended.update(stats.ended)
         counts["ended"] = dict(ended)
@@ -111,7 +111,7 @@ class AggregateView:
             oldest += stats.oldest
         oldest.sort(key=lambda row: -row["age_secs"])
         status["phases"] = dict(phases)
-        status["oldest_connections"] = oldest[:SHOWN_CONNECTIONS]
+        status["oldest_connections"] = oldest[:MAX_CONNECTIONS]
         status["policy"] = {"name": self.policy.name, **self.policy.stats()}
         status["processes"] = status["doors"] = self.rows()  # "doors": the old name
         return status

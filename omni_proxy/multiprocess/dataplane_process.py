@@ -23,8 +23,8 @@ import trio
 
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.dataplane import SHOWN_CONNECTIONS
 from omni_proxy.dataplane.downstream.connection import Connection
+from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record
 from omni_proxy.multiprocess.ipc_channel import IpcChannel
 from omni_proxy.multiprocess.messages import (
     AckEvent,
@@ -202,9 +202,9 @@ class DataPlaneProcess:
         except (OSError, ConfigError) as error:  # the main process could read them a moment ago
             _log.error('certificates_not_reloaded error="%s"', error)
             door.apply_without_listeners(config)
-        door.access_log = self._access_lines if server.access_log != OFF else None
-        door.route_log = self._route_lines if server.route_log != OFF else None
-        door.meters = self._meters if server.metrics else None
+        door.recorders.access_log = self._access_lines if server.access_log != OFF else None
+        door.recorders.route_log = self._route_lines if server.route_log != OFF else None
+        door.recorders.meters = self._meters if server.metrics else None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled, or drained: then it sends what is unsent and closes the socket."""
@@ -228,7 +228,7 @@ class DataPlaneProcess:
 
     async def _send_lines(self) -> None:
         while True:
-            off = self.door.access_log is None and self.door.route_log is None
+            off = self.door.recorders.access_log is None and self.door.recorders.route_log is None
             await trio.sleep(SEND_STATS_SECS if off else SEND_LINES_SECS)
             self._send_line_batch()
 
@@ -275,22 +275,22 @@ class DataPlaneProcess:
 
     def _stats(self) -> ProcessStats:
         door, tasks = self.door, self.door.loop.tasks
-        oldest = nsmallest(SHOWN_CONNECTIONS, tasks, key=lambda task: task.started_at)
+        oldest = nsmallest(MAX_CONNECTIONS, tasks, key=lambda task: task.started_at)
         return ProcessStats(
             counts={
-                "accepted": door.accepted,
+                "accepted": door.services.totals.accepted,
                 "failures": door.loop.failures,
-                "failed_tls_handshakes": door.failed_handshakes,
-                "answers_across_versions": door.across_versions,
-                "rejected": door.rejected,
+                "failed_tls_handshakes": door.services.totals.failed_handshakes,
+                "answers_across_versions": door.services.totals.across_versions,
+                "rejected": door.inflight.rejected,
                 "stalls": self._watchdog.stalls,
             },
-            ended=dict(door.ended),
+            ended=dict(door.services.totals.ended),
             connections=len(tasks),
             waiting=door.queue.waiting,
-            held_bytes=door.held_bytes,
+            held_bytes=door.inflight.held_bytes,
             phases=dict(Counter(task.phase for task in tasks)),
-            oldest=[door.shown(task) for task in oldest if isinstance(task, Connection)],
+            oldest=[connection_record(task) for task in oldest if isinstance(task, Connection)],
             policy=door.policy.stats(),
             lag_ms=round(self._max_lag_secs * 1000, 2),
             longest_turn_ms=round(self._watchdog.longest_turn_secs * 1000, 2),

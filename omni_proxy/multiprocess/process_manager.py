@@ -227,7 +227,7 @@ class ProcessManager:
     def _stop_accepting(self, port: ReuseportGroup) -> None:
         """The other processes accept from here on; idle clients of the main process reconnect."""
         port.pause()
-        self.door.close_after_answers(admin=False)
+        self.door.close_after_responses(admin=False)
 
     def _add_slot(self) -> None:
         assert self._nursery is not None
@@ -275,9 +275,7 @@ class ProcessManager:
     def _on_start(self, handle: ProcessHandle) -> None:
         if self._sessions is None:
             self._sessions = shared_sessions.create_sessions()
-        start = StartCommand(
-            handle.index, self._admin_socket, SILENT_SECS, self.door.proxy_id.decode()
-        )
+        start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.door.proxy_id)
         handle.send_start(start, self.worker_ids.counters.descriptor, self._sessions)
         self._publisher.send_all([handle])
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from random import randrange
 
 from omni_proxy.config.schema import Config, RoutingConfig
+from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
+from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.pool import AdminApiPool
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.messages import StartCommand, VoiceListMessage, VoicesChangedEvent
@@ -25,8 +27,42 @@ from omni_proxy.routing.policies.sticky import Sessions, Sticky
 PROCESS_CELL = 0
 
 
+class SharedInFlight(InFlight):
+    """`row` is this process's own part of the shared counters; `fleet` knows the others'."""
+
+    def __init__(self, settings: Settings, fleet: ReplicatedFleet, row: Cells) -> None:
+        self._row = row
+        self._fleet = fleet
+        self._own = self._others = 0
+        self._bounded = False
+        super().__init__(settings)
+
+    @property
+    def in_flight(self) -> int:
+        if self._bounded:
+            self._others = sum(row[PROCESS_CELL] for row in self._fleet.others)
+        return self._own + self._others
+
+    @in_flight.setter
+    def in_flight(self, total: int) -> None:
+        """Set by adding to, or subtracting from, what was read last."""
+        self._own = total - self._others
+        self._row[PROCESS_CELL] = self._own
+
+    def follow(self, config: Config) -> None:
+        """The bound may be another one: what was read last counts no more."""
+        self._bounded = config.server.max_inflight > 0
+        self._others = 0
+
+    def is_over_limit(self) -> bool:
+        fence()
+        return self.in_flight > self._settings.config.server.max_inflight
+
+
 class SharedDataPlane(DataPlane):
     """`row`: of this process in the shared counters; the fleet has those of the others."""
+
+    inflight: SharedInFlight
 
     def __init__(
         self,
@@ -38,8 +74,6 @@ class SharedDataPlane(DataPlane):
     ) -> None:
         self._row = row
         self._send_event = send_event
-        self._own_in_flight = self._others_in_flight = 0
-        self._bounded = False
         self._voice_changes = 0
         self._replicated_fleet = fleet
         self._sessions: Sessions | None = None
@@ -47,39 +81,25 @@ class SharedDataPlane(DataPlane):
             fleet, config,
             front_socket=start.admin_socket, below=randrange, proxy_id=start.proxy_id,
         )  # fmt: skip
-        self.front = self.main_process = MainProcessPool(self.loop, start)
-        self.port_elsewhere = True
+        self.pools.admin_api = self.main_process = MainProcessPool(self.loop, start)
+        self.listens_elsewhere = True
 
-    @property
-    def in_flight(self) -> int:
-        if self._bounded:
-            self._others_in_flight = sum(row[PROCESS_CELL] for row in self._replicated_fleet.others)
-        return self._own_in_flight + self._others_in_flight
+    def _new_inflight(self) -> InFlight:
+        return SharedInFlight(self.settings, self._replicated_fleet, self._row)
 
-    @in_flight.setter
-    def in_flight(self, total: int) -> None:
-        """Set by adding to, or subtracting from, what was read last."""
-        self._own_in_flight = total - self._others_in_flight
-        self._row[PROCESS_CELL] = self._own_in_flight
-
-    def is_over_limit(self) -> bool:
-        fence()
-        return self.in_flight > self.config.server.max_inflight
-
-    def _take(self, config: Config) -> None:
-        self._bounded = config.server.max_inflight > 0
-        self._others_in_flight = 0
-        super()._take(config)
+    def configure(self, config: Config) -> None:
+        self.inflight.follow(config)
+        super().configure(config)
 
     def apply_without_listeners(self, config: Config) -> None:
         """Apply all of `config` but the listeners and their certificates."""
-        self._take(config)
+        self.configure(config)
 
     def use_sessions(self, sessions: Sessions) -> None:
         """Sessions for the sticky policy, shared with the other processes."""
         self._sessions = sessions
         if isinstance(self.policy, Sticky):
-            self.policy.use_sessions(sessions, self.config.routing)
+            self.policy.use_sessions(sessions, self.settings.config.routing)
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         policy = super().build_policy(routing)
@@ -114,8 +134,8 @@ class MainProcessPool(AdminApiPool):
     def is_silent(self) -> bool:
         return self.loop.now - self.heard_at > self._silent_secs
 
-    def take(self, task: EventHandler) -> Stream | None:
-        return None if self.is_silent else super().take(task)
+    def reuse(self, task: EventHandler) -> Stream | None:
+        return None if self.is_silent else super().reuse(task)
 
     async def dial(self, task: ConnectionTask) -> Stream:
         if self.is_silent:

@@ -151,27 +151,7 @@ class Metrics:
             phases.head.counts[bisect_left(FINE, secs)] -= 1
             phases.head.sum -= secs
             phases.heads.append(exchange.wait_at - started)
-        self.record_single_chunk(exchange, worker)
-
-    def record_single_chunk(self, exchange: Exchange, worker: Worker | None) -> None:
-        """As `record`, of a completed exchange whose answer came whole in one piece, of a request
-        that left in the moment it came."""
-        route, need = exchange.route, exchange.need
-        assert route is not None
-        assert need is not None
-        try:
-            cell = self._series[route.path][worker]
-        except KeyError:
-            cell = self.series_for(route.path, worker)
-        if (
-            exchange.status != 200
-            or exchange.tail
-            or (need.model != cell.asked and not self._counts_for(cell, need.model))
-        ):
-            self._count_any(exchange, worker, cell)
-            return
-        ended = exchange.ended_at
-        secs = ended - exchange.started_at
+        secs = ended - started
         place = bisect_left(FINE, secs)
         cell.single_chunk_counts[place] += 1
         cell.single_chunk_secs += secs

@@ -16,9 +16,10 @@ import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.exchange import exchange
-from omni_proxy.dataplane.exchange import fast_path as short_ways
-from omni_proxy.dataplane.exchange.fast_path import FastPath, FastPathCache
+from omni_proxy.dataplane.exchange.fast_path import FastPath
+from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.task import pause
+from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
 from omni_proxy.telemetry import metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
@@ -113,8 +114,8 @@ class Client:
 
     def has_begun(self):
         """Whether the short way has asked a worker since this was asked last."""
-        short, before = self.conn.short, self._asked
-        self._asked = short is not None and short.asked is not None
+        conn, before = self.conn, self._asked
+        self._asked = conn.client.task is not conn and conn.exchange is not None
         return self._asked and not before
 
     def look(self):
@@ -167,13 +168,13 @@ class InOrder(dict):
 class World(ByHand):
     def __init__(self, patch, listeners, config="", *, short=True):
         super().__init__(patch, config)
-        for room in (short_ways, metrics):
-            patch.setattr(room, "monotonic", lambda: self.now)
+        patch.setattr(metrics, "monotonic", lambda: self.now)
         self.recent = RecentWindow()
-        self.door.meters = self.meters = metrics.Metrics(self.fleet, self.recent)
+        self.door.recorders.meters = self.meters = metrics.Metrics(self.fleet, self.recent)
         self.listeners, self.short = listeners, short
         self.door.loop.tasks = InOrder()
-        self.door.timers = self.pauses = Pauses()
+        self.pauses = Pauses()
+        object.__setattr__(self.door.services, "timers", self.pauses)
         self.lines, self.clients, self.routes = [], [], []
         self.entries = [
             replace(entry(name), url=f"unix:{listener.getsockname()}")
@@ -183,7 +184,7 @@ class World(ByHand):
         for worker in self.fleet.workers:
             heal(self.fleet, worker)
         self.began = self.handed_over = 0  # of the exchanges of the short way
-        self.door.route_log = self.Routes(self.routes)
+        self.door.recorders.route_log = self.Routes(self.routes)
 
     class Routes:
         def __init__(self, kept):
@@ -201,17 +202,17 @@ class World(ByHand):
     @contextlib.contextmanager
     def at_work(self):
         """Ids are counted instead of drawn; whoever is handed over is counted, too."""
-        numbers, hand_over = itertools.count(1), FastPath.hand_over
+        numbers, continuation = itertools.count(1), FastPath.continuation
 
-        def counted(short, *came):
-            self.handed_over += short.asked is not None
-            hand_over(short, *came)
+        def counted(fast_path, mine):
+            self.handed_over += 1
+            return continuation(fast_path, mine)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchange, "getrandbits", lambda bits: next(numbers))
-            patch.setattr(FastPath, "hand_over", counted)
+            patch.setattr(FastPath, "continuation", counted)
             if not self.short:
-                patch.setattr(FastPathCache, "of", lambda usuals, head: None)
+                patch.setattr(FastPathCache, "find", lambda cache, head: None)
             try:
                 yield self
             finally:
@@ -319,10 +320,10 @@ class World(ByHand):
             ],
             "workers": [(end.name, end.came, end.end) for end in self.lines],
             "fleet": [_of(worker) for worker in self.fleet.workers],
-            "idle": {worker.url: len(lane.idle) for worker, lane in door._lanes.items()},
+            "idle": {worker.url: len(lane.idle) for worker, lane in door.pools._pools.items()},
             "phases": sorted(self.phases),
-            "shown": [door.shown(each.conn) for each in self.clients],
-            "door": [door.admission(), door.counts(), door.held_bytes],
+            "shown": [connection_record(each.conn) for each in self.clients],
+            "door": [door.admission(), door.counts(), door.inflight.held_bytes],
             "log": list(self.log),
             "routes": list(self.routes),
             "metrics": self.counted(),
@@ -344,7 +345,7 @@ class World(ByHand):
 
     def reload(self, config):
         """As a configuration that was judged and is in force now."""
-        self.door._take(parse(f"[server]\nlog_format = 'json'\n{config}"))
+        self.door.configure(parse(f"[server]\nlog_format = 'json'\n{config}"))
         self.turn()
 
 
@@ -364,7 +365,7 @@ def both(listeners, script, config="", *, warm=6):
                 seen[-1]["ended"] = world.seen(whole=True)
                 assert not world.door.loop.tasks
                 assert world.door.in_flight == 0
-                assert len(world.log) == sum(world.door.ended.values())
+                assert len(world.log) == sum(world.door.services.totals.ended.values())
                 worlds.append(world)
     assert seen[1] == seen[0]
     assert worlds[0].began == 0

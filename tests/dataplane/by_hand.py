@@ -38,7 +38,7 @@ class ByHand:
         self.fleet = fleet_of(replace(entry("a"), url=f"http://{host}:{port}"))
         config = parse(config)
         self.door = DataPlane(self.fleet, config, front_socket="/nowhere", below=lambda bound: 0)
-        self.door.access_log, self.door.access_json = self, True
+        self.door.recorders.access_log, self.door.settings.access_log_is_json = self, True
         self.log = []
         self.ends = []
 
@@ -50,7 +50,7 @@ class ByHand:
         near.setblocking(False)
         far.settimeout(5)
         self.ends.append(far)
-        Connection(self.door, near, "test").start()
+        Connection(self.door.services, near, "test").start()
         if sent:
             far.sendall(sent)
         self.turn()
@@ -89,7 +89,7 @@ class ByHand:
             end.close()
         for task in list(self.door.loop.tasks):
             task.close_coroutine()
-        for lane in self.door._lanes.values():
+        for lane in self.door.pools._pools.values():
             lane.close()
         self.door.loop.flush()
         self.door.loop._epoll.close()

@@ -167,7 +167,7 @@ class Setting:
     async def settled(self):
         """Until the door has no connection left."""
         await self.door.drained()
-        return dict(self.door.ended)
+        return dict(self.door.services.totals.ended)
 
 
 def entry(url, model=None, capabilities=CAPABILITIES, **trust):

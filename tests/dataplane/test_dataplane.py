@@ -22,7 +22,7 @@ async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path)
     door.begin_drain()
     door.prepare(config_of(host="127.0.0.2"))()
     assert door.addresses() == []
-    assert door.config.server.host == "127.0.0.2"
+    assert door.settings.config.server.host == "127.0.0.2"
 
 
 async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tmp_path):
@@ -40,7 +40,7 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
         def stats(self):
             return {"picks": 7}
 
-    door.policy = Listening()
+    door.balancer.policy = Listening()
     fleet.cache_cleared(fleet.workers[1])
     fleet.apply([entry("b")], NOW)
     door._sweep()
@@ -51,7 +51,7 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
 async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_it(tmp_path):
     door = DataPlane(Fleet(), config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
     first = door.policy
-    door._take(config_of(queue_size=7))
+    door.configure(config_of(queue_size=7))
     assert door.policy is first
-    door._take(parse('[routing]\npolicy = "random"'))
+    door.configure(parse('[routing]\npolicy = "random"'))
     assert door.policy.name == "random"

@@ -3,9 +3,9 @@
 import pytest
 from wsproto.utilities import generate_accept_token
 
-from omni_proxy.dataplane.exchange.request_body import CHUNKED_PIECE_BYTES
+from omni_proxy.dataplane.exchange.request_body import CHUNKED_READ_BYTES
+from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import READS_PER_STEP
-from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
 from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
 from tests.dataplane.by_hand import QUIET_SECS, ByHand, heard
 
@@ -71,10 +71,10 @@ def session(door):
 
 def test_the_smallest_chunks_are_read_piece_by_piece(door):
     client = door.client(CHUNKED)
-    body = BODY + b" " * CHUNKED_PIECE_BYTES
+    body = BODY + b" " * CHUNKED_READ_BYTES
     client.sendall(chunks(body))
     batch(door)
-    assert exchange(door).bytes_in <= AT_ONCE * CHUNKED_PIECE_BYTES // len(chunks(b" "))
+    assert exchange(door).bytes_in <= AT_ONCE * CHUNKED_READ_BYTES // len(chunks(b" "))
     door.turn()
     door.tell(client, b"0\r\n\r\n")
     assert door.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
@@ -82,7 +82,7 @@ def test_the_smallest_chunks_are_read_piece_by_piece(door):
 
 def test_large_chunks_need_no_turn_each(door):
     client = door.client(CHUNKED)
-    size = PIECES * CHUNKED_PIECE_BYTES
+    size = PIECES * CHUNKED_READ_BYTES
     client.sendall(b"%x\r\n%b" % (size, bytes(size)))
     batch(door)
     assert exchange(door).bytes_in == size
@@ -105,10 +105,10 @@ def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(door):
 def test_a_client_that_always_has_more_to_say_gives_up_its_turn(door, message):
     client, _ = session(door)
     before = exchange(door).bytes_in
-    sent = message * (PIECES * PIECE_BYTES // len(message))
+    sent = message * (PIECES * READ_BYTES // len(message))
     client.sendall(sent)
     batch(door)
-    assert exchange(door).bytes_in - before <= AT_ONCE * PIECE_BYTES
+    assert exchange(door).bytes_in - before <= AT_ONCE * READ_BYTES
     door.turn()
     assert exchange(door).bytes_in - before == len(sent)
 
@@ -127,9 +127,9 @@ def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(door):
     client, worker = session(door)
     heard(client)
     event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one
-    many = PIECES * PIECE_BYTES // len(event)
+    many = PIECES * READ_BYTES // len(event)
     worker.sendall(event * many)
     batch(door)
-    assert exchange(door).pieces <= AT_ONCE * PIECE_BYTES // len(event)
+    assert exchange(door).pieces <= AT_ONCE * READ_BYTES // len(event)
     door.turn()
     assert exchange(door).pieces == many

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane
-from omni_proxy.dataplane.exchange.exchange import Exchange, settle
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.finalize import finalize
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
-from omni_proxy.dataplane.upstream.acquire import take
 from omni_proxy.fleet.capabilities import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
@@ -35,7 +35,7 @@ class Waiter(ConnectionTask):
         """Let go, though its turn is yet to come."""
         return self.phase == "queue" and self.phase_deadline == inf
 
-    def clock(self, phase, secs):
+    def set_timeout(self, phase, secs):
         self.phase = phase
         self.joined = next(self.room.numbers)
         self.phase_deadline = min(self.loop.now + secs, self.deadline)
@@ -54,18 +54,18 @@ class Waiter(ConnectionTask):
     async def _ask(self):
         door, mine = self.door, self.mine
         self.wants = "slot"
-        if not door.count_in(mine):
+        if not door.inflight.admit(mine):
             await door.queue.wait_for_slot(self, mine, unread=False)
         self.phase, self.wants = "pick", (self.model, mine.need.version_constraint)
         try:
-            take(door, mine)
+            door.balancer.acquire(mine)
         except HttpError as nobody:
             await door.queue.wait_for_worker(self, mine, nobody)
 
     def finish(self):
         if self in self.room.gone_in:
             self.room.gone_in.remove(self)
-        settle(self.door, self.mine, "done")
+        finalize(self.door.services, self.mine, "done")
 
     def leave(self):
         self.throw(ClientDisconnected())
@@ -95,7 +95,7 @@ class Room:
             task.step()
 
     def reconfigure(self, config):
-        self.door._take(parse(f"[server]\n{config}"))
+        self.door.configure(parse(f"[server]\n{config}"))
 
     def close(self):
         self.door.loop._epoll.close()

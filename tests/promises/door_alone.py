@@ -41,7 +41,7 @@ class OpenDoor:
         self.workers: list[FakeWorker] = []
         self.urls: list[str] = []
         self.log = Lines()
-        door.access_log, door.access_json = self.log, True
+        door.recorders.access_log, door.settings.access_log_is_json = self.log, True
 
     @property
     def address(self) -> str:
@@ -52,7 +52,7 @@ class OpenDoor:
 
     def reload(self, text: str) -> None:
         self.door.prepare(configured(text, self.urls))()
-        self.door.access_json = True
+        self.door.settings.access_log_is_json = True
 
     @property
     def last(self) -> dict:

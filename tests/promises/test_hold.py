@@ -59,7 +59,7 @@ async def test_past_max_inflight_requests_wait_and_all_are_answered():
         await until(lambda: len(answers) == 20)
         assert [answer.status for answer in answers] == [200] * 20
         assert (gate.peak, opened.door.admission()["peak_waiting"]) == (2, 18)
-        assert (opened.door.queue.waiting, opened.door.rejected) == (0, 0)
+        assert (opened.door.queue.waiting, opened.door.inflight.rejected) == (0, 0)
         assert sum(line["queue_ms"] > 0 for line in opened.log.records) == 18
 
 
@@ -97,7 +97,7 @@ async def test_a_queue_that_is_full_refuses_at_once():
             assert b'"type":"overloaded_error","code":503,"reason":"queue_full"' in refused.body
             gate.open.set()
         assert [answer.status for answer in answers] == [200, 200]
-        assert opened.door.rejected == 1
+        assert opened.door.inflight.rejected == 1
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     kept = SecureWorker(OK, host="localhost")
     async with door_to(kept) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.door._lanes.values()
+        [lane] = opened.door.pools._pools.values()
         lane.idle.pop().close()
         assert (await asked(opened)).status == 200
     assert kept.resumed == [False, True]
@@ -169,7 +169,7 @@ async def test_a_ticket_that_comes_late_costs_no_kept_connection():
     worker = SecureWorker(rekeying)
     async with door_to(worker) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.door._lanes.values()
+        [lane] = opened.door.pools._pools.values()
         [conn] = lane.idle
         conn.readable = True
         lane._drop(conn)  # as for an event with nothing of HTTP in it
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_worker():
             await client.send(post())
             await asked_it.wait()
         await left.wait()
-        await until(lambda: opened.door.ended["client_disconnected"] == 1)
+        await until(lambda: opened.door.services.totals.ended["client_disconnected"] == 1)
 
 
 async def test_an_answer_that_only_its_end_bounds_must_end_in_tls():
@@ -243,7 +243,7 @@ async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
         trusted.write_bytes(AUTHORITY.read_bytes())
         assert (await asked(opened)).status == 200
         trusted.write_text("nonsense")  # what it said before stays
-        [lane] = opened.door._lanes.values()
+        [lane] = opened.door.pools._pools.values()
         lane.idle.pop().close()
         assert (await asked(opened)).status == 200
 

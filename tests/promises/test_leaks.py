@@ -93,7 +93,7 @@ def holdings(opened: OpenDoor) -> Holdings:
         in_flight=door.in_flight,
         at_workers=sum(worker.in_flight for worker in opened.fleet.workers),
         waiting=door.queue.waiting,
-        held_bytes=door.held_bytes,
+        held_bytes=door.inflight.held_bytes,
     )
 
 
@@ -152,7 +152,7 @@ async def open_to_all(config: str):
     async with fake_workers(worker) as (made,):
         text = config + ENTRY.format(made.url)
         async with open_door(config=text) as opened:
-            opened.door.access_log = None
+            opened.door.recorders.access_log = None
             yield opened
 
 

@@ -35,7 +35,7 @@ GOOD_STREAM = answering(SSE_HEAD, chunk(b"data: one\n\n"), LAST_CHUNK)
 async def routed(script, request):
     """What the route log says of this request."""
     async with fake_workers(script) as made, open_door(*made) as opened:
-        opened.door.route_log = lines = Lines()
+        opened.door.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(request)
             with suppress(Truncated):
@@ -86,7 +86,7 @@ async def test_a_request_that_no_worker_answered_is_routed_all_the_same():
 
 async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
     async with fake_workers(GOOD_STREAM) as made, open_door(*made) as opened:
-        opened.door.route_log = lines = Lines()
+        opened.door.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(post(b"no json"))
             assert (await client.answer()).status == 400
@@ -151,7 +151,7 @@ class Written(list):
 async def test_no_line_is_of_a_clients_making():
     name, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
     async with door_before(GOOD_STREAM) as (opened, client):
-        opened.door.access_log, opened.door.access_json = written, False
+        opened.door.recorders.access_log, opened.door.settings.access_log_is_json = written, False
         await client.send(post(json.dumps({"model": name, "messages": []}).encode()))
         await client.answer()
     (line,) = written

@@ -32,7 +32,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22
 async def metered(script, *requests, config=""):
     """The meters of a door after these requests to it, one after the other."""
     async with fake_workers(script) as made, open_door(*made, config=config) as opened:
-        meters = opened.door.meters = Metrics(opened.fleet, RecentWindow())
+        meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
         for request in requests:
             async with opened.client() as client:
                 await client.send(request)
@@ -76,7 +76,7 @@ async def test_a_stream_tells_its_gaps_before_it_ends_and_one_that_breaks_has_to
         call.close()
 
     async with fake_workers(breaking) as made, open_door(*made) as opened:
-        meters = opened.door.meters = Metrics(opened.fleet, RecentWindow())
+        meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
             await client.send(post(STREAMED))
             with trio.fail_after(PATIENCE_SECS):

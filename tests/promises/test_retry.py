@@ -171,7 +171,7 @@ async def test_a_503_goes_to_another_worker_and_says_nothing_of_health():
             {"worker": f"http://{good}", "outcome": "200"},
         ]
         assert opened.failures() == [0, 0]
-        assert len(opened.door.lane(opened.fleet.workers[0]).idle) == 1  # it ended cleanly
+        assert len(opened.door.pools.of(opened.fleet.workers[0]).idle) == 1  # it ended cleanly
     assert [len(worker.requests) for worker in opened.workers] == [1, 1]
 
 

@@ -51,14 +51,14 @@ async def test_requests_of_one_connection_are_answered_in_turn():
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 5
 
 
-async def test_requests_like_the_last_one_go_the_short_way(monkeypatch):
-    done, settle = [], fast_path.settle_whole
+async def test_requests_like_the_last_one_take_the_fast_path(monkeypatch):
+    done, finalize = [], fast_path.finalize
 
-    def settled(door, mine, worker):
-        done.append(mine.status)
-        settle(door, mine, worker)
+    def finalized(services, exchange, phase):
+        done.append(exchange.status)
+        finalize(services, exchange, phase)
 
-    monkeypatch.setattr(fast_path, "settle_whole", settled)
+    monkeypatch.setattr(fast_path, "finalize", finalized)
     async with (
         secure_door(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,
@@ -114,7 +114,7 @@ async def test_what_is_older_than_tls_1_2_is_refused():
         with pytest.raises(trio.BrokenResourceError):
             async with secure_client(opened.address, context):
                 pass
-        await until(lambda: opened.door.failed_handshakes == 1)
+        await until(lambda: opened.door.services.totals.failed_handshakes == 1)
 
 
 async def test_a_client_that_reads_slowly_gets_it_all():
@@ -140,7 +140,7 @@ async def test_a_client_that_stops_reading_is_cut():
         secure_client(opened.address) as client,
     ):
         await client.send(post())
-        await until(lambda: opened.door.ended["client_stalled"] == 1)
+        await until(lambda: opened.door.services.totals.ended["client_stalled"] == 1)
         with pytest.raises(Truncated):
             await client.answer()
 
@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_frees_its_worker(told):
         else:
             client.close()
         await left.wait()
-        await until(lambda: opened.door.ended["client_disconnected"] == 1)
+        await until(lambda: opened.door.services.totals.ended["client_disconnected"] == 1)
 
 
 async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allowed():
@@ -228,7 +228,7 @@ async def test_what_is_neither_ends_the_connection(sent):
     async with secure_door(silent) as opened, client_of(opened.address) as client:
         await client.send(sent)
         await client.until_closed() if sent[0] == 0x16 else client.close()
-        await until(lambda: opened.door.failed_handshakes == 1)
+        await until(lambda: opened.door.services.totals.failed_handshakes == 1)
         await until(lambda: not opened.door.loop.tasks)
     assert opened.workers[0].requests == []
 
@@ -239,7 +239,7 @@ async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
     async with secure_door(silent, config=config) as opened, client_of(opened.address) as client:
         await client.send(sent)
         assert await client.until_closed() == b""
-    assert opened.door.failed_handshakes == 1
+    assert opened.door.services.totals.failed_handshakes == 1
 
 
 async def test_the_bytes_of_a_handshake_may_come_one_by_one():
@@ -290,7 +290,7 @@ async def test_who_must_show_a_certificate_and_has_none_is_refused():
         async with secure_client(opened.address, believing(own="client")) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
-    assert opened.door.failed_handshakes == 2
+    assert opened.door.services.totals.failed_handshakes == 2
 
 
 async def test_a_certificate_may_be_optional_and_a_wrong_one_is_refused_all_the_same():
@@ -315,7 +315,7 @@ def shown_at(client):
 
 
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(certificates, "LOOK_SECS", 0.02)
+    monkeypatch.setattr(certificates, "POLL_SECS", 0.02)
     copied(tmp_path, "server")
     config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
     async with secure_door(answering(counted(b"{}")), config=config) as opened:

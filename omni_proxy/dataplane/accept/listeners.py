@@ -11,7 +11,6 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.certificates import Certificates
@@ -21,9 +20,8 @@ from omni_proxy.dataplane.accept.tls_connection import (
     TlsAdminConnection,
     TlsConnection,
 )
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.downstream.connection import Connection
+from omni_proxy.dataplane.services import ExchangeServices
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +78,10 @@ class PreparedListeners:
 class Listeners:
     """All listeners, and what each does with an accepted socket."""
 
-    def __init__(self, dataplane: DataPlane) -> None:
+    def __init__(self, services: ExchangeServices) -> None:
         self.certificates = Certificates()
         self.held = False  # addresses are bound, but do not listen yet
-        self._dataplane = dataplane
+        self._services = services
         self._open: list[tuple[ListenAddress, Listener]] = []  # the public one first
 
     def prepare(self, new: Config, *, opens: bool) -> PreparedListeners:
@@ -125,9 +123,7 @@ class Listeners:
         for address in addresses:
             try:
                 sock = open_socket(address.host, address.port, listening=not self.held, mode=mode)
-                opened[address] = Listener(
-                    self._dataplane.loop, sock, self._dataplane.accept_connection
-                )
+                opened[address] = Listener(self._services.loop, sock, self._accept)
             except OSError as error:
                 self._close_all(opened)
                 error.filename = str(address)
@@ -137,7 +133,7 @@ class Listeners:
     def _close_all(self, opened: dict[ListenAddress, Listener]) -> None:
         for listener in opened.values():
             listener.close()
-        self._dataplane.loop.flush()
+        self._services.loop.flush()
 
     def _replace(self, wanted: list[tuple[ListenAddress, Listener]]) -> None:
         """Close listeners that `wanted` has not; their connections go on."""
@@ -146,14 +142,14 @@ class Listeners:
             if address not in stay:
                 listener.close()
         self._open = wanted
-        self._dataplane.loop.flush()
+        self._services.loop.flush()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool) -> None:
         """Replace the listeners of this kind; `keeps_file` applies to `socks`.
 
         Raises OSError where they can't be registered: then all of `socks` are closed, and no other.
         """
-        loop, on_accept = self._dataplane.loop, self._dataplane.accept_connection
+        loop, on_accept = self._services.loop, self._accept
         new_listeners: list[Listener] = []
         try:
             for sock in socks:
@@ -176,24 +172,28 @@ class Listeners:
             listener.on_accept = self._callback_for(address)
 
     def _callback_for(self, address: ListenAddress) -> Callable[[socket.socket, str], None]:
-        dataplane, certificates = self._dataplane, self.certificates
+        services, certificates = self._services, self.certificates
         if certificates.context is not None and not address.is_file:
             connection_class = TlsAdminConnection if address.admin else TlsConnection
 
             def accept_tls(sock: socket.socket, peer: str) -> None:
                 if certificates.context is not None:
-                    dataplane.accepted += 1
-                    connection_class(dataplane, sock, peer, certificates.context).start()
+                    services.totals.accepted += 1
+                    connection_class(services, sock, peer, certificates.context).start()
 
             return accept_tls
         if not address.admin:
-            return dataplane.accept_connection
+            return self._accept
 
         def accept_admin(sock: socket.socket, peer: str) -> None:
-            dataplane.accepted += 1
-            AdminConnection(dataplane, sock, peer).start()
+            services.totals.accepted += 1
+            AdminConnection(services, sock, peer).start()
 
         return accept_admin
+
+    def _accept(self, sock: socket.socket, peer: str) -> None:
+        self._services.totals.accepted += 1
+        Connection(self._services, sock, peer).start()
 
     def open(self) -> None:
         """Listen where `held` prevented it. Raises OSError."""

@@ -8,8 +8,8 @@ response: the sender is not one of our load balancers.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import ClientDisconnected, pause
 from omni_proxy.wire.proxy_protocol import (
     MAX_BYTES,
@@ -18,16 +18,13 @@ from omni_proxy.wire.proxy_protocol import (
     parse_proxy_header,
 )
 
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.downstream.connection import Connection
-
 _log = logging.getLogger(__name__)
 
 
-async def read_proxy_header(conn: Connection) -> None:
+async def read_proxy_header(conn: ExchangeIO) -> None:
     """Raises ClientDisconnected, PhaseTimeout, OSError."""
     client = conn.client
-    conn.clock("head", conn.door.limits.client_head)
+    conn.set_timeout("head", conn.settings.limits.client_head)
     header = None
     while header is None:
         if conn.must_wait_for(client):
@@ -40,16 +37,15 @@ async def read_proxy_header(conn: Connection) -> None:
                 raise ClientDisconnected
     client.recv(header.length)
     client.readable = True
-    conn.proxy_header_read = True
     conn.peer = header.peer or conn.peer
 
 
-def _parse(conn: Connection, data: bytes) -> ProxyHeader | None:
-    door = conn.door
+def _parse(conn: ExchangeIO, data: bytes) -> ProxyHeader | None:
+    totals = conn.services.totals
     try:
         return parse_proxy_header(data)
     except ProxyHeaderError as error:
-        door.failed_introductions += 1
-        level = logging.WARNING if door.failed_introductions == 1 else logging.DEBUG
+        totals.failed_introductions += 1
+        level = logging.WARNING if totals.failed_introductions == 1 else logging.DEBUG
         _log.log(level, 'proxy_header_invalid peer=%s error="%s"', conn.peer, error)
         raise ClientDisconnected from None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import ssl
-from typing import TYPE_CHECKING
 
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.exchange.local_reply import refuse_head
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct
 from omni_proxy.dataplane.loop.tls_stream import (
     RECORD,
@@ -21,13 +20,9 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsStream,
     read_handshake_bytes,
 )
+from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.system.tls_contexts import tls_error_text
 from omni_proxy.wire.errors import HttpError
-
-if TYPE_CHECKING:
-    import socket
-
-    from omni_proxy.dataplane.dataplane import DataPlane
 
 _log = logging.getLogger(__name__)
 
@@ -38,23 +33,23 @@ class TlsConnection(Connection):
     __slots__ = ("_context",)
 
     def __init__(
-        self, door: DataPlane, sock: socket.socket, peer: str, context: ssl.SSLContext
+        self, services: ExchangeServices, sock: socket.socket, peer: str, context: ssl.SSLContext
     ) -> None:
-        super().__init__(door, sock, peer)
+        super().__init__(services, sock, peer)
         self._context = context
 
     async def serve(self) -> None:
-        self.clock("handshake", self.door.limits.client_head)
+        self.set_timeout("handshake", self.settings.limits.client_head)
         plain = self.client
         try:
             self.client = await self._handshake()
         except HttpError as error_reply:
             self.phase = "head"
             with contextlib.suppress(OSError):  # the client has closed
-                await refuse_head(self, error_reply)
+                await self.reply_to_bad_head(error_reply)
             return
         except (ClientDisconnected, PhaseTimeout, OSError) as error:
-            self.door.failed_handshakes += 1
+            self.services.totals.failed_handshakes += 1
             timeout = f"timeout in phase {error}" if isinstance(error, PhaseTimeout) else ""
             _log.debug(
                 'tls_handshake_failed peer=%s error="%s"',
@@ -63,6 +58,7 @@ class TlsConnection(Connection):
             )
             return
         finally:
+            self.end_exchange()
             if self.client is plain:
                 plain.close()
         await await_direct(super().serve())
@@ -70,7 +66,8 @@ class TlsConnection(Connection):
     async def _handshake(self) -> TlsStream:
         if not self.proxy_header_read:
             await read_proxy_header(self)
-            self.clock("handshake", self.door.limits.client_head)
+            self.proxy_header_read = True
+            self.set_timeout("handshake", self.settings.limits.client_head)
         first = await read_handshake_bytes(self, self.client)
         if first[:1] != RECORD and first[:1].isalpha():
             raise HttpError(

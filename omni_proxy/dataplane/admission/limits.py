@@ -20,7 +20,6 @@ class AdmissionLimits:
     client_head: float
     client_body: float
     total: float
-    whole_head: float  # the shorter of `response_head` and `total`
     max_body: int
     held: int
     sse_keepalive: float
@@ -37,7 +36,6 @@ def limits_of(config: Config) -> AdmissionLimits:
         client_head=times.client_head_secs or inf,
         client_body=times.client_body_secs or inf,
         total=server.request_timeout_secs or inf,
-        whole_head=min(times.response_head_secs or inf, server.request_timeout_secs or inf),
         max_body=server.max_payload_size,
         held=server.max_held_bytes,
         sse_keepalive=server.sse_keepalive_secs,  # 0: none

@@ -13,21 +13,22 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from omni_proxy.config.schema import ServerConfig
+from omni_proxy.dataplane.admission.inflight import InFlight
+from omni_proxy.dataplane.admission.update_gate import UpdateGate
 from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.acquire import take
+from omni_proxy.dataplane.settings import Settings
+from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import eligible_workers, filter_by_version
+from omni_proxy.routing.pick import filter_by_version
 from omni_proxy.routing.routes import UNPINNED
 from omni_proxy.wire.errors import HttpError
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.dataplane import DataPlane
-    from omni_proxy.dataplane.downstream.connection import Connection
 
 # Codes of errors that may pass in a moment, so that waiting makes sense.
 WEIGHT_CODES: Final = frozenset(("weights_updating", "paused", "weights_uncertain"))
@@ -62,7 +63,7 @@ class _Waiter:
 
     __slots__ = ("admitted", "conn", "line", "mine", "need", "number", "tried")
 
-    def __init__(self, conn: Connection, mine: Exchange, need: Requirements | None) -> None:
+    def __init__(self, conn: IoTask, mine: Exchange, need: Requirements | None) -> None:
         self.conn = conn
         self.mine = mine
         self.need = need
@@ -75,10 +76,21 @@ class _Waiter:
 class Queue:
     """All waiters of a data plane; `waiting`: how many there are."""
 
-    def __init__(self, door: DataPlane) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: Settings,
+        inflight: InFlight,
+        balancer: Balancer,
+        update_gate: UpdateGate,
+    ) -> None:
         self.waiting = 0
         self.peak_waiting = 0
-        self._dataplane = door
+        self._fleet = fleet
+        self._settings = settings
+        self._inflight = inflight
+        self._balancer = balancer
+        self._update_gate = update_gate
         self._last_number = 0
         self._lines: dict[Hashable, _Line] = {}
         # Each line is in one of the two: in `_full` by its first number if a worker could take it
@@ -89,26 +101,26 @@ class Queue:
         self._serving = False
         self._changed = False
 
-    async def wait_for_slot(self, conn: Connection, mine: Exchange, *, unread: bool) -> None:
+    async def wait_for_slot(self, conn: IoTask, mine: Exchange, *, unread: bool) -> None:
         """Wait for a slot of [server] max_inflight, and take it.
 
         Without a queue it raises HttpError `overload_status` at once (omni-router.md 10). Raises
         HttpError, ClientDisconnected, PhaseTimeout.
         """
-        if self._dataplane.count_in(mine):
+        if self._inflight.admit(mine):
             return
-        server = self._dataplane.config.server
+        server = self._settings.config.server
         over = HttpError(
             server.overload_status, "router overloaded: max in-flight requests reached",
             server.overload_status, close=unread, type="overloaded_error", reason="max_inflight",
         ).with_headers(("retry-after", "1"))  # fmt: skip
         if not server.queue_size:
-            self._dataplane.rejected += 1
+            self._inflight.rejected += 1
             raise over
         await self._wait(_Waiter(conn, mine, None), over)
 
     async def wait_for_worker(
-        self, conn: Connection, mine: Exchange, error: HttpError, tried: Collection[Worker] = ()
+        self, conn: IoTask, mine: Exchange, error: HttpError, tried: Collection[Worker] = ()
     ) -> Worker:
         """Wait for a worker, and acquire it; `error`: why there is none now.
 
@@ -116,13 +128,13 @@ class Queue:
         ClientDisconnected, PhaseTimeout.
         """
         if error.code in WEIGHT_CODES and mine.need is not None:
-            self._dataplane.update_gate.check(mine.need, error)
-        server = self._dataplane.config.server
+            self._update_gate.check(mine.need, error)
+        server = self._settings.config.server
         if not server.queue_size or error.code not in WAITABLE_CODES:
             if error.code == "all_full":
                 error.status = server.overload_status
             raise error
-        self._dataplane.count_out(mine)
+        self._inflight.dismiss(mine)
         self.serve()
         waiter = _Waiter(conn, mine, mine.need)
         waiter.tried = tried
@@ -150,7 +162,7 @@ class Queue:
             self._changed = False
             self._requeue_all()
         full, skipped = self._full, []
-        while full and self._dataplane.has_slot():
+        while full and self._inflight.has_slot():
             number, line = heappop(full)
             if not line.waiters:
                 continue
@@ -169,7 +181,7 @@ class Queue:
 
     def _requeue_all(self) -> None:
         """No line is stuck any more; and lines are formed anew if models matter now, or no more."""
-        if self._names_models == self._dataplane.fleet.has_named_models:
+        if self._names_models == self._fleet.has_named_models:
             for line in self._stuck:
                 heappush(self._full, (line.first, line))
             self._stuck.clear()
@@ -178,28 +190,28 @@ class Queue:
         self._lines.clear()
         self._full.clear()
         self._stuck.clear()
-        self._names_models = self._dataplane.fleet.has_named_models
+        self._names_models = self._fleet.has_named_models
         for waiter in sorted(waiters, key=lambda waiter: waiter.number):
             self._add_to_line(waiter)
 
     def _admit(self, waiter: _Waiter) -> bool:
-        door, mine, need = self._dataplane, waiter.mine, waiter.need
+        mine, need = waiter.mine, waiter.need
         try:
-            if need is not None and not eligible_workers(door.fleet, need, door.voice_owner):
+            if need is not None and not self._balancer.eligible(need):
                 return False
-            if not door.count_in(mine):
+            if not self._inflight.admit(mine):
                 return False
             if need is not None:
-                take(door, mine, waiter.tried)
+                self._balancer.acquire(mine, waiter.tried)
         except HttpError:  # its worker was removed, or another process was faster
-            door.count_out(mine)
+            self._inflight.dismiss(mine)
             return False
         self._remove(waiter)
         waiter.admitted = True
         waiter.conn.phase_deadline = (
             inf  # it has what it waited for, and runs in the next iteration
         )
-        door.loop.wake(waiter.conn)
+        waiter.conn.loop.wake(waiter.conn)
         return True
 
     def _has_eligible_worker(self, waiter: _Waiter) -> bool:
@@ -207,24 +219,22 @@ class Queue:
         need = waiter.need
         if need is None:
             return True
-        return bool(
-            filter_by_version(need, self._dataplane.fleet.candidates(need.model, need.mask))
-        )
+        return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
 
     async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
         """`error`: why it can't go now. Raises HttpError if the queue is full, or after a timeout."""
-        door, conn, mine = self._dataplane, waiter.conn, waiter.mine
-        server = door.config.server
+        conn, mine = waiter.conn, waiter.mine
+        server = self._settings.config.server
         if self.waiting >= server.queue_size:
-            door.rejected += 1
+            self._inflight.rejected += 1
             full = f"the queue is full: {self.waiting} requests wait"
             raise _overloaded(error, full, "queue_full", server.overload_status)
-        if conn.client.peer_closed and door.half_close_aborts:
+        if conn.client.peer_closed and self._settings.half_close_aborts:
             raise ClientDisconnected
         started_at = conn.loop.now
         self._enqueue(waiter)
         timeout_secs = server.queue_timeout_secs or inf
-        conn.clock("queue", timeout_secs - mine.queued_secs)
+        conn.set_timeout("queue", timeout_secs - mine.queued_secs)
         try:
             while not waiter.admitted:
                 conn.waiting_on = waiter
@@ -232,7 +242,7 @@ class Queue:
         except PhaseTimeout:
             if conn.deadline <= conn.loop.now:
                 raise
-            door.rejected += 1
+            self._inflight.rejected += 1
             reason_text = f"waited {timeout_secs:g} s in the queue"
             raise _overloaded(
                 error, reason_text, "queue_timeout", _timeout_status(error, server)
@@ -246,7 +256,7 @@ class Queue:
         self._last_number += 1
         waiter.number = self._last_number
         if not self.waiting:
-            self._names_models = self._dataplane.fleet.has_named_models
+            self._names_models = self._fleet.has_named_models
         self._add_to_line(waiter)
         self.waiting += 1
         self.peak_waiting = max(self.peak_waiting, self.waiting)

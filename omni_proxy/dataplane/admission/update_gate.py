@@ -8,52 +8,48 @@ worker is out is counted from the change of the fleet that showed it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from omni_proxy.config.schema import Config
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.settings import Settings
+from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import workers_held_for_update
 from omni_proxy.wire.errors import HttpError
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.dataplane import DataPlane
 
 
 class UpdateGate:
     """Since when each worker is cordoned for its weights."""
 
-    def __init__(self, door: DataPlane) -> None:
-        self._dataplane = door
+    def __init__(
+        self, loop: EventLoop, fleet: Fleet, settings: Settings, balancer: Balancer
+    ) -> None:
+        self._loop = loop
+        self._fleet = fleet
+        self._settings = settings
+        self._balancer = balancer
         self._since: dict[Worker, float] = {}
 
     def on_fleet_change(self) -> None:
-        now, before = self._dataplane.loop.now, self._since
-        held = [
-            worker
-            for worker in self._dataplane.fleet.workers
-            if worker.cordon_reasons & WEIGHT_CORDONS
-        ]
+        now, before = self._loop.now, self._since
+        held = [worker for worker in self._fleet.workers if worker.cordon_reasons & WEIGHT_CORDONS]
         self._since = {worker: before.get(worker, now) for worker in held}
 
     def on_worker_change(self, worker: Worker) -> None:
         """Only this worker has changed."""
-        if (
-            worker.cordon_reasons & WEIGHT_CORDONS
-            and self._dataplane.fleet.find(worker.url) is worker
-        ):
-            self._since.setdefault(worker, self._dataplane.loop.now)
+        if worker.cordon_reasons & WEIGHT_CORDONS and self._fleet.find(worker.url) is worker:
+            self._since.setdefault(worker, self._loop.now)
         else:
             self._since.pop(worker, None)
 
     def check(self, need: Requirements, error: HttpError) -> None:
         """Raise `error` if the request may not wait; its message gets the time since the cordon."""
-        door = self._dataplane
-        held = workers_held_for_update(door.fleet, need, door.voice_owner)
+        held = self._balancer.held_for_update(need)
         since = [self._since[worker] for worker in held if worker in self._since]
         if since:
-            error.message += f", for {door.loop.now - min(since):.0f} s so far"
-        if held and all(_sheds(door.config, worker.cordon_reasons) for worker in held):
+            error.message += f", for {self._loop.now - min(since):.0f} s so far"
+        if held and all(_sheds(self._settings.config, worker.cordon_reasons) for worker in held):
             raise error
 
 

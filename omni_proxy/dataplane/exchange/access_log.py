@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.observer import Recorders
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.log_text import ascii_json, escape_match
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.dataplane import DataPlane
-    from omni_proxy.dataplane.exchange.exchange import Exchange
 
 _encode = msgspec.json.encode
 _UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f]|[^\x00-\x7f]")
 
 
-def log(door: DataPlane, exchange: Exchange, worker: Worker | None) -> None:
-    """Into those that are kept."""
-    if door.access_log is not None:
+def write_logs(
+    recorders: Recorders, exchange: Exchange, worker: Worker | None, *, as_json: bool
+) -> None:
+    """One line in each log that is kept; `as_json`: of the access log."""
+    if recorders.access_log is not None:
         line = access_record(exchange, worker)
-        door.access_log.write(ascii_json(line) if door.access_json else access_text(line))
-    if door.route_log is not None and worker is not None:
+        recorders.access_log.write(ascii_json(line) if as_json else access_text(line))
+    if recorders.route_log is not None and worker is not None:
         record = _encode(route_record(exchange, worker), order="sorted")
-        door.route_log.write(ascii_json(record))
+        recorders.route_log.write(ascii_json(record))
 
 
-def _told_id(exchange: Exchange) -> str:
+def _id_text(exchange: Exchange) -> str:
     return exchange.request_id.decode("latin-1")
 
 
@@ -57,7 +56,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "ended_by": exchange.ended_by,
         "phase": exchange.phase,
         "error": exchange.error or None,
-        "request_id": _told_id(exchange) or None,
+        "request_id": _id_text(exchange) or None,
         "model": need.model if need else None,
         "stream": exchange.stream,
         "worker": worker.url if worker else None,
@@ -67,7 +66,8 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "weight_epoch": exchange.version.epoch or None,
         "weight_version_end": worker.version.shown if worker is not None and spans else None,
         "tried": [
-            {"worker": tried.url, "outcome": outcome} for tried, outcome in exchange.outcomes()
+            {"worker": tried.url, "outcome": outcome}
+            for tried, outcome in exchange.attempt_results()
         ],
         "queue_ms": round(exchange.queued_secs * 1000, 3),
         "bytes_in": exchange.bytes_in,
@@ -114,7 +114,7 @@ def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "event": finished if completed else broken,
-        "request_id": _told_id(exchange),
+        "request_id": _id_text(exchange),
         "method": exchange.method,
         "path": exchange.target.partition("?")[0],
         "model": need.model if need else None,

@@ -1,110 +1,109 @@
-"""A request that we answer ourselves, with why; and the connection that it came by afterwards.
+"""Local replies: responses that the proxy makes itself, and the client's connection after them.
 
-Contract: nothing is refused that has an answer on its way; then its connection is cut. Whoever
-still sends is read for a moment, so that the refusal reaches him.
+Contract: no local reply is sent behind bytes of another response; then the connection is closed.
+A client that is still sending is read for a moment, so that the reply reaches it.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from omni_proxy.admin_ops.routes import TOPPED
-from omni_proxy.dataplane.exchange.exchange import Exchange, diagnostics, new_id, settle
+from omni_proxy.dataplane.exchange.exchange import Exchange, new_request_id
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange.response_head import diagnostic_fields
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.wire.errors import HttpError, encode_local_reply
 
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.downstream.connection import Connection
-
-LINGER_PIECE_BYTES: Final = 262144
+LINGER_READ_BYTES: Final = 262144
 LINGER_SECS: Final = 2.0
 LINGER_BYTES: Final = 16 * 1024 * 1024
 
 
-async def refuse_head(conn: Connection, error: HttpError | PhaseTimeout) -> None:
-    """A head that can't be read is still an exchange in the logs; no head at all is none."""
-    if isinstance(error, PhaseTimeout) and conn.phase == "idle":
-        return
-    mine = Exchange(conn.turn_at, conn.peer)
-    try:
-        await refuse(conn, mine, error)
-    finally:
-        settle(conn.door, mine, conn.phase)
-
-
-async def refuse(conn: Connection, mine: Exchange, error: HttpError | PhaseTimeout) -> bool:
-    """Answer it ourselves; the connection goes on where the request was read to its end."""
-    refusal = error if isinstance(error, HttpError) else _late(str(error))
-    if mine.route is None and mine.target.partition("?")[0] in TOPPED:
+async def reply_with_error(
+    io: ExchangeIO, exchange: Exchange, cause: HttpError | PhaseTimeout
+) -> bool:
+    """Whether the connection goes on: where the request was read to its end."""
+    error = cause if isinstance(cause, HttpError) else _timeout_error(str(cause))
+    if exchange.route is None and exchange.target.partition("?")[0] in TOPPED:
         # Clients of the admin routes read these beside `error` (api-server.md 9.1).
-        refusal.extra |= {"success": False, "message": refusal.message, "status": "error"}
-    worker_lines = (diagnostics(mine) if mine.attempts else b"") + _id_line(conn, mine) + mine.cors
-    mine.status = refusal.status
-    outcome = "upstream_error" if mine.attempts and refusal.status >= 500 else "refused"
-    comments, conn.comments = conn.comments, None
-    if comments is not None and comments.begun:
-        comments.refuse(refusal)
+        error.extra |= {"success": False, "message": error.message, "status": "error"}
+    fields = b"".join(diagnostic_fields(exchange)) if exchange.attempts else b""
+    fields += _id_line(io, exchange) + exchange.cors
+    exchange.status = error.status
+    outcome = "upstream_error" if exchange.attempts and error.status >= 500 else "refused"
+    keepalive, io.keepalive = io.keepalive, None
+    if keepalive is not None and keepalive.begun:
+        keepalive.reject(error)
         return False
-    mine.end(outcome, _whose(refusal), str(refusal.code), phase=conn.phase)
-    if mine.relayed:
+    exchange.end(outcome, _ended_by(error), str(error.code), phase=io.phase)
+    if exchange.relayed:
         return False
-    if conn.held_bytes:
-        error.__traceback__ = error.__context__ = None  # their frames keep the body
-        conn.let_go()
-    unread = conn.upload is not None and not conn.upload.whole
-    keep = not refusal.close and not unread and not conn.closing
-    conn.upload = None
-    body = refusal.body()
-    reply = encode_local_reply(refusal.status, body, refusal.headers, close=not keep)
-    if worker_lines:
-        reply = reply.replace(b"\r\n\r\n", b"\r\n" + worker_lines + b"\r\n", 1)
-    if mine.method == "HEAD":
+    exchange.body = b""
+    if io.held_bytes:
+        cause.__traceback__ = cause.__context__ = None  # their frames keep the body
+        io.release_held()
+    unread = io.body_stream is not None and not io.body_stream.whole
+    keep = not error.close and not unread and not io.close_after_response
+    io.body_stream = None
+    body = error.body()
+    reply = encode_local_reply(error.status, body, error.headers, close=not keep)
+    if fields:
+        reply = reply.replace(b"\r\n\r\n", b"\r\n" + fields + b"\r\n", 1)
+    if exchange.method == "HEAD":
         reply = reply[: len(reply) - len(body)]
-    conn.deadline = inf
-    conn.clock("refuse", conn.door.limits.idle)
-    await conn.write(conn.client, reply)
-    mine.bytes_out += len(body)
-    if not keep:
-        await linger(conn)
-    elif conn.count_read():  # the next may have come along, and be refused as quickly
-        await pause
+    await send_reply(io, exchange, reply, body_bytes=len(body), keep=keep)
     return keep
 
 
-def _id_line(conn: Connection, mine: Exchange) -> bytes:
-    """Of a request that may have been refused before it got an id."""
-    stamps = conn.door.stamps
-    if stamps is None or not stamps.id_name:
+async def send_reply(
+    io: ExchangeIO, exchange: Exchange, reply: bytes, *, body_bytes: int = 0, keep: bool
+) -> None:
+    """`keep`: the connection goes on after it."""
+    io.deadline = inf
+    io.set_timeout("refuse", io.settings.limits.idle)
+    await io.write(io.client, reply)
+    exchange.bytes_out += body_bytes
+    if not keep:
+        await linger(io)
+    elif io.count_read():  # the next request may be there already, and replied to as quickly
+        await pause
+
+
+def _id_line(io: ExchangeIO, exchange: Exchange) -> bytes:
+    """Of a request that may have been rejected before it got an id."""
+    forwarded = io.settings.forwarded
+    if forwarded is None or not forwarded.id_name:
         return b""
-    mine.request_id = mine.request_id or new_id()
-    return stamps.request_id_line(mine.request_id)
+    exchange.request_id = exchange.request_id or new_request_id()
+    return forwarded.request_id_line(exchange.request_id)
 
 
-async def linger(conn: Connection) -> None:
-    """Read on for a moment: closing on unread bytes would reset the answer away."""
-    conn.client.send_eof()
-    conn.clock("linger", LINGER_SECS)
+async def linger(io: ExchangeIO) -> None:
+    """Read on for a moment: to close a connection with unread bytes would reset it, and the reply
+    would be lost."""
+    io.client.send_eof()
+    io.set_timeout("linger", LINGER_SECS)
     left = LINGER_BYTES
     try:
         while left > 0:
-            piece = await conn.more(conn.client, LINGER_PIECE_BYTES)
-            if not piece:
+            chunk = await io.read(io.client, LINGER_READ_BYTES)
+            if not chunk:
                 break
-            left -= len(piece)
+            left -= len(chunk)
     except PhaseTimeout:
         pass
 
 
-def _late(phase: str) -> HttpError:
+def _timeout_error(phase: str) -> HttpError:
     if phase in ("head", "body"):
         message = f"the request's {phase} stopped coming before its end"
         return HttpError(408, message, f"{phase}_timeout", close=True)
     return HttpError(504, f"time ran out in phase {phase}", "timeout", close=True)
 
 
-def _whose(refusal: HttpError) -> str:
-    """Who ended an exchange that we answer ourselves."""
-    if refusal.status in (502, 504):
+def _ended_by(error: HttpError) -> str:
+    if error.status in (502, 504):
         return "worker"
-    return "client" if refusal.status == 408 else "proxy"
+    return "client" if error.status == 408 else "proxy"

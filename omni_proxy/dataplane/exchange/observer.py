@@ -1,26 +1,24 @@
-"""Whom the door tells of its exchanges: log sinks and meters, as it needs them to be.
+"""Observer interfaces for exchanges: log sinks and metrics, and the record of those in use.
 
-Contract: nothing here waits or fails; the one who is told keeps nothing of an exchange.
+Contract: nothing here waits or fails; an observer keeps no reference to an exchange.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.fleet.worker import Worker
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.exchange.exchange import Exchange
 
 
 class LineSink(Protocol):
-    """Where log lines go: takes each at once, loses it rather than wait."""
+    """Takes log lines; each at once, and drops it rather than wait."""
 
     def write(self, record: bytes) -> None: ...
 
 
-class Gaps(Protocol):
-    """How long it was between two pieces, in seconds: put into `late`, later sorted in."""
+class GapRecorder(Protocol):
+    """Seconds between two chunks of a response: appended to `late`, sorted into buckets later."""
 
     late: list[float]
 
@@ -29,11 +27,27 @@ class Gaps(Protocol):
 
 
 class RequestObserver(Protocol):
-    """Who counts the exchanges that have ended, and what of the others can't wait for that."""
+    """Counts exchanges that have ended, and what of the others can't wait for that."""
 
     def record(self, mine: Exchange, worker: Worker | None) -> None: ...
 
-    def record_single_chunk(self, mine: Exchange, worker: Worker | None) -> None:
-        """As `record`, of what went the short way."""
+    def gap_histogram(self, mine: Exchange) -> GapRecorder | None: ...
 
-    def gap_histogram(self, mine: Exchange) -> Gaps | None: ...
+
+class Recorders:
+    """The observers in use; None where one is switched off."""
+
+    def __init__(self) -> None:
+        self.access_log: LineSink | None = None
+        self.route_log: LineSink | None = None
+        self.meters: RequestObserver | None = None
+
+
+class UnobservedGaps:
+    """Gaps that nothing counts: taken all the same, so that the relay need not ask."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    def sort_in(self) -> None:
+        self.late.clear()

@@ -1,71 +1,112 @@
-"""A worker is taken for a try, and left when that is over: the counts, the trial, the bounds.
+"""Acquire a worker for an attempt and release it at the attempt's end: counts, trials, bounds.
 
-Invariant: whoever was taken is left exactly once, and no worker has more in flight than its
-`max_inflight`, over all doors. Nothing is awaited between the choice and the count.
+Invariant: a worker that was acquired is released exactly once, and no worker has more in flight
+than its `max_inflight`, over all data-plane processes. Nothing is awaited between the choice and
+the count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from typing import Final
 
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.observer import Recorders
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.pick import no_worker_error, pick_worker
+from omni_proxy.routing.inspect.requirements import Requirements, affinity_key_of
+from omni_proxy.routing.pick import (
+    eligible_workers,
+    no_worker_error,
+    pick_worker,
+    workers_held_for_update,
+)
+from omni_proxy.routing.policies import Policy
 
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.dataplane import DataPlane
-    from omni_proxy.dataplane.exchange.exchange import Exchange
-
-# Two doors that step back from one place see each other gone; not even once in a million the third
-# time.
+# Two processes that both give up the same place find it free again at their next choice; that this
+# happens three times in a row is less likely than one in a million.
 CHOICES: Final = 3
 
 
-def take(door: DataPlane, mine: Exchange, tried: Collection[Worker] = ()) -> Worker:
-    """A try begins at the worker that this returns. Raises Refusal: nobody could take it."""
-    need, fleet = mine.need, door.fleet
-    assert need is not None
-    worker = pick_worker(fleet, need, door.policy, tried, door.voice_owner)
-    worker.in_flight += 1
-    if fleet.has_inflight_limits and fleet.is_over_limit(worker):
-        worker = _take_again(door, mine, tried, worker)
-    mine.worker = worker
-    mine.version = worker.version
-    if door.route_log is not None:
-        mine.worker_seen = (worker.health.state.value, worker.disabled, worker.routable)
-    mine.attempts += 1
-    if worker.in_flight > worker.peak_in_flight:
-        worker.peak_in_flight = worker.in_flight
-    if worker.health.breaker_tripped:
-        mine.half_open_id = fleet.begin_half_open(worker)
-    if mine.route is not None:
-        worker.counts[mine.route.counter_index] += 1
-    return worker
+class Balancer:
+    """Chooses the worker of each attempt by the policy in force."""
 
+    def __init__(
+        self, fleet: Fleet, policy: Policy, voices: VoiceRegistry, recorders: Recorders
+    ) -> None:
+        self.policy = policy
+        self.voices = voices
+        self._fleet = fleet
+        self._recorders = recorders
 
-def _take_again(door: DataPlane, mine: Exchange, tried: Collection[Worker], full: Worker) -> Worker:
-    """Another door has taken the last place of `full` in the same moment, or half taken it, too."""
-    need, fleet = mine.need, door.fleet
-    assert need is not None
-    full.in_flight -= 1
-    for _ in range(CHOICES - 1):
-        worker = pick_worker(fleet, need, door.policy, tried, door.voice_owner)
+    def set_affinity_key(self, need: Requirements, lines: Sequence[bytes]) -> None:
+        """`lines`: the header lines of the request, in parts."""
+        if self.policy.needs_affinity_key:
+            need.affinity_key = affinity_key_of(b"".join(lines))
+
+    def eligible(self, need: Requirements) -> list[Worker]:
+        return list(eligible_workers(self._fleet, need, self.voices.owner))
+
+    def held_for_update(self, need: Requirements) -> list[Worker]:
+        return list(workers_held_for_update(self._fleet, need, self.voices.owner))
+
+    def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:
+        """Begin an attempt at the worker that this returns. Raises HttpError: none can take it."""
+        need, fleet = exchange.need, self._fleet
+        assert need is not None
+        worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
         worker.in_flight += 1
-        if not fleet.is_over_limit(worker):
-            return worker
+        if fleet.has_inflight_limits and fleet.is_over_limit(worker):
+            worker = self._acquire_another(need, tried, worker)
+        exchange.worker = worker
+        exchange.version = worker.version
+        if self._recorders.route_log is not None:
+            state = worker.health.state.value
+            exchange.worker_seen = (state, worker.disabled, worker.routable)
+        exchange.attempts += 1
+        if worker.in_flight > worker.peak_in_flight:
+            worker.peak_in_flight = worker.in_flight
+        if worker.health.breaker_tripped:
+            exchange.half_open_id = fleet.begin_half_open(worker)
+        if exchange.route is not None:
+            worker.counts[exchange.route.counter_index] += 1
+        return worker
+
+    def _acquire_another(
+        self, need: Requirements, tried: Collection[Worker], full: Worker
+    ) -> Worker:
+        """Another process has taken the last place of `full` in the same moment."""
+        fleet = self._fleet
+        full.in_flight -= 1
+        for _ in range(CHOICES - 1):
+            worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
+            worker.in_flight += 1
+            if not fleet.is_over_limit(worker):
+                return worker
+            worker.in_flight -= 1
+        raise no_worker_error(fleet, need, self.voices.owner)
+
+    def release(self, exchange: Exchange, result: int) -> None:
+        """The attempt at the present worker, if any, is over: SUCCEEDED or FAILED. The caller
+        serves the admission queue."""
+        worker = exchange.worker
+        if worker is None:
+            return
+        exchange.worker, exchange.last_worker = None, worker
         worker.in_flight -= 1
-    raise no_worker_error(fleet, need, door.voice_owner)
+        if exchange.half_open_id:
+            self._fleet.end_half_open(worker, exchange.half_open_id)
+            exchange.half_open_id = 0
+        if exchange.route is not None:
+            worker.counts[exchange.route.counter_index + result] += 1
 
 
-def leave(door: DataPlane, mine: Exchange, end: int) -> None:
-    """The try at the present worker, if any, is over, SUCCEEDED or FAILED; whoever calls it has the
-    queue served."""
-    worker, mine.worker = mine.worker, None
-    mine.last_worker = worker or mine.last_worker
-    if worker is not None:
-        worker.in_flight -= 1
-        if mine.half_open_id:
-            door.fleet.end_half_open(worker, mine.half_open_id)
-            mine.half_open_id = 0
-        if mine.route is not None:
-            worker.counts[mine.route.counter_index + end] += 1
+def report_failure(
+    fleet: Fleet, exchange: Exchange, worker: Worker, error: str, status: int | None = None
+) -> None:
+    """Let outlier ejection know of a failure that was the worker's."""
+    fleet.observe_request_failure(
+        worker, status=status, error=error, at=datetime.now(UTC), half_open_id=exchange.half_open_id
+    )

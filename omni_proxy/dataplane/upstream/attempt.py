@@ -1,56 +1,50 @@
-"""Ask an upstream: a connection, the request on it, and the head of the answer.
+"""One attempt at an upstream: a connection, the request on it, and the head of the response.
 
-Contract: nothing has left for the client here, so every failure is a AttemptFailed and the caller may
-try again. A connection that was kept idle and broke without a byte is redialled once, uncounted.
+Contract: nothing has left for the client here, so every failure is an AttemptFailed and the caller
+may retry. A connection that was idle and broke without a byte is dialled anew once, uncounted
+(RFC 9112 9.3.1). `encode_request` is the one writer of requests, for the fast path, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import msgspec
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, StreamedBody
+from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.pool import PIECE_BYTES, UpstreamPool
+from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.request import RequestHead
-from omni_proxy.wire.response import (
-    UpstreamProtocolError,
-    UpstreamResponse,
-    check_interim,
-    find_response_head_end,
-)
+from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.downstream.connection import Connection
-    from omni_proxy.dataplane.exchange.request_body import RequestBody
-
-JOIN_BYTES: Final = PIECE_BYTES  # what came in one read leaves in one send
-LENGTHS_TOLD: Final = 4096
+JOIN_BYTES: Final = READ_BYTES  # what came in one read leaves in one send
+CACHED_LENGTHS: Final = 4096
 _BLANK: Final = b"\r\n\r\n"
 
 
-def _length_of(size: int) -> tuple[bytes, bytes]:
+def _format_length(size: int) -> tuple[bytes, bytes]:
     return b"%d" % size, b"content-length: %d\r\n\r\n" % size
 
 
-# To look one up touches two cache lines, to format it fifty.
-LENGTHS: Final = tuple(map(_length_of, range(LENGTHS_TOLD)))
+# Looking a length up touches two cache lines, formatting it fifty.
+LENGTHS: Final = tuple(map(_format_length, range(CACHED_LENGTHS)))
 
 
-def told_length(size: int) -> tuple[bytes, bytes]:
-    """How the length of a body is told: its digits, and a head's last line with the blank one."""
-    return LENGTHS[size] if size < LENGTHS_TOLD else _length_of(size)
+def length_lines(size: int) -> tuple[bytes, bytes]:
+    """The length of a body: its digits, and a head's last line with the blank one."""
+    return LENGTHS[size] if size < CACHED_LENGTHS else _format_length(size)
 
 
 class AttemptFailed(UpstreamError):
-    """One try came to nothing: `kind` as in `retry_on`, `status` for the client if it was the
-    last."""
+    """`kind` as in `retry_on`; `status`: for the client, where no other attempt follows."""
 
     def __init__(self, kind: str, error: str, status: int = 502) -> None:
         super().__init__(error)
@@ -60,250 +54,246 @@ class AttemptFailed(UpstreamError):
 
 
 class _Broke(Exception):
-    """The connection to the worker ended before an answer's head was whole."""
+    """The connection to the worker ended before the head of a response was complete."""
 
     def __init__(self, why: str, *, silent: bool) -> None:
         super().__init__(why)
         self.silent = silent  # not one byte had come
 
 
-class ResponseStart(msgspec.Struct, gc=False):
-    """The head of an answer, and what came along of its body, already fed to it."""
+class SentRequest(msgspec.Struct, gc=False):
+    """A request that an upstream has got already."""
 
-    lane: UpstreamPool
-    up: Stream
-    answer: UpstreamResponse
-    piece: bytes
-    bodiless: bool  # it ended with its head
-    all_sent: bool = True
+    pool: UpstreamPool
+    stream: Stream
+    received: bytes = b""  # of its response, already read
+    error: PhaseTimeout | None = None  # the time for its response is over
 
 
-Asked = tuple[
-    UpstreamPool, Stream
-]  # the way to a worker that has got the request, and the connection
+def encode_request(
+    pool: UpstreamPool, lines: list[bytes], length_line: bytes, body: bytes
+) -> bytes:
+    """`lines`: the request line and header lines, in parts; the list is used up. Whatever came in,
+    a content-length goes out, of `length_lines`."""
+    lines += pool.host_line, length_line, body
+    return b"".join(lines)
 
 
-class FastPathHandoff(msgspec.Struct, gc=False):
-    """An exchange as far as the short way has come with it."""
+def start_waiting(io: ExchangeIO, exchange: Exchange, secs: float) -> None:
+    """The request leaves now; `secs` for the head of its response."""
+    exchange.dialled_at = now = io.loop.now
+    # What the iteration took until now was the proxy's own time.
+    exchange.own_secs += monotonic() - now
+    io.set_timeout("wait", secs)
 
-    mine: Exchange
-    head: RequestHead
-    body: bytes
-    asked: Asked | None
 
-
-async def ask(
-    conn: Connection,
-    mine: Exchange,
+async def run_attempt(
+    io: ExchangeIO,
+    exchange: Exchange,
     head: RequestHead,
-    way: tuple[UpstreamPool, bytes, bytes],
-    asked: Asked | None = None,
+    pool: UpstreamPool,
+    sent: SentRequest | None = None,
 ) -> ResponseStart:
-    """Dial, send, and wait for the answer's head; `asked`: only that. Raises AttemptFailed."""
-    lane = way[0]
+    """Dial, send `head` and `exchange.body`, and wait for the response's head; `sent`: only the
+    last of it. Raises AttemptFailed."""
     may_redial = True
     while True:
-        up = asked[1] if asked is not None else _kept(conn, lane, may_redial=may_redial)
-        reused = up is not None
-        if up is None:
-            before = conn.loop.now
-            up = await _dial(conn, lane)
-            mine.connect_secs = conn.loop.now - before
-        conn.upstream = up
+        stream = sent.stream if sent else _idle_stream(io, pool, may_redial=may_redial)
+        reused = stream is not None
+        if stream is None:
+            before = io.loop.now
+            stream = await _dial(io, pool)
+            exchange.connect_secs = io.loop.now - before
+        io.upstream = stream
         try:
-            if asked is None:
-                return await _ask_on(conn, mine, head, way)
-            asked = None
-            return await _answer_of(conn, head, lane, up)
+            if sent is None:
+                return await _send(io, exchange, head, pool, stream)
+            resumed, sent = sent, None
+            return await _resume(io, head, resumed)
         except _Broke as broke:
-            _give_up(conn)
+            io.close_upstream()
             if reused and broke.silent and may_redial:
                 may_redial = False
                 continue
             raise AttemptFailed("reset_before_response", f"RemoteProtocolError: {broke}") from None
         except UpstreamProtocolError as garbage:
-            _give_up(conn)
+            io.close_upstream()
             raise AttemptFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
         except HttpError:  # of the rest of the body
-            _give_up(conn)
+            io.close_upstream()
             raise
         except PhaseTimeout as expired:
-            _give_up(conn)
-            if conn.phase == "body":  # that was the client
+            io.close_upstream()
+            if io.phase == "body":  # the client was too slow
                 raise
             error = f"ReadTimeout: no answer's head in time (phase {expired})"
             raise AttemptFailed("response_timeout", error, 504) from None
 
 
-def _kept(conn: Connection, lane: UpstreamPool, *, may_redial: bool) -> Stream | None:
+def _resume(
+    io: ExchangeIO, head: RequestHead, sent: SentRequest
+) -> Coroutine[Any, Any, ResponseStart]:
+    if sent.error is not None:
+        raise sent.error
+    return _response_start(io, head, sent)
+
+
+def _idle_stream(io: ExchangeIO, pool: UpstreamPool, *, may_redial: bool) -> Stream | None:
     """An idle connection, where one will do.
 
-    For a body that streams it won't: one that is dead could cost it. And where one was dead: a
-    worker that restarts has closed all of them, which is not heard of yet.
+    Not for a body that streams: a dead connection could cost it. And not after a dead one: a worker
+    that restarts has closed all of them, though not all ends have been seen yet.
     """
-    return lane.take(conn) if may_redial and conn.upload is None else None
+    return pool.reuse(io) if may_redial and io.body_stream is None else None
 
 
-def _give_up(conn: Connection) -> None:
-    up, conn.upstream = conn.upstream, None
-    if up is not None:
-        up.close()
-
-
-def _framed(
-    conn: Connection, lane: UpstreamPool, lines: bytes, head: RequestHead, body: bytes
-) -> list[bytes]:
-    """The one framing writer: whatever came in, a plain length goes out."""
-    if conn.upload is not None:
-        return [conn.upload.begin(lines + lane.host_line)]
-    size = len(body)
-    if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
-        return [lines + lane.host_line + b"\r\n"]
-    if size < JOIN_BYTES:
-        return [b"".join((lines, lane.host_line, told_length(size)[1], body))]
-    return [lines + lane.host_line + told_length(size)[1], body]
-
-
-async def _dial(conn: Connection, lane: UpstreamPool) -> Stream:
-    conn.clock("dial", conn.door.limits.connect)
+async def _dial(io: ExchangeIO, pool: UpstreamPool) -> Stream:
+    io.set_timeout("dial", io.settings.limits.connect)
     try:
-        return await lane.dial(conn)
+        return await pool.dial(io)
     except OSError as error:
         if is_resource_exhaustion(error):
-            raise _full(error) from None
+            raise _no_descriptors(error) from None
         raise AttemptFailed("connect_failure", f"ConnectError: {error.strerror or error}") from None
     except PhaseTimeout:
         raise AttemptFailed("connect_failure", "ConnectTimeout: no connection in time") from None
 
 
-def _full(error: OSError) -> HttpError:
-    """That is no fault of the worker's: it hears nothing of it."""
+def _no_descriptors(error: OSError) -> HttpError:
+    """Not the worker's fault, so it is not reported as its failure."""
     message = f"router overloaded: no connection to a worker can be opened: {error.strerror}"
     return HttpError(
         503, message, 503, type="overloaded_error", reason="descriptors"
     ).with_headers(("retry-after", "1"))  # fmt: skip
 
 
-async def _ask_on(
-    conn: Connection, mine: Exchange, head: RequestHead, way: tuple[UpstreamPool, bytes, bytes]
+async def _send(
+    io: ExchangeIO, exchange: Exchange, head: RequestHead, pool: UpstreamPool, stream: Stream
 ) -> ResponseStart:
-    lane, lines, body = way
-    up = conn.upstream
-    assert up is not None
-    mine.dialled_at = conn.loop.now
-    request = _framed(conn, lane, lines, head, body)
-    # What it took until now, within its batch, was our own time.
-    mine.own_secs += monotonic() - conn.loop.now
-    limit = inf if lane.to_front else conn.door.limits.response_head
-    conn.clock("wait", limit)
-    if conn.upload is None and len(request) == 1:
-        up.write_soon(request[0])
-        return await _answer_of(conn, head, lane, up)
-    all_sent = await _send(conn, up, request)
-    conn.clock("wait", limit)
-    first = await _answer_of(conn, head, lane, up, conn.upload if all_sent else None)
-    first.all_sent &= all_sent
-    return first
+    secs = inf if pool.is_admin else io.settings.limits.response_head
+    body_stream = io.body_stream
+    request = _encode(exchange, head, pool, body_stream)
+    start_waiting(io, exchange, secs)
+    if body_stream is None and len(request) == 1:
+        stream.write_soon(request[0])
+        return await _response_start(io, head, SentRequest(pool, stream))
+    all_sent = await _send_large(io, stream, request)
+    io.set_timeout("wait", secs)
+    rest = body_stream if all_sent else None
+    start = await _response_start(io, head, SentRequest(pool, stream), rest)
+    start.all_sent &= all_sent
+    return start
 
 
-async def _answer_of(
-    conn: Connection,
+def _encode(
+    exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
+) -> list[bytes]:
+    worker, lines, body = pool.worker, head.lines, exchange.body
+    if worker is not None and worker.api_key_env:
+        lines = with_key(worker, lines)
+    if body_stream is not None:
+        return [body_stream.start_stream(lines + pool.host_line)]
+    if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
+        return [lines + pool.host_line + b"\r\n"]
+    if len(body) < JOIN_BYTES:
+        return [encode_request(pool, [lines], length_lines(len(body))[1], body)]
+    return [encode_request(pool, [lines], length_lines(len(body))[1], b""), body]
+
+
+async def _response_start(
+    io: ExchangeIO,
     head: RequestHead,
-    lane: UpstreamPool,
-    up: Stream,
-    upload: RequestBody | None = None,
+    sent: SentRequest,
+    body_stream: StreamedBody | None = None,
 ) -> ResponseStart:
-    """Behind a request that was sent, but for the `upload` that still streams."""
-    buffer, interim = b"", 0
+    """Wait for the head of the response; `body_stream` goes on being sent until then."""
+    stream, buffer, interim = sent.stream, b"", 0
+    chunk: bytes | None = sent.received or None
     while True:
-        if upload is not None and not up.has_input():  # not even where all that came was interim
-            upload = None if await _pour(conn, upload, up) else upload
-        if conn.must_wait_for(up):
-            if conn.comments is None:
-                await pause
-            else:
-                await conn.comments.for_head(up)
-        try:
-            piece = up.read(PIECE_BYTES)
-        except OSError as error:
-            raise _Broke(error.strerror or "reset", silent=not buffer) from None
-        if piece is None:
-            continue
-        if not piece:
+        if chunk is None:
+            if body_stream is not None and not stream.has_input():
+                body_stream = None if await _stream_body(io, body_stream, stream) else body_stream
+            if io.must_wait_for(stream):
+                if io.keepalive is None:
+                    await pause
+                else:
+                    await io.keepalive.for_head(stream)
+            try:
+                chunk = stream.read(READ_BYTES)
+            except OSError as error:
+                raise _Broke(error.strerror or "reset", silent=not buffer) from None
+            if chunk is None:
+                continue
+        if not chunk:
             raise _Broke("the worker closed without an answer", silent=not buffer)
-        came = buffer + piece
-        found = _first_in(conn, head, lane, up, came)
+        received, chunk = buffer + chunk, None
+        found = _parse_start(io, head, sent, received)
         if isinstance(found, ResponseStart):
-            found.all_sent = upload is None and not up.pending
+            found.all_sent = body_stream is None and not stream.pending
             return found
-        interim += came.count(_BLANK, 0, len(came) - len(found))
+        interim += received.count(_BLANK, 0, len(received) - len(found))
         check_interim(interim)
         buffer = found
 
 
-async def _pour(conn: Connection, upload: RequestBody, up: Stream) -> bool:
-    """The body that streams; False as `RequestBody.pour` has it."""
-    all_sent = await upload.pour(up)
-    conn.clock("wait", conn.door.limits.response_head)
+async def _stream_body(io: ExchangeIO, body_stream: StreamedBody, stream: Stream) -> bool:
+    """False where the worker said something before the end of the body, or broke."""
+    all_sent = await body_stream.stream_to(stream)
+    io.set_timeout("wait", io.settings.limits.response_head)
     return all_sent
 
 
-def _first_in(
-    conn: Connection, head: RequestHead, lane: UpstreamPool, up: Stream, came: bytes
+def _parse_start(
+    io: ExchangeIO, head: RequestHead, sent: SentRequest, received: bytes
 ) -> ResponseStart | bytes:
-    """The final answer in what came, or what is left of it behind the heads of interim ones."""
+    """The final response in `received`, or what is left of it behind interim responses."""
     interim = 0
-    while end := find_response_head_end(came):
-        answer = conn.door.answers.read(came[:end], to_head=head.method == b"HEAD")
-        came = came[end:]
-        if answer.status >= 200:
-            bodiless = answer.whole
+    response_heads = io.services.response_heads
+    while end := find_response_head_end(received):
+        response = response_heads.read(received[:end], to_head=head.method == b"HEAD")
+        received = received[end:]
+        if response.status >= 200:
+            bodiless = response.whole
             if bodiless:
-                answer.excess = bool(came)  # nobody's: handed on, it could be taken for an answer
-                came = b""
-            elif came:
-                came = answer.feed(came)
-            return ResponseStart(lane, up, answer, came, bodiless)
-        if answer.status == 101:
+                response.excess = bool(received)  # relayed, it could be taken for a response
+                received = b""
+            elif received:
+                received = response.feed(received)
+            return ResponseStart(sent.pool, sent.stream, response, received, bodiless)
+        if response.status == 101:
             raise UpstreamProtocolError("an upgrade that nobody asked for")
         interim += 1
         check_interim(interim)
-    return came
+    return received
 
 
-async def _send(conn: Connection, up: Stream, request: list[bytes]) -> bool:
-    """What is too large to be joined and sent late; whether all of it went, as `_send_rest`."""
+async def _send_large(io: ExchangeIO, stream: Stream, request: list[bytes]) -> bool:
+    """A request that is too large to be joined; whether all of it was sent."""
     try:
-        sent = up.sendmsg(request)
+        sent = stream.sendmsg(request)
     except BlockingIOError:
         sent = 0
     except OSError:
-        up.readable = True  # its answer, or its end, is waiting to be read
+        stream.readable = True  # its response, or its end, is waiting to be read
         return False
-    whole = sum(map(len, request))
-    return sent == whole or await _send_rest(conn, up, request, sent)
-
-
-async def _send_rest(conn: Connection, up: Stream, request: list[bytes], sent: int) -> bool:
-    """Behind the first `sent` bytes. Each piece for itself: to join them would copy the body."""
-    secs = conn.phase_deadline - conn.loop.now
-    for piece in request:
-        if sent < len(piece) and not await _send_piece(conn, up, memoryview(piece)[sent:], secs):
+    secs = io.phase_deadline - io.loop.now
+    for part in request:  # each for itself: joining them would copy the body
+        if sent < len(part) and not await _send_part(io, stream, memoryview(part)[sent:], secs):
             return False
-        sent = max(0, sent - len(piece))
+        sent = max(0, sent - len(part))
     return True
 
 
-async def _send_piece(conn: Connection, up: Stream, view: memoryview, secs: float) -> bool:
-    """False where the worker answered (413, say) or broke before it had read everything."""
+async def _send_part(io: ExchangeIO, stream: Stream, view: memoryview, secs: float) -> bool:
+    """False where the worker responded (413, say) or broke before it had read everything."""
     while view:
-        conn.clock("send", secs)
-        if up.has_input():
+        io.set_timeout("send", secs)
+        if stream.has_input():
             return False
-        conn.waiting_on = up
+        io.waiting_on = stream
         await pause
         try:
-            view = view[up.send(view) :]
+            view = view[stream.send(view) :]
         except BlockingIOError:
             continue
         except OSError:

@@ -1,9 +1,8 @@
-"""Connections to one worker: its idle ones, and the lines of a head that are always the same for
-it.
+"""Upstream pools: connections to each worker and to the admin API, idle ones reused.
 
-Invariant: an idle connection stays in the epoll set; any event but "writable" means it is dead, and
-it is dropped, so taking one needs no probe. One that broke, was cut, or holds unread bytes never
-comes back.
+Invariant: an idle connection stays in the epoll set; any event but "writable" means that it is
+dead, and it is dropped, so reusing one needs no probe. One that broke, was cut, or has unread bytes
+never comes back.
 """
 
 from __future__ import annotations
@@ -11,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import ssl
+from collections.abc import Collection
 from typing import Final
 from urllib.parse import urlsplit
+
+import msgspec
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream, connect
@@ -22,29 +24,39 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context, tls_error_text
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 from omni_proxy.wire.request import set_bearer
+from omni_proxy.wire.response import UpstreamResponse
 
-IDLE_SECS: Final = 30.0  # shorter than any server's keep-alive that we know, the front's included
-PIECE_BYTES: Final = 16384
+IDLE_SECS: Final = 30.0  # shorter than the keep-alive of any known server, the admin API's included
+ADMIN_HOST: Final = "admin"  # the Host of requests of the [admin] listener, see admin_api.access
 
 
 class UpstreamPool:
-    """The way to one upstream: a worker, or the front on its Unix socket."""
+    """Connections to one upstream: a worker, or the admin API on its Unix socket."""
 
-    __slots__ = ("_address", "closed", "hop_line", "host_line", "idle", "loop", "usual", "worker")
+    __slots__ = (
+        "_address",
+        "closed",
+        "hop_line",
+        "host_line",
+        "idle",
+        "loop",
+        "response_template",
+        "worker",
+    )
 
-    to_front = False
+    is_admin = False
 
     def __init__(self, loop: EventLoop, address: tuple[str, int] | str, host: str) -> None:
         self.loop = loop
         self._address = address
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
-        self.hop_line = b""  # the part of it that says that we were here, see `wire.proxy_headers`
+        self.hop_line = b""  # the part of it that marks our hop, see `wire.proxy_headers`
         self.idle: list[Stream] = []  # last in, first out: the rest may grow old and go
         self.closed = False
-        self.usual = NOT_CACHED  # how the worker writes its answers
+        self.response_template = NOT_CACHED  # how the worker writes its responses
 
-    def take(self, task: EventHandler) -> Stream | None:
+    def reuse(self, task: EventHandler) -> Stream | None:
         """An idle connection, now owned by `task`."""
         if not self.idle:
             return None
@@ -54,7 +66,7 @@ class UpstreamPool:
 
     @property
     def address(self) -> tuple[str, int] | str:
-        """Asked for at each dial: a worker's name may resolve anew."""
+        """Read at each dial: a worker's name may resolve anew."""
         return self._address if self.worker is None else self.worker.address
 
     async def dial(self, task: ConnectionTask) -> Stream:
@@ -62,16 +74,16 @@ class UpstreamPool:
         return await connect(task, self.address)
 
     def suits(self, worker: Worker) -> bool:
-        """Whether it is still the way, as the worker is configured now."""
+        """Whether it still fits the worker as that is configured now."""
         return self.hop_line == worker.hop_line
 
-    def give_back(self, conn: Stream) -> None:
-        """Keep a connection whose last answer has ended cleanly."""
-        if self.closed or conn.peer_closed or (conn.readable and not _drained(conn)):
+    def release(self, conn: Stream) -> None:
+        """Keep a connection whose last response has ended cleanly."""
+        if self.closed or conn.peer_closed or (conn.readable and not _is_empty(conn)):
             conn.close()
             return
         conn.task = None
-        if conn.on_idle_event is None:  # it is of this lane for good
+        if conn.on_idle_event is None:  # it stays in this pool
             conn.on_idle_event = self._drop
         conn.idle_since = self.loop.now
         self.idle.append(conn)
@@ -81,7 +93,7 @@ class UpstreamPool:
         conn.close()
 
     def sweep(self) -> None:
-        """Close what has been idle for too long; the oldest stand first."""
+        """Close connections that have been idle for too long; the oldest are first."""
         limit = self.loop.now - IDLE_SECS
         old = 0
         while old < len(self.idle) and self.idle[old].idle_since < limit:
@@ -90,15 +102,15 @@ class UpstreamPool:
         del self.idle[:old]
 
     def close(self) -> None:
-        """No idle connection stays; those in use are closed by their exchanges at their end."""
+        """Close the idle connections; those in use are closed at the end of their exchanges."""
         self.closed = True
         for conn in self.idle:
             conn.close()
         self.idle.clear()
 
 
-def _drained(conn: Stream) -> bool:
-    """Whether nothing is left to read after an answer that filled the last read to the brim."""
+def _is_empty(conn: Stream) -> bool:
+    """Whether nothing is left to read after a response that filled the last read exactly."""
     try:
         return conn.read(1) is None
     except OSError:
@@ -106,15 +118,15 @@ def _drained(conn: Stream) -> bool:
 
 
 class AdminApiPool(UpstreamPool):
-    """The way to the front, whose answers may take any time."""
+    """To the admin API, whose responses may take any time."""
 
     __slots__ = ()
 
-    to_front = True
+    is_admin = True
 
 
 class TlsUpstreamPool(UpstreamPool):
-    """The way to an https worker. `ca` and `verify` are the worker's `tls_ca` and `tls_verify`."""
+    """To an https worker. `ca` and `verify` are the worker's `tls_ca` and `tls_verify`."""
 
     __slots__ = ("_context", "_name", "_session", "ca", "verify")
 
@@ -149,37 +161,99 @@ class TlsUpstreamPool(UpstreamPool):
             plain.close()
             raise
 
-    def give_back(self, conn: Stream) -> None:
-        if isinstance(conn, TlsStream) and conn.on_idle_event is None:  # its first answer
+    def release(self, conn: Stream) -> None:
+        if isinstance(conn, TlsStream) and conn.on_idle_event is None:  # its first response
             session = conn.session
             if session is not None and conn.context is self._context:
                 self._session = session
-        super().give_back(conn)
+        super().release(conn)
 
     def _drop(self, conn: Stream) -> None:
-        """Unless it was TLS that spoke: servers send tickets for later whenever they like."""
+        """Unless TLS alone has read something: servers send session tickets at any time."""
         with contextlib.suppress(OSError):
             if not conn.peer_closed and conn.read(1) is None:
                 return
         super()._drop(conn)
 
 
-def lane_to(loop: EventLoop, worker: Worker) -> UpstreamPool:
-    """A new one, for what its URL says."""
-    lane = _lane_to(loop, worker)
-    lane.worker = worker
-    lane.hop_line = worker.hop_line
-    lane.host_line += worker.hop_line
-    return lane
+class UpstreamPools:
+    """All pools. Those of workers follow the fleet: a removed worker's idle connections close at
+    once, those in use at the end of their exchange."""
+
+    def __init__(self, loop: EventLoop, admin_socket: str) -> None:
+        self._loop = loop
+        self._pools: dict[Worker, UpstreamPool] = {}
+        # The admin API tells its two listeners apart by the Host, which only the proxy can write.
+        self.admin_api = AdminApiPool(loop, admin_socket, "front")
+        self.admin_listener = AdminApiPool(loop, admin_socket, ADMIN_HOST)
+
+    def of(self, worker: Worker) -> UpstreamPool:
+        pool = self._pools.get(worker)
+        if pool is None:
+            pool = self._pools[worker] = pool_for(self._loop, worker)
+        return pool
+
+    def on_fleet_change(self, workers: Collection[Worker]) -> None:
+        for worker in list(self._pools):
+            if worker not in workers:
+                self._pools.pop(worker).close()
+            else:
+                self.on_worker_change(worker)
+
+    def on_worker_change(self, worker: Worker) -> None:
+        pool = self._pools.get(worker)
+        if pool is not None and not pool.suits(worker):
+            pool.close()
+            del self._pools[worker]
+
+    def sweep(self) -> None:
+        for pool in self._all():
+            pool.sweep()
+
+    def close(self) -> None:
+        for pool in self._all():
+            pool.close()
+
+    def _all(self) -> list[UpstreamPool]:
+        return [self.admin_api, self.admin_listener, *self._pools.values()]
 
 
-def _lane_to(loop: EventLoop, worker: Worker) -> UpstreamPool:
+def pool_for(loop: EventLoop, worker: Worker) -> UpstreamPool:
+    """A new one, as the worker's URL says."""
+    pool = _new_pool(loop, worker)
+    pool.worker = worker
+    pool.hop_line = worker.hop_line
+    pool.host_line += worker.hop_line
+    return pool
+
+
+def _new_pool(loop: EventLoop, worker: Worker) -> UpstreamPool:
     if worker.url.startswith("https://"):
         return TlsUpstreamPool(
             loop, worker.address, worker.display_id, ca=worker.tls_ca, verify=worker.tls_verify
         )
     host = "localhost" if isinstance(worker.address, str) else worker.display_id
     return UpstreamPool(loop, worker.address, host)
+
+
+class ResponseStart(msgspec.Struct, gc=False):
+    """The head of a response, and the bytes of its body that came with it, already parsed."""
+
+    pool: UpstreamPool
+    stream: Stream
+    response: UpstreamResponse
+    chunk: bytes
+    bodiless: bool  # it ended with its head
+    all_sent: bool = True  # the whole request has left
+
+    def release(self) -> None:
+        """Keep the connection where its response has ended cleanly, else close it."""
+        response = self.response
+        reusable = response.whole and response.keep_alive and not response.excess
+        if reusable and self.all_sent:
+            self.pool.release(self.stream)
+        else:
+            self.stream.close()
 
 
 def with_key(worker: Worker, lines: bytes) -> bytes:

@@ -7,14 +7,13 @@ and the statuses that count against a worker's health are reported as those of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from wsproto.utilities import generate_nonce
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, report
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.acquire import take
+from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed
 from omni_proxy.dataplane.upstream.pool import with_key
 from omni_proxy.dataplane.upstream.retry import RetryState, counts_as_failed
@@ -24,23 +23,20 @@ from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 from omni_proxy.wire.websocket import encode_handshake, parse_handshake_response
 
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.downstream.connection import Connection
-
 
 async def connect_worker(
-    conn: Connection, mine: Exchange, head: RequestHead
+    conn: ExchangeIO, mine: Exchange, head: RequestHead
 ) -> tuple[Stream, bytes]:
     """The stream to a worker that answered 101, and the bytes behind that head.
 
     Raises HttpError, ClientDisconnected.
     """
-    door, need = conn.door, mine.need
+    services, need = conn.services, mine.need
     assert need is not None
-    mine.policy = door.policy.name
+    mine.policy = services.balancer.policy.name
     tries: RetryState | None = None
     try:
-        worker = take(door, mine)
+        worker = services.balancer.acquire(mine)
     except HttpError as error:
         worker = await _wait_for_worker(conn, mine, error)
     while True:
@@ -48,35 +44,35 @@ async def connect_worker(
             stream_and_rest = await _open(conn, mine, head, worker)
         except AttemptFailed as failed:
             _close_upstream(conn)
-            if counts_as_failed(failed.status, door.config.routing.retry_on):
+            if counts_as_failed(failed.status, conn.settings.config.routing.retry_on):
                 status = failed.status if failed.kind == "status" else None
-                report(conn, mine, worker, failed.error, status)
+                report_failure(services.fleet, mine, worker, failed.error, status)
             tries = tries or RetryState(conn, mine, 0)
             kind = str(failed.status) if failed.kind == "status" else failed.kind
             try:
-                worker = await tries.after(kind, _client_error(failed))
+                worker = await tries.next_worker(kind, _client_error(failed))
             except HttpError:
                 mine.end("upstream_error", "worker", failed.error)
                 raise
         else:
             if worker.health.failed_requests:
-                door.fleet.observe_success(worker, mine.half_open_id)
+                services.fleet.observe_success(worker, mine.half_open_id)
             return stream_and_rest
 
 
-async def _wait_for_worker(conn: Connection, mine: Exchange, error: HttpError) -> Worker:
+async def _wait_for_worker(conn: ExchangeIO, mine: Exchange, error: HttpError) -> Worker:
     try:
-        return await conn.door.queue.wait_for_worker(conn, mine, error)
+        return await conn.services.queue.wait_for_worker(conn, mine, error)
     except HttpError as refusal:
         raise _with_numeric_code(refusal) from None
 
 
 async def _open(
-    conn: Connection, mine: Exchange, head: RequestHead, worker: Worker
+    conn: ExchangeIO, mine: Exchange, head: RequestHead, worker: Worker
 ) -> tuple[Stream, bytes]:
     """Dial and shake hands, under one timeout. Raises AttemptFailed."""
-    lane, nonce = conn.door.lane(worker), generate_nonce()
-    conn.clock("dial", conn.door.config.health.timeout_secs)
+    lane, nonce = conn.services.pools.of(worker), generate_nonce()
+    conn.set_timeout("dial", conn.settings.config.health.timeout_secs)
     try:
         upstream = conn.upstream = await lane.dial(conn)
         mine.dialled_at = conn.loop.now
@@ -104,7 +100,7 @@ async def _open(
     return upstream, rest
 
 
-async def _read_status(conn: Connection, upstream: Stream, nonce: bytes) -> tuple[int, bytes]:
+async def _read_status(conn: ExchangeIO, upstream: Stream, nonce: bytes) -> tuple[int, bytes]:
     """The status of the response, other 1xx skipped, and the bytes behind its head."""
     buffer, heads = b"", 0
     while True:
@@ -115,13 +111,13 @@ async def _read_status(conn: Connection, upstream: Stream, nonce: bytes) -> tupl
                 return status, buffer
             heads += 1
             check_interim(heads)
-        chunk = await conn.more(upstream)
+        chunk = await conn.read(upstream)
         if not chunk:
             raise UpstreamProtocolError("it closed without an answer to the handshake")
         buffer += chunk
 
 
-def _close_upstream(conn: Connection) -> None:
+def _close_upstream(conn: ExchangeIO) -> None:
     upstream, conn.upstream = conn.upstream, None
     if upstream is not None:
         upstream.close()

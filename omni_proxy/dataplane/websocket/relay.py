@@ -9,15 +9,17 @@ come. Source: omni-router.md 12, RFC 6455.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, new_id, report, stamp
+from omni_proxy.dataplane.exchange.exchange import Exchange, add_forwarded, new_request_id
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.pool import PIECE_BYTES
+from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.websocket.connect import connect_worker
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
 from omni_proxy.routing.voices import pin_to_voice_owner
@@ -25,9 +27,6 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.speech_events import SpeechEvents, is_application_code
 from omni_proxy.wire.websocket import WebSocketFrames, accept_handshake, close_code, error_event
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.downstream.connection import Connection
 
 CONFIG_SECS: Final = 10.0
 CONFIG_BYTES: Final = 15_029_592
@@ -47,15 +46,15 @@ class _SessionEnd(Exception):
         self.error = error
 
 
-async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
+async def session(conn: ExchangeIO, mine: Exchange, head: RequestHead) -> bool:
     """Serve the whole session; returns False: the connection can't be reused.
 
     Raises HttpError for an invalid handshake, ClientDisconnected if the client closes without a
     close frame.
     """
-    mine.request_id = head.request_id or new_id()
-    if conn.door.stamps is not None:
-        stamp(conn.door.stamps, mine, head)
+    mine.request_id = head.request_id or new_request_id()
+    if conn.settings.forwarded is not None:
+        add_forwarded(conn.settings.forwarded, mine, head)
     id_line = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id
     head_bytes = accept_handshake(head, id_line + mine.request_id_line)
     mine.status, mine.stream, mine.relayed = 101, True, True
@@ -75,7 +74,7 @@ async def session(conn: Connection, mine: Exchange, head: RequestHead) -> bool:
 class _Session:
     """Both sides of one session, and the events that were seen so far."""
 
-    def __init__(self, conn: Connection, mine: Exchange) -> None:
+    def __init__(self, conn: ExchangeIO, mine: Exchange) -> None:
         self.conn = conn
         self.mine = mine
         self.down = WebSocketFrames(ConnectionType.SERVER)
@@ -88,16 +87,16 @@ class _Session:
         Raises _SessionEnd, HttpError, ClientDisconnected.
         """
         conn, mine = self.conn, self.mine
-        await conn.door.queue.wait_for_slot(conn, mine, unread=False)
+        await conn.services.queue.wait_for_slot(conn, mine, unread=False)
         first = await self._first_message()
         mine.body_at = conn.loop.now
         route = mine.route
         assert route is not None
         need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
-        pin_to_voice_owner(conn.door.voices, route.traffic, need)
+        pin_to_voice_owner(conn.services.balancer.voices, route.traffic, need)
         conn.hold(len(first))
         worker, chunk = await connect_worker(conn, mine, head)
-        conn.let_go()
+        conn.release_held()
         need.body_fields = None
         self.up.send(first)
         self.up.feed(chunk)
@@ -108,8 +107,8 @@ class _Session:
 
     async def _first_message(self) -> str | bytes:
         conn = self.conn
-        limit = min(conn.door.limits.max_body, CONFIG_BYTES)
-        conn.clock("config", CONFIG_SECS)
+        limit = min(conn.settings.limits.max_body, CONFIG_BYTES)
+        conn.set_timeout("config", CONFIG_SECS)
         chunk, conn.rest = conn.rest, b""
         try:
             while True:
@@ -118,7 +117,7 @@ class _Session:
                 self._flush_client()
                 if message is not None:
                     return message
-                chunk = await conn.more(conn.client, CONFIG_READ_BYTES)
+                chunk = await conn.read(conn.client, CONFIG_READ_BYTES)
                 if not chunk:
                     raise ClientDisconnected
                 self.mine.bytes_in += len(chunk)
@@ -135,10 +134,10 @@ class _Session:
         Raises _SessionEnd, HttpError, ClientDisconnected, PhaseTimeout.
         """
         conn, down, up = self.conn, self.down, self.up
-        idle = conn.door.limits.idle
+        idle = conn.settings.limits.idle
         self._send_client_messages()
         self._relay_worker_events()
-        conn.clock("relay", idle)
+        conn.set_timeout("relay", idle)
         while True:
             progress = self._flush_client() | self._flush_worker(worker)
             if not down.out:
@@ -149,7 +148,7 @@ class _Session:
                 # The worker does not take what the client sent last; there is no point in waiting.
                 raise ClientDisconnected
             if progress:
-                conn.clock("relay", idle)
+                conn.set_timeout("relay", idle)
                 if conn.count_read():
                     await pause
             else:
@@ -173,7 +172,7 @@ class _Session:
 
     def _read(self, sock: Stream) -> bytes | None:
         """The bytes that are there: None for none yet, b"" at the end. Raises OSError."""
-        chunk = sock.read(PIECE_BYTES) if sock.readable else None
+        chunk = sock.read(READ_BYTES) if sock.readable else None
         if chunk:
             self.conn.reads_since_pause += len(chunk) // BYTES_PER_READ
         return chunk
@@ -193,7 +192,7 @@ class _Session:
         return True
 
     def _send_client_messages(self) -> None:
-        limit = min(self.conn.door.limits.max_body, MESSAGE_BYTES)
+        limit = min(self.conn.settings.limits.max_body, MESSAGE_BYTES)
         while (message := self._next_client_message(limit)) is not None:
             self.up.send(message)
 
@@ -264,7 +263,7 @@ class _Session:
     def _report_failure(self, error: str) -> None:
         worker = self.mine.worker
         assert worker is not None
-        report(self.conn, self.mine, worker, error)
+        report_failure(self.conn.services.fleet, self.mine, worker, error)
 
     def _on_idle_timeout(self) -> None:
         """No byte was relayed for idle_secs. Raises HttpError if the client can be told."""
@@ -288,9 +287,9 @@ class _Session:
         if worker is not None:
             self._flush_worker(worker)
         try:
-            conn.clock("client", conn.door.limits.idle)
+            conn.set_timeout("client", conn.settings.limits.idle)
             await conn.write(conn.client, bytes(down.out))
-            conn.clock("linger", CLOSE_SECS)
+            conn.set_timeout("linger", CLOSE_SECS)
             if worker is not None:
                 if not self.up.broken:
                     await self._drain_until_closed(worker, self.up)
@@ -304,7 +303,7 @@ class _Session:
     async def _drain_until_closed(self, sock: Stream, frames: WebSocketFrames) -> None:
         while frames.broken or not frames.left:
             try:
-                chunk = await self.conn.more(sock)
+                chunk = await self.conn.read(sock)
             except OSError:
                 return
             if not chunk:

@@ -305,7 +305,7 @@ def test_every_end_state_is_in_the_guide_and_no_other():
 
 
 def test_every_phase_is_in_the_guide():
-    phases = door_says(r'clock\("(\w+)"()') | door_says(r'phase(?:, [\w.]+)? = "(\w+)"()')
+    phases = door_says(r'set_timeout\("(\w+)"()') | door_says(r'phase(?:, [\w.]+)? = "(\w+)"()')
     assert {"queue", "backoff", "relay"} <= phases
     assert {phase for phase in phases if f"`{phase}`" not in OPERATIONS} == set()
 

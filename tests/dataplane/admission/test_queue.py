@@ -37,7 +37,7 @@ def test_requests_above_the_limit_wait_and_are_admitted_in_order(room_of):
     came[2].finish()
     room.turn()
     assert (room.gone_in, room.queue.waiting) == (came[3:], 0)
-    assert (room.door.peak_in_flight, room.queue.peak_waiting) == (2, 3)
+    assert (room.door.inflight.peak_in_flight, room.queue.peak_waiting) == (2, 3)
 
 
 def test_room_goes_to_a_waiter_before_a_new_request_sees_it(room_of):
@@ -130,7 +130,7 @@ def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
     refusal = room.come().refusal
     assert (refusal.status, refusal.code, refusal.type) == (503, 503, "overloaded_error")
     assert refusal.message == "router overloaded: max in-flight requests reached"
-    assert (refusal.extra["reason"], room.door.rejected) == ("max_inflight", 1)
+    assert (refusal.extra["reason"], room.door.inflight.rejected) == ("max_inflight", 1)
 
 
 def test_a_full_queue_refuses(room_of):
@@ -141,7 +141,7 @@ def test_a_full_queue_refuses(room_of):
     assert (refusal.status, refusal.type) == (503, "overloaded_error")
     assert refusal.extra["reason"] == "queue_full"
     assert ("retry-after", "1") in refusal.headers
-    assert (room.queue.waiting, room.door.rejected) == (2, 1)
+    assert (room.queue.waiting, room.door.inflight.rejected) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_timeout_in_the_queue_names_what_was_waited_for(room_of, entries, conf
     late.on_phase_timeout()
     assert (late.refusal.status, late.refusal.extra["reason"]) == (503, reason)
     assert "waited 7 s in the queue" in late.refusal.message
-    assert (room.queue.waiting, room.door.rejected) == (0, 1)
+    assert (room.queue.waiting, room.door.inflight.rejected) == (0, 1)
 
 
 OVERLOAD_429 = "overload_status = 429\n"
@@ -192,7 +192,7 @@ def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries
 )
 def test_a_full_fleet_answers_the_configured_429(room_of, entries, config):
     room = room_of(*entries, config=OVERLOAD_429 + config)
-    for _ in range(room.door.config.server.queue_size + 1):
+    for _ in range(room.door.settings.config.server.queue_size + 1):
         room.come()
     refused = room.come()
     assert refused.refusal.status == 429
@@ -269,7 +269,7 @@ def test_admitting_costs_the_same_with_ten_thousand_waiters(room_of, monkeypatch
     came = [room.come(f"model {number}") for number in range(10_001)]
     looked = []
     monkeypatch.setattr(
-        "omni_proxy.dataplane.admission.queue.eligible_workers",
+        "omni_proxy.dataplane.upstream.acquire.eligible_workers",
         lambda *args: looked.append(1) or eligible_workers(*args),
     )
     for number in range(10_000):
@@ -374,7 +374,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def no_waiter_could_go(self):
         door = self.room.door
-        for waiter in self.waiting() if door.has_slot() else []:
+        for waiter in self.waiting() if door.inflight.has_slot() else []:
             assert waiter.wants != "slot"
             assert not eligible_workers(door.fleet, waiter.mine.need)
 
@@ -387,7 +387,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_limits_hold(self):
         room, door = self.room, self.room.door
-        bound = door.config.server.max_inflight
+        bound = door.settings.config.server.max_inflight
         assert not bound or door.in_flight <= bound
         for worker in room.fleet.workers:
             assert not worker.max_inflight or worker.in_flight <= worker.max_inflight

@@ -5,8 +5,9 @@ import json
 import msgspec
 import pytest
 
-from omni_proxy.dataplane.exchange.access_log import access_text, log
+from omni_proxy.dataplane.exchange.access_log import access_text, write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.observer import Recorders
 from omni_proxy.routing.inspect.requirements import Requirements
 from tests.fleet.entries import entry, fleet_of
 
@@ -22,9 +23,11 @@ class Sink:
         self.lines.append(line)
 
 
-class House:
-    def __init__(self, *, access_json):
-        self.access_log, self.route_log, self.access_json = Sink(), Sink(), access_json
+@pytest.fixture
+def recorders():
+    made = Recorders()
+    made.access_log, made.route_log = Sink(), Sink()
+    return made
 
 
 @pytest.fixture
@@ -37,10 +40,9 @@ def exchange():
 
 
 @pytest.mark.parametrize("access_json", [True, False])
-def test_nothing_that_a_terminal_obeys_stands_in_a_log(exchange, access_json):
-    house = House(access_json=access_json)
-    log(house, exchange, fleet_of(entry("a")).workers[0])
-    (route,), (access,) = house.route_log.lines, house.access_log.lines
+def test_nothing_that_a_terminal_obeys_stands_in_a_log(exchange, recorders, access_json):
+    write_logs(recorders, exchange, fleet_of(entry("a")).workers[0], as_json=access_json)
+    (route,), (access,) = recorders.route_log.lines, recorders.access_log.lines
     assert route.isascii()
     assert route.decode().isprintable()
     assert json.loads(route)["model"] == ODD
@@ -53,9 +55,8 @@ def test_nothing_that_a_terminal_obeys_stands_in_a_log(exchange, access_json):
         assert "\\u202e" in access.decode()
 
 
-def test_a_text_line_is_that_of_its_record(exchange):
-    house = House(access_json=True)
-    log(house, exchange, None)
-    record = msgspec.json.decode(house.access_log.lines[0])
+def test_a_text_line_is_that_of_its_record(exchange, recorders):
+    write_logs(recorders, exchange, None, as_json=True)
+    record = msgspec.json.decode(recorders.access_log.lines[0])
     assert record["model"] == ODD
-    assert access_text(house.access_log.lines[0]).decode().isprintable()
+    assert access_text(recorders.access_log.lines[0]).decode().isprintable()

@@ -4,7 +4,9 @@ import contextlib
 
 import pytest
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, diagnostics
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.response_head import diagnostic_fields
+from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.response import DIAGNOSTICS
 from tests.dataplane.both_ways import WHOLE, answered, asked, both, listening, spelled
@@ -111,7 +113,7 @@ def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
     mine = Exchange(0.0, "test")
     mine.worker, mine.attempts, mine.tried = worker, 2, [(worker, "503")]
     lines = (
-        diagnostics(mine)
+        b"".join(diagnostic_fields(mine))
         + WeightVersion("a", 1).lines
         + WeightVersion("b", 2).end_header_lines(WeightVersion("a", 1))
     )
@@ -263,7 +265,7 @@ def test_without_a_slot_and_a_queue_it_is_refused(listeners):
 
     world = both(listeners, script, "max_inflight = 1\n")
     assert sorted(each["status"] for each in world.log[-2:]) == [200, 503]
-    assert world.door.rejected == 1
+    assert world.door.inflight.rejected == 1
 
 
 def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
@@ -358,8 +360,8 @@ def test_new_weights_while_it_waits_are_told(listeners):
 def test_what_is_asked_is_shown(listeners):
     def script(world, client):
         asked(world, client)
-        assert world.door.shown(client.conn)["target"] == "/v1/chat/completions"
-        assert world.door.shown(client.conn)["worker"].startswith("unix:")
+        assert connection_record(client.conn)["target"] == "/v1/chat/completions"
+        assert connection_record(client.conn)["worker"].startswith("unix:")
 
     both(listeners, script)
 

@@ -1,11 +1,11 @@
 """What changes while clients are on the short way: settings, the fleet, the sockets themselves."""
 
 import contextlib
-import gc
 import socket
 
 import pytest
 
+from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
@@ -97,16 +97,18 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
         others = [world.come(warm=3) for _ in range(3)]
         asked(world, client)
         world.answer(WHOLE)
-        conns = [conn for lane in world.door._lanes.values() for conn in lane.idle]
+        conns = [conn for lane in world.door.pools._pools.values() for conn in lane.idle]
         world.remove(0)
         world.remove(0)
         world.turn()
         assert all(conn.closed for conn in conns)
         for each in (client, *others):
-            short = each.conn.short
-            if short is not None:
-                assert short._way is None
-                refers = gc.get_referents(short, *filter(None, (short._mine,)))
+            fast_path, conn = each.conn.fast_path, each.conn
+            assert (conn.exchange, conn.upstream) == (None, None)
+            if fast_path is not None:
+                refers = [getattr(fast_path, name) for name in type(fast_path).__slots__]
+                (template,) = (each for each in refers if isinstance(each, Exchange))
+                assert (template.worker, template.last_worker) == (None, None)
                 assert not any(isinstance(each, Worker | UpstreamPool) for each in refers)
                 assert not any(isinstance(each, Stream) and each.closed for each in refers)
 
@@ -117,9 +119,9 @@ def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monke
     with World(monkeypatch, listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
         client = world.come(warm=6)
         asked(world, client)
-        (lane,) = [lane for lane in world.door._lanes.values() if not lane.idle]
+        (lane,) = [lane for lane in world.door.pools._pools.values() if not lane.idle]
         with monkeypatch.context() as patch:
-            patch.setattr(type(lane), "give_back", lambda lane, conn: 1 / 0)
+            patch.setattr(type(lane), "release", lambda lane, conn: 1 / 0)
             world.answer(WHOLE)
         assert (world.door.in_flight, world.door.loop.failures) == (0, 1)
         assert not any(worker.in_flight for worker in world.fleet.workers)

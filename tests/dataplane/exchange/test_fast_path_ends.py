@@ -22,7 +22,7 @@ def listeners(tmp_path):
 def world(listeners, monkeypatch):
     """The short way alone, and a client of it."""
     with World(monkeypatch, listeners).at_work() as made:
-        made.door.access_json = True
+        made.door.settings.access_log_is_json = True
         made.come(warm=6)
         made.began = made.handed_over = 0
         yield made
@@ -60,7 +60,7 @@ def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_clos
 def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
     def script(world, client):
         asked(world, client)
-        limits = world.door.limits
+        limits = world.door.settings.limits
         world.wait(limits.total + 1 if total else limits.response_head + 1)
 
     world = both(listeners, script, f"request_timeout_secs = {total}\n")
@@ -83,18 +83,18 @@ def broken(*args):
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("place", ["_begin", "_finish"])
+@pytest.mark.parametrize("place", ["_on_request", "_on_response"])
 def test_a_fault_of_ours_ends_its_connection_and_no_other(world, place, monkeypatch, caplog):
     other = world.come(warm=4)
     client = world.clients[0]
     before = len(world.log)
-    if place == "_finish":
+    if place == "_on_response":
         asked(world, client)
         for worker in world.fleet.workers:
-            monkeypatch.setattr(world.door.lane(worker), "usual", None)
+            monkeypatch.setattr(world.door.pools.of(worker), "response_template", None)
         world.answer(WHOLE)
     else:
-        monkeypatch.setattr(world.door, "lane", broken)
+        monkeypatch.setattr(world.door.pools, "of", broken)
         world.ask(client, spelled())
     monkeypatch.undo()
     world.turn()

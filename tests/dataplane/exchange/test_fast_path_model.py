@@ -260,7 +260,7 @@ class Course:
         self.world.wait(secs)
 
     def config(self, more):
-        self.world.door._take(parse(configured(self.server + more, self.routing)))
+        self.world.door.configure(parse(configured(self.server + more, self.routing)))
         self.world.turn()
 
 
@@ -281,7 +281,7 @@ def course(listeners, told, *, short):
             made.go(slow, steps)
             assert not world.door.loop.tasks
             assert world.door.in_flight == 0
-            assert len(world.log) == sum(world.door.ended.values())
+            assert len(world.log) == sum(world.door.services.totals.ended.values())
     return made
 
 

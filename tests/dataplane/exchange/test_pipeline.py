@@ -27,17 +27,17 @@ def front(tmp_path):
 
 def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_hand, front):
     door = by_hand()
-    door.door.front = AdminApiPool(door.door.loop, front.getsockname(), "front")
+    door.door.pools.admin_api = AdminApiPool(door.door.loop, front.getsockname(), "front")
     client = door.client(b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc")
-    assert door.door.held_bytes == 3
+    assert door.door.inflight.held_bytes == 3
     door.tell(client, b"def")
     near, _ = front.accept()
     with near:
         assert near.recv(65536).endswith(b"\r\n\r\nabcdef")
         door.tell(near, ANSWER)
     assert heard(client)[0].startswith(ANSWER[:12])
-    assert (door.phases, door.door.held_bytes) == (["idle"], 0)
-    door.door.front.close()
+    assert (door.phases, door.door.inflight.held_bytes) == (["idle"], 0)
+    door.door.pools.admin_api.close()
 
 
 def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_hand):
@@ -54,9 +54,9 @@ def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_
     assert sorted(door.phases) == ["queue", "wait"]
     door.tell(worker, ANSWER)
     assert (sorted(door.phases), door.door.in_flight) == (["body", "idle"], 1)
-    door.wait(door.door.limits.client_body + 1)
+    door.wait(door.door.settings.limits.client_body + 1)
     assert sorted(door.phases) == ["idle", "refuse"]  # it takes no 408 either
-    door.wait(door.door.limits.idle + 1)
+    door.wait(door.door.settings.limits.idle + 1)
     assert door.door.in_flight == 0
 
 
@@ -82,7 +82,7 @@ def test_for_a_path_of_the_control_routes_he_may_go_on(by_hand, path):
 
 def test_the_control_routes_hear_how_a_request_came_from_us_alone(by_hand, front):
     door = by_hand()
-    door.door.front = AdminApiPool(door.door.loop, front.getsockname(), "front")
+    door.door.pools.admin_api = AdminApiPool(door.door.loop, front.getsockname(), "front")
     door.client(
         b"GET /config HTTP/1.1\r\nhost: evil.example:1\r\n"
         b"X-Omni-Received: unix http localhost\r\nx-omni-received: tcp http localhost\r\n\r\n"
@@ -93,4 +93,4 @@ def test_the_control_routes_hear_how_a_request_came_from_us_alone(by_hand, front
         told = [line for line in fields if line.startswith(b"x-omni-received")]
         assert len(told) == 1
         assert told[0].endswith(b" http evil.example:1")
-    door.door.front.close()
+    door.door.pools.admin_api.close()

@@ -215,7 +215,7 @@ def test_a_client_that_stays_stuck_is_cut_at_its_own_clock(by_hand):
     narrow(by_hand)
     by_hand.tell(worker, SSE + LARGE)
     by_hand.tell(worker, LARGE)
-    by_hand.wait(by_hand.door.limits.idle + 1)
+    by_hand.wait(by_hand.door.settings.limits.idle + 1)
     assert (by_hand.log[-1]["outcome"], by_hand.log[-1]["ended_by"]) == ("client_stalled", "client")
     assert drained(by_hand, client)[1] != "open"
 

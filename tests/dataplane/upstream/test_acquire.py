@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.upstream.acquire import CHOICES, leave, take
+from omni_proxy.dataplane.upstream.acquire import CHOICES
 from omni_proxy.fleet.worker import SUCCEEDED
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
@@ -39,13 +39,13 @@ def request():
 async def test_a_place_that_another_door_took_is_given_back_and_another_one_taken(door):
     asked = quicker(door.fleet, 1)
     mine = request()
-    worker = take(door, mine)
+    worker = door.balancer.acquire(mine)
     assert (len(asked), asked[1]) == (2, worker)
     counts = {each: (each.in_flight, each.peak_in_flight) for each in door.fleet.workers}
     assert counts.pop(worker) == (1, 1)
     assert list(counts.values()) == [(0, 0)]
     assert (mine.worker, mine.attempts) == (worker, 1)
-    leave(door, mine, SUCCEEDED)
+    door.balancer.release(mine, SUCCEEDED)
     assert [each.in_flight for each in door.fleet.workers] == [0, 0]
 
 
@@ -53,7 +53,7 @@ async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(
     asked = quicker(door.fleet, CHOICES)
     mine = request()
     with pytest.raises(HttpError, match="full a moment ago") as told:
-        take(door, mine)
+        door.balancer.acquire(mine)
     assert told.value.code == "all_full"
     assert len(asked) == CHOICES
     assert [(w.in_flight, w.peak_in_flight) for w in door.fleet.workers] == [(0, 0)] * 2
@@ -63,5 +63,5 @@ async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(
 async def test_where_no_worker_has_a_bound_nobody_looks_again(door):
     asked = quicker(door.fleet, CHOICES)
     door.fleet.has_inflight_limits = False
-    take(door, request())
+    door.balancer.acquire(request())
     assert asked == []

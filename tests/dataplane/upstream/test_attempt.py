@@ -55,13 +55,13 @@ def test_a_worker_that_floods_interim_answers_is_given_up(door, monkeypatch, at_
     client = door.client(chat())
     worker = door.worker()
     read = []
-    of_answers = door.door.answers.read
+    of_answers = door.door.services.response_heads.read
 
     def counted(head, *, to_head):
         read.append(head)
         return of_answers(head, to_head=to_head)
 
-    monkeypatch.setattr(door.door.answers, "read", counted)
+    monkeypatch.setattr(door.door.services.response_heads, "read", counted)
     for _ in range(1 + 2 * INTERIM_HEADS // at_once):
         with contextlib.suppress(OSError):  # it was given up
             door.tell(worker, INTERIM * at_once)

@@ -20,27 +20,27 @@ def task(loop):
 
 async def test_what_is_given_back_last_is_taken_first(loop, wires, lane, task):
     first, second = (wires.conn(task)[0] for _ in range(2))
-    lane.give_back(first)
-    lane.give_back(second)
+    lane.release(first)
+    lane.release(second)
     other = Scripted(loop, nothing)
-    assert [lane.take(other), lane.take(other), lane.take(other)] == [second, first, None]
+    assert [lane.reuse(other), lane.reuse(other), lane.reuse(other)] == [second, first, None]
     assert first.task is second.task is other
 
 
 async def test_an_idle_connection_that_its_worker_closes_is_never_taken(wires, lane, task):
     conn, far = wires.conn(task)
-    lane.give_back(conn)
+    lane.release(conn)
     far.close()
     await until(lambda: conn.closed)
-    assert lane.take(task) is None
+    assert lane.reuse(task) is None
 
 
 async def test_an_idle_connection_that_speaks_unasked_is_dropped(wires, lane, task):
     conn, far = wires.conn(task)
-    lane.give_back(conn)
+    lane.release(conn)
     far.send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
     await until(lambda: conn.closed)
-    assert lane.take(task) is None
+    assert lane.reuse(task) is None
 
 
 async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kept(
@@ -49,11 +49,11 @@ async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kep
     ended, far = wires.conn(task)
     far.close()
     await until(lambda: ended.peer_closed)
-    lane.give_back(ended)
+    lane.release(ended)
     unread, far = wires.conn(task)
     far.send(b"more")
     await until(lambda: unread.readable)
-    lane.give_back(unread)
+    lane.release(unread)
     assert (ended.closed, unread.closed, lane.idle) == (True, True, [])
 
 
@@ -62,14 +62,14 @@ async def test_one_that_was_read_to_the_brim_but_is_empty_is_kept(wires, lane, t
     far.send(b"full")
     await until(lambda: conn.readable)
     assert (conn.read(4), conn.readable) == (b"full", True)
-    lane.give_back(conn)
-    assert (lane.take(task), conn.readable) == (conn, False)
+    lane.release(conn)
+    assert (lane.reuse(task), conn.readable) == (conn, False)
 
 
 async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(loop, wires, lane, task):
     old, young = (wires.conn(task)[0] for _ in range(2))
-    lane.give_back(old)
-    lane.give_back(young)
+    lane.release(old)
+    lane.release(young)
     old.idle_since, young.idle_since = 100.0, 100.0 + IDLE_SECS
     loop.now = 100.0 + IDLE_SECS + 1
     lane.sweep()
@@ -78,10 +78,10 @@ async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(loop, wires, 
 
 async def test_a_closed_lane_keeps_nothing(wires, lane, task):
     idle, used = (wires.conn(task)[0] for _ in range(2))
-    lane.give_back(idle)
+    lane.release(idle)
     lane.close()
-    lane.give_back(used)
-    assert (idle.closed, used.closed, lane.take(task)) == (True, True, None)
+    lane.release(used)
+    assert (idle.closed, used.closed, lane.reuse(task)) == (True, True, None)
 
 
 async def test_the_host_line_names_the_worker(lane):

@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.dataplane.upstream.retry import (
+    allowed_attempts,
     counts_as_failed,
     may_retry,
     pause_secs,
-    tries_allowed,
 )
 
 KNOWN = ("connect_failure", "reset_before_response")
@@ -14,7 +14,7 @@ KNOWN = ("connect_failure", "reset_before_response")
 
 @given(st.integers(0, 10))
 def test_tries_are_counted_in_all_and_there_is_always_one(configured):
-    allowed = tries_allowed(configured)
+    allowed = allowed_attempts(configured)
     made = 1
     while may_retry("connect_failure", made, allowed, KNOWN):
         made += 1

@@ -181,7 +181,7 @@ async def test_beyond_the_admission_bound_the_session_is_told_so_and_closed():
                 error = await second.error()
                 assert (error["code"], error["error_type"]) == (503, "overloaded_error")
                 assert (await second.closed())[0] == 1013
-        assert setting.door.rejected == 1
+        assert setting.door.inflight.rejected == 1
 
 
 async def test_with_a_queue_a_session_waits_for_a_worker():

@@ -1,0 +1,117 @@
+"""The connection as an exchange sees it: I/O with time-outs, and what is open or held meanwhile.
+
+Contract: the steps of an exchange take `(io, exchange)`. What they leave open here (an upstream
+connection, bytes in memory) is closed and released by `downstream.connection` at the end, however
+that comes.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import abstractmethod
+from typing import Protocol
+
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.loop.io_task import IoTask
+from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
+from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.response import UpstreamResponse
+
+
+class StreamedBody(Protocol):
+    """A request body that is sent on while it comes: `exchange.request_body`."""
+
+    whole: bool
+    poured: bool
+
+    def start_stream(self, lines: bytes) -> bytes: ...
+
+    async def stream_to(self, upstream: Stream) -> bool: ...
+
+
+class KeepAlive(Protocol):
+    """SSE keep-alive of the response, where it is configured: `exchange.sse_keepalive`."""
+
+    begun: bool
+
+    async def for_head(self, upstream: Stream) -> None: ...
+
+    async def for_first_chunk(self, upstream: Stream, response: UpstreamResponse) -> None: ...
+
+    def goes_on_with(self, start: ResponseStart) -> bool: ...
+
+    async def replace_with_error(self, start: ResponseStart) -> bool: ...
+
+    def reject(self, error: HttpError) -> None: ...
+
+
+class ExchangeIO(IoTask):
+    """One client connection with the exchange that runs on it."""
+
+    __slots__ = (
+        "body_stream", "close_after_response", "exchange", "head_bytes", "held_bytes",
+        "keepalive", "peer", "rest", "services", "settings", "upstream",
+    )  # fmt: skip
+
+    admin_only = False  # all requests go to the admin API
+
+    def __init__(self, services: ExchangeServices, sock: socket.socket, peer: str) -> None:
+        super().__init__(services.loop)
+        self.services = services
+        self.settings = services.settings
+        self.peer = peer
+        self.client = Stream(services.loop, sock, self)
+        self.exchange: Exchange | None = None
+        self.upstream: Stream | None = None  # closed at the end unless its pool has taken it back
+        self.body_stream: StreamedBody | None = None
+        self.keepalive: KeepAlive | None = None
+        self.close_after_response = False
+        self.rest = b""  # read from the client, not yet consumed
+        self.head_bytes = 0  # size of the present request's head
+        self.held_bytes = 0  # this connection's part of `inflight.held_bytes`
+
+    def is_disconnect(self, mask: int) -> bool:
+        return bool(mask & (PEER_CLOSED if self.settings.half_close_aborts else HUNG_UP))
+
+    def hold(self, size: int) -> None:
+        """So many bytes of the present request stay in memory. Raises HttpError 503."""
+        if not self.try_hold(size):
+            self.services.inflight.reject_bytes()
+
+    def try_hold(self, size: int) -> bool:
+        """As `hold`; False where there is no room."""
+        inflight = self.services.inflight
+        held = inflight.held_bytes + size
+        if held > self.settings.limits.held:
+            return False
+        inflight.held_bytes = held
+        self.held_bytes += size
+        return True
+
+    def release_held(self) -> None:
+        """The bytes of the present request are needed no more."""
+        self.services.inflight.held_bytes -= self.held_bytes
+        self.held_bytes = 0
+
+    def close_upstream(self) -> None:
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            upstream.close()
+
+    def take_received_body(self, exchange: Exchange, length: int, limit: int) -> bytes | None:
+        """The body where all of it came with its head; None where more must be read. Raises
+        HttpError 413."""
+        if length > limit:
+            raise HttpError(413, "payload too large", "payload_too_large", close=True)
+        if not 0 <= length <= len(self.rest):
+            return None
+        body, self.rest = self.rest[:length], self.rest[length:]
+        exchange.bytes_in = length
+        exchange.body_at = self.loop.now
+        return body
+
+    @abstractmethod
+    def await_next_request(self) -> None:
+        """The time-outs of a connection that is idle."""

@@ -1,0 +1,81 @@
+"""Which requests may take the fast path: those whose head is written like one that was parsed.
+
+Pure. Invariant: a request written so has the parsed head but for the values that vary, and its body
+alone says which workers of its route may serve it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from omni_proxy.routing.inspect.requirements import has_json_body
+from omni_proxy.routing.routes import UNPINNED, MethodNotAllowed, Route, match_route
+from omni_proxy.routing.voices import SPEECH_TRAFFIC
+from omni_proxy.wire.head_caching.lru import LruCache
+from omni_proxy.wire.head_caching.request_heads import TEMPLATES
+from omni_proxy.wire.head_caching.template import HeadTemplate
+from omni_proxy.wire.request import RequestHead
+
+
+class CachedRequest:
+    """`head` of such a request, without the fields that vary; `source`: the cache it is from."""
+
+    __slots__ = ("head", "route", "source", "template")
+
+    def __init__(
+        self, head: RequestHead, template: HeadTemplate, route: Route, source: FastPathCache
+    ) -> None:
+        fixed_id = head.request_id if template.id_index < 0 else b""
+        self.head = msgspec.structs.replace(
+            head, lines=template.first, length=0, request_id=fixed_id
+        )
+        self.template = template
+        self.route = route
+        self.source = source
+
+
+class _Never:
+    """In the place of a CachedRequest: such requests always run in the coroutine."""
+
+
+_NEVER: Final = _Never()
+
+
+class FastPathCache:
+    """Cached requests of all connections, under one configuration."""
+
+    def __init__(self) -> None:
+        self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
+
+    def find(self, head: RequestHead) -> CachedRequest | None:
+        """For requests that are written like this one; None where they can't take the fast
+        path."""
+        template = head.template
+        if template is None:
+            return None
+        found = self._by_template.get(template)
+        if found is None:
+            found = self._cached(head, template) or _NEVER
+            self._by_template.put(template, found)
+        return found if isinstance(found, CachedRequest) else None
+
+    def _cached(self, head: RequestHead, template: HeadTemplate) -> CachedRequest | None:
+        if not template.counted:
+            return None
+        method, _, path = head.log_words
+        try:
+            route = match_route(method, path)
+        except MethodNotAllowed:
+            return None
+        if route is None or route.websocket or route.pinning is not UNPINNED:
+            return None
+        if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
+            return None
+        special = (
+            head.hints or head.origin or head.upgrade or head.expects_continue or head.http_1_0
+        )
+        if special or not head.keep_alive or not has_json_body(route, head):
+            return None
+        return CachedRequest(head, template, route, self)

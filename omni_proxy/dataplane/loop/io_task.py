@@ -1,0 +1,69 @@
+"""Reads, writes and time-outs of a connection's coroutine: the I/O that an exchange is run with.
+
+Contract: `read`, `write` and `flush` wait for the peer under the time-out of the present phase, and
+raise PhaseTimeout when it is over. A phase never lasts longer than `deadline`, which bounds the
+whole exchange.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.task import ConnectionTask, pause
+
+READ_BYTES = 16384
+
+
+class IoTask(ConnectionTask):
+    """A task that serves `client`."""
+
+    __slots__ = ("deadline",)
+
+    client: Stream
+
+    def __init__(self, loop: EventLoop) -> None:
+        super().__init__(loop)
+        self.deadline = inf
+
+    def set_timeout(self, phase: str, secs: float) -> None:
+        """Enter a phase that may last `secs`."""
+        self.phase = phase
+        due = self.loop.now + secs
+        # min() would cost as much as all the rest of this.
+        self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
+
+    async def read(self, stream: Stream, size: int = READ_BYTES) -> bytes:
+        """The next bytes; b"" at the peer's end. Raises OSError for a broken connection."""
+        while True:
+            if self.must_wait_for(stream):
+                await pause
+            chunk = stream.read(size)
+            if chunk is not None:
+                return chunk
+
+    async def write(self, stream: Stream, chunk: bytes) -> None:
+        """Send all of it, behind what is pending; waits for a peer that reads slowly."""
+        if stream.pending:
+            await self.flush(stream)
+        try:
+            sent = stream.send(chunk)
+        except BlockingIOError:
+            sent = 0
+        view = memoryview(chunk)[sent:]
+        while view:
+            self.waiting_on = stream
+            await pause
+            try:
+                view = view[stream.send(view) :]
+            except BlockingIOError:
+                continue
+
+    async def flush(self, stream: Stream) -> None:
+        """Send what `write_soon` has left pending."""
+        while stream.pending:
+            stream.flush()
+            if stream.pending:
+                self.waiting_on = stream
+                await pause

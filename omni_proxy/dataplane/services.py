@@ -1,0 +1,54 @@
+"""What every exchange shares: the services that its steps are called with.
+
+Contract: the record itself never changes; each member says what may change in it. Built once, by
+`dataplane.DataPlane`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from omni_proxy.dataplane.admission.inflight import InFlight
+from omni_proxy.dataplane.admission.queue import Queue
+from omni_proxy.dataplane.exchange.observer import Recorders
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.timeouts import Timers
+from omni_proxy.dataplane.settings import Settings
+from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.dataplane.upstream.pool import UpstreamPools
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.policies import RandomBelow
+from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
+
+
+class Totals:
+    """What GET /status counts, since the start."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.failed_handshakes = 0  # of TLS
+        self.failed_introductions = 0  # that were no PROXY protocol
+        self.ended: defaultdict[str, int] = defaultdict(int)  # exchanges, by outcome
+        self.across_versions = 0  # responses whose worker got other weights meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeServices:
+    """`random_below(n)`: chance, for the back-off of retries."""
+
+    loop: EventLoop
+    fleet: Fleet
+    settings: Settings
+    inflight: InFlight
+    balancer: Balancer
+    queue: Queue
+    pools: UpstreamPools
+    response_heads: ResponseHeadCache
+    timers: Timers
+    recorders: Recorders
+    totals: Totals
+    keep_voices_at: Callable[[Worker], None]
+    random_below: RandomBelow
